@@ -357,13 +357,13 @@ def test_main_py_files_lose_their_prefix_where_a_plan_says_so_and_tell_what_is_l
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "not JSON"),
-        ("[]", 'with a "mesh"'),
+        ("{", "not valid JSON"),
+        ("[]", 'and a "mesh"'),
         ("{}", 'no "mesh"'),
         ('{"mesh": {"tp": 2}}', 'no "layouts"'),
         ('{"mesh": {"tp": 0}, "layouts": {}}', "tp has size 0"),
         ('{"mesh": {"tp": "2"}, "layouts": {}}', "tp has size 2"),
-        ('{"mesh": {"tp": 2}, "layouts": {"w": {"shape": [4]}}}', "no layout"),
+        ('{"mesh": {"tp": 2}, "layouts": {"w": {"shape": [4]}}}', "invalid tensor layout"),
         ('{"mesh": {"tp": 2}, "layouts": {"w": {"shape": [4], "view": [4], "cuts": [[0, [1]]]}}}', "doesn't fit"),
         ('{"mesh": {"tp": 2}, "layouts": {"w": {"shape": [4], "view": [2, 3], "cuts": []}}}', "doesn't fit"),
     ],

@@ -132,7 +132,7 @@ def test_what_could_not_be_written_is_a_failure():
         words = [sys.executable, "-m", "manyhands", "train", "--show-config"]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("manyhands: what this command shows can't be written: No space left on device\n")
+    assert done.stderr.startswith("manyhands: the output can't be written: No space left on device\n")
 
 
 # Prints each command whose page of help brings along a package that only work needs.

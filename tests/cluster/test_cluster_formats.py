@@ -62,10 +62,10 @@ def test_what_is_written_is_read_apart_from_what_the_notes_name(module, cluster)
     assert [each.slots for each in found.machines] == [each.slots for each in cluster.machines]
     for here, there in zip(found.machines, cluster.machines, strict=True):
         assert here.address == there.address
-        assert here.host == there.host or "names of users" in said
-        assert here.port == there.port or "ports of ssh" in said
+        assert here.host == there.host or "user names" in said
+        assert here.port == there.port or "ssh ports" in said
         usual = there.devices == tuple(range(there.slots))
-        assert here.devices == (() if usual else there.devices) or "numbers of devices" in said
+        assert here.devices == (() if usual else there.devices) or "device numbers" in said
     assert not (cluster.master_address or cluster.master_port) or "master" in said
     # Names alone, without slots, are a hostfile by the file's name only.
     assert format_of(f"{module.__name__.rpartition('.')[2]}.txt", text) is module
@@ -134,7 +134,7 @@ class TestHostfiles:
         [
             ("n2 slot=4", 'did you mean "slots"?'),
             ("n2 4", "write slots=4"),
-            ("n2 slots = 4", "without blanks"),
+            ("n2 slots = 4", "without spaces"),
             ("n2 slots=0", "from 1 to 1024"),
             ("n2 slots=4 max_slots=2", "less than slots"),
             ("n2:4 slots=4", "given twice"),
@@ -143,10 +143,10 @@ class TestHostfiles:
             ("ann@n1 slots=4", "two users"),
             ("[fd00::zz]:4", "not an IPv6 address"),
             ("[fe80::1%;touch]:4", "not an IPv6 address"),
-            ("n2:222", "is 222 behind n2 the port of its ssh, or the number of its processes?"),
+            ("n2:222", "n2:222 is ambiguous: 222 may be an ssh port or a number of processes"),
             ("n2 port=0", "from 1 to 65535"),
             ("ssh://n2:31234 port=2222", "port is given twice"),
-            ("ssh://ann:secret@n2", "passwords"),
+            ("ssh://ann:secret@n2", "without a password"),
         ],
     )
     def test_mistakes_have_their_line(self, line, said):
@@ -175,15 +175,15 @@ class TestHostfiles:
     def test_a_number_that_may_be_a_port_is_asked_about(self, number):
         with pytest.raises(UserError) as caught:
             hostfile.read_list(f"root@ssh5.example:{number}", "cluster.hosts")
-        assert f"is {number} behind root@ssh5.example the port of its ssh" in caught.value.what
-        assert f"if it is the port: ssh://root@ssh5.example:{number}" in caught.value.mend
+        assert f"root@ssh5.example:{number} is ambiguous" in caught.value.what
+        assert f"for an ssh port, write ssh://root@ssh5.example:{number}" in caught.value.mend
         if int(number) < 1024:
-            assert f'if these are processes: "root@ssh5.example slots={number}"' in caught.value.mend
+            assert f'for a number of processes, write "root@ssh5.example slots={number}"' in caught.value.mend
 
     def test_machines_behind_one_address_are_told_apart_by_their_ports(self):
         found = hostfile.read_list("ssh://root@ssh5:31234,ssh://root@ssh5:31235", "--hosts").machines
         assert [machine.name for machine in found] == ["ssh5:31234", "ssh5:31235"]
-        with pytest.raises(UserError, match="ssh5:31234 is there twice"):
+        with pytest.raises(UserError, match="ssh5:31234 is listed twice"):
             hostfile.read_list("ssh://root@ssh5:31234,ssh://ann@ssh5:31234", "--hosts")
 
     def test_no_password_is_shown(self):
@@ -226,10 +226,10 @@ class TestKubeflow:
     @pytest.mark.parametrize(
         ("wrong", "said"),
         [
-            ({"PET_NNODES": "1:4"}, "a number that may change"),
+            ({"PET_NNODES": "1:4"}, "a variable number of machines"),
             ({"PET_NNODES": "many"}, 'PET_NNODES is "many"; expected a number from 1'),
             ({"PET_NODE_RANK": "3"}, 'PET_NODE_RANK is "3"; expected a number from 0 to 2'),
-            ({"PET_NPROC_PER_NODE": "cpu"}, "one process for each core"),
+            ({"PET_NPROC_PER_NODE": "cpu"}, "expected a number or"),
             ({"PET_NPROC_PER_NODE": "0"}, "from 1 to 1024"),
             ({"PET_MASTER_ADDR": ""}, "set PET_MASTER_ADDR"),
             ({"PET_MASTER_PORT": "99999"}, "from 0 to 65535"),
@@ -306,7 +306,7 @@ class TestAccelerate:
             ("MULTI_GPU", "MULTI_GPUS", 2, 'did you mean "MULTI_GPU"?'),
             ("LOCAL_MACHINE", "AMAZON_SAGEMAKER", 1, "only LOCAL_MACHINE"),
             ("main_training_function: main", "num_machines: 3", 10, "given twice"),
-            ("num_machines: 2", "num_machines: 2: 3", 3, "not yaml"),
+            ("num_machines: 2", "num_machines: 2: 3", 3, "not valid YAML"),
         ],
     )
     def test_mistakes_have_their_line(self, old, new, line, said):
@@ -339,7 +339,7 @@ class TestSlurm:
 
     def test_lists_that_do_not_match_are_refused(self):
         assert slurm.nodes({}) is None
-        with pytest.raises(UserError, match="names 2 machines, and SLURM_TASKS_PER_NODE has numbers of tasks for 1"):
+        with pytest.raises(UserError, match="lists 2 machines, but SLURM_TASKS_PER_NODE lists tasks for 1"):
             slurm.nodes({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4"})
 
 

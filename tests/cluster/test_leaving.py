@@ -149,7 +149,7 @@ def test_a_process_that_exits_without_a_result_has_failed_though_its_code_is_0(t
     assert ended.failed == {1: 0}
     assert [message.code for message in head.sent if isinstance(message, WorkerExited)] == [0]
     cause = first_cause(Ending(failed=ended.failed, hosts={1: "n1"}))
-    assert (cause.what, cause.error) == ("rank 1 ended with exit code 0 before it returned", "SystemExit")
+    assert (cause.what, cause.error) == ("rank 1 ended with exit code 0 without returning a result", "SystemExit")
 
 
 @pytest.mark.timeout(60)

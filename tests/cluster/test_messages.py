@@ -84,11 +84,11 @@ def test_a_message_that_cannot_be_read_is_answered(line):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"v": VERSION + 1}, f"it is of version {VERSION + 1}, and ours is {VERSION}"),
+        ({"v": VERSION + 1}, f"protocol version {VERSION + 1}, expected {VERSION}"),
         ({"v": None}, "version None"),
-        ({"is": "Dance"}, "nobody knows 'Dance'"),
-        ({"is": ["Bind"]}, "nobody knows"),
-        ({"is": "Request"}, "nobody knows"),
+        ({"is": "Dance"}, "unknown message type 'Dance'"),
+        ({"is": ["Bind"]}, "unknown message type"),
+        ({"is": "Request"}, "unknown message type"),
         ({"with": {}}, "Bind.address: Field required"),
         ({"with": {"address": "::1", "port": "ssh"}}, "Bind.port: "),
         ({"with": {"address": "::1", "dance": True}}, "Bind.dance: "),
@@ -101,7 +101,7 @@ def test_what_is_not_one_of_ours_is_one_clear_error(changed, said):
     number, message = decode(json.dumps(content).encode())
     assert (number, type(message)) == (3, Misunderstood)
     assert said in message.what
-    assert "install the same manyhands on all machines" in message.mend
+    assert "install the same version of manyhands on all machines" in message.mend
 
 
 def test_names_are_unique_though_only_they_travel():
@@ -115,7 +115,7 @@ def test_an_agent_refuses_what_it_cannot_understand_and_goes_on(tmp_path):
     connection = open_here(tmp_path / "agent.log")
     try:
         connection.unsent += encode(Alive()).replace(f'"v": {VERSION}'.encode(), b'"v": 0')
-        with pytest.raises(MisunderstoodError, match="localhost: a message can't be understood: it is of version 0"):
+        with pytest.raises(MisunderstoodError, match="localhost: invalid message: protocol version 0"):
             connection.ask(Hello(FactsWanted(only=("name",))), 30)
         assert connection.ask(Hello(FactsWanted(only=("cores",))), 30).facts["cores"] >= 1
     finally:
@@ -127,7 +127,7 @@ def test_an_agent_of_another_version_is_told_from_one_that_is_not_there(tmp_path
     other = f"import sys; sys.stdin.readline(); print({said!r}, flush=True); input()"
     connection: AgentConnection = _open([sys.executable, "-c", other], Machine("n2"), tmp_path / "log", here=False)
     try:
-        with pytest.raises(MisunderstoodError, match=rf"n2: .* version unknown, and ours is {VERSION}"):
+        with pytest.raises(MisunderstoodError, match=rf"n2: .* version unknown, expected {VERSION}"):
             connection.ask(Hello(), 30)
     finally:
         close_all([connection])

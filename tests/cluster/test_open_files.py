@@ -20,7 +20,10 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 @pytest.mark.parametrize(
     ("hard", "said"),
-    [(400, ["200"]), (100, ["so many machines need 200 open files here, and this user may have 100", "64"])],
+    [
+        (400, ["200"]),
+        (100, ["the connections to the machines need 200 open files, but the limit for this user is 100", "64"]),
+    ],
 )
 def test_as_many_files_as_the_machines_need_may_be_open_or_it_is_said(hard, said):
     done = subprocess.run([sys.executable, "-c", RAISED.format(hard=hard)], capture_output=True, text=True, check=True)

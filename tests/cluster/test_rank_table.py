@@ -45,23 +45,23 @@ WRONG = {
     "wrong_server_count": ("server_count", ['"3"', "server_list has 2"]),
     "wrong_order": ("server_list[1].device[0].rank_id", ['"8"', "expected 0 … 7", "10.0.0.10"]),
     "wrong_placeholder": ("server_list[0].server_id", ['"10.*.*.*"', "placeholder", "hostname -I"]),
-    "wrong_three_cards": ("server_list[0].device", ["3 cards on one server", "1, 2, 4 or 8"]),
+    "wrong_three_cards": ("server_list[0].device", ["the server has 3 cards", "1, 2, 4 or 8"]),
     "wrong_both_rings": ("server_list[0].device", ["cards 3, 4", "0-3", "4-7"]),
-    "wrong_twelve_over_two": ("server_list", ["12 cards over 2 servers", "8, 16, 24"]),
+    "wrong_twelve_over_two": ("server_list", ["12 cards on 2 servers", "8, 16, 24"]),
     "wrong_number_without_quotes": ("server_list[0].device[2].rank_id", ["is 2", "double quotes", 'write "2"']),
     "wrong_card_double": ("server_list[0].device[5].device_id", ['"4"', "device[4]"]),
     "wrong_address": ("server_list[0].device[1].device_ip", ['"192.168.1.300"', "expected an IP address"]),
     "wrong_address_double": ("server_list[1].device[0].device_ip", ['"192.168.1.1"', "server_list[0].device[0]"]),
     "wrong_version": ("version", ['"1.3"', '"1.0" or "1.2"']),
     "wrong_missing_field": ("server_list[1].device[2].rank_id", ["is missing"]),
-    "wrong_not_json": ("", ["not JSON", "expecting ',' delimiter"]),
-    "wrong_comment": ("", ["JSON has no comments"]),
+    "wrong_not_json": ("", ["not valid JSON", "expecting ',' delimiter"]),
+    "wrong_comment": ("", ["JSON allows neither comments"]),
     "wrong_key_twice": ("", ["server_list[0].server_id is given twice"]),
-    "wrong_name_too_long": ("server_list[1].server_id", ["at most 64 characters"]),
+    "wrong_name_too_long": ("server_list[1].server_id", ["at most 64 printable characters"]),
     "wrong_name_double": ("server_list[1].server_id", ['"10.0.0.1"', "server_list[0]"]),
-    "wrong_initializing": ("status", ['"initializing"', "still being written"]),
+    "wrong_initializing": ("status", ['"initializing"', "the rank table is incomplete"]),
     "wrong_spelling": ("server_list[1].device[1].devcie_ip", ['did you mean "device_ip"?']),
-    "wrong_old_layout": ("group_list", ["before 1.0", "1.0 and 1.2 are read"]),
+    "wrong_old_layout": ("group_list", ["before 1.0", "1.0 and 1.2 are supported"]),
     "wrong_pod_member": ("super_pod_list[0].server_list[1].server_id", ['"node_2"', "not in server_list"]),
 }
 LINES = {"wrong_not_json": 13, "wrong_comment": 3, "wrong_key_twice": 17}
@@ -205,7 +205,10 @@ def test_a_table_that_is_being_written_is_waited_for(tmp_path, capsys):
     assert rank_table.wait(path, 60, clock=clock, sleep=clock.sleep) == _table("right_16")
     assert not clock.texts
     said = capsys.readouterr().err
-    assert said == f"manyhands: waiting up to 60 s for the rank table {path} to be completed: its end is missing\n"
+    assert (
+        said
+        == f"manyhands: waiting up to 60 s for the rank table {path} to be completed: the end of the file is missing\n"
+    )
     path.write_text(begun)
     rank_table.wait(path, 60, clock=clock, sleep=_Clock(path, [_table("right_16")]).sleep)
     assert 'its status is "initializing"' in capsys.readouterr().err
@@ -217,7 +220,7 @@ def test_the_layout_of_modelarts_is_named():
     table = json.loads(_table("right_8"))
     groups = [{"group_id": "0", "server_count": table.pop("server_count"), "server_list": table.pop("server_list")}]
     error = _refused(json.dumps({**table, "server_group_list": groups}, indent=1))
-    assert "each server_list is one level below, in server_group_list" in error.what
+    assert "each server_list inside server_group_list" in error.what
     assert "line" in error.where
     assert "server_list" in error.mend[0]
 
@@ -235,9 +238,9 @@ def test_what_stays_cut_off_is_shown_where(tmp_path):
     path = tmp_path / "table.json"
     path.write_text(_table("right_16")[:300])
     clock = _Clock(path, [])
-    assert "this is not JSON" in _refused(rank_table.wait(path, 5, clock=clock, sleep=clock.sleep)).what
+    assert "the rank table is not valid JSON" in _refused(rank_table.wait(path, 5, clock=clock, sleep=clock.sleep)).what
     assert clock.now == 5
-    with pytest.raises(UserError, match="not JSON"):
+    with pytest.raises(UserError, match="not valid JSON"):
         rank_table.place({"RANK_TABLE_FILE": str(path), "RANK_ID": "0"})
 
 

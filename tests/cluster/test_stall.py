@@ -48,16 +48,16 @@ def told(clock, *ranks, later=None):
 @pytest.mark.parametrize(
     ("ranks", "later", "wanted", "hung"),
     [
-        ([seen(0), seen(1, stopped=True, calls=-1)], {}, "rank 1 on n1 didn't come: process 101 is stopped", True),
-        ([seen(0, quiet_s=5), seen(1, stopped=True)], {}, "didn't come: process 101 is stopped", True),
-        ([seen(0), seen(1, quiet_s=40)], {}, "rank 1 on n1 didn't come: process 101 gives no sign of life", True),
-        ([seen(0), seen(1, calls=49)], {}, "rank 1 on n1 didn't come: it waits for something of its own", True),
-        ([seen(0), seen(1, calls=49, phase="data")], {}, "rank 1 on n1 didn't come: it waits for its data", True),
-        ([seen(0), seen(1, calls=49)], {"cpu_s": 6.0}, "it is still computing (train)", False),
-        ([seen(0), seen(1)], {"moved_bytes": 1_000_900}, "bytes still move between the processes (1 MB/s)", False),
-        ([seen(0), seen(1)], {}, "wait for each other and nothing moves between them; is the link cut?", True),
-        ([seen(0)], {"cpu_s": 6.0}, "rank 0 on n1 is still computing", False),
-        ([seen(0), seen(1, still_s=30.5)], {}, "step 13 has not come on for 40 s (usual: 0.2 s)", True),
+        ([seen(0), seen(1, stopped=True, calls=-1)], {}, "waiting for rank 1 on n1 (process 101 is stopped)", True),
+        ([seen(0, quiet_s=5), seen(1, stopped=True)], {}, "rank 1 on n1 (process 101 is stopped)", True),
+        ([seen(0), seen(1, quiet_s=40)], {}, "waiting for rank 1 on n1 (process 101 does not respond)", True),
+        ([seen(0), seen(1, calls=49)], {}, "waiting for rank 1 on n1 (blocked by a disk", True),
+        ([seen(0), seen(1, calls=49, phase="data")], {}, "waiting for rank 1 on n1 (loading data)", True),
+        ([seen(0), seen(1, calls=49)], {"cpu_s": 6.0}, "still computing, phase train", False),
+        ([seen(0), seen(1)], {"moved_bytes": 1_000_900}, "the network is slow (1 MB/s between the processes)", False),
+        ([seen(0), seen(1)], {}, "all processes wait for each other and no data moves", True),
+        ([seen(0)], {"cpu_s": 6.0}, "still computing: rank 0 on n1", False),
+        ([seen(0), seen(1, still_s=30.5)], {}, "step 13 has been stalled for 40 s (usual: 0.2 s)", True),
     ],
 )
 def test_a_stall_names_who_did_not_come(ranks, later, wanted, hung, clock):
@@ -91,8 +91,8 @@ def test_a_stopped_process_cannot_hear_a_wish_at_once(clock):
     ("rank", "wanted"),
     [
         (seen(1, stopped=True, quiet_s=20, calls=-1), "was stopped for 20 s"),
-        (seen(1, quiet_s=20), "gave no sign of life for 20 s"),
-        (seen(1, calls=49, still_s=70), "kept the others waiting for 70 s"),
+        (seen(1, quiet_s=20), "did not respond for 20 s"),
+        (seen(1, calls=49, still_s=70), "blocked the other ranks for 70 s"),
         # A disk, or a function of the user's, may be slow; all wait for rank 0 then.
         (seen(1, calls=49, still_s=700, phase="save"), ""),
         (seen(1, calls=49, still_s=700, phase="at_epoch_end"), ""),

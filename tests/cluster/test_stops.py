@@ -90,7 +90,7 @@ def test_a_process_that_left_no_word_is_named_with_its_own_machine():
     cause = first_cause(ending)
     assert cause is not None
     assert (cause.rank, cause.host, cause.what) == (1, "n2", "rank 1 was killed by SIGKILL")
-    assert cause.excerpt == "rank 1 wrote last:\nthe last line"
+    assert cause.excerpt == "last output of rank 1:\nthe last line"
     ending.words[1] = warning
     assert first_cause(ending).excerpt == ""
 
@@ -149,8 +149,8 @@ def test_the_last_saved_step_is_known_here_and_where_the_checkpoints_are_elsewhe
     (folder.checkpoints / "step-00000050").mkdir(parents=True)
     (folder.checkpoints / ".step-00000060.part").mkdir()
     told = str(interrupted(folder))
-    assert "at step 50, is whole" in told
-    assert f"manyhands resume '{folder.path}' goes on from step 50" in told
+    assert "the last checkpoint is step 50" in told
+    assert f"resume from step 50: manyhands resume '{folder.path}'" in told
 
 
 @pytest.mark.parametrize("fault", [RunError("n2 has no Python", "n2"), ValueError("a mistake of ours")])
@@ -204,7 +204,7 @@ def second_halt_of_processes_that_had_not_begun(job, folder):
 def test_a_second_wish_ends_at_once_whatever_was_saved(halt, tmp_path):
     folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
     (folder.checkpoints / "step-00000040").mkdir(parents=True)
-    with pytest.raises(ManyhandsError, match="step 40, is whole") as raised:
+    with pytest.raises(ManyhandsError, match="the last checkpoint is step 40") as raised:
         halt(job, folder)
     assert raised.value.exit_code == 130
 
@@ -323,9 +323,9 @@ def test_a_run_whose_head_was_replaced_says_so_and_where_to_ask(tmp_path):
     folder.job.write_text("")
     append(folder.events, Event(time=1.0, kind="saved", step=8, message="s"))
     append(folder.events, Event(time=2.0, kind="stopped", step=8, message="saved"))
-    note_replaced(folder, "stopped from n2, or taken over by another head")
+    note_replaced(folder, "the run was stopped from n2 or taken over by another launcher")
     found = explained(read_run(tmp_path))
-    assert found.cause == "stopped from n2, or taken over by another head"
+    assert found.cause == "the run was stopped from n2 or taken over by another launcher"
     assert "typed there" in found.do[0]
     append(folder.events, Event(time=time.time(), kind="resumed", step=8, message="r"))
     append(folder.events, Event(time=time.time(), kind="stopped", step=9, message="saved"))
@@ -349,7 +349,7 @@ def test_a_machine_that_is_dead_when_the_user_stops_is_named_and_a_second_wish_e
     assert ending.interrupted
     assert list(ending.lost) == ["n2"]
     [(after_s, said)] = heard
-    assert said == "waiting for n2, which says nothing; Ctrl-C again ends at once"
+    assert said == "waiting for n2 (no response); press Ctrl-C again to stop at once"
     assert AWAITED_S < after_s < SILENT_S
     assert time.monotonic() - began < after_s + KILL_S
 
@@ -424,5 +424,5 @@ def test_a_machine_that_gave_up_a_launcher_that_was_itself_stopped_is_not_asked_
     head.notice_pause()
     head.receive(link)
     cause = first_cause(head.ending)
-    assert cause.what == "n2 is lost: its agent gave up the launcher, which was itself stopped for 60 s"
-    assert "was the launcher suspended" in cause.mend[0]
+    assert cause.what == "n2 is lost: the agent timed out while the launcher was suspended for 60 s"
+    assert "keep the launcher's computer awake" in cause.mend[0]

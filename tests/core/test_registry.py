@@ -159,7 +159,7 @@ def test_a_state_folder_that_cannot_be_written_costs_the_listing_alone(tmp_path,
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with registered(tmp_path / "a"):
         pass
-    assert "isn't listed" in capsys.readouterr().err
+    assert "can't register this run" in capsys.readouterr().err
 
 
 NAMES = st.lists(st.text("ab-1", min_size=1, max_size=5), min_size=1, max_size=8, unique=True)

@@ -68,7 +68,7 @@ def test_a_wrong_checksum_leaves_nothing(server, tmp_path):
     with pytest.raises(UserError, match=r"mnist/x\.gz can't be fetched") as caught:
         fetch("mnist/x.gz", (), "0" * 32, into)
     text = str(caught.value)
-    assert f"the checksum of what came is {MD5}" in text
+    assert f"the MD5 checksum of the download is {MD5}" in text
     assert f"put x.gz into {into.parent} by hand" in text
     assert "MANYHANDS_DATA" in text
     assert not into.exists()

@@ -38,7 +38,7 @@ def test_a_healthy_cluster_has_nothing_wrong(count, device, code):
 def test_what_to_type_on_another_machine_has_the_users_ssh_its_port_and_user():
     survey = healthy(3, Needs(reach={"n2": "ssh -F mine -p 31234 root@n2"}))
     survey.clock_s["n2"] = (100.0, 0.01)
-    assert only(survey).mend == ("ssh -F mine -p 31234 root@n2 sudo timedatectl set-ntp true",)
+    assert only(survey).mend == ("synchronise the clock: ssh -F mine -p 31234 root@n2 sudo timedatectl set-ntp true",)
 
 
 def test_two_names_of_one_machine():
@@ -46,32 +46,32 @@ def test_two_names_of_one_machine():
     change(survey, "n2", "machine", survey.facts["n1"]["machine"])
     finding = only(survey)
     assert (finding.check, finding.severity, finding.hosts) == ("twice", "fail", ("n1", "n2"))
-    assert finding.what == "n1 and n2 are one machine"
-    assert finding.mend == ('name it once, for 2 processes as "n1 slots=2"',)
+    assert finding.what == "n1 and n2 are the same machine"
+    assert finding.mend == ('list the machine once, with 2 processes: "n1 slots=2"',)
 
 
 FACTS = [
     # what is planted, its value, check, severity, words of the finding
     ("name/addresses", ["127.0.1.1"], "names", "warn", ["127.0.1.1", "n2"]),
     ("name/addresses", ["::1"], "names", "warn", ["::1"]),
-    ("name/addresses", ["10.0.0.77"], "names", "warn", ["10.0.0.77", "no address of it"]),
+    ("name/addresses", ["10.0.0.77"], "names", "warn", ["10.0.0.77", "not an address of"]),
     ("default_interface", "docker0", "interface", "warn", ["docker0", "eth0", "n2"]),
     ("environment/GLOO_SOCKET_IFNAME", "docker0", "interface", "warn", ["GLOO_SOCKET_IFNAME=docker0", "eth0"]),
     ("versions/torch", "2.14.0", "versions", "fail", ["n2 has torch 2.14.0", "but n1 and n3 2.15.0"]),
     ("versions/torchvision", "0.28.0", "versions", "warn", ["torchvision 0.28.0"]),
     ("versions/manyhands", "0.0.9", "versions", "fail", ["manyhands 0.0.9"]),
     ("versions/nccl", "2.29.1", "versions", "fail", ["nccl 2.29.1"]),
-    ("package", "bbbb", "versions", "fail", ["other source files", "n2"]),
+    ("package", "bbbb", "versions", "fail", ["the source files of manyhands", "n2"]),
     ("python/version", "3.12.1", "versions", "warn", ["3.12.1", "3.11.7"]),
-    ("compiler", False, "versions", "warn", ["n2 has no C++ compiler"]),
-    ("data/exists", False, "data", "fail", ["n2 has no data at /data"]),
+    ("compiler", False, "versions", "warn", ["C++ compiler", "missing on n2"]),
+    ("data/exists", False, "data", "fail", ["the data /data is missing on n2"]),
     ("data/hash", "0000", "data", "fail", ["n2 has 10 files", "n1 has 10 files", "names or sizes"]),
-    ("memory/free", 100 * MIB, "memory", "warn", ["n2 100 MiB"]),
+    ("memory/free", 100 * MIB, "memory", "warn", ["100 MiB on n2"]),
     ("places/run folder/free", 5 * MIB, "disk", "fail", ["n2 5 MiB"]),
     ("places/run folder/free", GIB, "disk", "warn", ["n2 1024 MiB"]),
-    ("places/run folder/writable", False, "disk", "fail", ["ada may not write to /job on n2"]),
-    ("load", 7.5, "cpu", "warn", ["cores are busy", "7.5 on the 8 of n2"]),
-    ("environment/OMP_NUM_THREADS", "64", "cpu", "warn", ["n2 1 × 64 on 8"]),
+    ("places/run folder/writable", False, "disk", "fail", ["ada has no write permission for /job on n2"]),
+    ("load", 7.5, "cpu", "warn", ["cores are busy", "7.5 on the 8 cores of n2"]),
+    ("environment/OMP_NUM_THREADS", "64", "cpu", "warn", ["1 × 64 on the 8 cores of n2"]),
     ("errors/firewall", "TimeoutExpired: nft", "facts", "warn", ["firewall", "TimeoutExpired"]),
     ("errors/accelerators", "nvidia-smi says: mismatch", "accelerators", "fail", ["n2", "mismatch"]),
     ("jobs", [{"pid": 7, "user": "bob", "command": "torchrun x.py", "parent": 1}], "jobs", "warn", ["bob", "torchrun"]),
@@ -93,7 +93,7 @@ def test_a_full_disk_is_answered_on_the_machine_that_has_it():
     change(survey, "n2", "places/run folder/free", 0)
     finding = only(survey)
     assert (finding.severity, finding.hosts) == ("fail", ("n1", "n2"))
-    assert finding.mend[:2] == ("ssh n2 df -h /job", "ssh n1 df -h /job")
+    assert finding.mend[:2] == ("check the disk: ssh n2 df -h /job", "check the disk: ssh n1 df -h /job")
 
 
 def test_small_shared_memory_by_how_small_it_is():
@@ -122,7 +122,7 @@ def test_code_names_the_files_and_fails_only_a_job_that_uses_them():
     change(survey, "n3", "code", {"exists": False, "path": "/job"})
     assert wrong(survey) == []
     survey.needs = Needs(code=True)
-    assert "no folder /job" in only(survey).what
+    assert "/job, is missing on n3" in only(survey).what
 
 
 def test_a_named_data_set_that_will_be_fetched_is_no_failure():
@@ -142,7 +142,7 @@ def test_accelerators():
     assert "n2 has 1 for 2" in only(survey).what
     survey.needs = Needs()
     survey.facts["n2"]["accelerators"] = []
-    assert "n2 would train on cpu, the others on cuda" in only(survey).what
+    assert "cpu on n2, cuda elsewhere" in only(survey).what
     user = {"pid": 12, "used_mib": 90000, "name": "python"}
     survey.facts["n2"]["accelerators"] = [gpu(0, used_mib=90000, processes=[user]), gpu(1)]
     assert "process 12" in only(survey).what
@@ -163,10 +163,10 @@ def test_an_accelerator_that_cannot_be_used_is_named_with_its_mend():
     assert finding.severity == "warn"
     assert "torch can't use" in finding.what
     assert "too old" in finding.what
-    assert "take the CPU" in finding.what
+    assert "use the CPU" in finding.what
     assert "13.2" in finding.mend[0]
     blind(survey, host, built_for="", version="2.15.0+cpu")
-    assert "built for CPUs alone" in only(survey).what
+    assert "is a CPU build" in only(survey).what
     blind(survey, host, count=1)
     assert wrong(survey) == []
 
@@ -178,8 +178,8 @@ def test_a_card_without_a_driver_is_named_with_its_mend():
     blind(survey, host)
     finding = only(survey)
     assert "0000:01:00.0" in finding.what
-    assert "no working driver" in finding.what
-    assert "install NVIDIA's driver" in finding.mend[0]
+    assert "without a working driver" in finding.what
+    assert "install the NVIDIA driver" in finding.mend[0]
     survey.needs = Needs(device="cuda")
     assert {found.severity for found in wrong(survey)} == {"fail"}
     survey.needs = Needs(device="cpu")
@@ -244,12 +244,12 @@ def test_rules_of_a_firewall_are_cited():
 def test_machines_without_an_address_that_all_reach():
     survey = healthy()
     del survey.chosen["n2"]
-    assert "no address of n2" in only(survey).what
+    assert "n2 has no address" in only(survey).what
 
 
 def test_an_interface_that_a_machine_does_not_have():
     finding = only(healthy(needs=Needs(interface="ib0")))
-    assert "no interface ib0" in finding.what
+    assert "the interface ib0 is missing" in finding.what
     assert finding.severity == "fail"
 
 
@@ -307,7 +307,7 @@ def test_a_collective_that_fails_where_all_else_is_well():
 
 
 def test_too_many_threads():
-    assert "n1 4 × 4 on 8" in only(healthy(needs=Needs(processes={"n1": 4}, threads=4))).what
+    assert "4 × 4 on the 8 cores of n1" in only(healthy(needs=Needs(processes={"n1": 4}, threads=4))).what
 
 
 @pytest.mark.parametrize("name", module_names(CHECKS))

@@ -182,7 +182,7 @@ def test_a_torchvision_made_for_another_torch_is_found_and_is_one_screen(tmp_pat
     (told / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1.0\nRequires-Dist: torch==2.1.0\n"
     )
-    said = ("torchvision 0.1.0 is made for torch 2.1.0", "operator torchvision::nms does not exist")
+    said = ("torchvision 0.1.0 is for torch 2.1.0", "operator torchvision::nms does not exist")
     examined = run("doctor", PYTHONPATH=str(tmp_path))
     assert examined.code == EXIT_DOCTOR, examined
     assert all(words in examined.out for words in said), examined.out
@@ -203,7 +203,10 @@ def test_a_torchvision_of_another_build_is_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(software.metadata, "requires", lambda _name: ["torch==2.15.0"])
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert "torchvision 0.30.0 is another build and can't be used with 2.15.0+cpu" in software.torchvision_misfit()
+    assert (
+        "torchvision 0.30.0 is a different build and can't be imported with torch 2.15.0+cpu"
+        in software.torchvision_misfit()
+    )
     of["torch"] = "2.15.0"
     assert software.torchvision_misfit() == ""
 

@@ -49,7 +49,7 @@ def test_what_is_measured_went_through(probe):
 def test_another_token_is_another_machine(probe):
     one, two = listen(probe), listen(probe)
     assert [a.result for a in attempts(probe, replace(one, token=two.token), two)] == ["other", "ok"]
-    assert "something else" in ask(probe, Measure(replace(one, token="00" * 16), 0.2)).error
+    assert "another program" in ask(probe, Measure(replace(one, token="00" * 16), 0.2)).error
 
 
 def test_a_program_that_speaks_first_is_another(probe):

@@ -84,7 +84,7 @@ def test_all_files_of_the_users_own_that_a_job_names_are_looked_for():
 def test_data_that_is_not_there_fails_and_is_told_on_the_screen(tmp_path):
     done = command("./pets", "mlp", cwd=tmp_path)
     assert done.returncode == 3
-    assert f"has no data at {tmp_path / 'pets'}" in done.stdout
+    assert f"the data {tmp_path / 'pets'} is missing" in done.stdout
     assert "would fail" in done.stdout.splitlines()[-1]
 
 

@@ -263,12 +263,14 @@ def test_a_short_flag_is_not_the_value_of_a_switch(capsys):
 def test_one_machine_by_two_names_is_told_before_anything_starts(here):
     ended = run("launch", "digits", "mlp", "--hosts", "localhost,127.0.0.1", "--out", "run")
     assert ended.code == 3
-    assert "localhost and 127.0.0.1 are one machine" in ended.err
-    assert 'do:    name it once, for 2 processes as "localhost slots=2"' in ended.err
+    assert "localhost and 127.0.0.1 are the same machine" in ended.err
+    assert 'do:    list the machine once, with 2 processes: "localhost slots=2"' in ended.err
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize(("mesh", "told"), [("tp=4", "4 places for 2 process(es)"), ("tp=1000000000", "is not a mesh")])
+@pytest.mark.parametrize(
+    ("mesh", "told"), [("tp=4", "is for 4 processes, but the run has 2"), ("tp=1000000000", "is not a mesh")]
+)
 def test_a_dry_run_refuses_a_mesh_of_another_size(mesh, told, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", "digits", "mlp", "--mesh", mesh, "-n", "2", "--dry-run"])

@@ -96,7 +96,7 @@ def test_a_save_that_takes_long_and_gets_on_is_waited_for(here):
 @pytest.mark.parametrize(("place", "options"), [("backward", []), ("backward", GLOO), ("saving", OFTEN)])
 def test_a_process_that_stands_still_writes_nothing_later(place, options, here, whole):
     again, resumed, made = fault_in(here, place, options, 0, how="SIGSTOP")
-    assert "and was ended" in again["message"]
+    assert "and was killed" in again["message"]
     assert resumed["step"] >= made - 1
     assert_alike(final_weights("run"), whole(*options))
 
@@ -118,7 +118,7 @@ def test_processes_that_stand_still_elsewhere_write_nothing_later_either(here, w
     ended = {place: finish(process) for place, process in started.items()}
     for place, (options, _) in places.items():
         again, resumed, made = found_after(here / place, ended[place])
-        assert "and was ended" in again["message"], place
+        assert "and was killed" in again["message"], place
         assert resumed["step"] >= made - 1, place
         assert_alike(final_weights(here / place / "run"), whole(*options))
 

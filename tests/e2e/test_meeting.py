@@ -177,7 +177,7 @@ def test_a_rank_outside_ends_all_that_wait(kind):
     for each in (outside, *ended):
         assert each.code == 2, each.err
         assert_one_screen(each.err)
-        assert "--rank 5 is outside 0 … 2, the ranks of --world-size 3" in each.err
+        assert "--rank 5 is out of range for --world-size 3" in each.err
     assert all("can't take part; it says: " in each.err for each in ended)
 
 

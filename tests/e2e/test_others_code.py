@@ -168,7 +168,7 @@ def test_another_users_job_file_does_not_choose_how_machines_are_reached(strange
     with pytest.raises(SystemExit) as ended:
         main(command)
     assert ended.value.code == 2
-    assert "run/job.toml is user 12345's, not yours" in " ".join(capsys.readouterr().err.split())
+    assert "run/job.toml belongs to another user (uid 12345)" in " ".join(capsys.readouterr().err.split())
     assert not (here / "mark").exists()
     os.chown(strange_run.job, 0, 0)
     job = load_job({}, file=strange_run.job)
@@ -212,20 +212,20 @@ def forget(here):
 @pytest.mark.slow
 def test_code_that_a_run_names_is_told_with_whether_it_is_what_it_was(run_with_code, here, capsys):
     manyhands.load(run_with_code)
-    assert f"running {here}/net.py, since " in capsys.readouterr().err
+    assert f"running code from {here}/net.py, as " in capsys.readouterr().err
     forget(here)
     (here / "net.py").write_text(NETWORK + "# mended\n")
     manyhands.load(run_with_code)
-    assert "names it; it is NOT what it was trained with" in capsys.readouterr().err
+    assert "requests; CHANGED since training" in capsys.readouterr().err
     forget(here)
     manyhands.load(run_with_code, model="net.py:make")
     assert not capsys.readouterr().err
     ended = run("eval", "run")
     assert ended.code == 0, ended.err
-    assert "it is NOT what it was trained with" in ended.err
+    assert "CHANGED since training" in ended.err
     ended = run("resume", "run", "--epochs", 2)
     assert ended.code == 0, ended.err
-    assert f"running {here}/net.py, since run names it; it is NOT what it was trained with" in ended.err
+    assert f"running code from {here}/net.py, as run requests; CHANGED since training" in ended.err
 
 
 def test_another_users_folder_does_not_choose_the_code_that_runs(run_with_code, here, capsys):
@@ -242,7 +242,9 @@ def test_another_users_folder_does_not_choose_the_code_that_runs(run_with_code, 
         lambda: announce_resumed(RunFolder(run_with_code), load_job({}, file=run_with_code / "job.toml")),
     )
     for call in calls:
-        with pytest.raises(UserError, match=r"wants net\.py:make to be run, and .* is user 12345's, not yours"):
+        with pytest.raises(
+            UserError, match=r"requests to run net\.py:make, but .* belongs to another user \(uid 12345\)"
+        ):
             call()
     assert not (here / "ran").exists()
     assert list(predict_files(run_with_code, [picture], model="net.py:make"))
@@ -254,12 +256,12 @@ def test_code_that_a_plan_names_is_told_and_another_users_plan_does_not_choose_i
     assert run("plan", "synthetic:30x1x4x4x3", "net.py:make", "-n", 2, "--no-measure").code == 0
     shown = run("plan", "plan.json")
     assert shown.code == 0, shown.err
-    assert f"running {here}/net.py, since plan.json names it" in shown.err
+    assert f"running code from {here}/net.py, as plan.json requests" in shown.err
     if os.getuid():
         pytest.skip("NOT SHOWN what another user's plan may do: only root can make one")
     (here / "ran").unlink()
     os.chown(here / "plan.json", 12345, 12345)
     refused = run("plan", "plan.json")
     assert refused.code == 2
-    assert "plan.json wants net.py:make to be run, and plan.json is user 12345's, not yours" in refused.err
+    assert "plan.json requests to run net.py:make, but plan.json belongs to another user (uid 12345)" in refused.err
     assert not (here / "ran").exists()

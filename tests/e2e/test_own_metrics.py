@@ -171,8 +171,8 @@ def test_a_job_names_files_of_the_users_and_every_command_shows_the_figures():
     assert {"own.py:top3", "own.py:plain_loss"} <= json.loads(Path("two/network.json").read_text())["code"].keys()
     Path("own.py").write_text(OWN.replace("topk(3", "topk(2"))
     again = run("eval", "two", "--json")
-    assert "own.py, since" in again.err
-    assert "it is NOT what it was trained with" in again.err
+    assert "own.py, as" in again.err
+    assert "CHANGED since training" in again.err
     found = json.loads(again.out)
     assert found["metrics"]["top3"] < final.metrics["top3"]
     assert f"plain_loss {found['loss']:.3f}" in run("eval", "two").out

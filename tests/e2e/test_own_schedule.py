@@ -233,10 +233,10 @@ def test_a_job_names_a_file_of_the_users_for_several_processes():
     more = run("resume", "two", "-n", 1, "--epochs", 3)
     assert more.code == 0, more.err
     assert rates(Path("two"))[9] == pytest.approx(0.0004)
-    assert "own.py, since" in more.err
-    assert "it is NOT" not in more.err
+    assert "own.py, as" in more.err
+    assert "CHANGED" not in more.err
     Path("own.py").write_text(OWN.replace("0.1", "0.2"))
-    assert "it is NOT what it was trained with" in run("resume", "two", "-n", 1, "--epochs", 4).err
+    assert "CHANGED since training" in run("resume", "two", "-n", 1, "--epochs", 4).err
 
 
 @pytest.mark.slow

@@ -69,11 +69,11 @@ def test_a_stop_between_two_starts_says_where_the_run_goes_on(here):
     fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "13"}
     stopped = run("train", *JOB, "-n", "2", "--out", "run", program=("-c", STOPPED_BETWEEN), **fault)
     assert stopped.code == 75
-    assert "stopped while nothing trained; what was saved last, at step" in stopped.err
-    assert "manyhands resume run goes on from step" in stopped.err
+    assert "stopped while no process was training; the last checkpoint is step" in stopped.err
+    assert ": manyhands resume run" in stopped.err
     told = run("why", "./run").out
     assert "run stopped after" in told.splitlines()[0], told
-    assert "why: stopped while nothing trained; what" in told.splitlines()[1], told
+    assert "why: stopped while no process was training" in told.splitlines()[1], told
     assert not marked(str(here))
 
 
@@ -147,7 +147,7 @@ def test_a_stopped_process_is_ended_and_replaced(here):
     ended = finish(training)
     assert ended.code == 0, ended.err
     assert re.search(
-        r"WARNING rank 1 on \S+ was stopped for \d+ s, and was ended: the run goes on from step", ended.err
+        r"WARNING rank 1 on \S+ was stopped for \d+ s and was killed: the run goes on from step", ended.err
     )
     assert not stopped.is_running()
 

@@ -134,10 +134,10 @@ def test_a_short_stall_is_an_event_and_a_hung_run_ends_soon_with_the_step_that_w
         process.send_signal(signal.SIGTERM)
         ended = finish(process)
     assert ended.code == 130, ended.err
-    assert f"didn't come: process {worker.pid} is stopped" in ended.err
+    assert f"(process {worker.pid} is stopped)" in ended.err
     step = events("run", "saved")[-1]["step"]
-    assert f"what was saved last, at step {step}, is whole" in ended.err
-    assert f"manyhands resume {here / 'run'} goes on from step {step}" in ended.err
+    assert f"the last checkpoint is step {step}" in ended.err
+    assert f"resume from step {step}: manyhands resume {here / 'run'}" in ended.err
     assert not marked(str(here))
 
 
@@ -185,8 +185,8 @@ def test_a_process_by_hand_that_waits_for_a_hung_one_ends_at_the_second_interrup
         ended = finish(process)
     assert ended.code == 130, ended.err
     step = events("run", "saved")[-1]["step"]
-    assert f"what was saved last, at step {step}, is whole" in ended.err
-    assert f"goes on from step {step}" in ended.err
+    assert f"the last checkpoint is step {step}" in ended.err
+    assert f"resume from step {step}" in ended.err
 
 
 def torchrun(processes):
@@ -211,12 +211,12 @@ def test_under_torchrun_one_of_the_others_names_a_stopped_process(rank, written,
         wait_until(begun("run"), process)
         hung = process_of(rank)
         hung.suspend()
-        words = rf"rank {rank} on \S+ didn't come: process {hung.pid} is stopped; kill -CONT {hung.pid} on \S+ has it"
-        told(rf"step \d+ has not come on for \d+ s .*{words}", written, process)
+        words = rf"waiting for rank {rank} on \S+ \(process {hung.pid} is stopped\); .*: kill -CONT {hung.pid}"
+        told(rf"step \d+ has been stalled for \d+ s.*{words}", written, process)
         hung.resume()
         process.send_signal(signal.SIGTERM)
         ended = finish(process)
-    assert ended.err.count("didn't come") == 1, ended.err
+    assert ended.err.count("waiting for rank") == 1, ended.err
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_by_hand_all_that_wait_name_a_stopped_process(kind, rank, here):
         wait_until(begun("run"), zero)
         hung = processes.pop(rank)
         hung.send_signal(signal.SIGSTOP)
-        words = rf"rank {rank} on \S+ didn't come: process {hung.pid} is stopped"
+        words = rf"waiting for rank {rank} on \S+ \(process {hung.pid} is stopped\)"
         for each in processes:
             told(words, f"run/ranks/{[zero, one, two].index(each)}.log", each)
         hung.send_signal(signal.SIGCONT)

@@ -81,7 +81,7 @@ def test_a_batch_script_without_srun_is_told(slurm, here):
     done = slurm.run("sbatch", "--wait", "job.sh", env=environment())
     said = script_output(here)
     assert done.returncode == 2, said
-    assert "has 2 tasks, but without srun only one runs" in said
+    assert "has 2 tasks, but only one runs without srun" in said
     assert "srun manyhands train" in said
     assert not (here / "run").exists()
 
@@ -90,7 +90,7 @@ def test_a_batch_script_without_srun_is_told(slurm, here):
 def test_the_shell_of_salloc_is_told_too(slurm, here):
     done = slurm.run("salloc", "-n", "2", *MANYHANDS, "explain", env=environment())
     assert done.returncode == 2
-    assert "without srun only one runs" in done.stderr
+    assert "only one runs without srun" in done.stderr
     done = slurm.run("salloc", "-n", "2", *MANYHANDS, "explain", "-n", "1", env=environment())
     assert done.returncode == 0, done.stderr
 

@@ -343,7 +343,7 @@ def test_ssh_on_ports_of_their_own(lab, here):
     job = [*SHORT, "--set", "train.max_steps=3", "--cluster.ssh", lab.ssh]
     asked = run("launch", *job, "--hosts", f"root@{lab.address(1)}:31234,box", "--out", "run")
     assert asked.code == 2
-    assert f"is 31234 behind root@{lab.address(1)} the port of its ssh, or the number of its processes?" in asked.err
+    assert f"root@{lab.address(1)}:31234 is ambiguous: 31234 may be an ssh port or a number of processes" in asked.err
     assert f"ssh://root@{lab.address(1)}:31234" in asked.err
     assert_one_screen(asked.err)
     ended = run("launch", *job, "--hosts", f"ssh://root@{lab.address(1)}:31234,box", "--out", "run")
@@ -426,8 +426,8 @@ def ten_starts_and_stops(lab):
         SLOW("down", ["n2 can't be reached"]),
         ("program", ["ssh-of-mine can't be started"]),
         ("file", ["n1, n2 and n3 have no mine.py", "--sync-code"]),
-        ("refused", ["n2 is there, but refuses ssh", "systemctl start ssh"]),
-        ("key", ["ssh doesn't know n2's key", "ssh-keygen -R n2"]),
+        ("refused", ["n2 refuses ssh connections", "systemctl start ssh"]),
+        ("key", ["the ssh host key of n2 is unknown", "ssh-keygen -R n2"]),
         SLOW("unknown", ["the name nowhere has no address"]),
         SLOW("python", ["n1 has no Python with manyhands", "--cluster.python"]),
         SLOW("firewall", ["n2"]),

@@ -164,7 +164,7 @@ def test_who_can_not_join_is_told_why_and_the_run_goes_on(lab, here):
     with running(*job) as process:
         wait_until(begun(), process)
         for host, told in [("n2", "n2 takes part already"), ("n1,n2", "one machine is asked for at a time"),
-                           ("nowhere", "the name nowhere has no address here")]:  # fmt: skip
+                           ("nowhere", "nowhere can't be resolved to an address")]:  # fmt: skip
             refused = run("join", "run", "--host", host)
             assert refused.code == 1, refused.err
             assert told in refused.err

@@ -189,7 +189,7 @@ def test_a_shared_layer_may_be_said_once_or_twice_alike():
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
         ("[]", '"format"'),
         ('{"format": "plan/2", "mesh": {"dp": 2}}', "plan/1"),
         ('{"format": "plan/1"}', '"mesh"'),
@@ -222,7 +222,7 @@ def test_a_jobs_options(tmp_path):
     plan = plan_of(ParallelOptions(plan=str(path), pin=("fc=n@dp o@tp",)), 4)
     assert plan.ops["fc"] == "n@dp o@tp"
     assert plan.pinned == ("deep", "fc")
-    assert "4 places for 3 process(es)" in _fails(lambda: plan_of(ParallelOptions(plan=str(path)), 3))
+    assert "is for 4 processes, but the run has 3" in _fails(lambda: plan_of(ParallelOptions(plan=str(path)), 3))
     assert "no pin" in _fails(lambda: plan_of(ParallelOptions(pin=("fc",)), 2))
     assert parse_pins(("a.*=n@dp  ", " b=((1, 1), (1, 2))")) == {"a.*": "n@dp", "b": "((1, 1), (1, 2))"}
     full = plan_of(ParallelOptions(full_batch=True, mesh="dp=2,tp=2"), 4)

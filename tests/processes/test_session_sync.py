@@ -195,7 +195,7 @@ def _refused(world, settings, match, network=SyncedNetwork):
     [
         ({"parallel.mode": "auto"}, SyncedNetwork, "the loss is yours", "find_plan"),
         ({"sync.method": "powersgd", "parallel.mode": "fsdp"}, SyncedNetwork, "fsdp can't be combined", "--parallel"),
-        ({"sync.method": "powersgd", "train.precision": "fp16"}, SyncedNetwork, "doesn't go with fp16", "bf16"),
+        ({"sync.method": "powersgd", "train.precision": "fp16"}, SyncedNetwork, "doesn't support fp16", "bf16"),
         ({"sync.method": "bf16"}, lambda: nn.Linear(64, 5), "tries the network on two samples", "shape x"),
     ],
     ids=["auto", "mode", "precision", "shape"],

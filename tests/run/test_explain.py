@@ -93,7 +93,7 @@ def hosts(tmp_path, monkeypatch):
 def test_machines_are_written_as_a_rank_table_and_as_a_hostfile(hosts, capsys):
     code, out, err = _explain(["--cluster", "hosts", "--write", "table.json"], capsys)
     assert (code, out) == (0, "")
-    for left_out in ("names of users", "the ports of ssh", "device_ip"):
+    for left_out in ("user names", "ssh ports", "device_ip"):
         assert f"note: {left_out}" in err
     assert "wrote table.json" in err
     code, _, err = _explain(["--rank-table", "table.json", "--write", "again"], capsys)
@@ -121,8 +121,8 @@ def test_machines_of_the_environment_are_written(hosts, capsys, monkeypatch):
         (["--cluster", "hosts", "--write", "hosts"], "hosts is there already"),
         (["--cluster", "nowhere", "--write", "new"], "nowhere can't be read"),
         (["--cluster", "hosts", "--write", "no/such/folder"], "can't be written"),
-        (["--cluster", "empty", "--write", "new"], "this file is empty"),
-        (["--cluster", "unsized", "--write", "new.json"], "how many n1 has is not known"),
+        (["--cluster", "empty", "--write", "new"], "the cluster file is empty"),
+        (["--cluster", "unsized", "--write", "new.json"], "the number of devices of n1 is unknown"),
         (["--write", "new"], "no machines are given"),
     ],
 )

@@ -17,7 +17,7 @@ from manyhands.core.outside import parse_json
 VERSION = 5
 # What may stand in one line; a machine's whole code may be in a request, a run's records in an answer.
 LONGEST_LINE = 64 * 1024 * 1024
-MEND = ("install the same manyhands on all machines",)
+MEND = ("install the same version of manyhands on all machines",)
 
 
 class Message:
@@ -96,16 +96,16 @@ def decode(line: bytes) -> tuple[int, Message] | None:
     try:
         return number, _typed(content)
     except ValueError as error:
-        return number, Misunderstood(f"a message can't be understood: {error}", mend=MEND)
+        return number, Misunderstood(f"invalid message: {error}", mend=MEND)
 
 
 def _typed(content: dict[str, Any]) -> Message:
     if content.get("v") != VERSION:
-        raise ValueError(f"it is of version {content.get('v', 'unknown')}, and ours is {VERSION}")
+        raise ValueError(f"protocol version {content.get('v', 'unknown')}, expected {VERSION}")
     name = content.get("is")
     kind = Message.kinds.get(name) if isinstance(name, str) else None
     if not is_dataclass(kind):
-        raise ValueError(f"nobody knows {name!r}")
+        raise ValueError(f"unknown message type {name!r}")
     try:
         return _adapter(kind).validate_python(content.get("with"))
     except ValidationError as error:

@@ -63,9 +63,9 @@ def participate(options: ClusterOptions, environment: Mapping[str, str] | None =
         return _with_others(_from_environment(options, variables), variables, options)
     if options.rank >= 0 or options.world_size:
         raise UserError(
-            "--rank and --world-size need --init, the place where the processes meet",
+            "--rank and --world-size require --init",
             "--init",
-            ("--init tcp://ADDRESS_OF_RANK_0:23456", "or -n N for N processes on this machine"),
+            ("add the address of rank 0: --init tcp://ADDRESS:23456", "or start N processes on this machine: -n N"),
         )
     return _launched(options, variables) or _described(options, variables) or _started_here(options, variables)
 
@@ -89,15 +89,15 @@ def refuse_unfollowed(options: ClusterOptions, found: Participation) -> None:
     if not unfollowed:
         return
     names = [name for name in dict.fromkeys(origins.values()) if name in os.environ]
-    said = f"this is process {member.rank} of {member.size}" if member else f"{found.processes} on this machine"
+    said = f"this process has rank {member.rank} of {member.size}" if member else f"{found.processes} on this machine"
     if member and not unknown:
-        said += f", one of {member.local_size} on this machine"
+        said += f", and this machine has {member.local_size} process(es)"
     raise UserError(
         f"{unfollowed[0]} contradicts {', '.join(names) or origins['size']}: {said}",
         "environment" if names else origins["size"],
         (
-            f"leave out {' and '.join(unfollowed)}, where this is so",
-            *([f"or, if the variables are left over from something else: unset {' '.join(names)}"] if names else []),
+            f"remove {' and '.join(unfollowed)}",
+            *([f"or unset variables left over from another launcher: unset {' '.join(names)}"] if names else []),
         ),
     )
 
@@ -114,7 +114,7 @@ def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> Particip
     if place:
         return _with_others(_at_place(options, place, variables), variables, options)
     if not counts_machines and (variables.get("RANK") or number(variables, "WORLD_SIZE", 1) > 1):
-        raise _incomplete("some of a launcher's variables are set, but not", variables)
+        raise _incomplete("the launcher did not set", variables)
     return None
 
 
@@ -143,22 +143,25 @@ def _started_here(options: ClusterOptions, variables: Mapping[str, str]) -> Part
 def _by_hand(options: ClusterOptions) -> tuple[Membership, dict[str, str]]:
     if options.processes > 1:
         raise UserError(
-            "-n starts processes here, and --init joins one process to others",
+            "-n and --init contradict each other: -n starts several processes, and --init joins only one",
             "-n",
-            ("give each process its own --rank", "or leave out --init"),
+            ("remove -n and start each process with its own --rank", "or remove --init"),
         )
     if options.world_size < 1 or options.rank < 0:
         raise UserError(
-            "--init needs --world-size and --rank",
+            "--init requires --world-size and --rank",
             "--init",
-            ("--world-size: processes over all machines", "--rank: 0 on one of them, 1 on the next …"),
+            (
+                "set --world-size to the number of processes on all machines",
+                "set --rank to 0 for the first process, 1 for the second, and so on",
+            ),
         )
     place = LauncherPlace(options.rank, options.world_size, started_by="--init")
     membership = _membership(options, place, _seen_url(options))
     _check_rank(membership, "--rank", "--world-size")
     origins = {
         "rank": "--rank", "size": "--world-size", "master_address": "--init", "master_port": "--init",
-        "local_rank": "found when the processes meet", "local_size": "found when the processes meet",
+        "local_rank": "determined at rendezvous", "local_size": "determined at rendezvous",
     }  # fmt: skip
     return membership, origins
 
@@ -174,7 +177,7 @@ def _check_rank(membership: Membership, rank_word: str, size_word: str) -> None:
 
 def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Membership, dict[str, str]]:
     if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
-        raise _incomplete("env:// needs", variables)
+        raise _incomplete("env:// requires", variables)
     place = LauncherPlace(
         number(variables, "RANK"),
         number(variables, "WORLD_SIZE"),
@@ -206,9 +209,9 @@ def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> 
 def _incomplete(what: str, variables: Mapping[str, str]) -> UserError:
     missing = [name for name in LAUNCHER_VARIABLES if not variables.get(name)]
     there = [name for name in LAUNCHER_VARIABLES if variables.get(name)]
-    mend = ["export them", "or start with torchrun, or give --init tcp://…"]
-    mend += [f"or unset {' '.join(there)}, if they are left over"] if there else []
-    found = f" ({', '.join(there)}: set)" if there else ""
+    mend = [f"export {' '.join(missing)}", "or start with torchrun, or give --init tcp://…"]
+    mend += [f"or unset variables left over from another launcher: unset {' '.join(there)}"] if there else []
+    found = f" (set: {', '.join(there)})" if there else ""
     return UserError(f"{what} {', '.join(missing)}{found}", "environment", tuple(mend))
 
 
@@ -224,8 +227,9 @@ def _at_place(
     elif not address and variables.get("MASTER_ADDR"):
         address, origins["master_address"] = variables["MASTER_ADDR"], "MASTER_ADDR"
     if not address:
-        what = f"{place.started_by} started processes on several machines and doesn't say where rank 0 is"
-        raise UserError(what, "MASTER_ADDR", ("export MASTER_ADDR=an address of rank 0's machine, on every machine",))
+        what = f"{place.started_by} started processes on several machines without the address of rank 0"
+        hints = ("set MASTER_ADDR on every machine to an address of rank 0's machine",)
+        raise UserError(what, "MASTER_ADDR", hints)
     if not place.master_port:
         origins["master_port"] = "MASTER_PORT" if variables.get("MASTER_PORT") else "default"
     url = _url(address if together else reachable(address), place.master_port or port(variables, DEFAULT_PORT))
@@ -287,12 +291,13 @@ def _seen_url(options: ClusterOptions) -> str:
         url = urlsplit(init)
         host, port = url.hostname, url.port
     except ValueError as error:
-        raise UserError(f'"{init}": {error}', "--init", ("--init tcp://10.0.0.1:23456",)) from None
+        hints = ("write a URL such as --init tcp://10.0.0.1:23456",)
+        raise UserError(f'"{init}" is not a URL: {error}', "--init", hints) from None
     if url.scheme != "tcp" or not host or not port:
         return init  # what is wrong with it is said when it is used
     if options.rank > 0 and host in {"0.0.0.0", "::"}:
-        what = f"{host} is no address to connect to: it means rank 0's own machine"
-        raise UserError(what, "--init", ("give rank 0's address",))
+        what = f"{host} means all addresses of rank 0's machine; other ranks can't connect to {host}"
+        raise UserError(what, "--init", ("write rank 0's address",))
     return _url(seen_by_others(host), port)
 
 

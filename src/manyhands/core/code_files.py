@@ -13,7 +13,7 @@ from manyhands.core.folder import holds_run
 SUFFIXES = frozenset({".py", ".toml", ".yaml", ".yml", ".json", ".cfg", ".ini"})
 LEFT_OUT = frozenset({"runs", "node_modules", "__pycache__", "site-packages"})
 CREDENTIALS = "may hold passwords or keys"
-ELSEWHERE = "leads out of the folder"
+ELSEWHERE = "link to files outside the folder"
 # A larger file is data.
 FILE_BYTES = 1 << 20
 

@@ -55,13 +55,13 @@ def require_device(kind: str, *hints: str) -> None:
     if name == "cpu":
         return
     if accelerator() != name:
-        mend = (*hints, "leave it out, or give --device cpu")
+        mend = (*hints, "remove --device, or set --device cpu")
         missing = "accelerator" if name == "auto" else f"{name} device"
-        raise UserError(f"there is no {missing} here", "cluster.device", mend)
+        raise UserError(f"this machine has no {missing}", "cluster.device", mend)
     count = torch.accelerator.device_count()
     if number and ((typed := typed_number(number)) is None or typed >= count):
         what = f"there is no {kind}: this machine has {count} {name} device(s), counted from 0"
-        raise UserError(what, "cluster.device", (f"{name}:0 … {name}:{count - 1}",))
+        raise UserError(what, "cluster.device", (f"choose {name}:0 … {name}:{count - 1}",))
 
 
 def wait_for(device: str | torch.device) -> None:

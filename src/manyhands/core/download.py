@@ -37,9 +37,9 @@ def download(url: str, into: Path, digest: Digest | None) -> str:
     try:
         address, authorization = _apart(url)
         if not _resolves(address):
-            return "the server's name is not known here (no network?)"
-    except ValueError:  # whose words may be the password
-        return "this is no address; in a user's name or password write / as %2F, # as %23, ? as %3F, @ as %40, : as %3A"
+            return "the server's name can't be resolved on this machine (no network?)"
+    except ValueError:  # the error's message may contain the password
+        return "invalid URL; in a user name or password write / as %2F, # as %23, ? as %3F, @ as %40, : as %3A"
     with temporary(into) as part:
         try:
             found = _receive(address, authorization, part, digest.function if digest else "md5")
@@ -47,7 +47,7 @@ def download(url: str, into: Path, digest: Digest | None) -> str:
             return str(getattr(error, "reason", "") or error) or type(error).__name__
         if digest and not found.startswith(digest.begin):
             name = {"md5": "MD5", "sha256": "SHA-256"}[digest.function]
-            return f"the checksum of what came is {found[: len(digest.begin)]}, not {digest.begin} ({name})"
+            return f"the {name} checksum of the download is {found[: len(digest.begin)]}, expected {digest.begin}"
         part.replace(into)
     return ""
 

@@ -1,10 +1,10 @@
-"""What can go wrong, as a user should read it: what, where, what to do."""
+"""Errors with a message, a place and hints, and the exit codes of the commands."""
 
 from dataclasses import dataclass, field
 
 from manyhands.core.shown import plain
 
-# Of one error, so that it stays a screen whatever was wrong.
+# Limits of one error, which should fit on one screen.
 MOST_CHARACTERS, MOST_LINES = 1_200, 30
 
 EXIT_OK = 0
@@ -17,12 +17,12 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(eq=False)
 class ManyhandsError(Exception):
-    """An error with a mend. What others wrote in its words is plain text from the start: one line, no escapes.
+    """An error with hints for the user. Line breaks and terminal escapes are removed from all texts.
 
     Attributes:
-        what: one sentence that says what is wrong.
-        where: the file, flag, host or rank it was found at; empty if there is none.
-        mend: what the user can do, one line each.
+        what: the error in one sentence.
+        where: the file, flag, host or rank of the error; empty if unknown.
+        mend: hints, one per line.
     """
 
     what: str
@@ -32,7 +32,7 @@ class ManyhandsError(Exception):
     exit_code = EXIT_FAILED
 
     def __post_init__(self) -> None:
-        """Keeps the exception's own arguments in step, so that it can be pickled and printed."""
+        """Sets the exception's arguments, so that the error can be pickled and printed."""
         self.what, self.where = _quotable(self.what), _quotable(self.where)
         mend = (self.mend,) if isinstance(self.mend, str) else tuple(self.mend)
         more = (f"… and {len(mend) - MOST_LINES} more",) if len(mend) > MOST_LINES else ()
@@ -40,7 +40,7 @@ class ManyhandsError(Exception):
         super().__init__(self.what, self.where, self.mend)
 
     def __str__(self) -> str:
-        """The error as text of a few lines."""
+        """Formats the message, the place and the hints in lines."""
         lines = [self.what]
         if self.where:
             lines.append(f"  where: {self.where}")
@@ -62,14 +62,14 @@ def shortened(text: str, most: int = 80) -> str:
 
 
 class UserError(ManyhandsError):
-    """The user's own input is wrong; nothing was started or changed."""
+    """The user's input is invalid; nothing was started or changed."""
 
     exit_code = EXIT_USAGE
 
 
 class RunError(ManyhandsError):
-    """A run began and could not go on."""
+    """A run started and failed."""
 
 
 class PeerError(RunError):
-    """Processes that should take part did not arrive, or an earlier process holds their place."""
+    """Processes are missing at rendezvous, or another process has the same rank."""

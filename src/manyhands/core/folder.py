@@ -20,81 +20,35 @@ _FULL_BYTES = 64 << 10
 _LINKED_S, _POLL_S = 5.0, 0.05
 
 
+class _Path:
+    """A file or folder in a run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", _owner: type["RunFolder"]) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Names the files of a run; making one touches nothing."""
 
     path: Path  # the folder
-
-    @property
-    def job(self) -> Path:
-        """The whole configuration, every default filled in."""
-        return self.path / "job.toml"
-
-    @property
-    def plan(self) -> Path:
-        """How the work is split."""
-        return self.path / "plan.json"
-
-    @property
-    def network(self) -> Path:
-        """What the trained network is beside its weights; see the module `trained` of core."""
-        return self.path / "network.json"
-
-    @property
-    def environment(self) -> Path:
-        """Versions, devices, hosts and the revision of the user's code."""
-        return self.path / "env.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per logged step and per evaluation."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """Joins, losses, saves and decisions, one line each."""
-        return self.path / "events.jsonl"
-
-    @property
-    def ranks(self) -> Path:
-        """Each process's own output: 0.log, 1.log and so on."""
-        return self.path / "ranks"
-
-    @property
-    def failures(self) -> Path:
-        """One record per process that failed: 0.json …; empty while all is well."""
-        return self.path / "ranks" / "failures"
-
-    @property
-    def machines(self) -> Path:
-        """Of a run on several machines: who has which ranks, and where its logs are."""
-        return self.path / "machines.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Committed states, one folder each."""
-        return self.path / "checkpoints"
-
-    @property
-    def evaluations(self) -> Path:
-        """best.json and last.json: counts per class and the confusion matrix."""
-        return self.path / "evaluations"
-
-    @property
-    def report(self) -> Path:
-        """The page for the user."""
-        return self.path / "report.html"
-
-    @property
-    def trace(self) -> Path:
-        """What processes did in a few updates, in Chrome's form, where that was asked for."""
-        return self.path / "trace.json"
-
-    @property
-    def pictures(self) -> Path:
-        """Every picture of the report as PNG."""
-        return self.path / "pictures"
+    job = _Path("job.toml")  # the job with all defaults
+    plan = _Path("plan.json")  # how the work is split
+    network = _Path("network.json")  # the description of the trained network; see `core.trained`
+    environment = _Path("env.json")  # versions, devices, hosts and the revision of the user's code
+    metrics = _Path("metrics.jsonl")  # one line per logged step and per evaluation
+    events = _Path("events.jsonl")  # one line per join, loss, save and decision
+    ranks = _Path("ranks")  # the output of each process: 0.log, 1.log …
+    failures = _Path("ranks/failures")  # a record of each process that failed: 0.json …
+    machines = _Path("machines.json")  # the ranks and log folders of each machine, in runs on several machines
+    checkpoints = _Path("checkpoints")  # one folder per checkpoint
+    evaluations = _Path("evaluations")  # best.json and last.json: counts per class and the confusion matrix
+    report = _Path("report.html")  # the report for the user
+    trace = _Path("trace.json")  # a Chrome trace of a few updates, if requested
+    pictures = _Path("pictures")  # the figures of the report as PNG
 
     def exists(self) -> bool:
         """True when the folder holds a run (its job file is written first)."""
@@ -133,7 +87,7 @@ def free_run_folder(base: Path, data: str, model: str, now: datetime) -> Path:
         path = base / (stem if number == 1 else f"{stem}-{number}")
         if not os.path.lexists(path):
             return path
-    raise UserError(f"{base} holds ten thousand runs of this name today", str(base), ("give --out DIR",))
+    raise UserError(f"{base} has 10,000 runs of this name for today", str(base), ("choose a run folder: --out DIR",))
 
 
 def new_run_folder(base: Path, data: str, model: str, now: datetime) -> RunFolder:
@@ -161,7 +115,8 @@ def use_run_folder(path: Path) -> RunFolder:
         raise _unwritable(path, error) from error
     folder = RunFolder(path)
     if not folder.exists() and any(entry.name not in {"ranks"} for entry in path.iterdir()):
-        raise UserError(f"{path} is not empty and holds no run", "--out", ("name a new folder, or an earlier run's",))
+        hints = ("choose a new folder or the folder of an earlier run",)
+        raise UserError(f"{path} is not empty and holds no run", "--out", hints)
     if not os.access(path, os.W_OK):
         raise _unwritable(path, PermissionError("no permission to write"))
     return folder
@@ -214,11 +169,12 @@ def writing_into(path: Path) -> Generator[None]:
 
 def _unwritable(path: Path, error: OSError) -> UserError:
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        mend = ("make room there, or give --out a folder on another disk",)
+        mend = ("free space on this disk, or choose a folder on another disk: --out DIR",)
         return UserError(f"the run folder {path} can't be written: {error.strerror}", str(path), mend)
     if path.is_file():
-        return UserError(f"{path} is a file, not a folder", "--out", ("give --out DIR",))
-    return UserError(f"the run folder {path} can't be made: {error.strerror or error}", "--out", ("give --out DIR",))
+        return UserError(f"{path} is a file, not a folder", "--out", ("choose another folder: --out DIR",))
+    what = f"the run folder {path} can't be created: {error.strerror or error}"
+    return UserError(what, "--out", ("choose another folder: --out DIR",))
 
 
 def _says_the_same(path: Path, text: str) -> bool:

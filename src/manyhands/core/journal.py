@@ -80,4 +80,4 @@ class Journal:
                 self._told = True
                 # That output may lie on the same disk.
                 with suppress(OSError):
-                    say(f"records can't be written to {self._folder.path}: {error}; they wait for room")
+                    say(f"can't write records to {self._folder.path}: {error}; manyhands keeps the records and retries")

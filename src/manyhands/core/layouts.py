@@ -111,7 +111,7 @@ def _count(value: Any) -> int:
         ValueError: it is something else, or beyond what a tensor can have.
     """
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value} is no length")
+        raise ValueError(f"{value} is not a length")
     return value
 
 
@@ -129,7 +129,7 @@ def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
             tuple(map(_count, content.get("gradient_axes", ()))),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError("this is no layout of a tensor", where, ("write the plan or checkpoint anew",)) from error
+        raise UserError("invalid tensor layout", where, ("create the plan or checkpoint again",)) from error
     axes = [axis for _, cut in layout.cuts for axis in cut]
     dims = [dim for dim, _ in layout.cuts]
     sound = (
@@ -141,5 +141,6 @@ def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
         and all(length >= 0 for length in (*layout.shape, *layout.view))
     )
     if not sound:
-        raise UserError(f"this layout doesn't fit the mesh {mesh}", where, ("write the plan or checkpoint anew",))
+        hints = ("create the plan or checkpoint again",)
+        raise UserError(f"the tensor layout doesn't fit the mesh {mesh}", where, hints)
     return layout

@@ -34,8 +34,8 @@ class Mesh:
     def check_size(self, processes: int, where: str = "parallel.mesh") -> None:
         """Raises UserError: the number of processes isn't that of the mesh."""
         if self.size != processes:
-            mend = (f"-n {self.size}", f"or a mesh of {processes}, such as --mesh dp={processes}")
-            raise UserError(f"the mesh {self} has {self.size} places for {processes} process(es)", where, mend)
+            mend = (f"start {self.size} processes: -n {self.size}", f"or set a mesh such as --mesh dp={processes}")
+            raise UserError(f"the mesh {self} is for {self.size} processes, but the run has {processes}", where, mend)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,19 +110,21 @@ def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None =
         UserError: an axis is there twice, has no process, or there are too many.
     """
     if not 0 < len(sizes) <= MOST_AXES or len(sizes) != (len(sizes) if count is None else count):
-        raise UserError("a mesh has one to three axes of different names", where, ("such as dp=2,tp=2",))
+        hints = ("write a mesh such as dp=2,tp=2",)
+        raise UserError("a mesh needs one to three axes with different names", where, hints)
     small = [name for name, size in sizes.items() if type(size) is not int or size < 1]
     if small:
         raise UserError(
             f"the mesh's axis {shortened(small[0])} has size {shortened(str(sizes[small[0]]))}",
             where,
-            ("a size is a whole number, 1 or more",),
+            ("write a whole number, 1 or higher",),
         )
     if strange := [name for name in sizes if not _NAME.fullmatch(name)]:
-        raise UserError(f'"{shortened(strange[0])}" is no name of an axis', where, ("such as dp, tp, tp2",))
+        hints = ("use letters, digits and underscores, such as dp, tp, tp2",)
+        raise UserError(f'"{shortened(strange[0])}" is not a valid axis name', where, hints)
     if math.prod(sizes.values()) > MOST_PROCESSES:
-        what = f"a mesh of {math.prod(sizes.values())} processes is larger than {MOST_PROCESSES}, the most there are"
-        raise UserError(what, where, ("sizes are numbers of processes, such as dp=2,tp=2",))
+        what = f"the mesh has {math.prod(sizes.values())} processes; the maximum is {MOST_PROCESSES}"
+        raise UserError(what, where, ("set the number of processes along each axis, such as dp=2,tp=2",))
     return Mesh(tuple(sizes.items()))
 
 

@@ -30,10 +30,10 @@ def announce(words: Iterable[str], said_by: Path, record: TrainedNetwork | None,
     """
     for word, file in _files(words, said_by, instead):
         known = record.code.get(word) if record else None
-        trained = "as it was trained with" if known == code_digest(file) else "it is NOT what it was trained with"
+        trained = "unchanged since training" if known == code_digest(file) else "CHANGED since training"
         if known is None:
-            trained = "what it was trained with isn't known"
-        say(f"running {file}, since {said_by} names it; {trained}")
+            trained = "the version used in training is unknown"
+        say(f"running code from {file}, as {said_by} requests; {trained}")
 
 
 def announce_planned(word: str, plan: Path, instead: str) -> None:
@@ -43,7 +43,7 @@ def announce_planned(word: str, plan: Path, instead: str) -> None:
         UserError: the plan or the code is another user's.
     """
     for _, file in _files([word], plan, instead):
-        say(f"running {file}, since {plan} names it")
+        say(f"running code from {file}, as {plan} requests")
 
 
 def _files(words: Iterable[str], said_by: Path, instead: str) -> Iterator[tuple[str, Path]]:
@@ -60,5 +60,5 @@ def _files(words: Iterable[str], said_by: Path, instead: str) -> Iterator[tuple[
 def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> None:
     """Raises UserError where a file or folder that makes `word` run belongs to another user."""
     if place.exists() and (owner := place.stat().st_uid) not in {_SYSTEM, os.geteuid()}:
-        what = f"{said_by} wants {word} to be run, and {place} is user {owner}'s, not yours"
-        raise UserError(what, str(place), (f"look at it; then name it yourself: {instead}",))
+        what = f"{said_by} requests to run {word}, but {place} belongs to another user (uid {owner})"
+        raise UserError(what, str(place), (f"check {word}, then name it yourself: {instead}",))

@@ -1,4 +1,4 @@
-"""What a sync method needs of what it runs on. A parallel mode and a job say what they offer; neither names methods."""
+"""Requirements of sync methods, which parallel modes and jobs offer or not without naming methods."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,30 +10,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Need:
-    """Something that a method can't do without."""
+    """A requirement of a sync method."""
 
-    reason: str  # why a method can't be taken where this isn't offered; its name stands before
-    option: str  # the key of the option that decides whether it is offered
-    mend: tuple[str, ...] = ()  # what to do, besides taking another method
-    short: str = ""  # the reason where there is little room
+    reason: str  # the end of the error message, after the name of the method
+    option: str  # key of the option that decides whether the requirement is met
+    mend: tuple[str, ...] = ()  # hints besides choosing another method
+    short: str = ""  # a short form of the reason for tables
 
 
 MODE = "parallel.mode"
-# What parallel modes offer.
+# Offered by parallel modes.
 WHOLE_GRADIENTS = Need("needs the whole network, with its gradients, on each process", MODE)
-OWN_AVERAGE = Need("averages gradients in its own way, which this mode leaves to nobody", MODE)
-AVERAGE_HOOK = Need("changes gradients within the mode's own average, which this mode doesn't let anybody do", MODE)
-# What jobs offer.
+OWN_AVERAGE = Need("needs to replace this mode's gradient averaging", MODE)
+AVERAGE_HOOK = Need("needs a hook in this mode's gradient averaging", MODE)
+# Offered by jobs.
 OWN_STATISTICS = Need(
-    "has no global batch to normalise over: each process takes its own samples",
+    "can't normalise over the global batch, because each process makes its own updates",
     "train.norm_group",
-    ("leave norm_group out",),
+    ("remove train.norm_group",),
     "not with a global norm_group",
 )
 FINITE_GRADIENTS = Need(
-    "doesn't go with fp16, whose gradients may overflow",
+    "doesn't support fp16, because fp16 gradients may overflow",
     "sync.method",
-    ("--train.precision bf16",),
+    ("set --train.precision bf16",),
     "not with fp16",
 )
 
@@ -42,15 +42,15 @@ class HasGradients(Protocol):
     """A network whose gradients a sync method can reach, such as any Module of torch."""
 
     def named_parameters(self) -> "Iterator[tuple[str, nn.Parameter]]":
-        """All parameters, whole, by the user's own names."""
+        """Yields all parameters, unsharded, with the names of the user's network."""
         ...
 
     def buffers(self) -> "Iterator[Tensor]":
-        """BatchNorm's statistics and other buffers."""
+        """Yields BatchNorm statistics and other buffers."""
         ...
 
 
 def missing(needs: Iterable[Need], offers: Iterable[Need]) -> Need | None:
-    """The first need that isn't offered."""
+    """Returns the first requirement that is not offered."""
     there = set(offers)
     return next((need for need in needs if need not in there), None)

@@ -10,7 +10,7 @@ from filelock import FileLock
 from manyhands.core.errors import UserError
 from manyhands.core.private import usual_files
 
-_MEND = ("name a folder that can be written: --data-dir for data, MANYHANDS_CACHE for the cache",)
+_MEND = ("choose a writable folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
 
 
 @contextmanager
@@ -64,5 +64,5 @@ def committed(path: Path) -> Generator[Path]:
         with replacing(path) as part:
             yield part
     except OSError as error:
-        mend = ("make room, or name another folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
+        mend = ("free disk space or choose another folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
         raise UserError(f"{path.name} can't be written: {error.strerror or error}", str(path), mend) from error

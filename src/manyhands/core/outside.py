@@ -18,6 +18,14 @@ _MOST_DIGITS = 40
 class UnreadableError(ValueError):
     """A file or text that can't be parsed or exceeds a limit. The message doesn't name the file."""
 
+    def __init__(self, problem: str, line: int = 0) -> None:
+        self.problem, self.line = problem, line  # the line is 0 where it is unknown
+        super().__init__(f"line {line}: {problem}" if line else problem)
+
+
+class RepeatedNameError(UnreadableError):
+    """An object in a JSON text has the same name twice."""
+
 
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False) -> bytes:
     """Reads a file. With `pipes`, also a pipe such as the shell makes for `<(COMMAND)`, until its writer closes it.
@@ -28,9 +36,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False)
     """
     with open_file(path, pipes=pipes) as file:
         content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        size = f"{most_bytes // 2**20} MiB" if most_bytes >= 2**20 else f"{most_bytes // 2**10} KiB"
-        raise UnreadableError(f"it is larger than {size}, the limit for such a file")
+    _check_size(content, most_bytes)
     return content
 
 
@@ -44,7 +50,7 @@ def open_file(path: Path, *, pipes: bool = False) -> IO[bytes]:
     kind = path.stat().st_mode
     if stat.S_ISREG(kind) or stat.S_ISDIR(kind) or (pipes and stat.S_ISFIFO(kind)):
         return path.open("rb")
-    raise UnreadableError("it is a pipe, not a file" if stat.S_ISFIFO(kind) else "it is a device, not a file")
+    raise UnreadableError("expected a regular file, found a " + ("pipe" if stat.S_ISFIFO(kind) else "device"))
 
 
 def decoded(content: bytes) -> str:
@@ -84,9 +90,9 @@ def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = F
         if "\\u" in text or not text.isascii():
             content = json.loads(json.dumps(content, ensure_ascii=False).encode(errors="replace"))
     except RecursionError:
-        raise UnreadableError("it is nested too deeply") from None
+        raise UnreadableError("the nesting is too deep") from None
     except json.JSONDecodeError as error:
-        raise UnreadableError(str(error)) from None
+        raise UnreadableError(error.msg[:1].lower() + error.msg[1:], error.lineno) from None
     return content
 
 
@@ -101,7 +107,7 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise UnreadableError("it is nested too deeply") from None
+        raise UnreadableError("the nesting is too deep") from None
     except ValueError as error:
         raise UnreadableError(str(error)) from None
 
@@ -110,19 +116,25 @@ def parse_yaml(text: str | bytes) -> tuple[Any, Any]:
     """Parses YAML. Returns the plain data and the `yaml.Node` it came from, which knows its lines (None if empty).
 
     Raises:
-        UnreadableError: the text isn't YAML, is too large, is nested too deeply, or has a value that can't be read.
+        UnreadableError: the text isn't YAML, is too large or nested too deeply, or has an alias or an unreadable value.
     """
     import yaml
 
+    untyped: Any = yaml
     text = decoded(text) if isinstance(text, bytes) else text
     _check_size(text, _MOST_YAML_BYTES)
     try:
-        return yaml.safe_load(text), cast(Any, yaml).compose(text, Loader=yaml.SafeLoader)
+        for token in untyped.scan(text) if "*" in text else ():
+            if isinstance(token, yaml.AliasToken):  # a few aliases can expand to billions of values
+                raise UnreadableError("YAML aliases (*name) are not supported", token.start_mark.line + 1)
+        return yaml.safe_load(text), untyped.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise UnreadableError(f"line {mark.line + 1}: {error.problem}" if mark else str(error.problem)) from None
+        raise UnreadableError(str(error.problem), mark.line + 1 if mark else 0) from None
     except RecursionError:
-        raise UnreadableError("it is nested too deeply") from None
+        raise UnreadableError("the nesting is too deep") from None
+    except UnreadableError:
+        raise
     except (yaml.YAMLError, ValueError) as error:  # a ValueError: a date that doesn't exist, a number of 5,000 digits
         raise UnreadableError(f"a value can't be read: {str(error).splitlines()[0]}") from None
 
@@ -150,12 +162,12 @@ def finite_number(digits: str) -> float:
         UnreadableError: the number is larger than a float can hold.
     """
     if math.isinf(value := float(digits)):
-        raise UnreadableError("a number is larger than any that can be computed with")
+        raise UnreadableError("a number exceeds the range of a 64-bit float")
     return value
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    raise UnreadableError(f"{word} is not a value of JSON")
+    raise UnreadableError(f"{word} is not a JSON value")
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -163,13 +175,14 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise UnreadableError(f'"{twice}" is there twice in one object')
+        raise RepeatedNameError(f'"{twice}" is given twice in one object')
     return content
 
 
-def _check_size(text: str, most_bytes: int) -> None:
-    if len(text) > most_bytes:
-        raise UnreadableError(f"it is larger than {most_bytes // 2**10} KiB, the limit for such a file")
+def _check_size(content: str | bytes, most_bytes: int) -> None:
+    if len(content) > most_bytes:
+        limit = f"{most_bytes // 2**20} MiB" if most_bytes >= 2**20 else f"{most_bytes // 2**10} KiB"
+        raise UnreadableError(f"the file exceeds the limit of {limit}")
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import write_json
 
 FORMAT = "plan/1"
+_NEW_PLAN = "create a new plan: manyhands plan job.toml"
 # What says who computes and holds what; all else is about it.
 SPLIT = ("format", "mesh", "default", "ops", "pinned", "layouts")
 
@@ -97,10 +98,9 @@ def read_plan_record(path: Path) -> PlanRecord:
     try:
         content = parse_json(read_bytes(path), once_each=True)
     except OSError as error:
-        raise UserError(f"the plan can't be read: {error.strerror}", str(path), ("manyhands plan job.toml",)) from error
+        raise UserError(f"the plan can't be read: {error.strerror}", str(path), (_NEW_PLAN,)) from error
     except ValueError as error:
-        mend = ("write it anew: manyhands plan job.toml",)
-        raise UserError(f"the plan is not JSON: {error}", str(path), mend) from error
+        raise UserError(f"the plan is not valid JSON: {error}", str(path), (_NEW_PLAN,)) from error
     return parse_plan_record(content, str(path))
 
 
@@ -118,8 +118,8 @@ def parse_plan_record(content: Any, where: str) -> PlanRecord:
         if not field:
             raise no_plan(where) from error
         what = f'the plan\'s "{field}"{"".join(f", {one}" for one in inner)}: {first["msg"]}'
-        example = ('"ops" are strategies by name, such as {"fc": "n@dp o@tp"}',) if field == "ops" else ()
-        raise UserError(what, where, (*example, "mend it by hand, or write it anew")) from error
+        example = ('write "ops" as strategies by name, such as {"fc": "n@dp o@tp"}',) if field == "ops" else ()
+        raise UserError(what, where, (*example, f"correct the field, or {_NEW_PLAN}")) from error
     if record.format != FORMAT:
         raise no_plan(where)
     for key in record.model_extra or {}:
@@ -130,6 +130,4 @@ def parse_plan_record(content: Any, where: str) -> PlanRecord:
 
 def no_plan(where: str) -> UserError:
     """The error for a file of another kind."""
-    return UserError(
-        f'this is no plan: "format" should be "{FORMAT}", with a "mesh"', where, ("manyhands plan job.toml",)
-    )
+    return UserError(f'not a plan: expected "format": "{FORMAT}" and a "mesh"', where, (_NEW_PLAN,))

@@ -74,7 +74,8 @@ def unknown_choice(kind: str, word: str, known: Iterable[str], where: str) -> Us
     words = sorted(known)
     shown = ", ".join(words[:30]) + (f" … ({len(words)} in all)" if len(words) > 30 else "")
     hint = did_you_mean(word, words)
-    return UserError(f'no {kind} is called "{shortened(word)}"', where, tuple(filter(None, (hint, f"known: {shown}"))))
+    hints = tuple(filter(None, (hint, f"choose one of: {shown}")))
+    return UserError(f'no {kind} is called "{shortened(word)}"', where, hints)
 
 
 def is_object_reference(word: str) -> bool:
@@ -109,7 +110,7 @@ _STANDARD = {*map(sysconfig.get_path, ("stdlib", "platstdlib")), f"{sysconfig.ge
 def refuse_no_code(word: str, where: str) -> None:
     """Raises UserError for "file.py:object" where the file is missing."""
     if (file := code_file(word)) and not file.is_file():
-        mend = ("write it as path/to/file.py:object",)
+        mend = ("write path/to/file.py:object",)
         raise UserError(f"there is no file {word.rpartition(':')[0]}", where, mend)
 
 
@@ -125,7 +126,7 @@ def load_object(reference: str, where: str) -> Any:
     module = _run_file(path, where)
     if not hasattr(module, name):
         public = [word for word in vars(module) if not word.startswith("_")]
-        hint = did_you_mean(name, public) or f"it has: {', '.join(public[:20]) or 'nothing'}"
+        hint = did_you_mean(name, public) or f"choose one of its objects: {', '.join(public[:20]) or 'none found'}"
         raise UserError(f"{path_text} has no object {name}", where, (hint,))
     return getattr(module, name)
 

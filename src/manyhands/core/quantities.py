@@ -31,9 +31,8 @@ def parse_memory(text: str, where: str = "--memory") -> int:
     number, unit = _split(text)
     size = _BYTES.get(unit.lower() or "b")
     if number <= 0 or size is None:
-        raise UserError(
-            f'"{text}" is no amount of memory', where, ("write a number and a unit, such as 14GiB or 500MB",)
-        )
+        hints = ("write a number and a unit, such as 14GiB or 500MB",)
+        raise UserError(f'"{text}" is not an amount of memory', where, hints)
     return int(number * size)
 
 
@@ -50,8 +49,8 @@ def parse_bandwidth(text: str, where: str = "--link") -> float:
     if size is None and unit.endswith("B"):
         size = _BYTES.get(unit.lower())
     if number <= 0 or size is None:
-        mend = "write bits or bytes in a second, such as 1gbit, 100mbit or 8GB/s"
-        raise UserError(f'"{text}" is no speed of a link', where, (mend,))
+        mend = "write bits or bytes per second, such as 1gbit, 100mbit or 8GB/s"
+        raise UserError(f'"{text}" is not a link speed', where, (mend,))
     return number * size
 
 

@@ -28,7 +28,7 @@ FAILURE_FILE = "MANYHANDS_FAILURE_FILE"
 
 def _word(name: str) -> str:
     if not name.isidentifier():
-        raise ValueError("should be a word of Python")
+        raise ValueError("should be a Python identifier")
     return name
 
 
@@ -218,7 +218,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
         lines = path.open("rb")
     except OSError as error:
-        raise UserError(f"{path.name} can't be read: {error.strerror}", str(path), ("ask its owner",)) from error
+        hints = ("ask the file's owner for read permission",)
+        raise UserError(f"{path.name} can't be read: {error.strerror}", str(path), hints) from error
     with lines:
         while line := lines.readline(MOST_BYTES):
             if not line.endswith(b"\n"):

@@ -67,7 +67,7 @@ def registered(run: Path, hosts: Iterable[str] = ()) -> Generator[None]:
         path.parent.chmod(0o700)
         write_json(path, record)
     except OSError as error:
-        say(f"this run isn't listed for `manyhands ps`: {error}")
+        say(f"can't register this run for `manyhands ps`: {error}")
     try:
         yield
     finally:
@@ -96,7 +96,7 @@ def remember_reach(run: Path, options: dict[str, str]) -> None:
                 other.unlink(missing_ok=True)
         write_json(path, Reach(time=time.time(), run=str(run.resolve()), options=options))
     except OSError as error:
-        say(f"how the machines are reached can't be kept for `manyhands logs`: {error}")
+        say(f"can't save the machines' ssh settings for `manyhands logs`: {error}")
 
 
 def remembered_reach(run: Path) -> dict[str, str] | None:

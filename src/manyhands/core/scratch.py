@@ -76,7 +76,8 @@ def keep_sockets_of_this_start() -> None:
         place for place in places if len(os.fsencode(place)) <= MOST_OF_A_SOCKETS_PATH and os.access(place, _ENTER)
     ]
     if not short:
-        raise RunError(f"{before} is too long a path for sockets", "TMPDIR", ("export TMPDIR=/tmp",))
+        hints = ("set a shorter path: export TMPDIR=/tmp",)
+        raise RunError(f"the path {before} is too long for Unix sockets", "TMPDIR", hints)
     tempfile.tempdir = short[0]
     try:
         multiprocessing.util.get_temp_dir()

@@ -59,7 +59,7 @@ def show(lines: str | Iterable[str], to: TextIO | None = None) -> None:
     except OSError as error:
         if error.errno == errno.EIO:  # a terminal that was closed has no reader, as a pipe may have none
             raise BrokenPipeError from error
-        raise UnwritableError(f"what this command shows can't be written: {error.strerror or error}") from error
+        raise UnwritableError(f"the output can't be written: {error.strerror or error}") from error
 
 
 def show_json(content: Any) -> None:

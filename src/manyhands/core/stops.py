@@ -113,13 +113,13 @@ def unsaved(run: Path, step: int | None, why: str = "", *, idle: bool = False) -
         why: it could not be saved, where there was no second wish.
         idle: no process was training just then, so that there was nothing to save.
     """
-    since = f", since it could not be done: {why}" if why else ""
+    since = f" (could not save: {why})" if why else ""
     if step is None:
-        error = ManyhandsError(f"stopped before anything was saved{since}", mend=("the same command begins anew",))
+        hints = ("run the same command again to start from the beginning",)
+        error = ManyhandsError(f"stopped before anything was saved{since}", mend=hints)
     else:
-        go_on = f"{going_on(run)} goes on from step {step}"
-        how = "while nothing trained" if idle else f"without a save{since}"
-        what = f"stopped {how}; what was saved last, at step {step}, is whole"
-        error = ManyhandsError(what, mend=(go_on,))
+        how = "while no process was training" if idle else f"without a save{since}"
+        what = f"stopped {how}; the last checkpoint is step {step}"
+        error = ManyhandsError(what, mend=(f"resume from step {step}: {going_on(run)}",))
     error.exit_code = EXIT_SAVED if idle and step is not None else EXIT_INTERRUPTED
     return error

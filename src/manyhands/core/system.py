@@ -12,5 +12,5 @@ def require_system() -> None:
         UserError: this is such a system: Windows.
     """
     if find_spec("fcntl") is None:
-        what = "manyhands runs on Linux, on macOS, and on Windows within WSL2; this Python has no fcntl"
-        raise UserError(what, mend=("in PowerShell: wsl --install, then install manyhands in there",))
+        what = "manyhands runs on Linux, macOS and WSL2 on Windows, but this Python has no fcntl"
+        raise UserError(what, mend=("run wsl --install in PowerShell, then install manyhands inside WSL",))

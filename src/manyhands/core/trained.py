@@ -40,9 +40,9 @@ class Pictures(BaseModel):
     def _fits_together(self) -> "Pictures":
         if not self.own:
             if self.channels not in (1, 3) or not len(self.mean) == len(self.std) == self.channels:
-                raise ValueError("mean and deviation don't fit the channels")
+                raise ValueError("mean and std don't match the number of channels")
             if min(self.std) <= 0 or self.resize < self.size:
-                raise ValueError("a deviation or a size is too small")
+                raise ValueError("std is not positive, or resize is less than size")
         return self
 
 
@@ -119,7 +119,8 @@ def parse_record(content: Any, where: str) -> TrainedNetwork:
     """
     version = cast(dict[str, Any], content).get("v") if isinstance(content, dict) else None
     if isinstance(version, int) and version > VERSION:
-        raise UserError("a newer manyhands wrote what this network is", where, ("update manyhands",))
+        hints = ("update manyhands",)
+        raise UserError("a newer version of manyhands wrote the description of the network", where, hints)
     try:
         return TrainedNetwork.model_validate(content)
     except ValidationError as error:
@@ -127,5 +128,5 @@ def parse_record(content: Any, where: str) -> TrainedNetwork:
 
 
 def _damaged(where: str, reason: str) -> UserError:
-    what = f"what is said here of the network can't be read: {reason.splitlines()[0] if reason else 'it is empty'}"
-    return UserError(what, where, ("use another checkpoint of the run, or a copy of this one",))
+    what = f"the description of the network can't be read: {reason.splitlines()[0] if reason else 'empty file'}"
+    return UserError(what, where, ("use another checkpoint of the run, or a copy of this checkpoint",))

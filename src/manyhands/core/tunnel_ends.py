@@ -68,7 +68,7 @@ def reach(ends: TunnelEnds, address: str, port: int) -> None:
         except OSError as error:
             answer = str(error)
     if answer != "ok":
-        raise RunError(f"{address} port {port} can't be reached through ssh: {answer or 'the tunnels are gone'}")
+        raise RunError(f"can't reach {address} port {port} through ssh: {answer or 'the ssh tunnels are closed'}")
 
 
 def fits(folder: Path) -> bool:

@@ -239,7 +239,7 @@ class Agent:
             self._keep(request)
         except (OSError, ValueError) as error:
             del self._keepers[request.folder]
-            say(f"the copy of the records is behind: {error}", "agent")
+            say(f"can't update the copy of the run's records: {error}", "agent")
 
     def _scratch(self, _request: MakeScratch) -> FolderThere:
         return FolderThere(str(self._until_gone.enter_context(scratch("probe"))))
@@ -297,7 +297,7 @@ class Agent:
         self._started = True
         mine = Term(orders.term, orders.generation)
         if orders.term and raise_term(Path(orders.logs), mine) > mine:
-            raise UserError("another head has taken the run over")
+            raise UserError("another launcher has taken over the run")
         self.wire.patient = orders.term > 0
         ended = run(orders, self.wire, self.tick, listener)
         self.wire.patient = False

@@ -134,8 +134,8 @@ def allow_open_files(count: int) -> None:
     if soft == resource.RLIM_INFINITY or soft >= count:
         return
     if hard != resource.RLIM_INFINITY and hard < count:
-        what = f"so many machines need {count:,} open files here, and this user may have {hard:,}"
-        raise UserError(what, "cluster.hosts", (f"have the limit raised: ulimit -Hn {count} says root's shell",))
+        what = f"the connections to the machines need {count:,} open files, but the limit for this user is {hard:,}"
+        raise UserError(what, "cluster.hosts", (f"raise the limit in a root shell: ulimit -Hn {count}",))
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
@@ -148,8 +148,8 @@ def refuse_doubles(machines: Sequence[Machine]) -> None:
     names = [machine.name for machine in machines]
     twice = sorted({machine.target for machine in machines if names.count(machine.name) > 1})
     if twice:
-        mend = f'"{twice[0]} slots=2" for two processes'
-        raise UserError(f"{', '.join(twice)} is named twice", "cluster.hosts", (mend,))
+        mend = f'write "{twice[0]} slots=2" for two processes on this machine'
+        raise UserError(f"{', '.join(twice)} is listed twice", "cluster.hosts", (mend,))
 
 
 def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentConnection:
@@ -198,9 +198,9 @@ def prepare(crew: Crew, sizes: Sequence[int], options: ClusterOptions) -> tuple[
         device, count = answer.device, answer.count
         if size > count and device not in {"cpu", "mps"}:
             raise UserError(
-                f"{size} processes are asked for, and {link.machine.name} has {count} {device} devices",
+                f"{link.machine.name} has {count} {device} devices, but {size} processes are requested",
                 "cluster.hosts",
-                (f'"{link.machine.target} slots={count}"', "or --device cpu"),
+                (f'write "{link.machine.target} slots={count}"', "or train on the CPU: --device cpu"),
             )
     counts = [size or answer.count for size, answer in zip(sizes, answers, strict=True)]
     return counts, [answer.device for answer in answers]

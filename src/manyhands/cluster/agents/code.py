@@ -38,7 +38,7 @@ def code_files(folder: Path) -> tuple[dict[str, str], list[str]]:
             raise UserError(
                 f"{folder} has more than {TOTAL_BYTES >> 20} MiB of code",
                 "--sync-code",
-                ("start in the folder that holds the code alone", "or copy it yourself: rsync -a . n2:job/"),
+                ("start in a folder with nothing but code", "or copy the code yourself: rsync -a . n2:job/"),
             )
         found[path.relative_to(folder).as_posix()] = base64.b64encode(path.read_bytes()).decode()
     return found, [_left_behind(names, why) for why, names in left.items()]
@@ -46,7 +46,7 @@ def code_files(folder: Path) -> tuple[dict[str, str], list[str]]:
 
 def _left_behind(names: list[str], why: str) -> str:
     shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-    return f"--sync-code leaves behind what {why}: {shown}; if the job needs it there, put it there yourself"
+    return f"--sync-code skips files that {why}: {shown}; copy files that the job needs yourself"
 
 
 def _candidates(folder: Path, leave: Callable[[Path, str], object]) -> Iterator[Path]:

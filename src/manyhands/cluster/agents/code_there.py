@@ -41,7 +41,7 @@ def checked_files(files: Mapping[str, str]) -> dict[str, bytes]:
         try:
             found[name] = base64.b64decode(text, validate=True)
         except binascii.Error:
-            raise UserError(f"{name} did not arrive whole") from None
+            raise UserError(f"{name} is incomplete after the transfer") from None
     if sum(map(len, found.values())) > CODE_BYTES:
-        raise UserError(f"more than {CODE_BYTES >> 20} MiB of code")
+        raise UserError(f"the code exceeds the limit of {CODE_BYTES >> 20} MiB")
     return found

@@ -288,7 +288,7 @@ def _gone(link: AgentConnection) -> LinkClosed:
 
 def _closed(link: AgentConnection, what: str) -> LinkClosed:
     name = link.machine.name
-    return LinkClosed(what, name, (f"is {name} switched on and on the network? manyhands doctor --hosts … says more",))
+    return LinkClosed(what, name, (f"check that {name} is running and reachable: manyhands doctor --hosts …",))
 
 
 def answer_to(link: AgentConnection, number: int, request: Request[A]) -> A | RunError | None:

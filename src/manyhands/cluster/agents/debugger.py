@@ -27,9 +27,9 @@ def attach_notice(options: ClusterOptions) -> str:
     return (
         f"rank {rank} waits for a debugger on {HOST} port {port} of its machine; "
         "every user of that machine can run code as you through this port\n"
-        f"VS Code's launch.json, in configurations:\n{json.dumps(entry, indent=2)}\n"
-        f"to a rank on another machine: ssh -L {port}:{HOST}:{port} MACHINE; "
-        "until the run ends there is no stall detection, collective timeout or recovery"
+        f"add this entry to the configurations in VS Code's launch.json:\n{json.dumps(entry, indent=2)}\n"
+        f"to attach to a rank on another machine, first run: ssh -L {port}:{HOST}:{port} MACHINE\n"
+        "this run has no stall detection, no collective timeout and no recovery"
     )
 
 
@@ -45,7 +45,7 @@ def wait_for_editor(rank: int, size: int, options: ClusterOptions) -> None:
     if rank != options.debug_rank:
         return
     if importlib.util.find_spec("debugpy") is None:
-        hints = ("pip install 'manyhands[debug]', on the machine of that rank",)
+        hints = (f"on the machine of rank {rank}, run: pip install 'manyhands[debug]'",)
         raise UserError(f"rank {rank} can't be debugged: debugpy is not installed", "--debug-rank", hints)
     import debugpy  # pyright: ignore[reportMissingTypeStubs]
 

@@ -49,14 +49,14 @@ class Way:
     through: dict[Pair, str] = field(default_factory=dict[Pair, str])  # who passes on what two send each other
 
     def told(self) -> str:
-        """Which way was taken, in a sentence."""
+        """Describes the tunnels for the user."""
         by_relay: dict[str, list[str]] = defaultdict(list)
         for pair, relay in self.through.items():
             by_relay[relay].append("–".join(pair))
         straight = ["–".join(pair) for pair in self.dug_by if HEAD not in pair]
-        parts = [f"{_some(straight)} straight"] if straight else []
-        parts += [f"{_some(pairs)} by way of {relay}" for relay, pairs in by_relay.items()]
-        return f"between them: through ssh, {'; '.join(parts)}; beside sshd nothing listens but on loopback"
+        parts = [f"{_some(straight)} directly"] if straight else []
+        parts += [f"{_some(pairs)} through {relay}" for relay, pairs in by_relay.items()]
+        return f"ssh tunnels between machines: {'; '.join(parts)}; all other ports listen on loopback only"
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class _Digging:
         self.names = list(self._machines)
         self.said: dict[Pair, str] = {}
         if len(self.names) > MOST_MACHINES:
-            what = f"{len(self.names)} machines can't be joined through ssh, and {MOST_MACHINES} can"
-            raise UserError(what, "cluster.interface", ("put them into one network",))
+            what = f"ssh tunnels support at most {MOST_MACHINES} machines, but the run has {len(self.names)}"
+            raise UserError(what, "cluster.interface", ("connect the machines to one network",))
         self.way = Way(self._open())
 
     def _open(self) -> dict[str, TunnelEnds]:
@@ -155,7 +155,7 @@ class _Digging:
                 logins[relay, name] = _Login({}, sockets)
         for (one, two), said in self._dig(logins).items():
             if said:
-                raise RunError(f"{one} could log in to {two} a moment ago, and can't any more: {said}", two)
+                raise RunError(f"{one} can no longer log in to {two} by ssh: {said}", two)
 
     def through_head(self, pairs: Sequence[Pair]) -> None:
         """What two send each other passes through the head's machine."""
@@ -174,9 +174,8 @@ class _Digging:
             commands[name] = login.command(self._machines[name], ends, self._options)
         # Machines must not take their head's silence for its end.
         for name, said in self._head.dig(commands, DIG_S, self._crew.pulse).items():
-            raise RunError(
-                f"no tunnel leads to {name}: {said}", name, ("does its sshd allow AllowStreamLocalForwarding?",)
-            )
+            hints = (f"set AllowStreamLocalForwarding yes in sshd_config on {name}",)
+            raise RunError(f"can't open an ssh tunnel to {name}: {said}", name, hints)
 
     def _passing(self, ends: TunnelEnds, relay: TunnelEnds, others: Sequence[str]) -> dict[str, str]:
         addresses = [self.way.ends[other].address for other in others]
@@ -207,13 +206,13 @@ class _Digging:
 def _no_way(pairs: Sequence[Pair], said: Mapping[Pair, str]) -> NoWayError:
     (one, two), *_ = pairs
     why = said.get((one, two)) or said.get((two, one), "")
-    more = f", and {len(pairs) - 1} more pairs of them," if len(pairs) > 1 else ""
+    more = f" (and {len(pairs) - 1} more pairs)" if len(pairs) > 1 else ""
     error = NoWayError(
         f"{one} and {two}{more} can't log in to each other without a password{why and f' ({why})'}, and no machine of "
         "the run reaches both",
         "cluster.relay",
-        ("--relay has this machine pass on all that they send each other, which crosses its line twice",
-         f"or let {one} log in to {two} by ssh with a key, once by hand", "or open a network between them"),
+        ("relay the traffic through this machine, at half its bandwidth: --relay",
+         f"or set up ssh with a key from {one} to {two}", "or connect the two machines by a network"),
     )  # fmt: skip
     error.alone, _ = Counter(name for pair in reversed(pairs) for name in reversed(pair)).most_common(1)[0]
     return error

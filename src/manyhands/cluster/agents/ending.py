@@ -59,10 +59,10 @@ def first_cause(ending: Ending) -> Failure | None:
         alike = [record for record in records if (record.what, record.where) == (records[0].what, records[0].where)]
         return next((record for record in alike if record.where.startswith(f"rank {record.rank},")), records[0])
     if ending.lost:
-        mend = "was the launcher suspended, or this computer asleep? --detach runs do not need it"
+        mend = "keep the launcher's computer awake, or start the run with --detach"
         return _lost(*next(iter(ending.lost.items())), mend if ending.paused_s else "")
     if ending.cut:
-        return _lost("", ending.cut, "are both machines, and the line between them, up?")
+        return _lost("", ending.cut, "check that both machines are running and that the network between them works")
     silent = [rank for rank in ending.failed if rank not in ending.records]
     if silent:
         rank = silent[0]
@@ -71,7 +71,7 @@ def first_cause(ending: Ending) -> Failure | None:
 
 
 def _lost(host: str, how: str, mend: str = "") -> Failure:
-    mend = mend or f"is {host} switched on and on the network? was its agent killed, for memory perhaps?"
+    mend = mend or f"check that {host} is running, on the network and not out of memory"
     what = f"{host} is lost: {how}" if host else how
     return Failure(
         time=time.time(), rank=0, host=host, pid=0, error=MACHINE_LOST, what=what, where=host, mend=[mend]
@@ -83,9 +83,7 @@ def _killed(rank: int, exit_code: int, host: str, said: str, why: str = "") -> F
     said = "\n".join(line for line in said.splitlines() if _UNRELATED not in line)
     mend: list[str] = []
     if exit_code == -signal.SIGKILL:
-        mend = [
-            "was it killed for memory? see `dmesg | tail`; fewer processes or a smaller train.micro_batch need less"
-        ]
+        mend = ["check `dmesg | tail` for an out-of-memory kill", "use fewer processes or a smaller train.micro_batch"]
     return Failure(
         time=time.time(),
         rank=rank,
@@ -93,8 +91,8 @@ def _killed(rank: int, exit_code: int, host: str, said: str, why: str = "") -> F
         pid=0,
         error=PROCESS_ENDED if why or exit_code < 0 else SystemExit.__name__,
         what=why or f"rank {rank} {how_worker_ended(exit_code)}",
-        mend=mend or [f"what it wrote is in its log, ranks/{rank}.log"],
-        excerpt=said and f"rank {rank} wrote last:\n{said}",
+        mend=mend or [f"see the log of this rank: ranks/{rank}.log"],
+        excerpt=said and f"last output of rank {rank}:\n{said}",
     )
 
 
@@ -108,4 +106,4 @@ def how_it_ended(exit_code: int) -> str:
 
 def how_worker_ended(exit_code: int) -> str:
     """How a worker ended that returned no result."""
-    return how_it_ended(exit_code) + ("" if exit_code else " before it returned")
+    return how_it_ended(exit_code) + ("" if exit_code else " without returning a result")

@@ -24,10 +24,9 @@ class MemoryKills:
             return None
         self._reported += 1
         limit = self._limit()
-        mend = ["fewer processes on this machine", "a smaller train.micro_batch", "--parallel fsdp over several"]
-        what = f"rank {rank} was killed by the kernel, out of memory" + (
-            f" (limit {limit >> 20:,} MiB)" if limit else ""
-        )
+        mend = ["use fewer processes on this machine", "or reduce train.micro_batch", "or shard: --parallel fsdp"]
+        size = f" (limit {limit >> 20:,} MiB)" if limit else ""
+        what = f"rank {rank} was killed by the kernel, out of memory{size}"
         return Failure(
             time=time.time(), rank=rank, host=platform.node(), pid=pid, step=pulse and pulse.step,
             phase=pulse.phase if pulse else "", error=PROCESS_ENDED, what=what, mend=mend,

@@ -118,7 +118,7 @@ class Receiver:
         if size and offset == 0:
             path.rename(free_name(path.parent, path.stem, path.suffix))
         elif size != offset:
-            raise ValueError(f"{path} has {size} bytes, and what came begins at {offset}")
+            raise ValueError(f"{path} has {size} bytes, but the received piece starts at byte {offset}")
         try:
             with path.open("ab", buffering=0) as file:
                 write_all(file.fileno(), text)

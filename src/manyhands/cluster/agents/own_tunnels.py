@@ -34,12 +34,13 @@ class Tunnels:
         self.close()
         folder = self._open.enter_context(scratch("way"))
         if not fits(folder):
-            raise RunError(f"{folder} is too long a path for sockets", "TMPDIR", ("export TMPDIR=/tmp there",))
+            hints = ("set a shorter path on this machine: export TMPDIR=/tmp",)
+            raise RunError(f"the path {folder} is too long for Unix sockets", "TMPDIR", hints)
         self.ends = TunnelEnds(address, str(folder))
         if address:
             words = [sys.executable, "-P", "-m", switchboard.__name__, address, str(folder)]
             if failed := self._add([self._start(words, "the switchboard")], switchboard.READY, SWITCHBOARD_S):
-                raise RunError(f"the switchboard of tunnels did not start: {failed['the switchboard']}")
+                raise RunError(f"the process that connects ssh tunnels did not start: {failed['the switchboard']}")
         return str(folder)
 
     def dig(
@@ -62,7 +63,7 @@ class Tunnels:
         """What is told of the first that has ended by itself; empty while all stand."""
         for child in self._standing:
             if (code := child.process.poll()) is not None:
-                return f"the tunnel to {child.name} ended ({child.said() or f'ssh ended with {code}'})"
+                return f"the ssh tunnel to {child.name} ended ({child.said() or f'exit code {code}'})"
         return ""
 
     def close(self) -> None:

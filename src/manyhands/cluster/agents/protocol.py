@@ -254,7 +254,7 @@ class WorkersEnded(Message):
     host: str = ""  # the machine's own name
     records: list[Failure] = field(default_factory=list[Failure])  # what failed ones wrote of themselves
     broken: str = ""  # the agent's own traceback
-    ended_by: str = "they did not stop in time"  # who ended them, where they neither returned nor failed
+    ended_by: str = "the workers did not stop in time"  # why they were ended, where they neither returned nor failed
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,11 @@ def ssh_words(options: ClusterOptions) -> list[str]:
     try:
         words = shlex.split(options.ssh)
     except ValueError as error:
-        raise UserError(f"cluster.ssh can't be read: {error}", "cluster.ssh", ("quote it as in a shell",)) from None
+        hints = ("quote the command as in a shell",)
+        raise UserError(f"cluster.ssh is not a valid command: {error}", "cluster.ssh", hints) from None
     if not words:
-        raise UserError("cluster.ssh is empty", "cluster.ssh", ('leave it out, or write "ssh -F my_config"',))
+        hints = ('remove cluster.ssh, or set a command such as "ssh -F my_config"',)
+        raise UserError("cluster.ssh is empty", "cluster.ssh", hints)
     settings = {
         "BatchMode": "yes",
         "ConnectTimeout": CONNECT_S,
@@ -44,7 +46,7 @@ def ssh_words(options: ClusterOptions) -> list[str]:
 def agent_command(machine: Machine, options: ClusterOptions, workdir: Path, words: Sequence[str] = AGENT) -> list[str]:
     """The command that starts the agent on another machine, in the same folder as here where it exists there."""
     if machine.host.startswith("-"):
-        raise UserError(f'"{machine.host}" is no host', "cluster.hosts", ("write a name or an address",))
+        raise UserError(f'"{machine.host}" is not a host', "cluster.hosts", ("write a name or an address",))
     script = python_script(options, workdir, words)
     return [*ssh_words(options), *port_words(machine), "--", machine.host, script]
 
@@ -109,20 +111,20 @@ def explain_contact(machine: Machine, exit_code: int | None, said: str, options:
     """
     name = machine.name
     reach = reached_by(machine, options)
-    by_hand = f"try by hand: {reach} true"
+    by_hand = f"test the connection: {reach} true"
     lines = [line for line in said.splitlines() if line.strip()]
     last = lines[-1].strip() if lines else ""
     for words, kind, what, mend in _meanings(machine, options, reach):
         if any(word in said for word in words):
             return Contact(kind, what, (mend, by_hand) if kind not in {"no-manyhands", "no-folder"} else (mend,))
     if exit_code == 126 and options.workdir:
-        mend = f"{reach} mkdir -p {options.workdir}, or change cluster.workdir"
+        mend = f"create the folder: {reach} mkdir -p {options.workdir}, or change cluster.workdir"
         return Contact("no-folder", f"{name} has no folder {options.workdir}", (mend,))
     if exit_code == 127 and options.python:
-        mend = f"name one that is there: --cluster.python /path/to/{Path(sys.executable).name}"
+        mend = f"set the path of a Python on {name}: --cluster.python /path/to/{Path(sys.executable).name}"
         return Contact("no-manyhands", f"{name} has no program {options.python}", (mend,))
     ended = "" if exit_code is None else f" (exit code {exit_code})"
-    return Contact("other", f"no agent answers on {name}{ended}{last and f': {last}'}", (by_hand,))
+    return Contact("other", f"the agent on {name} does not respond{ended}{last and f': {last}'}", (by_hand,))
 
 
 def _meanings(machine: Machine, options: ClusterOptions, reach: str) -> list[tuple[tuple[str, ...], str, str, str]]:
@@ -130,19 +132,21 @@ def _meanings(machine: Machine, options: ClusterOptions, reach: str) -> list[tup
     known_as = shlex.quote(f"[{machine.address}]:{machine.port}") if machine.port else name
     return [
         (("Could not resolve hostname", "Name or service not known"), "unknown-host",
-         f"the name {name} has no address here", "write its address, or add it to ~/.ssh/config or /etc/hosts"),
+         f"{name} can't be resolved to an address",
+         f"write the address, or add {name} to ~/.ssh/config or /etc/hosts"),
         (("REMOTE HOST IDENTIFICATION HAS CHANGED", "Host key verification failed", "host key is known"), "host-key",
-         f"ssh doesn't know {name}'s key, or knows another one",
-         f"check that it is the right machine; then once: ssh-keygen -R {known_as}; {reach}"),
+         f"the ssh host key of {name} is unknown or has changed",
+         f"check that {name} is the right machine, then run once: ssh-keygen -R {known_as}; {reach}"),
         (("Permission denied", "Too many authentication failures"), "auth",
-         f"{name} lets nobody in without a password", f"ssh-copy-id{port} {machine.host}"),
-        (("Connection refused",), "refused", f"{name} is there, but refuses ssh",
-         f"start its ssh server (sudo systemctl start ssh), or say its port: ssh://{machine.host}:PORT"),
+         f"{name} does not allow ssh logins without a password",
+         f"copy your ssh key: ssh-copy-id{port} {machine.host}"),
+        (("Connection refused",), "refused", f"{name} refuses ssh connections",
+         f"start the ssh server (sudo systemctl start ssh), or set the port: ssh://{machine.host}:PORT"),
         (("timed out", "No route to host", "Network is unreachable", "Host is down", "not responding"), "unreachable",
-         f"{name} can't be reached", "is it switched on, on this network, and its address right?"),
+         f"{name} can't be reached", f"check that {name} is running, on this network, and has this address"),
         ((NO_PYTHON, "No module named manyhands", "No module named 'manyhands'"), "no-manyhands",
          f"{name} has no Python with manyhands{f' ({options.python})' if options.python else ''}",
-         f"install it there as here, or name its Python: --cluster.python /path/to/{Path(sys.executable).name}"),
-        (("ModuleNotFoundError", "ImportError"), "no-manyhands", f"manyhands can't be loaded on {name}",
-         f"install it there again, with what it needs: pip install -e . ({reach} shows more)"),
+         f"install manyhands on {name}, or set its Python: --cluster.python /path/to/{Path(sys.executable).name}"),
+        (("ModuleNotFoundError", "ImportError"), "no-manyhands", f"manyhands can't be imported on {name}",
+         f"log in ({reach}) and reinstall manyhands with its dependencies: pip install -e ."),
     ]  # fmt: skip

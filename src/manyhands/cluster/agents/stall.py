@@ -82,10 +82,9 @@ class Stalls:
             return ""
         self._told = True
         usual = f" (usual: {late.seen.usual_s:.2g} s)" if late.seen.usual_s else ""
-        wake = "".join(
-            f"; kill -CONT {rank.seen.pid} on {rank.host} has it go on" for rank in ranks if rank.seen.stopped
-        )
-        return f"step {late.seen.step + 1} has not come on for {late.seen.stood_s:.0f} s{usual}: {_why(ranks)}{wake}"
+        stopped = [rank for rank in ranks if rank.seen.stopped]
+        wake = "".join(f"; resume the process: kill -CONT {rank.seen.pid} on {rank.host}" for rank in stopped)
+        return f"step {late.seen.step + 1} has been stalled for {late.seen.stood_s:.0f} s{usual}; {_why(ranks)}{wake}"
 
     def hung(self) -> str:
         """Why a wish to stop can't be heard; empty where it can, or where that isn't known."""
@@ -103,15 +102,15 @@ class Stalls:
             if rank.watched_s < _QUIET_S:
                 continue
             if rank.silent and seen.quiet_s > _EVICT_S:
-                how = "was stopped" if seen.stopped else "gave no sign of life"
-                return seen.rank, f"{rank.name} {how} for {seen.quiet_s:.0f} s, and was ended"
+                how = "was stopped" if seen.stopped else "did not respond"
+                return seen.rank, f"{rank.name} {how} for {seen.quiet_s:.0f} s and was killed"
         # Who computes may yet come; and where bytes still move nothing hangs.
         for rank in [] if _moving(ranks) else _behind(ranks):
             if rank.watched_s < _QUIET_S or rank.seen.phase in _ALONE:
                 continue
             if rank.seen.stood_s > 2 * rank.seen.limit_s and rank.rates()[1] < _BUSY:
-                how = f"kept the others waiting for {rank.seen.stood_s:.0f} s ({_doing(rank)})"
-                return rank.seen.rank, f"{rank.name} {how}, and was ended"
+                how = f"blocked the other ranks for {rank.seen.stood_s:.0f} s ({_doing(rank)})"
+                return rank.seen.rank, f"{rank.name} {how} and was killed"
         return None
 
     def _known(self) -> list[_Rank]:
@@ -129,17 +128,17 @@ def _why(ranks: Sequence[_Rank]) -> str:
     """Who didn't come and what it does, or what else is known."""
     silent = sorted((rank for rank in ranks if rank.silent), key=lambda rank: not rank.seen.stopped)
     if silent:
-        how = "is stopped" if silent[0].seen.stopped else "gives no sign of life"
-        return f"{_names(silent)} didn't come: process {silent[0].seen.pid} {how}"
+        how = "is stopped" if silent[0].seen.stopped else "does not respond"
+        return f"waiting for {_names(silent)} (process {silent[0].seen.pid} {how})"
     if rate := _moving(ranks):
-        return f"bytes still move between the processes ({rate / 1e6:.2g} MB/s): the link is slow, nothing hangs"
+        return f"no process hangs, but the network is slow ({rate / 1e6:.2g} MB/s between the processes)"
     if behind := _behind(ranks):
-        return f"{_names(behind)} didn't come: {_doing(behind[0])}"
-    if any(rank.rates()[1] > _BUSY for rank in ranks):
-        return f"{_names([rank for rank in ranks if rank.rates()[1] > _BUSY])} is still computing"
+        return f"waiting for {_names(behind)} ({_doing(behind[0])})"
+    if busy := [rank for rank in ranks if rank.rates()[1] > _BUSY]:
+        return f"still computing: {_names(busy)}"
     if len(ranks) == 1:
-        return _doing(ranks[0])
-    return "the processes wait for each other and nothing moves between them; is the link cut?"
+        return f"{ranks[0].name} is {_doing(ranks[0])}"
+    return "all processes wait for each other and no data moves; check the network between the machines"
 
 
 def _behind(ranks: Sequence[_Rank]) -> list[_Rank]:
@@ -149,10 +148,10 @@ def _behind(ranks: Sequence[_Rank]) -> list[_Rank]:
 
 def _doing(rank: _Rank) -> str:
     if rank.seen.phase == "data":
-        return "it waits for its data"
+        return "loading data"
     if rank.rates()[1] > _BUSY:
-        return f"it is still computing ({rank.seen.phase})"
-    return f"it waits for something of its own: a disk, a lock, code of yours ({rank.seen.phase})"
+        return f"still computing, phase {rank.seen.phase}"
+    return f"blocked by a disk, a lock or your own code, phase {rank.seen.phase}"
 
 
 def _names(ranks: Sequence[_Rank]) -> str:

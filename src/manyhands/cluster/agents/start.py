@@ -58,7 +58,7 @@ def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
                 )
         except OSError as error:
             what = f"{command[0]} can't be started: {error.strerror}"
-            raise UserError(what, "cluster.ssh", ("name the ssh program that is installed here",)) from None
+            raise UserError(what, "cluster.ssh", ("set cluster.ssh to an installed ssh program",)) from None
 
 
 @contextmanager

@@ -111,9 +111,9 @@ def _reach(port: int, address: str, token: str) -> Connect:
 
 def _refuse_open(name: str, loopback: str, outside: str) -> None:
     if loopback != "ok":
-        raise TunnelError(f"what ssh forwards on {name} doesn't come through (PermitOpen in sshd_config?)")
+        raise TunnelError(f"ssh port forwarding to {name} does not work (check PermitOpen in sshd_config)")
     if outside == "ok":
-        raise TunnelError(f"the ssh server of {name} opens to everybody what it forwards (GatewayPorts in sshd_config)")
+        raise TunnelError(f"the ssh server of {name} exposes forwarded ports (set GatewayPorts no in sshd_config)")
 
 
 def _free_port() -> int:

@@ -144,7 +144,7 @@ class _Head:
             case StillLeaving():
                 self._wait_for_leavers()
             case HeadReplaced() if not self.ending.replaced:
-                self.ending.replaced = f"stopped from {link.machine.name}, or taken over by another head"
+                self.ending.replaced = f"the run was stopped from {link.machine.name} or taken over by another launcher"
                 self._watch.on_warning(self.ending.replaced)
             case FilePiece():
                 self._watch.on_file(message)
@@ -219,7 +219,7 @@ class _Head:
         for link in self._long_silent(now):
             self.receive(link)  # messages that arrived while this process was stopped
         for link in self._long_silent(now):
-            self._lose(link, f"it has been silent for {now - link.last_received:.0f} s")
+            self._lose(link, f"no message for {now - link.last_received:.0f} s")
 
     def _long_silent(self, now: float) -> list[AgentConnection]:
         patience_s = {link: SILENT_S if link in self._started else START_S for link in self.running if not link.here}
@@ -236,8 +236,8 @@ class _Head:
         names = sorted(link.machine.name for link in left)
         if names and names != self._awaited:
             self._awaited = names
-            who = " and ".join(names) + (", which says nothing" if silent else "")
-            self._watch.on_warning(f"waiting for {who}; Ctrl-C again ends at once")
+            who = " and ".join(names) + (" (no response)" if silent else "")
+            self._watch.on_warning(f"waiting for {who}; press Ctrl-C again to stop at once")
 
     def _cut_off(self, what: str) -> None:
         """A tunnel between machines has ended: whoever waits for what came through it is let go."""
@@ -297,11 +297,11 @@ class _Head:
             link.process.kill()
         code = link.close()
         if link.here:
-            self.ending.broken = f"it {how_it_ended(code)}"
+            self.ending.broken = f"the agent {how_it_ended(code)}"
         else:
             if self._paused_s > SILENT_S > time.monotonic() - self._paused_at:
                 self.ending.paused_s = self._paused_s
-                how = f"its agent gave up the launcher, which was itself stopped for {self._paused_s:.0f} s"
+                how = f"the agent timed out while the launcher was suspended for {self._paused_s:.0f} s"
             tail = link.log_tail(1).strip() or f"ssh {how_it_ended(code)}"
             self.ending.lost[link.machine.name] = how = how or f"the connection ended ({tail})"
             if not self.ending.interrupted:
@@ -321,5 +321,5 @@ class _Head:
         if ended.broken:
             ending.broken = ended.broken
         elif not ended.returned and not ended.failed and not (ending.interrupted or ending.regrouped):
-            ending.broken = f"the processes were ended ({ended.ended_by})"
+            ending.broken = f"the workers were ended: {ended.ended_by}"
         self._gone(link)

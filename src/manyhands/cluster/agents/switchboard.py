@@ -45,7 +45,7 @@ class Switchboard:
         """From another machine: the port, then the bytes."""
         port = int.from_bytes(_exactly(tunnel, 2))
         if not listens_at(self._ends.address, port):
-            raise ConnectionRefusedError("no process of the run listens there")
+            raise ConnectionRefusedError(f"no process of the run listens on port {port}")
         _splice(tunnel, socket.create_connection((self._ends.address, port)))
 
     def _go_out(self, connection: socket.socket, address: str, port: int) -> None:
@@ -66,7 +66,7 @@ class Switchboard:
     def _listen_for(self, asked: str) -> None:
         address, _, port = asked.strip().partition(" ")
         if not ipaddress.ip_address(address).is_loopback or not Path(self._ends.towards(address)).is_socket():
-            raise ValueError("no tunnel leads there")
+            raise ValueError("there is no ssh tunnel to this address")
         with self._asking:
             if (address, int(port)) not in self._listeners:
                 listener = socket.create_server((address, int(port)), backlog=BACKLOG)
@@ -115,7 +115,7 @@ def _exactly(source: socket.socket, count: int) -> bytes:
     while len(received) < count:
         more = source.recv(count - len(received))
         if not more:
-            raise ConnectionError("the other end has closed")
+            raise ConnectionError("the peer closed the connection")
         received += more
     return received
 

@@ -96,7 +96,7 @@ class SshTunnels:
                     return
                 if not line:
                     break
-        raise TunnelError(f"a second connection to {name} can't be opened over ssh{self._said(name)}")
+        raise TunnelError(f"can't open a second ssh connection to {name}{self._said(name)}")
 
     def _said(self, name: str) -> str:
         lines = self._logs[name].read_text(errors="replace").splitlines()
@@ -110,7 +110,7 @@ class SshTunnels:
         """
         said = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
         if not said.isdecimal():
-            raise TunnelError(f"ssh to {name} doesn't say which port it forwards: {said!r}")
+            raise TunnelError(f"ssh to {name} did not report the forwarded port: {said!r}")
         return int(said)
 
     def here(self, name: str, listen: str, to: str) -> None:
@@ -128,10 +128,10 @@ class SshTunnels:
                 stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise TunnelError(f"{name} did not answer ssh's question within {ASK_S:.0f} s") from None
+            raise TunnelError(f"{name} did not answer a port forwarding request within {ASK_S:.0f} s") from None
         if done.returncode:
             line = next(iter(done.stderr.splitlines()), "").rpartition("failed: ")[2]
-            raise TunnelError(f"the ssh server of {name} forwards no ports (AllowTcpForwarding in sshd_config): {line}")
+            raise TunnelError(f"{name} refuses port forwarding (set AllowTcpForwarding yes in sshd_config): {line}")
         return done.stdout
 
     def close(self) -> None:

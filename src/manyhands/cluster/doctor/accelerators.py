@@ -33,7 +33,7 @@ def ask_torch() -> dict[str, Any]:
         if name == "manyhands-accelerators":
             return json.loads(content)
     last = done.stderr.strip().rpartition("\n")[2]
-    raise RunError(f"torch can't be imported: {last}", sys.executable, ("install torch there anew",))
+    raise RunError(f"torch can't be imported: {last}", sys.executable, ("reinstall torch for this Python",))
 
 
 def count_accelerators() -> int:

@@ -1,4 +1,4 @@
-"""What is known of machines that shall work together, and what the doctor says about it."""
+"""Facts about the machines of a job, and the doctor's findings."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -84,15 +84,15 @@ class Survey:
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """One thing that is wrong, or is as it should be."""
+    """A problem, or the result of a passed check."""
 
-    check: str  # the file in `cluster/doctor/checks/` that found it
-    severity: Severity  # fail: training would fail; warn: it would work, but worse than it could
-    hosts: tuple[str, ...]  # that it is about
-    what: str  # one sentence
-    mend: tuple[str, ...] = ()  # what to do, a command where there is one
-    cause: str = ""  # findings with the same cause are one; the worst is shown
-    explains: tuple[str, ...] = ()  # causes that are mere consequences of this one and aren't shown beside it
+    check: str  # the module in `cluster/doctor/checks/`
+    severity: Severity  # fail: training would fail; warn: training would be slower or less reliable
+    hosts: tuple[str, ...]  # the machines with the problem
+    what: str  # the fact in one sentence
+    mend: tuple[str, ...] = ()  # hints, with a command if possible
+    cause: str = ""  # of several findings with the same cause, only the worst is shown
+    explains: tuple[str, ...] = ()  # causes that follow from this finding and are hidden
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "hosts": list(self.hosts), "mend": list(self.mend), "explains": list(self.explains)}

@@ -172,11 +172,11 @@ def _measure(request: Measure) -> Measured:
             # What is still in the buffer is not sent any more.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     except _OtherError:
-        return Measured(error="something else answers there")
+        return Measured(error="another program answered")
     except OSError as error:
         return Measured(error=error.strerror or str(error))
     if not (count and taken):
-        return Measured(error="too little arrived to measure")
+        return Measured(error="not enough data was received")
     return Measured(count * 8 / taken / 1e6)
 
 
@@ -234,7 +234,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     while len(parts) < count:
         part = connection.recv(count - len(parts))
         if not part:
-            raise ConnectionResetError(errno.ECONNRESET, "the other side ended the connection")
+            raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection")
         parts += part
     return bytes(parts)
 

@@ -181,7 +181,7 @@ def _try_port(talk: _Talk, survey: Survey) -> None:
     elif listener:
         answers = talk.ask({other: Connect((listener,), CONNECT_S) for other in talk.hosts if other != host})
         results = {other: answer.attempts[0].result for other, answer in answers.items()}
-        lost = [f"{other} does not reach it ({result})" for other, result in results.items() if result != "ok"]
+        lost = [f"{other} can't connect ({result})" for other, result in results.items() if result != "ok"]
         if lost:
             survey.port_errors[host] = "; ".join(lost)
     talk.ask({host: Unlisten()})

@@ -8,9 +8,9 @@ from manyhands.cluster.doctor.accelerators import ask_torch
 from manyhands.cluster.doctor.facts.devices import HIDING, accelerators, cards
 
 DRIVERS = {
-    "NVIDIA": "install NVIDIA's driver; nvidia-smi then lists the card",
-    "AMD": "install AMD's driver (ROCm); rocm-smi then lists the card",
-    "Huawei": "install Ascend's driver and firmware; npu-smi info then lists the card",
+    "NVIDIA": "install the NVIDIA driver, then check that nvidia-smi lists the card",
+    "AMD": "install the AMD driver (ROCm), then check that rocm-smi lists the card",
+    "Huawei": "install the Ascend driver and firmware, then check that npu-smi info lists the card",
 }
 HIDDEN = {"", "-1", "NoDevFiles"}
 
@@ -33,20 +33,20 @@ def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str,
     if installed:
         vendors = sorted({card["vendor"] for card in installed})
         where = ", ".join(f"{card['vendor']} at PCI {card['address']}" for card in installed)
-        what = f"{host} has {len(installed)} accelerator card(s) ({where}) and no working driver for them"
+        what = f"{host} has {len(installed)} accelerator card(s) ({where}) without a working driver"
         return what, tuple(DRIVERS[vendor] for vendor in vendors)
     return None
 
 
 def _blind(what: str, seen: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     if not seen.get("built_for"):
-        mend = "install the torch that is built for them; its own site says how"
-        return f"{what}: torch {seen.get('version', '')} is built for CPUs alone", (mend,)
+        mend = "install a torch build for these accelerators: https://pytorch.org/get-started/locally"
+        return f"{what}: torch {seen.get('version', '')} is a CPU build", (mend,)
     said = f" ({seen['said']})" if seen.get("said") else ""
     built = seen["built_for"]
     mends = (
-        f"update the driver until nvidia-smi shows {built} or later, or install a torch that is built for an older one",
-        "in a container: was it started with its devices (--gpus all)?",
+        f"update the driver until nvidia-smi shows {built} or later, or install a torch build for an older version",
+        "in a container, pass the devices to the container (--gpus all)",
     )
     return what + said, mends
 
@@ -56,7 +56,8 @@ def unused_here() -> tuple[str, tuple[str, ...]] | None:
     try:
         working: list[dict[str, Any]] = accelerators()
     except (OSError, RuntimeError) as error:
-        return f"the accelerators of this machine don't answer: {error}", ("nvidia-smi", "reload the driver")
+        hints = ("test the driver: nvidia-smi", "reload the driver")
+        return f"the accelerators of this machine do not respond: {error}", hints
     facts = {"accelerators": working, "cards": cards(), "environment": dict(os.environ)}
     if not working and not facts["cards"]:
         return None

@@ -1,4 +1,4 @@
-"""Machines and places: what every description of a cluster, and every launcher's environment, is read into."""
+"""Types for machines, clusters and ranks, as read from cluster files and launchers' environment variables."""
 
 import ipaddress
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?")
-# In a command: the scheduler's own number or name of the job.
+# Placeholder in a command for the scheduler's number or name of the job.
 JOB = "@JOB@"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 
@@ -42,7 +42,7 @@ class Machine:
 
 
 def is_host(text: str) -> bool:
-    """True for what can be a host's name or address, wherever a description or a flag has it from."""
+    """Returns True for a valid host name or IP address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -52,7 +52,7 @@ def is_host(text: str) -> bool:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is an IP address."""
+    """Returns True for an IP address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -61,12 +61,12 @@ def is_address(text: str) -> bool:
 
 
 def at_line(where: str, line: int) -> str:
-    """A line of a file, for the user."""
+    """Formats a file and line for a message."""
     return f"{where}, line {line}" if where else f"line {line}"
 
 
 def in_brackets(address: str) -> str:
-    """An address that a port may follow."""
+    """Puts an IPv6 address into brackets, so that a port can follow."""
     return f"[{address}]" if ":" in address else address
 
 
@@ -77,9 +77,9 @@ class Cluster:
     machines: tuple[Machine, ...]  # the first one has rank 0
     master_address: str = ""  # where rank 0's store listens; empty for the first machine's own address
     master_port: int = 0  # of that store; 0 for one that is free
-    machine: int | None = None  # which of the machines this one is, where the description says so
-    source: str = field(default="", compare=False)  # what the cluster was read from, for the user
-    # what the same file asks of the job: in its own words, and as an option and its value, or empty without one
+    machine: int | None = None  # index of this machine in `machines`; None if the description doesn't have it
+    source: str = field(default="", compare=False)  # file or variables that the cluster was read from, for messages
+    # settings of the job in the same file: the line, and the matching option and value, or empty strings
     requests: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)
 
     @property

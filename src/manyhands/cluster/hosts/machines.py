@@ -28,7 +28,7 @@ def _written(machine: Machine) -> str:
 def machines_of(options: ClusterOptions) -> tuple[Machine, ...]:
     """The machines that are named, in their ranks' order. Raises UserError: hosts and a hostfile, or broken ones."""
     if options.hosts and options.hostfile:
-        raise UserError("hosts and a hostfile are given", "cluster.hosts", ("leave one of them out",))
+        raise UserError("both hosts and a hostfile are given", "cluster.hosts", ("remove --hosts or --hostfile",))
     if options.hosts:
         return hostfile.read_list(",".join(options.hosts), "cluster.hosts").machines
     if options.hostfile:
@@ -36,6 +36,7 @@ def machines_of(options: ClusterOptions) -> tuple[Machine, ...]:
         try:
             text = decoded(read_bytes(path, MOST_TEXT_BYTES, pipes=True))
         except (OSError, ValueError) as error:
-            raise UserError(f"the hostfile can't be read: {error}", str(path), ("name a text file",)) from None
+            hints = ("check the path and the permissions of the file",)
+            raise UserError(f"the hostfile can't be read: {error}", str(path), hints) from None
         return hostfile.read(text, str(path)).machines
     return ()

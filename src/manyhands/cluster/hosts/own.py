@@ -18,13 +18,14 @@ def find_machine(cluster: Cluster) -> int:
     here = here or [place for place, name in enumerate(names) if _resolves_to(mine, name)]
     if len(here) == 1:
         return here[0]
-    own = f"it is {socket.gethostname()}, with {', '.join(outer_addresses()) or 'loopback alone'}"
+    own = f"host name {socket.gethostname()}, addresses {', '.join(outer_addresses()) or 'only loopback'}"
     found = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
     if not here:
-        what = f"this machine is none of the {len(names)} in the description ({found}); {own}"
-        raise UserError(what, cluster.source, ("write one of its names or addresses there",))
+        what = f"this machine ({own}) is not in the list of machines: {found}"
+        raise UserError(what, cluster.source, ("add one of this machine's names or addresses to the list",))
     twice = " and ".join(names[place] for place in here)
-    raise UserError(f"this machine is there {len(here)} times: {twice}; {own}", cluster.source, ("keep one of them",))
+    what = f"this machine ({own}) is listed {len(here)} times: {twice}"
+    raise UserError(what, cluster.source, ("keep only one of these entries",))
 
 
 def is_here(machine: Machine) -> bool:
@@ -54,20 +55,21 @@ def reachable(address: str) -> str:
     if address in {"0.0.0.0", "::"}:
         return address
     if address == "localhost" or (is_address(address) and ipaddress.ip_address(address).is_loopback):
-        what = f"the processes are on several machines, and {address} is only the machine itself to each of them"
-        raise UserError(what, "MASTER_ADDR", ("give an address of rank 0's machine that the others reach",))
+        what = f"the processes are on several machines, but {address} is a loopback address"
+        hints = ("set MASTER_ADDR to an address of rank 0's machine that all machines can reach",)
+        raise UserError(what, "MASTER_ADDR", hints)
     if is_address(address) or not _means_loopback(address):
         return address
     candidates = [found for found in outer_addresses() if ":" not in found] or outer_addresses()
     if len(candidates) == 1:
         return candidates[0]
-    has = f"has {' and '.join(candidates)}" if candidates else "has no other address"
+    has = f"has the addresses {' and '.join(candidates)}" if candidates else "has no other address"
     raise UserError(
-        f"the name {address} means loopback on this machine, which {has}, so the others could not reach rank 0",
+        f"the name {address} resolves to loopback on this machine, which {has}; other machines can't reach rank 0",
         "/etc/hosts",
         (
-            f"in /etc/hosts, write {address} behind the address that the other machines reach",
-            "or give that address: MASTER_ADDR=ADDRESS",
+            f"in /etc/hosts, map {address} to the address that the other machines reach",
+            "or set MASTER_ADDR to the address that the other machines reach",
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Finds the description that counts, among files and launchers' environments: each format is asked in turn."""
+"""Finds the cluster description to use among files and launchers' environment variables."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ DEFAULT_PORT = 29500
 
 
 def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Cluster, str] | None:
-    """The description that the user named, waited for while it is written, and where. Raises UserError."""
+    """Reads the cluster file that a flag or RANK_TABLE_FILE names. Returns the cluster and its origin."""
     named = (
         (options.rank_table, "--rank-table"),
         (options.file, "--cluster"),
@@ -34,10 +34,11 @@ def read_cluster(path: Path, wait_s: float = 0.0) -> Cluster:
     try:
         text = decoded(read_bytes(path, MOST_TEXT_BYTES, pipes=True))
     except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror}", str(path), ("give the file's own path",)) from error
+        hints = ("check the path and the permissions of the file",)
+        raise UserError(f"{path} can't be read: {error.strerror}", str(path), hints) from error
     except ValueError as error:
-        hints = (f"known formats: {', '.join(readable_formats())}",)
-        raise UserError(f"{path} describes no machines: {error}", str(path), hints) from error
+        hints = (f"use one of the supported formats: {', '.join(readable_formats())}",)
+        raise UserError(f"{path} is not a cluster file: {error}", str(path), hints) from error
     module = format_of(str(path), text)
     if wait_s and hasattr(module, "wait"):
         text = module.wait(path, wait_s)
@@ -45,26 +46,22 @@ def read_cluster(path: Path, wait_s: float = 0.0) -> Cluster:
 
 
 def format_of(path: str, text: str) -> ModuleType:
-    """Returns the format that a text is in.
-
-    Raises:
-        UserError: No format fits; names those that were tried.
-    """
+    """Returns the module of the file's format. Raises UserError: the format is unknown."""
     formats = readable_formats()
     for module in formats.values():
         if module.recognise(path, text):
             return module
-    what = "this file is empty" if not text.strip() else "this file is in no known format"
-    raise UserError(what, path, (f"tried: {', '.join(formats)}",))
+    what = "the cluster file is in an unknown format" if text.strip() else "the cluster file is empty"
+    raise UserError(what, path, (f"use one of the supported formats: {', '.join(formats)}",))
 
 
 def readable_formats() -> dict[str, ModuleType]:
-    """The formats that files are read in, by name."""
+    """Returns the modules of the formats that files can have, by name."""
     return {module.__name__.rpartition(".")[2]: module for module in modules_with("recognise")}
 
 
 def modules_with(function: str) -> Iterator[ModuleType]:
-    """The formats that have a function; those that know this process more closely come first."""
+    """Yields the formats that define `function`, by ascending `PRECEDENCE`."""
     found = [load_choice(FORMATS, name) for name in module_names(FORMATS)]
     yield from sorted(
         (module for module in found if hasattr(module, function)), key=lambda module: getattr(module, "PRECEDENCE", 0)
@@ -72,18 +69,18 @@ def modules_with(function: str) -> Iterator[ModuleType]:
 
 
 def find_place(variables: Mapping[str, str]) -> LauncherPlace | None:
-    """This process's place by the first launcher that has variables here. Raises UserError: they aren't whole."""
+    """Returns this process's place from the first launcher's variables. Raises UserError: variables are missing."""
     return next((place for module in modules_with("place") if (place := module.place(variables))), None)
 
 
 def other_places(variables: Mapping[str, str], chosen: tuple[int, int]) -> list[str]:
-    """What other launchers' variables say, where it differs from the chosen rank and size."""
+    """Describes other launchers' variables that contradict the chosen rank and size."""
     differing: list[str] = []
     for module in modules_with("place"):
         try:
             place: LauncherPlace | None = module.place(variables)
         except UserError:
-            continue  # a launcher that isn't followed may be incomplete
+            continue  # variables of a launcher that is not used may be incomplete
         if place and (place.rank, place.size) != chosen:
             rank, size = place.origins.get("rank", "rank"), place.origins.get("size", "size")
             differing.append(f"{place.started_by}: {rank} {place.rank}, {size} {place.size}")
@@ -91,7 +88,7 @@ def other_places(variables: Mapping[str, str], chosen: tuple[int, int]) -> list[
 
 
 def described_cluster(variables: Mapping[str, str]) -> Cluster | None:
-    """The cluster that a launcher's variables describe as a whole, with this machine in it, such as Kubeflow's."""
+    """Returns the cluster that a launcher's variables describe, such as Kubeflow's PET_*."""
     for module in modules_with("from_environment"):
         cluster: Cluster | None = module.from_environment(variables)
         if cluster:
@@ -100,7 +97,7 @@ def described_cluster(variables: Mapping[str, str]) -> Cluster | None:
 
 
 def refuse_alone(variables: Mapping[str, str]) -> None:
-    """Raises UserError where a scheduler's job has several processes, and this one was started by itself."""
+    """Raises UserError if a scheduler's job has several tasks and this process was started without its launcher."""
     for module in modules_with("alone"):
         error: UserError | None = module.alone(variables)
         if error:
@@ -110,23 +107,23 @@ def refuse_alone(variables: Mapping[str, str]) -> None:
 def meeting_in(
     cluster: Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]
 ) -> tuple[Meeting, dict[str, str]]:
-    """How this machine's processes meet the others, and what each value came from. Raises UserError: it isn't there."""
+    """Returns the rendezvous of this machine's processes, and each value's origin. Raises UserError."""
     here = find_machine(cluster)
     if not 0 <= here < len(cluster.machines):
-        what = f"this is machine {here}, and there are {len(cluster.machines)}: 0 … {len(cluster.machines) - 1}"
+        what = f"machine {here} is out of range; expected 0 … {len(cluster.machines) - 1}"
         raise UserError(what, origin)
     several = len(cluster.machines) > 1
     sizes = tuple(machine.slots or options.processes for machine in cluster.machines)
     address = cluster.master_address or cluster.machines[0].address
     if address and not is_host(address):
-        what = f'"{address}" is not the name or the address of a machine'
-        raise UserError(what, origin, ("write where rank 0's machine is reached, such as 10.0.0.1",))
+        what = f'"{address}" is not a host name or an IP address'
+        raise UserError(what, origin, ("write the name or the address of rank 0's machine, such as 10.0.0.1",))
     if several:
         address = reachable(address)
     elif not cluster.master_address:
         address = "127.0.0.1"
     origins = {
-        "machine": origin if cluster.machine is not None else "by its names and addresses",
+        "machine": origin if cluster.machine is not None else "this machine's names and addresses",
         "processes": "-n" if options.processes and not cluster.machines[here].slots else origin,
         "size": origin,
         "master_address": origin if cluster.master_address else "the first machine" if several else "one machine alone",

@@ -28,7 +28,7 @@ def port(variables: Mapping[str, str], default: int) -> int:
     text = variables.get("MASTER_PORT", "").strip() or str(default)
     if not 0 < (found := typed_number(text) or 0) < 65536:
         what = f'MASTER_PORT is "{text}"; expected 1 … 65535'
-        raise UserError(what, "environment", ("export MASTER_PORT=29500, say",))
+        raise UserError(what, "environment", ("set a valid port: export MASTER_PORT=29500",))
     return found
 
 
@@ -40,8 +40,8 @@ def port_from_name(name: str) -> int:
 def check_rank(rank: int, size: int, rank_word: str, size_word: str) -> None:
     """Raises UserError where a rank is outside its group; both are named by the words that the user wrote them with."""
     if not 0 <= rank < size:
-        what = f"{rank_word} {rank} is outside 0 … {size - 1}, the ranks of {size_word} {size}"
-        mend = (f"count from 0: the last rank is {size - 1}",) if size else (f"{size_word} counts all processes",)
+        what = f"{rank_word} {rank} is out of range for {size_word} {size}"
+        mend = (f"number the ranks from 0 to {size - 1}",) if size else (f"set {size_word} to the number of processes",)
         raise UserError(what, rank_word, mend)
 
 

@@ -1,5 +1,5 @@
-"""One file for each thing that the doctor looks at; none imports another.
+"""Checks of the doctor, one module each; no module imports another.
 
-Each has `run(survey) -> list[DoctorFinding]`, a pure function. It says nothing of machines whose facts it lacks:
-why they lack is another check's finding. Where all is well it may say so with one finding "ok".
+Each module defines a pure function `run(survey) -> list[DoctorFinding]`. The function skips machines without the facts
+of the check, because another check reports missing facts. Without problems, it may return one finding "ok".
 """

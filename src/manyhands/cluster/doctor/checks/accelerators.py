@@ -22,8 +22,9 @@ def run(survey: Survey) -> list[DoctorFinding]:
 
 def _broken(survey: Survey) -> list[DoctorFinding]:
     return [
-        DoctorFinding("accelerators", "fail", (host,), f"the accelerators of {host} don't answer: {error}",
-                (on_host(survey, host, "nvidia-smi"), "reload or reinstall the driver, often after a kernel update"),
+        DoctorFinding("accelerators", "fail", (host,), f"the accelerators of {host} do not respond: {error}",
+                (f"test the driver: {on_host(survey, host, 'nvidia-smi')}",
+                 "reload or reinstall the driver, for example after a kernel update"),
                 f"accelerators:{host}", ("collective",))
         for host, error in fact(survey, "errors", "accelerators").items()
     ]  # fmt: skip
@@ -42,7 +43,7 @@ def _too_few(survey: Survey, found: dict[str, list[Any]]) -> list[DoctorFinding]
         f"{host} has {count} for {survey.needs.processes.get(host, 1)} processes" for host, count in few.items()
     )
     what = f"too few {kind} devices: {shown}"
-    mend = ("ask for as many processes as there are devices", "or --device cpu")
+    mend = ("use at most one process per device", "or train on CPUs: --device cpu")
     return [DoctorFinding("accelerators", "fail", tuple(few), what, mend, "accelerators", ("unlike",))]
 
 
@@ -52,13 +53,13 @@ def _unlike(survey: Survey, found: dict[str, list[Any]]) -> list[DoctorFinding]:
     kinds = {host: ",".join(sorted({device["kind"] for device in devices})) or "cpu" for host, devices in found.items()}
     common, odd = odd_ones(kinds)
     if odd and survey.needs.device == "auto":
-        what = f"{who(odd)} would train on {next(iter(odd.values()))}, the others on {common}"
-        mend = ("--device cpu for all", "or leave out the machines that differ")
+        what = f"the machines have different device types: {next(iter(odd.values()))} on {who(odd)}, {common} elsewhere"
+        mend = ("train on CPUs everywhere: --device cpu", f"or remove {who(odd)} from the run")
         return [DoctorFinding("accelerators", "fail", tuple(odd), what, mend, "unlike", ("collective",))]
     common, odd = odd_ones(names)
     if odd and common and not any(device["kind"] == "npu" for devices in found.values() for device in devices):
         shown = ", ".join(f"{host} has {name or 'none'}" for host, name in odd.items())
-        what = f"accelerators are unequal: {shown}, the others {common}; all wait for the slowest"
+        what = f"the machines have different accelerators: {shown}, other machines {common}; the slowest sets the pace"
         return [DoctorFinding("accelerators", "warn", tuple(odd), what, (), "unlike")]
     return []
 
@@ -75,7 +76,7 @@ def _unused(survey: Survey) -> list[DoctorFinding]:
         told = None if "accelerators" in facts.get("errors", {}) else explain_unused(facts, host)
         if told:
             what, cause, explains = (
-                f"{told[0]}: training there would take the CPU",
+                f"{told[0]}; training on {host} would use the CPU",
                 f"unused:{host}",
                 ("accelerators", "unlike"),
             )
@@ -90,12 +91,12 @@ def _busy(found: dict[str, list[Any]]) -> list[DoctorFinding]:
         if busy:
             users = [f"{p['name']} (process {p['pid']}, {p['used_mib']} MiB)" for d in busy for p in d["processes"]]
             shown = ", ".join(
-                f"{d['kind']} {d['index']}: {d['used_mib']} of {d['memory_mib']} MiB, {d['busy_percent']} % at work"
+                f"{d['kind']} {d['index']}: {d['used_mib']} of {d['memory_mib']} MiB, {d['busy_percent']} % busy"
                 for d in busy
             )
             by = f", by {', '.join(users[:3])}" if users else ""
             what = f"accelerators of {host} are in use: {shown}{by}"
-            mend = ("wait, end that process, or choose others with CUDA_VISIBLE_DEVICES",)
+            mend = ("wait, end the other processes, or choose free devices with CUDA_VISIBLE_DEVICES",)
             cause, explains = f"busy:{host}", (f"jobs:{host}",)
             findings.append(DoctorFinding("accelerators", "warn", (host,), what, mend, cause, explains))
     return findings

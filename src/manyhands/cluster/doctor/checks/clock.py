@@ -25,6 +25,6 @@ def run(survey: Survey) -> list[DoctorFinding]:
         return [DoctorFinding("clock", "ok", tuple(survey.clock_s), what, cause="clock")]
     shown = ", ".join(f"{host} is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for host, by in far.items())
     others = who(host for host in survey.clock_s if host not in far)
-    what = f"clocks are apart: {shown} of {others}; logs won't fit together, and certificates may be refused"
-    mend = tuple(on_host(survey, host, "sudo timedatectl set-ntp true") for host in far)
+    what = f"clocks differ: {shown} of {others}; times in logs will not match, and certificates may be refused"
+    mend = tuple(f"synchronise the clock: {on_host(survey, host, 'sudo timedatectl set-ntp true')}" for host in far)
     return [DoctorFinding("clock", "warn", tuple(far), what, mend, "clock")]

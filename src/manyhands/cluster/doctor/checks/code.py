@@ -6,7 +6,7 @@ from manyhands.cluster.doctor.compare import fact, odd_ones, who
 from manyhands.cluster.doctor.findings import DoctorFinding, Survey
 
 SHOWN = 4
-MEND = ("copy it with the job: --sync-code", "or bring the folders into step: git pull, rsync")
+MEND = ("copy the code with the job: --sync-code", "or update the folders: git pull, rsync")
 
 
 def run(survey: Survey) -> list[DoctorFinding]:
@@ -15,8 +15,8 @@ def run(survey: Survey) -> list[DoctorFinding]:
     there = {host: code for host, code in folders.items() if code["exists"]}
     missing = [host for host in folders if host not in there]
     if missing and survey.needs.code:
-        what = f"{who(missing)} has no folder {folders[missing[0]]['path']}, where the job's own Python files lie"
-        mend = (MEND[0], "or name the folder there: --cluster.workdir")
+        what = f"the folder of the job's code, {folders[missing[0]]['path']}, is missing on {who(missing)}"
+        mend = (MEND[0], "or set the folder on these machines: --cluster.workdir")
         return [DoctorFinding("code", "fail", tuple(missing), what, mend, "code")]
     lacking = _lacking(survey, there)
     if lacking:
@@ -28,7 +28,7 @@ def run(survey: Survey) -> list[DoctorFinding]:
         return [DoctorFinding("code", severity, tuple(odd), _difference(whole, odd), MEND, "code")]
     if survey.needs.code and len(whole) > 1:
         count = len(next(iter(whole.values()))["files"])
-        return [DoctorFinding("code", "ok", tuple(whole), f"code is the same ({count} files)", cause="code")]
+        return [DoctorFinding("code", "ok", tuple(whole), f"code is identical ({count} files)", cause="code")]
     return []
 
 
@@ -38,8 +38,7 @@ def _lacking(survey: Survey, folders: dict[str, dict[str, Any]]) -> DoctorFindin
         inside = not name.startswith(("/", "~", ".."))
         hosts = [host for host, code in folders.items() if inside and code["whole"] and name not in code["files"]]
         if hosts:
-            have = "have" if len(hosts) > 1 else "has"
-            what = f"{who(hosts)} {have} no {name} in {folders[hosts[0]]['path']}"
+            what = f"{name} is missing in {folders[hosts[0]]['path']} on {who(hosts)}"
             return DoctorFinding("code", "fail", tuple(hosts), what, MEND, "code")
     return None
 
@@ -58,4 +57,4 @@ def _difference(folders: dict[str, dict[str, dict[str, str]]], odd: dict[str, st
     shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
     revisions = [str(code["revision"]) for code in (theirs, ours)]
     at = f" (revision {revisions[0]}, {usual} {revisions[1]})" if all(revisions) and len(set(revisions)) > 1 else ""
-    return f"{who(odd)} has other code than {usual}{at}: {shown}"
+    return f"the code on {who(odd)} differs from {usual}{at}: {shown}"

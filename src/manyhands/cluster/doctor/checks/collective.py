@@ -9,9 +9,9 @@ def run(survey: Survey) -> list[DoctorFinding]:
     if tried is None or tried.result == "skipped":
         return []
     if tried.result == "ok":
-        what = f"{len(survey.hosts)} machines added up numbers together in {tried.seconds:.1f} s"
+        what = f"an all-reduce over {len(survey.hosts)} machines took {tried.seconds:.1f} s"
         return [DoctorFinding("collective", "ok", survey.hosts, what, cause="collective")]
-    lost = f"; {who(tried.missing)} did not arrive" if tried.missing else ""
-    what = f"the machines reach each other, but a collective of torch failed: {tried.said}{lost}"
-    mend = ("try gloo: --backend gloo", "with NCCL, NCCL_DEBUG=INFO on the machines says more")
+    lost = f"; missing: {who(tried.missing)}" if tried.missing else ""
+    what = f"the machines reach each other, but an all-reduce failed: {tried.said}{lost}"
+    mend = ("try gloo: --backend gloo", "with NCCL, set NCCL_DEBUG=INFO on the machines for details")
     return [DoctorFinding("collective", "fail", tried.missing or survey.hosts, what, mend, "collective")]

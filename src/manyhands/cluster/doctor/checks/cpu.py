@@ -17,12 +17,12 @@ def _too_many(survey: Survey) -> list[DoctorFinding]:
         processes = survey.needs.processes.get(host, 1)
         threads = survey.needs.threads or _from_variable(survey, host)
         if processes > cores or processes * threads > cores:
-            over[host] = f"{host} {processes} × {threads or 1} on {cores:g}"
+            over[host] = f"{processes} × {threads or 1} on the {cores:g} cores of {host}"
     if not over:
         return []
-    what = f"more threads than cores, processes × threads on cores: {', '.join(over.values())}"
-    mend = ("fewer processes, or fewer threads: --cluster.threads 1",
-            "unset OMP_NUM_THREADS where it is set too high")  # fmt: skip
+    what = f"there are more threads than cores (processes × threads): {', '.join(over.values())}"
+    mend = ("use fewer processes, or fewer threads: --cluster.threads 1",
+            "unset OMP_NUM_THREADS on machines with a high value")  # fmt: skip
     return [DoctorFinding("cpu", "warn", tuple(over), what, mend, "threads")]
 
 
@@ -40,8 +40,8 @@ def _busy(survey: Survey) -> list[DoctorFinding]:
     }
     if not busy:
         return []
-    many = ", ".join(f"{load:.1f} on the {cores[host]:g} of {host}" for host, load in busy.items())
-    what = f"cores are busy: {many}"
-    mend = ("end or wait for other programs; the slowest machine sets the pace",
-            on_host(survey, max(busy, key=lambda host: busy[host]), "top -b -n 1"))  # fmt: skip
+    many = ", ".join(f"load {load:.1f} on the {cores[host]:g} cores of {host}" for host, load in busy.items())
+    what = f"cores are busy with other programs: {many}; the slowest machine sets the pace"
+    worst = max(busy, key=lambda host: busy[host])
+    mend = ("wait for other programs, or end them", f"list the programs: {on_host(survey, worst, 'top -b -n 1')}")
     return [DoctorFinding("cpu", "warn", tuple(busy), what, mend, "load")]

@@ -19,19 +19,21 @@ def run(survey: Survey) -> list[DoctorFinding]:
         return [_differs(whole, odd)]
     if len(whole) > 1:
         first = next(iter(whole.values()))
-        return [DoctorFinding("data", "ok", tuple(whole), f"data is the same ({first['files']:,} files)", cause="data")]
+        what = f"data is identical ({first['files']:,} files)"
+        return [DoctorFinding("data", "ok", tuple(whole), what, cause="data")]
     return []
 
 
 def _missing(survey: Survey, missing: list[str], found: dict[str, Any], there: dict[str, Any]) -> DoctorFinding:
     first = found[missing[0]]
-    what = f"{who(missing)} has no data at {first['path']}"
+    what = f"the data {first['path']} is missing on {who(missing)}"
     if first["kind"] == "named" and survey.needs.download:
-        mend = ("it will be fetched there when the job starts", "or copy it there first")
+        mend = ("let the job download the data at its start, or copy the data first",)
         return DoctorFinding("data", "warn", tuple(missing), what, mend, "data")
     giver = next(iter(there), "")
-    copy = f"on {giver}: rsync -a {there[giver]['path']}/ {missing[0]}:{first['path']}/" if giver else ""
-    mend = (copy or "is the path right?", "or name a folder that every machine has")
+    copy = f"rsync -a {there[giver]['path']}/ {missing[0]}:{first['path']}/" if giver else ""
+    hint = f"copy the data, on {giver}: {copy}" if giver else "check the path of the data"
+    mend = (hint, "or choose a folder that exists on every machine")
     return DoctorFinding("data", "fail", tuple(missing), what, mend, "data", ("collective:data",))
 
 
@@ -40,10 +42,10 @@ def _differs(whole: dict[str, Any], odd: dict[str, str]) -> DoctorFinding:
     shown = ", ".join(_amount(host, whole[host]) for host in odd)
     what = f"data differs: {shown}, but {_amount(usual, whole[usual])}"
     if all(whole[host]["files"] == whole[usual]["files"] for host in odd):
-        what += ", and names or sizes are others"
+        what += ", with different names or sizes"
     odd_host = next(iter(odd))
-    mend = (f"on {usual}: rsync -a --delete --dry-run {whole[usual]['path']}/ {odd_host}:{whole[odd_host]['path']}/ "
-            "shows what; without --dry-run it makes them equal",)  # fmt: skip
+    copy = f"rsync -a --delete --dry-run {whole[usual]['path']}/ {odd_host}:{whole[odd_host]['path']}/"
+    mend = (f"list the differences, on {usual}: {copy}", "copy the data: the same command without --dry-run")
     return DoctorFinding("data", "fail", tuple(odd), what, mend, "data")
 
 

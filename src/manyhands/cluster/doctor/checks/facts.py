@@ -14,7 +14,7 @@ def run(survey: Survey) -> list[DoctorFinding]:
     return [
         DoctorFinding(
             "facts", "warn", tuple(errors),
-            f"{name.replace('_', ' ')} of {', '.join(errors)} could not be found out: {next(iter(errors.values()))}",
+            f"can't determine the {name.replace('_', ' ')} of {', '.join(errors)}: {next(iter(errors.values()))}",
             cause=f"facts:{name}",
         )
         for name, errors in missing.items()

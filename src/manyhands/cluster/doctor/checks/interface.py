@@ -20,8 +20,8 @@ def _asked_for(survey: Survey) -> list[DoctorFinding]:
     if not lost:
         return []
     up = ", ".join(i["name"] for i in survey.facts[lost[0]]["interfaces"] if i["up"] and i["name"] != "lo")
-    what = f"{who(lost)} has no interface {wanted} that is up; {lost[0]} has {up or 'none'}"
-    mend = ("leave cluster.interface out: it is found by trying", "or name one that every machine has")
+    what = f"the interface {wanted} is missing or down on {who(lost)}; {lost[0]} has {up or 'no interface'}"
+    mend = ("remove cluster.interface; manyhands then tests all interfaces", "or set an interface of every machine")
     return [DoctorFinding("interface", "fail", tuple(lost), what, mend, "interface", ("chosen", "collective"))]
 
 
@@ -34,8 +34,8 @@ def _variables(survey: Survey) -> list[DoctorFinding]:
             # NCCL's own rules: ^ leaves out, = is exact, several with commas, otherwise a beginning.
             words = given.lstrip("=").split(",")
             if chosen and given and not given.startswith("^") and not any(chosen.startswith(word) for word in words):
-                what = f"{name}={given} is set on {host}, and the other machines are reached on {chosen}"
-                mend = (f"unset {name} there, in ~/.bashrc or /etc/environment",)
+                what = f"{name}={given} is set on {host}, but other machines are reachable only on {chosen}"
+                mend = (f"remove {name} from ~/.bashrc and /etc/environment on {host}",)
                 found.append(DoctorFinding("interface", "warn", (host,), what, mend, f"variable:{host}:{name}"))
     return found
 
@@ -49,9 +49,9 @@ def _default_route(survey: Survey) -> list[DoctorFinding]:
     return [
         DoctorFinding(
             "interface", "warn", tuple(hosts),
-            f"the default route of {who(hosts)} leads through {default}, but the others are reached on {chosen}",
-            (f"nothing, for manyhands takes {chosen}",
-             f"for other tools: export GLOO_SOCKET_IFNAME={chosen} NCCL_SOCKET_IFNAME={chosen}"),
+            f"the default route of {who(hosts)} uses {default}, but other machines are reachable on {chosen}; "
+            f"manyhands uses {chosen}",
+            (f"for other tools, export GLOO_SOCKET_IFNAME={chosen} NCCL_SOCKET_IFNAME={chosen}",),
             f"default-route:{default}:{chosen}",
         )
         for (default, chosen), hosts in alike.items()

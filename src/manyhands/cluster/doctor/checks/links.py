@@ -43,14 +43,14 @@ def _pairs_of(survey: Survey, host: str, side: int) -> set[Pair]:
 def _machine(survey: Survey, host: str, ways: list[str], sent: set[Pair], received: set[Pair]) -> DoctorFinding:
     out, back = (_median(survey, pairs) for pairs in (sent, received))
     if len(ways) == 2:
-        what = f"the link of {host} is slow: it sends {rate(out)} and receives {rate(back)}"
+        what = f"the link of {host} is slow: sends {rate(out)}, receives {rate(back)}"
     else:
         first, second = (out, back) if ways == ["sends"] else (back, out)
         other = "receives" if ways == ["sends"] else "sends"
-        what = f"the link of {host} is asymmetric: it {ways[0]} {rate(first)}, but {other} {rate(second)}"
+        what = f"the link of {host} is asymmetric: {ways[0]} {rate(first)}, but {other} {rate(second)}"
     worst = min(out, back)
     speed = _speed(survey, host)
-    mend = (*_consequence(survey, worst), f"look at its cable, switch port, duplex setting and wireless{speed}")
+    mend = (*_consequence(survey, worst), f"check the cable, switch port, duplex setting and wireless of {host}{speed}")
     return DoctorFinding("links", "warn", (host,), what, mend, f"link:{host}")
 
 
@@ -74,7 +74,7 @@ def _all(survey: Survey) -> DoctorFinding:
 
 def _fine(survey: Survey) -> DoctorFinding:
     latency = max(survey.latency_ms.values(), default=0.0)
-    what = f"links: {rate(min(survey.mbps.values()))} at least, {latency:.1f} ms at most"
+    what = f"links: at least {rate(min(survey.mbps.values()))}, at most {latency:.1f} ms"
     return DoctorFinding("links", "ok", survey.hosts, what, cause="links")
 
 
@@ -84,16 +84,17 @@ def _far(survey: Survey) -> list[DoctorFinding]:
         return []
     pair = max(far, key=lambda pair: far[pair])
     hosts = tuple(host for host in survey.hosts if any(host in pair for pair in far))
-    what = f"{who(hosts)} are far apart: a message from {pair[0]} to {pair[1]} and back takes {far[pair]:.0f} ms"
-    return [DoctorFinding("links", "warn", hosts, what, ("each update waits for several of these",), "latency")]
+    what = f"the latency between {who(hosts)} is high: {far[pair]:.0f} ms from {pair[0]} to {pair[1]} and back"
+    hint = "synchronise less often: --sync auto (each update waits for several messages)"
+    return [DoctorFinding("links", "warn", hosts, what, (hint,), "latency")]
 
 
 def _consequence(survey: Survey, mbps: float) -> tuple[str, ...]:
     machines = len(survey.hosts)
     seconds = 2 * (machines - 1) / machines * RESNET18_BYTES * 8 / mbps / 1e6
     size = f"{RESNET18_BYTES / 1e6:.0f} MB"
-    said = f"an update of resnet18 ({size}) takes {seconds:.1f} s on the wire, whatever the accelerators do"
-    return (said, "--sync auto sends less, or less often, where that is faster; manyhands plan --link shows it")
+    said = f"each update of resnet18 ({size}) takes at least {seconds:.1f} s of network time"
+    return (said, "use --sync auto to send less data; manyhands plan --link shows the effect")
 
 
 def _median(survey: Survey, pairs: Iterable[Pair]) -> float:
@@ -104,7 +105,7 @@ def _speed(survey: Survey, host: str) -> str:
     name = survey.chosen.get(host, ("", ""))[0]
     for interface in survey.facts.get(host, {}).get("interfaces", ()):
         if interface["name"] == name and interface["speed_mbps"]:
-            return f"; {name} says that it does {interface['speed_mbps']} Mbit/s"
+            return f"; the nominal speed of {name} is {interface['speed_mbps']} Mbit/s"
     return ""
 
 

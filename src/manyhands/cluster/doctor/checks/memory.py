@@ -21,10 +21,10 @@ def _shared(survey: Survey) -> list[DoctorFinding]:
     shown = ", ".join(
         f"{host} {place['free'] // MIB} MiB free of {place['size'] // MIB}" for host, place in small.items()
     )
-    what = f"/dev/shm is small: {shown}; decoding processes hand over their batches there"
+    what = f"/dev/shm is small: {shown}; data workers pass batches through /dev/shm"
     mend = ("in a container: docker run --shm-size=8g (or --ipc=host)",
             "otherwise: sudo mount -o remount,size=50% /dev/shm",
-            "or decode without processes: --data.workers 0")  # fmt: skip
+            "or decode without data workers: --data.workers 0")  # fmt: skip
     severity = "fail" if any(place["free"] < SHM_NONE for place in small.values()) else "warn"
     return [DoctorFinding("memory", severity, tuple(small), what, mend, "shm")]
 
@@ -38,8 +38,9 @@ def _whole(survey: Survey) -> list[DoctorFinding]:
     if not short:
         return []
     shown = ", ".join(
-        f"{host} {free // MIB} MiB for {survey.needs.processes.get(host, 1)}" for host, free in short.items()
+        f"{free // MIB} MiB on {host} for {survey.needs.processes.get(host, 1)} process(es)"
+        for host, free in short.items()
     )
-    what = f"little memory is free for the processes: {shown}"
+    what = f"free memory is low: {shown}"
     mend = (f"end other programs on {who(short)}, or use fewer processes",)
     return [DoctorFinding("memory", "warn", tuple(short), what, mend, "memory")]

@@ -19,16 +19,17 @@ def run(survey: Survey) -> list[DoctorFinding]:
             strange[host] = name["addresses"][0]
     found = [_to_loopback(survey, loopback)] if loopback else []
     for host, address in strange.items():
-        what = f"{host}'s own name leads to {address}, which is no address of it"
+        what = f"the host name of {host} resolves to {address}, which is not an address of {host}"
         found.append(DoctorFinding("names", "warn", (host,), what, (_line(survey, host),), f"name:{host}"))
     return found
 
 
 def _to_loopback(survey: Survey, hosts: dict[str, str]) -> DoctorFinding:
     address = next(iter(hosts.values()))
-    what = f"the own name of {who(hosts)} leads to {address}: programs that give it to others can't be reached"
-    mend = ("nothing, for manyhands gives addresses that were tried", _line(survey, next(iter(hosts))))
-    return DoctorFinding("names", "warn", tuple(hosts), what, mend, "loopback-name")
+    what = (
+        f"the host name of {who(hosts)} resolves to {address}; manyhands uses addresses instead, other tools may fail"
+    )
+    return DoctorFinding("names", "warn", tuple(hosts), what, (_line(survey, next(iter(hosts))),), "loopback-name")
 
 
 def _own(survey: Survey, host: str, addresses: list[str]) -> bool:
@@ -36,5 +37,5 @@ def _own(survey: Survey, host: str, addresses: list[str]) -> bool:
 
 
 def _line(survey: Survey, host: str) -> str:
-    address = survey.chosen.get(host, ("", "its address"))[1]
-    return f'for other tools, in /etc/hosts of {host}: "{address} {survey.facts[host]["name"]["host"]}"'
+    address = survey.chosen.get(host, ("", "ADDRESS"))[1]
+    return f'for other tools, add to /etc/hosts on {host}: "{address} {survey.facts[host]["name"]["host"]}"'

@@ -8,8 +8,8 @@ def run(survey: Survey) -> list[DoctorFinding]:
     port = survey.needs.port
     return [
         DoctorFinding("port", "fail", (host,), f"port {port} of {host} can't be used: {error}",
-                (f"choose another one, such as {port + 1}, or leave it out: a free one is found",
-                 "or end that process"),
+                (f"choose another port, such as {port + 1}, or remove the port to use a free one",
+                 "or end the process that uses the port"),
                 f"port:{host}", ("collective",))
         for host, error in survey.port_errors.items()
     ]  # fmt: skip

@@ -8,10 +8,10 @@ from manyhands.cluster.doctor.findings import Attempt, DoctorFinding, Survey
 
 Pair = tuple[str, str]
 MEANINGS = {
-    "refused": "is refused: a firewall rejects it",
-    "timeout": "is not answered: a firewall drops it, or no way leads there",
-    "unreachable": "has no way there: the route is missing, or a firewall rejects it",
-    "other": "is answered by another machine or program: is the address there twice?",
+    "refused": "refuses the connection: a firewall rejects it",
+    "timeout": "does not respond: a firewall drops the packets, or the route is missing",
+    "unreachable": "is unreachable: the route is missing, or a firewall rejects the connection",
+    "other": "is answered by another machine or program: the address may be in use twice",
 }
 
 
@@ -53,20 +53,20 @@ def _finding(survey: Survey, host: str, way: str, pairs: list[Pair]) -> DoctorFi
     pairs.sort(key=lambda pair: pair[1] != host)
     attempt = _telling([attempt for pair in pairs for attempt in survey.reach[pair]])
     place = f"{attempt.address} port {attempt.port}" if attempt else "any address"
-    meaning = MEANINGS[attempt.result] if attempt else "can't be tried: it has no address but loopback"
+    meaning = MEANINGS[attempt.result] if attempt else "can't be tested: the machine has only loopback addresses"
     said = {
         "to": f"{who(others)} can't reach {host}: {place} {meaning}",
         "from": f"{host} can't reach {who(others)}: {place} {meaning}",
-        "both": f"{host} can't be reached by {who(others)}, nor reach them: {place} {meaning}",
+        "both": f"{host} and {who(others)} can't reach each other: {place} {meaning}",
     }[way]
     rules = [rule for name in (host, *others) for rule in survey.facts.get(name, {}).get("firewall", ())]
-    mend = [f"a rule of the firewall that may do it: {rule}" for rule in rules[:2]]
+    mend = [f"check the firewall rule: {rule}" for rule in rules[:2]]
     if attempt and attempt.local:
-        mend.append(f"the attempt left from {attempt.local}")
+        mend.append(f"check the route from {attempt.local}, the source address of the attempt")
     closed = host if way != "from" else who(others)
-    mend += [f"open {closed}'s firewall for the other machines' addresses: training uses ports that are free, not one"]
+    mend += [f"open all ports in the firewall of {closed} for the other machines' addresses"]
     mend += [
-        "or leave it shut: where they let each other in by ssh, `launch` joins them through that, else with --relay"
+        "or use ssh tunnels: `manyhands launch` opens tunnels if the machines can log in to each other, or --relay"
     ]
     explains = ("collective", "chosen")
     return DoctorFinding("reach", "fail", (host, *others), said, tuple(mend), f"reach:{host}:{way}", explains)
@@ -84,12 +84,13 @@ def _no_common_address(survey: Survey) -> list[DoctorFinding]:
     if len(known) < 2 or not survey.reach:
         return []
     if lost:
-        what = f"no address of {who(lost)} is reached by all the other machines, though each is reached by some"
-        mend = ("put all machines into one network", "or leave out the machine that is in another one")
+        what = f"{who(lost)} has no address that all other machines can reach"
+        mend = ("connect all machines to one network", "or remove machines in other networks from the run")
         return [DoctorFinding("reach", "fail", tuple(lost), what, mend, "chosen", ("collective",))]
     bridges = [host for host in known if unlikely(survey.chosen[host][0]) == 2]
     if bridges:
-        what = f"{who(bridges)} are only reached over a containers' bridge ({survey.chosen[bridges[0]][0]})"
-        return [DoctorFinding("reach", "warn", tuple(bridges), what, ("is the network itself down?",), "bridge")]
+        what = f"{who(bridges)} can only be reached over a container bridge ({survey.chosen[bridges[0]][0]})"
+        hint = "check that the network interface of each machine is up"
+        return [DoctorFinding("reach", "warn", tuple(bridges), what, (hint,), "bridge")]
     places = ", ".join(f"{host} {survey.chosen[host][0]} {survey.chosen[host][1]}" for host in known)
     return [DoctorFinding("reach", "ok", tuple(known), f"all machines reach each other: {places}", cause="reach")]

@@ -5,11 +5,11 @@ from manyhands.cluster.doctor.findings import DoctorFinding, Severity, Survey
 
 # What happens where they differ decides how bad it is.
 PACKAGES: dict[str, tuple[Severity, str]] = {
-    "manyhands": ("fail", "the processes may not understand each other"),
-    "torch": ("fail", "the processes may compute differently, or wait for each other for ever"),
-    "nccl": ("fail", "NCCL's peers must have one version"),
-    "torch-npu": ("fail", "its peers must have one version"),
-    "torchvision": ("warn", "pictures may be decoded or resized differently"),
+    "manyhands": ("fail", "all machines need the same version"),
+    "torch": ("fail", "results may differ, and processes may hang"),
+    "nccl": ("fail", "NCCL needs the same version on all machines"),
+    "torch-npu": ("fail", "all machines need the same version"),
+    "torchvision": ("warn", "images may be decoded or resized differently"),
     "numpy": ("warn", "random numbers may differ"),
 }
 
@@ -28,7 +28,7 @@ def run(survey: Survey) -> list[DoctorFinding]:
     if not found and len(versions) > 1:
         shown = next(iter(versions.values()))
         names = [f"{name} {shown[name]}" for name in ("torch", "nccl", "manyhands") if name in shown]
-        what = f"{', '.join(names)} everywhere"
+        what = f"all machines have {', '.join(names)}"
         found.append(DoctorFinding("versions", "ok", tuple(versions), what, cause="versions"))
     return found
 
@@ -41,7 +41,7 @@ def _unfit(survey: Survey) -> list[DoctorFinding]:
             torch = survey.facts[host]["versions"].get("torch", "").partition("+")[0]
             mend = (
                 _install(survey, host, f"torch=={torch} torchvision"),
-                "of another build: the same with --force-reinstall, from the index that torch came from",
+                "for another build, add --force-reinstall and the --index-url that torch was installed from",
             )
             found.append(DoctorFinding("versions", "fail", (host,), f"{host}: {misfit}", mend, f"misfit:{host}"))
     return found
@@ -52,8 +52,8 @@ def _no_compiler(survey: Survey) -> list[DoctorFinding]:
     without = tuple(host for host, there in fact(survey, "compiler").items() if not there)
     if not without:
         return []
-    what = f"{who(without)} has no C++ compiler, which train.compile = true needs"
-    mend = (on_host(survey, without[0], "sudo apt-get install g++"),)
+    what = f"train.compile = true needs a C++ compiler, which is missing on {who(without)}"
+    mend = (f"install a compiler: {on_host(survey, without[0], 'sudo apt-get install g++')}",)
     return [DoctorFinding("versions", "warn", without, what, mend, "compiler")]
 
 
@@ -77,7 +77,7 @@ def _differs(
     others = [host for host in fact(survey, "versions") if host not in odd]
     shown = ", ".join(f"{host} has {name} {version}" if version else f"{host} has no {name}"
                       for host, version in odd.items())  # fmt: skip
-    what = f"{shown}, but {who(others)} {common or 'none'}: {why}"
+    what = f"{shown}, but {who(others)} {common or 'none'}; {why}"
     package = "torch" if name == "nccl" else name
     wanted = fact(survey, "versions", package).get(others[0], "") if others else ""
     wanted = wanted.partition("+")[0]  # the part behind + names a build, which pip's usual index doesn't know
@@ -98,8 +98,8 @@ def _python(survey: Survey) -> list[DoctorFinding]:
         return []
     shown = ", ".join(f"{host} runs Python {versions[host]}" for host in odd)
     others = [host for host in versions if host not in odd]
-    what = f"{shown}, {who(others)} {versions[others[0]]}: code and data may behave differently"
-    mend = (f"install Python {common} there", "or name the right one: --cluster.python /path/to/python")
+    what = f"{shown}, {who(others)} {versions[others[0]]}; code and data may behave differently"
+    mend = (f"install Python {common} on {who(odd)}", "or set the Python to use: --cluster.python /path/to/python")
     return [DoctorFinding("versions", "warn", tuple(odd), what, mend, "version:python")]
 
 
@@ -110,8 +110,8 @@ def _drivers(survey: Survey) -> list[DoctorFinding]:
         common, odd = odd_ones(versions)
         if odd:
             shown = ", ".join(f"{host} has {version}" for host, version in odd.items())
-            what = f"the {name} driver differs: {shown}, the others {common}"
-            mend = (f"install {common} there as well",)
+            what = f"the {name} driver differs: {shown}, other machines have {common}"
+            mend = (f"install version {common} on {who(odd)}",)
             found.append(DoctorFinding("versions", "warn", tuple(odd), what, mend, f"driver:{name}"))
     return found
 
@@ -121,6 +121,6 @@ def _same_number(survey: Survey) -> list[DoctorFinding]:
     common, odd = odd_ones(fact(survey, "package"))
     if not odd:
         return []
-    what = f"manyhands on {who(odd)} has other source files than on the other machines, under the same version"
-    mend = ("copy or pull the same checkout to every machine", f"found {', '.join(odd.values())}, expected {common}")
+    what = f"the source files of manyhands on {who(odd)} differ from the other machines, under the same version"
+    mend = (f"install the same checkout on every machine (hash {', '.join(odd.values())}, expected {common})",)
     return [DoctorFinding("versions", "fail", tuple(odd), what, mend, "package")]

@@ -73,7 +73,7 @@ def _ask_nvidia(what: str, fields: str) -> list[list[str]]:
     command = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     if done.returncode:
-        raise RuntimeError(f"nvidia-smi says: {(done.stderr or done.stdout).strip()}")
+        raise RuntimeError(f"nvidia-smi failed: {(done.stderr or done.stdout).strip()}")
     rows = [line.split(", ", fields.count(",")) for line in done.stdout.splitlines() if line.strip()]
     return [row for row in rows if len(row) == fields.count(",") + 1]
 

@@ -35,10 +35,8 @@ def torchvision_misfit() -> str:
         [sys.executable, "-P", "-c", "import torchvision"], capture_output=True, text=True, check=False
     )
     said = tried.stderr.strip().rpartition("\n")[2]
-    made = (
-        f"is made for torch {made_for} and" if made_for not in {"", torch.partition("+")[0]} else "is another build and"
-    )
-    misfit = f"torchvision {found['torchvision']} {made} can't be used with {torch}: {said}"
+    made = f"is for torch {made_for}" if made_for not in {"", torch.partition("+")[0]} else "is a different build"
+    misfit = f"torchvision {found['torchvision']} {made} and can't be imported with torch {torch}: {said}"
     return misfit if tried.returncode else ""
 
 

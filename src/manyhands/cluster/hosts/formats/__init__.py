@@ -1,15 +1,15 @@
-"""One file for each format of a file that describes a cluster, and each launcher; none imports another.
+"""Cluster file formats and launchers, one module each; no module imports another.
 
-What a file may have:
+A module may define:
 
-- `recognise(path, text) -> bool`: whether a file is in this format, by its name and its text alone.
-- `read(text, where) -> Cluster`: strict; a mistake is a `UserError` that names file, field, line, found and expected.
-- `wait(path, timeout_s) -> str`: the text of a file that another program may still be writing.
-- `write(cluster) -> (text, notes)`: the file, and what of the cluster it has no place for; a cluster that the format
-  can't describe is refused with a `UserError`.
-- `place(environment) -> LauncherPlace | None`: the process that a launcher's variables say this is; None without them.
-- `PRECEDENCE`: among several with a place, the lowest number is followed; 0 where it isn't there.
-- `from_environment(environment) -> Cluster | None`: the cluster that a launcher's variables describe as a whole.
-- `alone(environment) -> UserError | None`: what is wrong where this is one process of a job with several.
-- `script(submission) -> str` or `manifest(submission) -> str`: what a scheduler takes.
+- `recognise(path, text) -> bool`: True if the name and the text of a file match the format.
+- `read(text, where) -> Cluster`: parses a file strictly. Raises `UserError` with file, line, field, found and expected.
+- `wait(path, timeout_s) -> str`: waits for a file that another program is writing, and returns its text.
+- `write(cluster) -> (text, notes)`: formats a cluster, with notes on what the format can't hold. Raises `UserError` if
+  the format can't describe the cluster.
+- `place(environment) -> LauncherPlace | None`: reads this process's rank from a launcher's variables.
+- `PRECEDENCE`: order of the launchers; the lowest number wins. The default is 0.
+- `from_environment(environment) -> Cluster | None`: reads the entire cluster from a launcher's variables.
+- `alone(environment) -> UserError | None`: returns an error if a process was started without the job's launcher.
+- `script(submission) -> str` or `manifest(submission) -> str`: formats the input of a scheduler.
 """

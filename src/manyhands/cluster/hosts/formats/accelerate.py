@@ -1,7 +1,7 @@
-"""The yaml that `accelerate config` writes. Unknown keys are refused, as accelerate does.
+"""Reads the YAML file that `accelerate config` writes. Unknown keys are refused, as in accelerate.
 
-The file knows the first machine's address alone, so the other machines' names are empty. A machine_rank that is left
-out stays unknown: one file may serve all machines, each with its own --machine_rank.
+The file has only the first machine's address, so the other machines' names are empty. A missing machine_rank stays
+unknown: all machines may share one file.
 """
 
 import re
@@ -16,7 +16,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.outside import UnreadableError, parse_yaml
 
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
-# What is trained the same way here, whatever accelerate calls the accelerator.
+# Distributed types that all mean data parallel training here.
 PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA",
                "MULTI_HPU", "MULTI_NEURON")  # fmt: skip
 OTHER_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
@@ -32,7 +32,7 @@ _MAX_PROCESSES = 65536
 
 
 def recognise(_path: str, text: str) -> bool:
-    """Whether it is yaml (or JSON) with a key that only accelerate has."""
+    """Returns True for YAML or JSON with the key `distributed_type`, which only accelerate has."""
     found = set(re.findall(r"""^["' \t{]*([a-z_]+)["']?\s*:""", text, re.MULTILINE))
     return "distributed_type" in found
 
@@ -44,18 +44,18 @@ def read(text: str, where: str) -> Cluster:
     size: int = values.number("num_processes", -1, _MAX_PROCESSES, 1 if values.kind == "NO" else -1)
     if size == 0 or (size > 0 and size % machines):
         multiple = machines * max(1, size // machines)
-        hint = f"num_processes counts those of all machines: {multiple} or another multiple"
-        values.refuse("num_processes", f"num_processes is {size}, not a multiple of num_machines, {machines}", hint)
+        hint = f"set num_processes to the total over all machines, such as {multiple}"
+        values.refuse("num_processes", f"num_processes ({size}) is not a multiple of num_machines ({machines})", hint)
     slots = max(size, 0) // machines
     rank = values.number("machine_rank", 0, machines - 1, None)
     address = values.text("main_process_ip")
     if machines > 1 and not address:
-        message = f"num_machines is {machines}, and main_process_ip doesn't say where the first one is"
+        message = f"num_machines is {machines}, but main_process_ip is missing"
         key = "main_process_ip" if "main_process_ip" in values.lines else "num_machines"
-        values.refuse(key, message, "add main_process_ip: ITS_ADDRESS")
+        values.refuse(key, message, "add the first machine's address, such as main_process_ip: 10.0.0.1")
     if address and not is_host(address):
         message = f"main_process_ip is {address}; expected the first machine's name or address"
-        values.refuse("main_process_ip", message, "write it as 10.0.0.1")
+        values.refuse("main_process_ip", message, "write an address such as 10.0.0.1")
     devices = _devices(values, slots)
     own = 0 if machines == 1 else rank
     hosts = [address or "localhost", *[""] * (machines - 1)]
@@ -69,7 +69,7 @@ def read(text: str, where: str) -> Cluster:
 
 
 def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
-    """What the file says of the job itself: in its own words, and as an option and its value, if there is one."""
+    """Yields the file's settings of the job: the line, and the matching option and value, or empty strings."""
     precision = values.text("mixed_precision") or ("fp16" if values.switch("fp16") else "")
     if precision:
         ours = PRECISIONS.get(precision, "")
@@ -89,29 +89,28 @@ class _Values:
         try:
             self._values, node = parse_yaml(text)
         except UnreadableError as error:
-            line = re.match(r"line ([0-9]+):? ", str(error))
-            at, problem = (at_line(where, int(line[1])), str(error)[line.end() :]) if line else (where, str(error))
-            raise UserError(f"this is not yaml: {problem}", at, ("correct this line",)) from error
+            at = at_line(where, error.line) if error.line else where
+            raise UserError(f"the file is not valid YAML: {error.problem}", at, ("correct the file",)) from error
         if not isinstance(node, yaml.MappingNode) or not all(isinstance(key, str) for key in self._values):
-            hints = ("`accelerate config` writes such a file",)
+            hints = ("create a valid file with `accelerate config`",)
             raise UserError("expected lines such as num_processes: 4", where, hints)
         given: dict[str, Any] = {}
         for key, value in node.value:
             self.lines[key.value] = key.start_mark.line + 1
             if given.setdefault(key.value, value.value) != value.value:
-                self.refuse(key.value, f"{key.value} is given twice, with different values", "keep one of the two")
+                self.refuse(key.value, f"{key.value} is given twice, with different values", "remove one of the lines")
             if key.value not in _KEYS:
                 near = get_close_matches(key.value, _KEYS, n=1)
-                hint = f'did you mean "{near[0]}"?' if near else "remove it: accelerate doesn't know it either"
+                hint = f'did you mean "{near[0]}"?' if near else "remove this line"
                 self.refuse(key.value, f'accelerate has no key "{key.value}"', hint)
         environment, self.kind = self.text("compute_environment"), self.text("distributed_type")
         if environment not in {"", "LOCAL_MACHINE"}:
-            message = f"compute_environment is {environment}; only LOCAL_MACHINE describes machines of one's own"
-            self.refuse("compute_environment", message, "run `accelerate config` and choose this machine")
+            message = f"compute_environment is {environment}; only LOCAL_MACHINE is supported"
+            self.refuse("compute_environment", message, 'run `accelerate config` and choose "This machine"')
         if self.kind not in (known := (*PLAIN_TYPES, *OTHER_TYPES)):
             near = get_close_matches(self.kind.upper(), known, n=1)
-            hint = f'did you mean "{near[0]}"?' if near else f"one of {', '.join(known)}"
-            message = f'distributed_type is "{self.kind}"' if self.kind else "distributed_type is missing"
+            hint = f'did you mean "{near[0]}"?' if near else f"write one of {', '.join(known)}"
+            message = f'distributed_type "{self.kind}" is unknown' if self.kind else "distributed_type is missing"
             self.refuse("distributed_type", message, hint)
 
     def refuse(self, key: str, message: str, hint: str) -> Any:
@@ -126,7 +125,7 @@ class _Values:
     def switch(self, key: str) -> bool:
         word = self.text(key).lower()
         if word not in {"", "true", "false", "yes", "no"}:
-            self.refuse(key, f'{key} is "{self.text(key)}"; expected true or false', "correct it")
+            self.refuse(key, f'{key} is "{self.text(key)}"; expected true or false', "correct this value")
         return word in {"true", "yes"}
 
     def number(self, key: str, least: int, most: int, otherwise: int | None) -> Any:
@@ -134,21 +133,21 @@ class _Values:
         if not text:
             return otherwise
         if not re.fullmatch(r"-?[0-9]{1,9}", text) or not least <= int(text) <= most:
-            hint = "ranks of machines count from 0" if "rank" in key else "correct it"
+            hint = "number the machines from 0" if "rank" in key else "correct this value"
             self.refuse(key, f"{key} is {text}; expected a number from {least} to {most}", hint)
         return int(text)
 
 
 def _devices(values: _Values, slots: int) -> tuple[int, ...]:
-    """Numbers of the devices of this machine, by rank; empty for 0, 1, 2 and so on."""
+    """Returns the numbers of this machine's devices, by rank; empty for 0, 1, 2 and so on."""
     text = values.text("gpu_ids").strip()
     if text in {"", "all"}:
         return ()
     words = [word.strip() for word in text.strip("[]").split(",")]
     if not all(re.fullmatch(r"[0-9]{1,4}", word) for word in words) or len(set(words)) < len(words):
-        values.refuse("gpu_ids", f'gpu_ids is "{text}"; expected all, or numbers such as 0,1', "correct it")
+        values.refuse("gpu_ids", f'gpu_ids is "{text}"; expected all, or numbers such as 0,1', "correct this value")
     if slots > len(words):
         message = f"gpu_ids has {len(words)} numbers for {slots} processes on this machine"
-        values.refuse("gpu_ids", message, "give each process its own, or write all")
+        values.refuse("gpu_ids", message, "list one device for each process, or write all")
     devices = tuple(int(word) for word in words[:slots] or words)
     return () if devices == tuple(range(slots)) else devices

@@ -49,7 +49,7 @@ def read(text: str, where: str) -> Cluster:
             machine = _machine(words[0], place)
             found.append((_with_settings(machine, words[1:], place), place))
     if not found:
-        raise UserError("there is no host in this file", where, ("one line for each machine: n1 slots=4",))
+        raise UserError("the hostfile lists no hosts", where, ("write one line for each machine, such as n1 slots=4",))
     return Cluster(_joined(found), source=f"hostfile {where}".rstrip())
 
 
@@ -58,27 +58,28 @@ def read_list(text: str, where: str) -> Cluster:
     machines: list[Machine] = []
     for part in (word.strip() for word in text.split(",")):
         if not part:
-            raise UserError(f'"{text}" has an empty place between commas', where, ("write it as n1,n2 or n1:4,n2:4",))
+            hints = ("write a list such as n1,n2 or n1:4,n2:4",)
+            raise UserError(f'the list of hosts "{text}" has an empty entry', where, hints)
         if _BARE_SIX.fullmatch(part):
-            what = f'"{part}" may be an address with a number behind it or without'
+            what = f'"{part}" is ambiguous: the last part may belong to the address or be a number of processes'
             raise UserError(what, where, ("put the address in brackets: [fd00::1] or [fd00::1]:4",))
         first, *settings = part.split()
         machine = _with_settings(_machine(first, where), settings, where)
         if machine.name in {known.name for known in machines}:
-            what = f"{machine.name} is there twice"
             more = f"{machine.target} slots=2" if machine.port else f"{in_brackets(machine.name)}:2"
-            raise UserError(what, where, (f"for more processes on it write {more}",))
+            hints = (f"write {more} for two processes on {machine.name}",)
+            raise UserError(f"{machine.name} is listed twice", where, hints)
         machines.append(machine)
     return Cluster(tuple(machines), source=f"{where} {text}".strip())
 
 
 def write(cluster: Cluster) -> tuple[str, list[str]]:
-    """Returns a hostfile, and what of the cluster it has no place for."""
+    """Returns a hostfile, and notes on what the format can't hold."""
     notes: list[str] = []
     if any(machine.devices for machine in cluster.machines):
-        notes.append("numbers of devices are left out: a hostfile has no place for them")
+        notes.append("device numbers are omitted: hostfiles don't have device numbers")
     if cluster.master_address or cluster.master_port:
-        notes.append("the master's address and port are left out: a hostfile has no place for them")
+        notes.append("the master's address and port are omitted: hostfiles don't have a master")
     lines = [
         m.host + (f" slots={m.slots}" if m.slots else "") + (f" port={m.port}" if m.port else "")
         for m in cluster.machines
@@ -102,10 +103,10 @@ def _machine(word: str, where: str) -> Machine:
     bare = None if address else _BARE_SIX.fullmatch(word)
     matched = _SSH.fullmatch(word) if address else bare or _HOST.fullmatch(word)
     if matched is None and address:
-        mend = ("write it as ssh://user@host:31234", "passwords and paths have no place in it: ssh takes your key")
+        mend = ("write ssh://user@host:31234, without a password and without a path",)
         raise UserError(f'"{_without_password(word)}" is not an ssh address', where, mend)
     if matched is None:
-        mend = "a name or address, with a number of processes or without: n1, n1:4, user@n1, 10.0.0.1, [fd00::1]:4"
+        mend = "write a name or an address, with or without a number of processes: n1, user@n1, 10.0.0.1, [fd00::1]:4"
         raise UserError(f'"{word}" is not a host', where, (mend,))
     name = matched["six"] if matched["six"] is not None else matched["name"]
     if matched["six"] is not None:
@@ -114,7 +115,7 @@ def _machine(word: str, where: str) -> Machine:
         except ValueError:
             known = False
         if not known:
-            raise UserError(f'"{name}" is not an IPv6 address', where, ("write it as [fd00::1]:4",))
+            raise UserError(f'"{name}" is not an IPv6 address', where, ("write an address such as [fd00::1]:4",))
     machine = Machine(f"{matched['user'] or ''}{name}")
     if address:
         port = _number(matched["port"], "port", "the port", where) if matched["port"] else 0
@@ -135,12 +136,14 @@ def _refuse_what_may_be_a_port(machine: Machine, text: str, where: str) -> None:
         return
     number = int(text)
     if number in _SSH_PORTS or _LIKE_A_PORT < number <= _MOST["port"]:
-        mend = [f"if it is the port: {replace(machine, port=number).target}"]
+        mend = [f"for an ssh port, write {replace(machine, port=number).target}"]
         if number <= _MOST["slots"]:
-            mend.append(f'if these are processes: "{machine.host} slots={number}"')
+            mend.append(f'for a number of processes, write "{machine.host} slots={number}"')
         else:
-            mend.append("with a number of processes too: a line in a hostfile, such as n1 slots=4 port=31234")
-        what = f"is {number} behind {machine.host} the port of its ssh, or the number of its processes?"
+            mend.append(
+                "for an ssh port and a number of processes, write a hostfile line such as n1 slots=4 port=31234"
+            )
+        what = f"{machine.host}:{number} is ambiguous: {number} may be an ssh port or a number of processes"
         raise UserError(what, where, tuple(mend))
 
 
@@ -149,7 +152,7 @@ def _number(text: str, setting: str, name: str, where: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
         what = f'{name} is "{text}"; expected a number from 1 to {most}'
         form = "n1 slots=4 port=31234, or ssh://n1:31234" if setting == "port" else "n1 slots=4, or n1:4"
-        raise UserError(what, where, (f"write it as {form}",))
+        raise UserError(what, where, (f"write {form}",))
     return int(text)
 
 
@@ -159,18 +162,18 @@ def _with_settings(machine: Machine, words: list[str], where: str) -> Machine:
     for word in words:
         key, equals, value = word.partition("=")
         if key not in _SETTINGS or not equals:
-            known = "after a host there may be slots=4, max_slots=8 and port=31234, without blanks"
+            known = "write settings without spaces around =: slots=4, max_slots=8, port=31234"
             hint = known if key in _SETTINGS else did_you_mean(key, _SETTINGS) or known
             hint = f"write slots={word}" if word.isdecimal() else hint
-            raise UserError(f'"{word}" is not known in a hostfile', where, (hint,))
+            raise UserError(f'"{word}" is not a hostfile setting', where, (hint,))
         name = _SETTINGS[key]
         if name in found:
-            raise UserError(f"{name} is given twice on this line", where, ("keep one of the two",))
+            raise UserError(f"{name} is given twice on one line", where, (f"remove one of the {name} settings",))
         found[name] = _number(value, name, name, where)
     slots = found.get("slots", 0)
     if found.get("max_slots", slots) < slots:
-        what = f"max_slots is {found['max_slots']}, less than slots, which is {slots}"
-        raise UserError(what, where, ("correct one of the two",))
+        what = f"max_slots ({found['max_slots']}) is less than slots ({slots})"
+        raise UserError(what, where, ("correct slots or max_slots",))
     return Machine(machine.host, slots, port=found.get("port", 0))
 
 
@@ -181,8 +184,8 @@ def _joined(found: list[tuple[Machine, str]]) -> tuple[Machine, ...]:
     for machine, where in found:
         known = first.setdefault(machine.name, machine).host
         if known != machine.host:
-            what = f"{machine.name} is named with two users: {known} and {machine.host}"
-            raise UserError(what, where, ("name it with one user",))
+            what = f"{machine.name} is listed with two users: {known} and {machine.host}"
+            raise UserError(what, where, (f"use the same user on all lines of {machine.name}",))
         slots.setdefault(machine.name, []).append(machine.slots)
     return tuple(
         replace(first[name], slots=given[0] if len(given) == 1 else sum(number or 1 for number in given))

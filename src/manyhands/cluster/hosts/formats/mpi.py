@@ -71,8 +71,8 @@ def _master(environment: Mapping[str, str], family: _Family, *, alone: bool) -> 
         return environment["MASTER_ADDR"], "MASTER_ADDR"
     if alone:
         return "127.0.0.1", "all processes are on one machine"
-    what = f"{family.name} started processes on several machines and doesn't say where rank 0 is"
-    mend = (f"{family.hand_on}   with an address of rank 0's machine, usually the first host",)
+    what = f"{family.name} started processes on several machines without the address of rank 0"
+    mend = (f"pass an address of rank 0's machine, usually the first host: {family.hand_on}",)
     raise UserError(what, "MASTER_ADDR", mend)
 
 

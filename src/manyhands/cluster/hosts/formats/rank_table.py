@@ -1,8 +1,7 @@
-"""Ascend's rank table, versions 1.0 (Ascend 910, A2) and 1.2 (super pods), and the variables that name it.
+"""Reads and writes Ascend rank tables, versions 1.0 (Ascend 910, A2) and 1.2 (super pods).
 
-A machine's cards become its devices, in the order of their ranks. Where ranks are 0, 1, 2 … on cards 0, 1, 2 …, the
-devices are left empty, as they are anywhere else. HCCL passes over fields that it doesn't know, and so does this; but
-one that looks like a misspelled field is refused.
+The cards of a server become a machine's devices in rank order. If ranks 0, 1, 2 … use cards 0, 1, 2 …, the devices are
+left empty, as in other formats. Unknown fields are ignored, as HCCL does, unless they look like misspelled known ones.
 """
 
 import difflib
@@ -18,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line, is_address
 from manyhands.core.errors import UserError
+from manyhands.core.outside import RepeatedNameError, UnreadableError, parse_json
 from manyhands.core.shown import say
 
 DEFAULT_PORT = 29500
@@ -27,7 +27,7 @@ Version = Literal["1.0", "1.2"]
 Keys = tuple[str | int, ...]  # the path of a value in the file
 
 _TABLE_NAME = re.compile(r"(rank_?table|^hccl).*\.json$")
-_PLACEHOLDER = re.compile(r"[*<>…\s]|\.\.\.|^$|(?i:(^|[._-])x{2,}([._-]|$)|^[\dx.]*x[\dx.]*$)")
+_PLACEHOLDER = re.compile(r"[*<>?…\s]|\.\.\.|^$|(?i:(^|[._-])x{2,}([._-]|$)|^[\dx.]*x[\dx.]*$)")
 _VERSIONS = " or ".join(f'"{word}"' for word in get_args(Version))
 _OTHER_LAYOUTS = {"group_list": 'of MindSpore before 1.0 ("group_list")', "rank_list": 'of version 2.0 ("rank_list")'}
 _SIMILAR = 0.85
@@ -38,13 +38,13 @@ _NEWER = {"device_port", "super_device_id", "backup_device_ip"}
 
 def _filled_in(word: str) -> str:
     if _PLACEHOLDER.search(word):
-        raise ValueError("expected this cluster's own value: this is a placeholder, as documents print it")
+        raise ValueError("expected a value from your cluster, not a placeholder")
     return word
 
 
 def _number(word: str) -> str:
     if not re.fullmatch(r"0|[1-9][0-9]{0,8}", word):
-        raise ValueError('expected a number from "0" on, in quotes')
+        raise ValueError('expected a number in quotes, "0" or higher')
     return word
 
 
@@ -55,7 +55,7 @@ def _port(word: str) -> str:
 
 
 def _address(word: str) -> str:
-    """Tools write "reserve" or nothing where they have no address."""
+    """Accepts "reserve" and the empty string, which tools write for an unknown address."""
     if word not in {"", "reserve"} and not is_address(_filled_in(word)):
         raise ValueError("expected an IP address")
     return word
@@ -63,7 +63,7 @@ def _address(word: str) -> str:
 
 def _identity(word: str) -> str:
     if len(_filled_in(word)) > 64 or not word.isprintable():
-        raise ValueError("expected at most 64 characters that can be shown")
+        raise ValueError("expected at most 64 printable characters")
     return word
 
 
@@ -108,7 +108,7 @@ class Server(_Part):
 
     @property
     def host(self) -> str:
-        """The name or address that the others reach it by: an address where the table has one."""
+        """The first IP address of the server in the table, or its `server_id` if there is none."""
         given = (self.container_ip, self.pod_ip, self.server_id, self.server_ip, self.host_ip)
         return next((name for name in given if name and is_address(name)), self.server_id)
 
@@ -127,7 +127,7 @@ class SuperPod(_Part):
 
 
 class RankTable(_Part):
-    """Servers, their cards, and what each version adds to them."""
+    """A rank table of any supported version."""
 
     version: Version | None = None
     server_count: Number | None = None
@@ -147,7 +147,7 @@ class RankTable(_Part):
 
 
 def recognise(path: str, text: str) -> bool:
-    """Whether it is a JSON object with a server_list, or a file named like one that is still being written."""
+    """Returns True for a JSON object with a list of servers, or an incomplete one with a rank table's file name."""
     return text.lstrip().startswith("{") and (
         bool(re.search(r'"(server_list|rank_list|group_list)"\s*:', text)) or bool(_TABLE_NAME.search(Path(path).name))
     )
@@ -163,10 +163,10 @@ def read(text: str, where: str) -> Cluster:
 
 
 def read_table(text: str, where: str) -> RankTable:
-    """Reads a table with what a Cluster has no place for.
+    """Reads a table with all its fields, including those that a `Cluster` doesn't have.
 
     Raises:
-        UserError: It is no JSON, a field is wrong or missing, or HCCL could not use it; names the line and the field.
+        UserError: The table is not JSON, has a wrong or missing field, or breaks a rule of HCCL. Names line and field.
     """
     value = _parse(text, where)
     table: RankTable | None = None
@@ -185,49 +185,32 @@ def read_table(text: str, where: str) -> RankTable:
     return table
 
 
-# Where a mistake is, what it is, and hints.
+# The path of a wrong value, the error message, and hints.
 Mistake = tuple[Keys, str, *tuple[str, ...]]
 
 
 def _dotted(path: Sequence[str | int]) -> str:
-    """A path as people write it: server_list[1].device[0].rank_id."""
+    """Formats a path as in server_list[1].device[0].rank_id."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-
-
-class _GivenTwiceError(ValueError):
-    """A name is there twice in one object, with different values."""
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if found.setdefault(key, value) != value:
-            raise _GivenTwiceError(key)
-    return found
 
 
 def _parse(text: str, where: str) -> Any:
     text = text.removeprefix("\ufeff")
     try:
-        return json.loads(text, object_pairs_hook=_once_each)
-    except json.JSONDecodeError as error:
-        comment = text.startswith(("//", "/*", "#"), error.pos)
-        message = "JSON has no comments" if comment else error.msg[:1].lower() + error.msg[1:]
-        found = text[error.pos : error.pos + 20].partition("\n")[0]
-        message += f': found "{found}"' if found else "" if text[error.pos :] else ": the text ends here"
-        at, message = at_line(where, error.lineno), f"this is not JSON: {message}"
-    except _GivenTwiceError as error:
-        twice: list[tuple[Keys, int]] = []
-        _lines(text, twice)
-        path, line = next((one for one in twice if one[0][-1] == error.args[0]), (error.args, 1))
-        at, message = at_line(where, line), f"{_dotted(path)} is given twice, with different values"
-    except (ValueError, RecursionError) as error:
-        at, message = at_line(where, 1), f"this is not JSON that can be read: {error}"
-    raise UserError(message, at, ("correct the file at this line",))
+        return parse_json(text, once_each=True)
+    except UnreadableError as error:
+        path: Keys = ()
+        line, twice = error.line or 1, list[tuple[Keys, int]]()
+        if isinstance(error, RepeatedNameError):
+            _lines(text, twice)
+            path, line = twice[0]
+        message = f"{_dotted(path)} is given twice" if path else f"the rank table is not valid JSON: {error.problem}"
+        hints = ("correct the file at this line; JSON allows neither comments nor trailing commas",)
+        raise UserError(message, at_line(where, line), hints) from None
 
 
 def _lines(text: str, twice: list[tuple[Keys, int]] | None = None) -> dict[Keys, int]:
-    """Each value's line, by its path; looked for only where there is a mistake. Collects names given `twice`."""
+    """Returns the line of each value, by path. Appends each repeated key's path and line to `twice`."""
     lines: dict[Keys, int] = {}
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # JSON is YAML, but for tabs and some escapes
     composed: Any = yaml
@@ -252,25 +235,25 @@ def _lines(text: str, twice: list[tuple[Keys, int]] | None = None) -> dict[Keys,
 
 def _wrong_layout(value: Any) -> Iterator[Mistake]:
     if not isinstance(value, dict):
-        yield (), 'a rank table is one object, "{ … }"', "see docs/guides/cluster-files.md"
+        yield (), "the rank table is not a JSON object, { … }", "see docs/guides/cluster-files.md for the format"
         return
     for key, name in _OTHER_LAYOUTS.items():
         if key in value and "server_list" not in value:
-            hint = "write it anew from a list of machines: manyhands explain --cluster HOSTFILE --write table.json"
-            yield (key,), f"this is the layout {name}; versions 1.0 and 1.2 are read", hint
+            hint = "create a new table from a list of hosts: manyhands explain --cluster HOSTFILE --write table.json"
+            yield (key,), f"the rank table has the layout {name}; versions 1.0 and 1.2 are supported", hint
     if "server_group_list" in value and "server_list" not in value:
-        message = "this is ModelArts' layout: each server_list is one level below, in server_group_list"
-        hint = 'put one group\'s "server_list" beside "status", in the place of "server_group_list"'
+        message = "the rank table has ModelArts' layout, with each server_list inside server_group_list"
+        hint = 'replace "server_group_list" with the "server_list" of one group, next to "status"'
         yield ("server_group_list",), message, hint
     if value.get("version") not in (None, *get_args(Version)):
         yield ("version",), f"version is {json.dumps(value['version'])}; expected {_VERSIONS}", f"write {_VERSIONS}"
     if value.get("status") == "initializing":
-        hint = "wait until the program that writes it sets status to completed"
-        yield ("status",), 'status is "initializing": the table is still being written', hint
+        hint = 'wait until the program that writes the table sets status to "completed"'
+        yield ("status",), 'the rank table is incomplete: its status is "initializing"', hint
 
 
 def _misspelled(value: Any, path: Keys, part: type[BaseModel]) -> Iterator[Mistake]:
-    """Fields that are nearly those of a rank table."""
+    """Yields unknown fields whose names are similar to known ones."""
     if not isinstance(value, dict):
         return
     known = part.model_fields
@@ -285,13 +268,13 @@ def _misspelled(value: Any, path: Keys, part: type[BaseModel]) -> Iterator[Mista
 
 
 def _wrong_value(error: dict[str, Any]) -> Mistake:
-    """What pydantic refuses."""
+    """Converts an error of pydantic."""
     path: Keys = error["loc"]
-    name, field = _dotted(path) or "the table", str(path[-1]) if path else ""
+    name, field = _dotted(path) or "the rank table", str(path[-1]) if path else ""
     if error["type"] == "missing":
-        return path, f"{name} is missing", f'add "{field}" here'
+        return path, f"{name} is missing", f'add "{field}" at this place'
     kinds = {
-        "string_type": "expected text in double quotes",
+        "string_type": "expected a string in double quotes",
         "list_type": "expected a list, [ … ]",
         "model_type": "expected an object, { … }",
         "too_short": "expected at least one entry",
@@ -303,19 +286,20 @@ def _wrong_value(error: dict[str, Any]) -> Mistake:
     if isinstance(error["input"], int):
         hint = f'write "{found}"'
     elif field in {"device_ip", "backup_device_ip"}:
-        hint = "the address is in that machine's /etc/hccn.conf: address_0 is the one of device 0"
+        hint = "take the address from /etc/hccn.conf on the server: address_0 belongs to device 0"
     elif "placeholder" in kind and field in {"server_id", "host_ip", "container_ip", "pod_ip", "server_ip"}:
-        hint = "put that machine's own address there; `hostname -I` on it says which it has"
+        hint = "write the server's IP address; `hostname -I` on the server shows its addresses"
     return path, f"{name} is {found if len(found) < 80 else found[:77] + '…'}; {kind}", hint
 
 
 def _broken_rules(table: RankTable) -> Iterator[Mistake]:
-    """Values that contradict each other, or that HCCL could not use."""
+    """Yields values that contradict each other or break a rule of HCCL."""
     servers = table.server_list
     cards = [(at, index, device) for at, server in enumerate(servers) for index, device in enumerate(server.device)]
     if table.server_count is not None and int(table.server_count) != len(servers):
         message = (
-            f'server_count is "{table.server_count}", but server_list has {len(servers)}; expected "{len(servers)}"'
+            f'server_count is "{table.server_count}", but server_list has {len(servers)} servers; '
+            f'expected "{len(servers)}"'
         )
         yield ("server_count",), message, "correct the count, or add the missing servers"
     yield from _repeated(servers, cards)
@@ -325,35 +309,39 @@ def _broken_rules(table: RankTable) -> Iterator[Mistake]:
         for index, server in enumerate(pod.server_list):
             if server.server_id not in known:
                 message = f'server_id "{server.server_id}" of a super pod is not in server_list'
-                yield ("super_pod_list", at, "server_list", index, "server_id"), message, "correct the name"
+                yield ("super_pod_list", at, "server_list", index, "server_id"), message, "correct this server_id"
     newer = any(_NEWER & device.model_fields_set for _, _, device in cards)
     if not (newer or table.version == "1.2" or any(server.hardware_type for server in servers)):
         yield from _broken_groups(servers, len(cards))
 
 
 def _repeated(servers: Sequence[Server], cards: Sequence[tuple[int, int, Device]]) -> Iterator[Mistake]:
-    """What belongs to one server or card alone, and is given to two."""
+    """Yields server IDs, device IDs and addresses that two servers or cards share."""
     seen: dict[tuple[object, ...], tuple[int, int]] = {}
     for at, server in enumerate(servers):
         first, _ = seen.setdefault(("server_id", server.server_id), (at, 0))
         if first != at:
-            message = f'server_id "{server.server_id}" is also that of server_list[{first}]; each server has its own'
+            message = f'server_id "{server.server_id}" repeats the server_id of server_list[{first}]'
             yield ("server_list", at, "server_id"), message, "list all cards of one machine under one server"
     for at, index, device in cards:
         path: Keys = ("server_list", at, "device", index)
         _, first = seen.setdefault(("device_id", at, device.device_id), (at, index))
         if first != index:
-            message = f'device_id "{device.device_id}" is also that of device[{first}] of this server'
-            yield (*path, "device_id"), message, "give each card once; `ls /dev/davinci*` shows their numbers"
+            message = f'device_id "{device.device_id}" repeats the device_id of device[{first}] of this server'
+            yield (
+                (*path, "device_id"),
+                message,
+                "list each card once; `ls /dev/davinci*` shows the numbers of the cards",
+            )
         before, first = seen.setdefault(("device_ip", device.device_ip, device.device_port), (at, index))
         if (before, first) != (at, index) and device.device_ip not in {"", "reserve"}:
-            message = f'device_ip "{device.device_ip}" is also that of server_list[{before}].device[{first}]'
-            hint = "each card has its own address; it is in that machine's /etc/hccn.conf"
+            message = f'device_ip "{device.device_ip}" repeats the device_ip of server_list[{before}].device[{first}]'
+            hint = "take each card's own address from /etc/hccn.conf on the server"
             yield (*path, "device_ip"), message, hint
 
 
 def _broken_ranks(servers: Sequence[Server], cards: Sequence[tuple[int, int, Device]]) -> Iterator[Mistake]:
-    """Each rank once; in the order of server_id as text, so that no server's ranks lie between another's."""
+    """Yields ranks that repeat, are out of range, or don't follow the text order of server_id."""
     size, seen = len(cards), set[str]()
     missing = sorted(set(range(size)) - {int(device.rank_id) for _, _, device in cards})
     hint = f"missing: {', '.join(map(str, missing[:8]))}"
@@ -373,31 +361,35 @@ def _broken_ranks(servers: Sequence[Server], cards: Sequence[tuple[int, int, Dev
         if int(device.rank_id) not in (wanted := expected[at]):
             message = (
                 f'rank_id is "{device.rank_id}"; expected {wanted[0]} … {wanted[-1]} on server '
-                f'"{servers[at].server_id}": ranks follow the order of server_id as text'
-                + (f', and "{servers[before[at]].server_id}" comes before it' if at in before else "")
+                f'"{servers[at].server_id}", because ranks follow the text order of server_id'
+                + (f' and "{servers[before[at]].server_id}" comes first' if at in before else "")
             )
-            hint = 'number the ranks in that order; as text, "10.0.0.10" comes before "10.0.0.9"'
+            hint = 'number the ranks in the text order of server_id; "10.0.0.10" comes before "10.0.0.9"'
             yield ("server_list", at, "device", index, "rank_id"), message, hint
 
 
 def _broken_groups(servers: Sequence[Server], size: int) -> Iterator[Mistake]:
-    """Ascend 910: 1, 2, 4 or 8 cards on a machine, 2 and 4 within 0-3 or 4-7; over several machines a multiple of 8."""
-    other = 'machines newer than Ascend 910 say so in the table, such as "hardware_type": "800T-A2" beside server_id'
+    """Yields card groups that HCCL can't form on Ascend 910.
+
+    A server has 1, 2, 4 or 8 cards; 2 or 4 cards are within 0-3 or 4-7. Several servers have a multiple of 8 cards.
+    """
+    other = 'for servers newer than Ascend 910, add the type next to server_id, such as "hardware_type": "800T-A2"'
     for at, server in enumerate(servers):
         path: Keys = ("server_list", at, "device")
         cards = sorted(int(device.device_id) for device in server.device)
         listed = ", ".join(map(str, cards))
         if len(cards) not in _GROUP_SIZES:
-            message = f"{len(cards)} cards on one server; HCCL can group 1, 2, 4 or 8"
-            yield path, message, "list that many cards", other
+            message = f"the server has {len(cards)} cards; HCCL supports 1, 2, 4 or 8 cards on one server"
+            yield path, message, "list 1, 2, 4 or 8 cards", other
         if cards[-1] > 7:
-            yield path, f"cards {listed}; expected numbers from 0 to 7", "correct the device_id", other
+            message = f"the server has cards {listed}; expected device_id from 0 to 7"
+            yield path, message, "correct the device_id", other
         if len(cards) in (2, 4) and cards[0] < 4 <= cards[-1]:
             message = f"cards {listed} are on both rings; HCCL can group {len(cards)} cards within 0-3 or within 4-7"
             yield path, message, f"choose {len(cards)} cards of one ring", other
     if len(servers) > 1 and size % 8:
-        message = f"{size} cards over {len(servers)} servers; HCCL can group 8, 16, 24 … over several"
-        yield ("server_list",), message, "list that many cards, or one server alone", other
+        message = f"the table has {size} cards on {len(servers)} servers; HCCL supports 8, 16, 24 … on several servers"
+        yield ("server_list",), message, "list a multiple of 8 cards, or only one server", other
 
 
 def wait(
@@ -407,13 +399,13 @@ def wait(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Waits until the table is completed, and returns its text.
+    """Waits until the table is complete and returns its text.
 
-    A file that is gone, cut off or "initializing" is still being written; any other mistake ends the waiting, and is
-    left to the reader.
+    A file that is missing, truncated or "initializing" is still being written. Any other mistake ends the wait; the
+    reader reports the mistake.
 
     Raises:
-        UserError: The table is still initializing after all this time.
+        UserError: The table is still initializing after `timeout_s`.
     """
     ends, announced = clock() + timeout_s, timeout_s < POLL_S
     while True:
@@ -431,44 +423,44 @@ def wait(
             break
         if not announced:
             announced = True
-            state = 'its status is "initializing"' if initializing else "its end is missing"
+            state = 'its status is "initializing"' if initializing else "the end of the file is missing"
             say(f"waiting up to {timeout_s:g} s for the rank table {path} to be completed: {state}")
         sleep(POLL_S)
-    if initializing and timeout_s:
+    if initializing:
         message = f'the rank table was not completed within {timeout_s:g} s: its status is still "initializing"'
-        raise UserError(message, str(path), ("check the program that writes the table, or complete it by hand",))
+        raise UserError(message, str(path), ("check the program that writes the table, or complete the table by hand",))
     return text
 
 
 def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str, list[str]]:
-    """Returns a table of version 1.0, and what of the cluster it has no place for.
+    """Returns a table of version 1.0, and notes on what the format can't hold.
 
-    Cards' addresses are known for this machine alone, so they are left out unless it is the only one; a reader finds
-    them in each machine's /etc/hccn.conf, as `hccn`, by the card's number, here.
+    Writes device_ip only for a cluster of one machine: the addresses come from this machine's /etc/hccn.conf, or from
+    `hccn` by card number.
 
     Raises:
-        UserError: A number of processes is unknown, or HCCL could not use the table.
+        UserError: A number of processes is unknown, or the table breaks a rule of HCCL.
     """
     notes: list[str] = []
     if any("@" in machine.host for machine in cluster.machines):
-        notes.append("names of users are left out: a rank table has no place for them")
+        notes.append("user names are omitted: rank tables don't have user names")
     if any(machine.port for machine in cluster.machines):
-        notes.append("the ports of ssh are left out: only a hostfile has a place for them")
+        notes.append("ssh ports are omitted: only hostfiles have ssh ports")
     if cluster.master_address or cluster.master_port:
-        notes.append("the master's address and port are left out: HCCL takes the first server")
+        notes.append("the master's address and port are omitted: HCCL uses the first server")
     addresses = (read_hccn() if hccn is None else hccn) if len(cluster.machines) == 1 else {}
     if not addresses:
-        notes.append("device_ip is left out: add each card's from address_N in its own machine's /etc/hccn.conf")
+        notes.append("device_ip is omitted: for card N, add address_N from /etc/hccn.conf on the card's machine")
     servers: list[dict[str, Any]] = []
     rank = 0
     for name, machine in zip(_server_ids(cluster), cluster.machines, strict=True):
         if not machine.slots:
-            message = f"a rank table lists devices, but how many {machine.host} has is not known"
-            raise UserError(message, cluster.source, (f"write the number as slots: {machine.host} slots=8",))
+            message = f"a rank table lists devices, but the number of devices of {machine.host} is unknown"
+            raise UserError(message, cluster.source, (f"add the number of devices: {machine.host} slots=8",))
         cards = machine.devices or range(machine.slots)
         if len(cards) != machine.slots:
             message = f"{machine.host} has {machine.slots} processes, but {len(cards)} devices"
-            raise UserError(message, cluster.source, ("a rank table has one process for each device",))
+            raise UserError(message, cluster.source, ("set one process for each device",))
         devices = [
             {"device_id": str(card), **({"device_ip": addresses[card]} if card in addresses else {}), "rank_id": str(n)}
             for n, card in enumerate(cards, rank)
@@ -480,25 +472,25 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str,
     table = {"version": "1.0", "server_count": count, "server_list": servers, "status": "completed"}
     text = json.dumps(table, indent=2, ensure_ascii=False)
     text = re.sub(r"\{[^{}\[\]]*\}", lambda found: " ".join(found[0].split()), text) + "\n"  # one card a line
-    read(text, "the rank table to be written")
+    read(text, "the new rank table")
     return text, notes
 
 
 def _server_ids(cluster: Cluster) -> list[str]:
-    """Names whose order as text is the order of ranks: the machines' own, or node_0, node_1 … beside addresses."""
+    """Returns IDs in text order: the machines' addresses, or node_0, node_1 … for IP addresses in another order."""
     hosts = [machine.address for machine in cluster.machines]
     if hosts == sorted(hosts):
         return hosts
     if not all(map(is_address, hosts)):
-        message = f"HCCL wants machines in the order of their names as text: {', '.join(sorted(hosts))}"
-        hints = ("list them in that order, or by their addresses", "as text, n10 comes before n9")
+        message = f"HCCL requires machines in the text order of their names: {', '.join(sorted(hosts))}"
+        hints = ("list the machines in this order (n10 comes before n9)", "or list IP addresses instead of names")
         raise UserError(message, cluster.source, hints)
     width = len(str(len(hosts) - 1))
     return [f"node_{index:0{width}}" for index in range(len(hosts))]
 
 
 def read_hccn(path: Path = HCCN) -> dict[int, str]:
-    """Cards' addresses from lines such as address_0=192.168.100.101, if the file is there. Raises UserError."""
+    """Reads the cards' addresses from lines such as address_0=192.168.100.101. Raises UserError: an invalid address."""
     if not path.exists():
         return {}
     found: dict[int, str] = {}
@@ -506,28 +498,26 @@ def read_hccn(path: Path = HCCN) -> dict[int, str]:
         matched = re.fullmatch(r"\s*address_(\d+)\s*=\s*(\S*)\s*", line)
         if matched and not is_address(matched[2]):
             message = f'address_{matched[1]} is "{matched[2]}"; expected an IP address'
-            hints = ("set it with hccn_tool, or correct the file",)
+            hints = ("set the address with hccn_tool, or correct the file",)
             raise UserError(message, at_line(str(path), number), hints)
         if matched:
             found[int(matched[1])] = matched[2]
     return found
 
 
-def place(environment: Mapping[str, str], timeout_s: float = 0.0) -> LauncherPlace | None:
-    """The process that RANK_TABLE_FILE and RANK_ID say this is; None without one of them.
-
-    Waits up to `timeout_s` for a table that is still being written.
+def place(environment: Mapping[str, str]) -> LauncherPlace | None:
+    """Reads this process's rank from RANK_TABLE_FILE and RANK_ID. Returns None if either is unset.
 
     Raises:
-        UserError: There is no such table, it is wrong, or the other variables contradict it.
+        UserError: The table is missing or invalid, or another variable contradicts the table.
     """
     where = environment.get("RANK_TABLE_FILE", "")
     if not where or not environment.get("RANK_ID"):
         return None
     path = Path(where)
     if not path.is_file():
-        raise UserError(f"there is no file {where}", "RANK_TABLE_FILE", ("export the rank table's own path",))
-    servers = read_table(wait(path, timeout_s), where).by_rank
+        raise UserError(f"there is no file {where}", "RANK_TABLE_FILE", ("export the path of the rank table",))
+    servers = read_table(path.read_text(encoding="utf-8", errors="replace"), where).by_rank
     size, rank = sum(len(server.device) for server in servers), _variable(environment, "RANK_ID")
     if rank >= size:
         _contradict("RANK_ID", rank, f"0 … {size - 1}, the ranks in the table", where)
@@ -552,11 +542,11 @@ def place(environment: Mapping[str, str], timeout_s: float = 0.0) -> LauncherPla
 
 def _variable(environment: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", environment[name]):
-        message = f'{name} is "{environment[name]}"; expected a number from 0 on'
+        message = f'{name} is "{environment[name]}"; expected a number, 0 or higher'
         raise UserError(message, "environment", (f"export {name}=0, 1, 2 …",))
     return int(environment[name])
 
 
 def _contradict(name: str, found: object, expected: str, where: str) -> NoReturn:
-    hints = (f"correct {name}, or export the RANK_TABLE_FILE that belongs to it",)
+    hints = (f"correct {name}, or export the RANK_TABLE_FILE of this job",)
     raise UserError(f"{name} is {found}; expected {expected}", f"environment, and {where}", hints)

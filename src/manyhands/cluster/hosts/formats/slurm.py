@@ -39,8 +39,8 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
     name = first_set(environment, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")) or "SLURM_STEP_TASKS_PER_NODE"
     tasks, node = expand_counts(environment.get(name, ""), name), number(environment, "SLURM_NODEID", 0)
     if sum(tasks) != size or node >= len(tasks) or local_rank >= tasks[node] or rank >= size:
-        what = f"Slurm's variables contradict each other: task {rank} of {size}, number {local_rank} of node {node}"
-        raise UserError(what, f"{name}={environment.get(name)}", ("unset the SLURM_… variables that are not srun's",))
+        what = f"Slurm's variables contradict each other: task {rank} of {size}, local task {local_rank} of node {node}"
+        raise UserError(what, f"{name}={environment.get(name)}", ("unset SLURM_* variables that srun did not set",))
     address, address_origin = _master(environment, alone=len(tasks) == 1)
     device, device_origin = _device(environment, tasks[node])
     origins = {
@@ -60,11 +60,11 @@ def alone(environment: Mapping[str, str]) -> UserError | None:
     if max(tasks, nodes) == 1:
         return None
     return UserError(
-        f"Slurm's job {environment['SLURM_JOB_ID']} has {max(tasks, nodes)} tasks, but without srun only one runs",
-        "a batch script or the shell of salloc",
+        f"Slurm job {environment['SLURM_JOB_ID']} has {max(tasks, nodes)} tasks, but only one runs without srun",
+        "batch script or salloc shell",
         (
-            "srun manyhands train …   starts them all",
-            "manyhands train -n 1 …   one process on this machine alone (in Python: fit(…, processes=1))",
+            "start all tasks: srun manyhands train …",
+            "or start one process on this machine: manyhands train -n 1 … (in Python: fit(…, processes=1))",
         ),
     )
 
@@ -93,8 +93,10 @@ def _first_of_file(name: str) -> str:
     try:
         lines = decoded(read_bytes(Path(name), MOST_TEXT_BYTES)).splitlines()
     except (OSError, ValueError) as error:
-        what = f"SLURM_HOSTFILE says where task 0 is, and {name} can't be read here: {error}"
-        raise UserError(what, "SLURM_HOSTFILE", ("export MASTER_ADDR=an address of its first machine",)) from error
+        hints = ("set MASTER_ADDR to an address of the first machine in the file",)
+        raise UserError(
+            f"{name}, the file of SLURM_HOSTFILE, can't be read: {error}", "SLURM_HOSTFILE", hints
+        ) from error
     hosts = [host for line in lines if (host := line.partition("#")[0].partition("*")[0].strip())]
     return expand_hosts(hosts[0] if hosts else "", "SLURM_HOSTFILE")[0]
 
@@ -137,7 +139,7 @@ def script(job: Submission) -> str:
 
 srun {command}
 code=$?
-# {EXIT_SAVED}: stopped and saved, so another turn goes on from there.
+# Exit code {EXIT_SAVED}: the run was stopped and saved. Requeue the job to resume.
 if [ $code -eq {EXIT_SAVED} ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -158,8 +160,8 @@ def nodes(environment: Mapping[str, str]) -> Cluster | None:
     hosts = expand_hosts(environment[listed], listed)
     tasks = expand_counts(environment[counted], counted) if counted else [0] * len(hosts)
     if len(tasks) != len(hosts):
-        message = f"{listed} names {len(hosts)} machines, and {counted} has numbers of tasks for {len(tasks)}"
-        raise UserError(message, "environment", ("unset the SLURM_… variables that are left over",))
+        message = f"{listed} lists {len(hosts)} machines, but {counted} lists tasks for {len(tasks)} machines"
+        raise UserError(message, "environment", ("unset SLURM_* variables left over from another job",))
     return Cluster(tuple(map(Machine, hosts, tasks)), source=listed)
 
 
@@ -216,4 +218,4 @@ def expand_counts(text: str, where: str) -> list[int]:
 
 def _broken(text: str, where: str, at: str) -> UserError:
     what = f'{where} is not a list of machines such as "node[01-03,7],other": "{text}"'
-    return UserError(what, f"{where}, at {at}", (f"scontrol show hostnames '{text}' shows what Slurm makes of it",))
+    return UserError(what, f"{where}, at {at}", (f"check the list with: scontrol show hostnames '{text}'",))

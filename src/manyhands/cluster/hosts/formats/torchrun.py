@@ -25,16 +25,16 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
         return None
     least, colon, most = nodes.partition(":")
     if colon and least != most:
-        message = f'PET_NNODES is "{nodes}", a number that may change while the job runs; here it is fixed'
-        raise UserError(message, WHERE, (f"set PET_NNODES={most}, the number of machines that take part",))
+        message = f'PET_NNODES is "{nodes}"; a variable number of machines is not supported'
+        raise UserError(message, WHERE, (f"set a fixed number of machines: PET_NNODES={most}",))
     count = _number("PET_NNODES", least, 1, _MAX_MACHINES)
     slots = _slots(environment.get("PET_NPROC_PER_NODE") or "1")
     rank = environment.get("PET_NODE_RANK")
     machine = _number("PET_NODE_RANK", rank, 0, count - 1) if rank else None
     address, port = _master(environment)
     if count > 1 and not address:
-        message = f"PET_NNODES is {count}, and nothing says where the first machine is"
-        raise UserError(message, WHERE, ("set PET_MASTER_ADDR to its address",))
+        message = f"PET_NNODES is {count}, but the address of the first machine is missing"
+        raise UserError(message, WHERE, ("set PET_MASTER_ADDR to the first machine's address",))
     machines = (Machine(address or "localhost", slots), *(Machine("", slots) for _ in range(count - 1)))
     return Cluster(machines, master_port=port, machine=machine, source="PET_* in the environment")
 
@@ -44,8 +44,8 @@ def _slots(text: str) -> int:
     if text in {"auto", "gpu", "xpu"}:
         return 0
     if text == "cpu":
-        message = 'PET_NPROC_PER_NODE is "cpu", one process for each core; here it is a number, or auto'
-        raise UserError(message, WHERE, ("set the number; each process uses its share of the cores as threads",))
+        message = 'PET_NPROC_PER_NODE is "cpu"; expected a number or "auto"'
+        raise UserError(message, WHERE, ("set a number; each process uses its share of the cores as threads",))
     return _number("PET_NPROC_PER_NODE", text, 1, _MAX_SLOTS)
 
 
@@ -53,7 +53,7 @@ def _master(environment: Mapping[str, str]) -> tuple[str, int]:
     """Address and port of the first machine's store: PET_MASTER_ADDR, else the rendezvous endpoint."""
     backend = environment.get("PET_RDZV_BACKEND") or "static"
     if backend not in {"static", "c10d"}:
-        message = f'PET_RDZV_BACKEND is "{backend}"; only static and c10d say where the machines meet'
+        message = f'PET_RDZV_BACKEND is "{backend}"; only static and c10d are supported'
         raise UserError(message, WHERE, ("set PET_MASTER_ADDR and PET_MASTER_PORT instead",))
     port = environment.get("PET_MASTER_PORT")
     master_port = _number("PET_MASTER_PORT", port, 0, 65535) if port else 0
@@ -62,7 +62,7 @@ def _master(environment: Mapping[str, str]) -> tuple[str, int]:
         return address, master_port
     matched = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?|([^:]+)(?::(\d+))?", endpoint)
     if matched is None:
-        raise UserError(f'PET_RDZV_ENDPOINT is "{endpoint}"; expected host:port', WHERE, ("write it as n1:29400",))
+        raise UserError(f'PET_RDZV_ENDPOINT is "{endpoint}"; expected host:port', WHERE, ("write n1:29400",))
     default = str(DEFAULT_RENDEZVOUS_PORT if backend == "c10d" else 0)
     port = _number("the port of PET_RDZV_ENDPOINT", matched[2] or matched[4] or default, 0, 65535)
     return matched[1] or matched[3], port
@@ -70,5 +70,6 @@ def _master(environment: Mapping[str, str]) -> tuple[str, int]:
 
 def _number(name: str, text: str, least: int, most: int) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
-        raise UserError(f'{name} is "{text}"; expected a number from {least} to {most}', WHERE, ("correct it",))
+        message = f'{name} is "{text}"; expected a number from {least} to {most}'
+        raise UserError(message, WHERE, ("correct this value",))
     return int(text)
