@@ -55,7 +55,7 @@ def test_anything_is_read_or_refused(text):
     ("text", "names"),
     [
         ("", "empty"),
-        ("x@dp", '"x@dp" is no part'),
+        ("x@dp", '"x@dp" is not a part'),
         ("n@dp o@zz", "the axis zz"),
         ("n@dp o@dp", "the axis dp twice"),
         ("n@dp,dp", "the axis dp twice"),
@@ -95,7 +95,7 @@ def test_mindspores_tuples(kind, text, wanted):
     [
         ("linear", "((1, 2), (1, 1))", "split into 2 parts, but the weight's into 1"),
         ("linear", "((3, 1), (1, 1))", "3 pieces"),
-        ("conv", "((1, 1, 2, 1), (1, 1, 1, 1))", "pixels"),
+        ("conv", "((1, 1, 2, 1), (1, 1, 1, 1))", "height and width"),
         ("conv", "((1, 2, 1, 1), (1, 1, 1, 1))", "split into 2 parts, but the weight's into 1"),
         ("pool", "((1, 1, 2, 1),)", "only samples and channels"),
         ("linear", "((2, 1), (1, 2), (3,))", "the bias as ((3,),)"),
