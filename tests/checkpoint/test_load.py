@@ -89,7 +89,7 @@ def test_newest_steps_back_and_says_why(tmp_path: Path, snapshot: Snapshot):
     (paths[2] / "model.safetensors").unlink()
     found, sentences = newest(tmp_path)
     assert found == paths[1]
-    assert sentences == ["step-00000003 was passed over: model.safetensors is missing"]
+    assert sentences == ["step-00000003 was skipped: model.safetensors is missing"]
     assert newest(tmp_path, step_limit=1) == (paths[0], [])
     assert newest(tmp_path, step_limit=0) == (None, [])
     assert newest(tmp_path / "nowhere") == (None, [])
@@ -141,9 +141,9 @@ def test_for_a_damaged_best_the_best_of_the_others_is_taken_and_said(tmp_path: P
     path, told = choose(tmp_path, "best")
     assert path == second
     assert told == [
-        "step-00000005, the best, was passed over: model.safetensors has 0 bytes, expected "
+        "step-00000005, the best, was skipped: model.safetensors has 0 bytes, expected "
         f"{(last / 'model.safetensors').stat().st_size}",
-        "step-00000003 is taken instead",
+        "step-00000003 is used instead",
     ]
     shutil.rmtree(second)
     shutil.rmtree(best)
@@ -159,7 +159,7 @@ def test_an_older_one_than_the_newest_is_said(tmp_path: Path, snapshot: Snapshot
     for which in ("best", "last"):
         path, told = choose(tmp_path, which)
         assert path == older
-        assert told == ["step-00000008 was passed over: state.json is missing", "step-00000005 is taken instead"]
+        assert told == ["step-00000008 was skipped: state.json is missing", "step-00000005 is used instead"]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_manifest_of_wrong_types_is_passed_over(tmp_path: Path, snapshot: Snap
     (newer / "manifest.json").write_bytes(sealed)
     path, told = choose(tmp_path, "last")
     assert path == older
-    assert "step-00000008 was passed over" in told[0]
+    assert "step-00000008 was skipped" in told[0]
 
 
 def test_a_file_of_a_damaged_checkpoint_is_refused(tmp_path: Path, snapshot: Snapshot):

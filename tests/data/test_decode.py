@@ -48,7 +48,7 @@ def test_a_tiff_of_many_channels_is_one_error_without_other_lines(tmp_path, capf
     """Also where Pillow alone would give the first channel as a grey picture."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     for read in (probe, lambda path: decode(path, 3)):
-        with pytest.raises(CorruptImageError, match="Pillow reads TIFFs of 1, 3 or 4 channels"):
+        with pytest.raises(CorruptImageError, match="a TIFF file needs 1, 3 or 4 channels"):
             read(tiff(tmp_path / "x.tif", 13, planes_apart=planes_apart))
     assert capfd.readouterr().err == ""
     grey = decode(tiff(tmp_path / "y.tif", 1, planes_apart=planes_apart), 1)
@@ -168,8 +168,8 @@ def bomb(side=60_000):
     ("content", "word"),
     [
         (b"", "the file is empty"),
-        (b"no picture", "no picture that Pillow knows"),
-        (bomb(), "3600 megapixels, and 89 are the most"),
+        (b"no picture", "Pillow doesn't recognize the format"),
+        (bomb(), "3600 megapixels exceed the limit of 89"),
     ],
 )
 def test_what_is_no_picture_is_named(tmp_path, content, word):
@@ -183,7 +183,7 @@ def test_what_is_no_picture_is_named(tmp_path, content, word):
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path):
-    with pytest.raises(CorruptImageError, match="the file is gone"):
+    with pytest.raises(CorruptImageError, match="the file no longer exists"):
         decode(str(tmp_path / "x.png"), 3)
     with pytest.raises(CorruptImageError):
         decode(str(tmp_path), 3)
@@ -216,5 +216,5 @@ def test_changed_bytes_never_end_in_another_error(kind, place, change):
 def test_a_picture_of_too_many_pixels_is_refused_by_its_header(tmp_path):
     (tmp_path / "huge.png").write_bytes(bomb(13_300))
     for attempt in (lambda path: decode(path, 3), probe):
-        with pytest.raises(CorruptImageError, match="it has 177 megapixels, and 89 are the most"):
+        with pytest.raises(CorruptImageError, match="177 megapixels exceed the limit of 89"):
             attempt(str(tmp_path / "huge.png"))

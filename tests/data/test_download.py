@@ -65,7 +65,7 @@ def test_a_file_is_fetched_once(server, tmp_path):
 
 def test_a_wrong_checksum_leaves_nothing(server, tmp_path):
     into = tmp_path / "data" / "x.gz"
-    with pytest.raises(UserError, match=r"mnist/x\.gz can't be fetched") as caught:
+    with pytest.raises(UserError, match=r"mnist/x\.gz can't be downloaded") as caught:
         fetch("mnist/x.gz", (), "0" * 32, into)
     text = str(caught.value)
     assert f"the MD5 checksum of the download is {MD5}" in text
@@ -103,7 +103,7 @@ def test_a_mirror_with_a_password_works_and_its_password_is_nowhere(server, tmp_
         "anna:wr0ng@word@127.0.0.1:PORT",
     ):
         monkeypatch.setenv("MANYHANDS_MIRROR", f"http://{mirror}/".replace("PORT", str(server.server_port)))
-        with pytest.raises(UserError, match="can't be fetched") as caught:
+        with pytest.raises(UserError, match="can't be downloaded") as caught:
             fetch("mnist/x.gz", (), MD5, into)
         kept = "".join(path.read_text() for path in into.parent.iterdir() if path.is_file())
         told = str(caught.value).replace(mirror.rpartition("@")[2], "")

@@ -182,7 +182,7 @@ class _Evil:
 
 @pytest.mark.parametrize("evil", [_Evil(), {"data": _Evil()}, pytest.approx, numpy.float64(1), io.BytesIO(b"")])
 def test_a_pickle_with_code_is_refused(evil, capsys):
-    with pytest.raises(UserError, match=r"not allowed|no pickle of plain data"):
+    with pytest.raises(UserError, match=r"not allowed|not a pickle of plain data"):
         read_cifar_split({"a": pickle.dumps(evil, protocol=2)}, ("a",), PYTHON, 10)
     assert capsys.readouterr().out == ""
 
@@ -200,7 +200,7 @@ def test_a_pickle_with_code_is_refused(evil, capsys):
     ],
 )
 def test_only_arrays_of_bytes_are_read(array):
-    with pytest.raises(UserError, match=r"\[n, 3,072\]|not allowed|no pickle of plain data"):
+    with pytest.raises(UserError, match=r"\[n, 3,072\]|not allowed|not a pickle of plain data"):
         read_cifar_split({"a": batch(data=array)}, ("a",), PYTHON, 10)
 
 
@@ -287,7 +287,7 @@ def test_a_packed_file_that_claims_far_more_than_it_can_hold_takes_no_memory(tmp
     (tmp_path / "x.gz").write_bytes(gzip.compress(header + bytes(4 << 20)))
     tracemalloc.start()
     try:
-        with pytest.raises(UserError, match="its header says 2,147,483,648 values"):
+        with pytest.raises(UserError, match="the header says 2,147,483,648 values"):
             read_idx(tmp_path / "x.gz", 3)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:

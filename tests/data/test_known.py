@@ -108,14 +108,17 @@ def test_a_part_of_the_files_is_named_and_nothing_fetched(tmp_path):
 def test_what_could_be_several_sets_is_asked_about(tmp_path):
     cifar10_bin(tmp_path / "cifar-10-batches-bin")
     idx(tmp_path / "MNIST" / "raw", MNIST)
-    with pytest.raises(UserError, match="holds cifar10 and mnist") as caught:
+    with pytest.raises(UserError, match="several data sets: cifar10 and mnist") as caught:
         recognise(tmp_path)
-    assert caught.value.mend == (f"cifar10 --data-dir {tmp_path}", f"mnist --data-dir {tmp_path}")
+    assert caught.value.mend == (
+        f"choose cifar10: cifar10 --data-dir {tmp_path}",
+        f"choose mnist: mnist --data-dir {tmp_path}",
+    )
 
 
 def test_another_set_with_mnists_names_is_not_taken_for_it(tmp_path):
     idx(tmp_path / "kuzushiji", range(10))
-    with pytest.raises(UserError, match="neither MNIST's nor Fashion-MNIST's"):
+    with pytest.raises(UserError, match="neither MNIST nor Fashion-MNIST"):
         recognise(tmp_path / "kuzushiji")
     idx(tmp_path / "fashion", FASHION)
     with pytest.raises(UserError, match="mnist has no train-images"):

@@ -87,7 +87,7 @@ class Made:
             self.used[split].add((label, str(place / f"link{number}" / "x.webp")))
         elif kind == "loop":
             (place / f"link{number}").symlink_to(self.root)
-            self.unused[self.path(place / f"link{number}")] = "links to folders that are part of the set already"
+            self.unused[self.path(place / f"link{number}")] = "links to folders that are already included"
         elif kind == "picture":
             (self.outside / f"{number}.png").touch()
             (place / f"link{number}.png").symlink_to(self.outside / f"{number}.png")
@@ -151,7 +151,7 @@ def named_in(notes) -> Counter[str]:
     """The unused things by the words that the note has for each: a path, or a kind with its number."""
     found: Counter[str] = Counter()
     for note in notes:
-        if match := re.fullmatch(r"files and folders that aren't used \(([\d,]+)\): (.*)", note):
+        if match := re.fullmatch(r"unused files and folders \(([\d,]+)\): (.*)", note):
             for item in re.split(r", (?![^(]*\))", match[2]):
                 counted = re.fullmatch(r"(\d+) (.*) \(such as .*\)", item)
                 found[counted[2] if counted else item] += int(counted[1]) if counted else 1
@@ -176,7 +176,7 @@ def test_what_is_trained_on_is_what_is_there_and_everything_else_is_named(tmp_pa
     folders = [(place, label) for place, split, label in made.folders if shared or split == "train"]
     unread = {label for place, label in folders if [*place.glob("[ab].[hH]*")]}
     if [*plan[0]] == ["train"] and len(plan[4] - {"pred"}) > 1:
-        with pytest.raises(UserError, match="is the training split, or a class beside"):
+        with pytest.raises(UserError, match="may be the training split, or a class like"):
             open_data(options)
         return
     if unread - seen:  # a folder of nothing but HEIC isn't an empty one

@@ -56,7 +56,7 @@ def test_unknown_words_get_a_suggestion():
             open_data(DataOptions(name=name))
     with pytest.raises(UserError, match="no torchvision data set"):
         open_data(DataOptions(name="torchvision:MNITS"))
-    with pytest.raises(UserError, match="no synthetic data set"):
+    with pytest.raises(UserError, match="not a synthetic data set"):
         open_data(DataOptions(name="synthetic:1x2"))
 
 
@@ -176,8 +176,8 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("train", "test", "word"),
     [
-        (Stream(), None, "no data set with an index"),
-        ("words", None, "no data set with an index"),
+        (Stream(), None, "not a data set with indices"),
+        ("words", None, "not a data set with indices"),
         (tensors(0), None, "the train set is empty"),
         (tensors(), tensors(0), "the test set is empty"),
         (tensors(classes=1), None, "only one class"),
@@ -226,7 +226,7 @@ def test_the_users_own_function(tmp_path):
     for word, text in (
         ("fails", "failed: ZeroDivisionError: division by zero"),
         ("single", "returned a int, not a pair"),
-        ("value", "is a int, no function"),
+        ("value", "is a int, not a function"),
         ("pairs", "has no object pairs"),
     ):
         with pytest.raises(UserError, match=text):

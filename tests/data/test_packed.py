@@ -151,10 +151,10 @@ def test_a_smaller_copy_says_so(tmp_path):
     pack = packed(root, size=64, quality=90)
     assert {Image.open(io.BytesIO(pack.content(row))).size for row in range(8)} == {(85, 64)}
     splits, _ = batches(root)
-    assert any("other sizes" in note for note in splits.notes)
+    assert any("resized pictures" in note for note in splits.notes)
     splits, _ = batches(root, image_size=80)
     assert splits.train.packed is None
-    assert any("are smaller" in note for note in splits.notes)
+    assert any("are too small" in note for note in splits.notes)
 
 
 def test_a_smaller_copys_jpegs_are_those_that_pillow_makes(tmp_path):
@@ -191,7 +191,7 @@ def test_a_smaller_copy_of_before_pictures_were_drawn_by_their_alpha_channel_is_
         return
     assert not splits.packed
     assert any(
-        "in the alpha channel alone" in note and "--size 64 --quality 90 --replace" in note for note in splits.notes
+        "only in the alpha channel" in note and "--size 64 --quality 90 --replace" in note for note in splits.notes
     )
     assert any("older version" in note for note in alone.notes)
     with pytest.raises(UserError, match="by an older version"):
@@ -351,7 +351,7 @@ def changed_folders(root):
     yield "1 added", lambda: picture(root / "cat/new.png", (90, 70))
     yield "1 removed", (root / "dog/01.png").unlink
     yield "1 changed", lambda: picture(root / "dog/02.png", (90, 70), seed=99)
-    yield "class folders are others", lambda: picture(root / "emu/1.png", (90, 70))
+    yield "other class folders", lambda: picture(root / "emu/1.png", (90, 70))
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -375,7 +375,7 @@ def test_a_pack_is_never_overwritten_silently(tmp_path):
     first = packed(root)
     before = {path.name: path.stat().st_mtime_ns for path in first.folder.iterdir()}
     packed(root)
-    with pytest.raises(UserError, match="another packed copy"):
+    with pytest.raises(UserError, match="a packed copy with other settings exists"):
         packed(root, size=20, quality=90)
     assert {path.name: path.stat().st_mtime_ns for path in first.folder.iterdir()} == before
     assert packed(root, size=20, quality=90, replace=True).size == 20
@@ -383,7 +383,7 @@ def test_a_pack_is_never_overwritten_silently(tmp_path):
     make(other.with_name("set"), count=2)
     other.mkdir()
     (other / "letters.txt").write_text("dear")
-    with pytest.raises(UserError, match=r"other things, such as letters\.txt"):
+    with pytest.raises(UserError, match=r"files of another kind, such as letters\.txt"):
         packed(other.with_name("set"))
 
 
@@ -399,7 +399,7 @@ def test_files_of_others_stay_where_they_are(tmp_path):
     (project / "pack.json").write_text('{"name": "mine"}')
     (project / "index.js").write_text("")
     request = PackRequest(root, project)
-    with pytest.raises(UserError, match=r"other things, such as index\.js"):
+    with pytest.raises(UserError, match=r"files of another kind, such as index\.js"):
         make_pack(read_contents(root), request, processes=1, replace=True, progress=lambda *_: None)
     assert (project / "pack.json").read_text() == '{"name": "mine"}'
 

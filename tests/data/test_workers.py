@@ -82,7 +82,7 @@ def test_samples_come_where_the_temporary_folder_is_too_long_for_sockets(a_long_
 def test_an_answer_that_can_not_be_sent_ends_the_run_with_its_cause(a_long_temporary_folder, monkeypatch):
     monkeypatch.setattr("manyhands.data.workers.keep_sockets_of_this_start", lambda: None)
     loader = Loader(UserSamples(Chancy()), PIXELS, train=True, seed=1, workers=1)
-    with pytest.raises(RunError, match="can't pass them on: OSError: AF_UNIX path too long"):
+    with pytest.raises(RunError, match="can't send its samples: OSError: AF_UNIX path too long"):
         list(loader.batches(0, requests()))
 
 
@@ -170,9 +170,9 @@ class Given(Dataset):
 @pytest.mark.parametrize(
     ("samples", "word"),
     [
-        ([torch.zeros(3)], "sample 0 is no pair"),
+        ([torch.zeros(3)], "sample 0 is a Tensor, not a pair"),
         ([(torch.zeros(3), 0.5)], "the label of sample 0 is 0.5"),
-        ([(torch.zeros(3), True)], "no whole number"),
+        ([(torch.zeros(3), True)], "not a whole number"),
         ([("text", 1)], "sample 0 is a str"),
         ([(torch.zeros(3), 1), (torch.zeros(4), 1)], r"sample 1 is \[4\] torch.float32, but sample 0 is \[3\]"),
         ([(torch.zeros(2, 5, 5, dtype=torch.uint8), 1)], "8-bit pixels"),

@@ -92,7 +92,7 @@ def test_a_listener_that_says_nothing_is_not_waited_for(capsys):
         code, err = alone(capsys, *SOON, *place(f"tcp://127.0.0.1:{port}", 2, 1))
     assert code == 1
     assert_one_screen(err)
-    assert f"what listens at 127.0.0.1:{port} is not rank 0 of a run: no answer" in err
+    assert f"the program listening at 127.0.0.1:{port} is not rank 0 of a run: no answer" in err
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_an_earlier_runs_init_file(capsys):
     names = dist.PrefixStore("present/0", dist.FileStore(str(meeting), 2))
     names.add("count/0", 1)
     names.set("0", json.dumps({"host": "here", "machine": meet.this_machine(), "pid": 2**22 + 1, "size": 2}))
-    for rank, text in ((0, "already has a rank 0"), (1, "is an earlier run's")):
+    for rank, text in ((0, "already has a rank 0"), (1, "is from an earlier run")):
         code, err = alone(capsys, *SOON, *place(f"file://{meeting}", 2, rank))
         assert code == 2
         assert_one_screen(err)
@@ -178,7 +178,7 @@ def test_a_rank_outside_ends_all_that_wait(kind):
         assert each.code == 2, each.err
         assert_one_screen(each.err)
         assert "--rank 5 is out of range for --world-size 3" in each.err
-    assert all("can't take part; it says: " in each.err for each in ended)
+    assert all("can't join: " in each.err for each in ended)
 
 
 def test_world_sizes_that_differ():

@@ -71,9 +71,9 @@ def test_an_altered_shard_ends_training_with_one_screen(folder):
 @pytest.mark.slow
 def test_a_packed_copy_is_not_overwritten(folder):
     did("pack", folder, "--size", 20)
-    assert "another packed copy" in refused("pack", folder)
+    assert "a packed copy with other settings exists" in refused("pack", folder)
     ended = did("train", folder, *JOB, cwd=folder.parent)
-    assert "pictures of other sizes than the folder (shorter side 20, quality 90)" in ended.err
+    assert "holds resized pictures (shorter side 20, quality 90)" in ended.err
     did("pack", folder, "--replace", "--processes", 2)
     place = folder.parent / "elsewhere"
     did("pack", folder, "--to", place)

@@ -171,7 +171,7 @@ def test_a_pin_that_does_not_fit_is_answered_with_the_op_that_it_names(plan, her
     ended = plan("digits", f"{nets.__file__}:OneNumber", "-n", "2", "--no-measure", "--pin", "matmul=h@dp")
     assert ended.code == 2
     assert "matmul (matmul) can't be split as h@dp: h means nothing to it" in ended.err
-    assert "it can be split by n, r, i, o" in ended.err
+    assert "split the op by n, r, i, o" in ended.err
 
 
 @pytest.mark.slow

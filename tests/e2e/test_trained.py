@@ -129,7 +129,7 @@ def test_pictures_that_can_not_be_read_are_listed_after_all_others(trained, tmp_
     assert errors == set(map(str, bad))
     with pytest.raises(UserError, match=r"the picture 0\.png can't be read") as refused:
         manyhands.predict(run, [tmp_path / "new"])
-    assert refused.value.mend[1].startswith("to leave such pictures out of training")
+    assert refused.value.mend[1].startswith("or skip unreadable pictures in training")
 
 
 @pytest.mark.parametrize("device", ["gpu", "h100", "cuda:99"])

@@ -121,7 +121,7 @@ def test_many_classes_are_named_in_part(names, shown):
 
 def test_a_batch_larger_than_the_data_is_said():
     manyhands.fit(nets.Net(), tiny(40), epochs=1, batch=8192, **QUIET)
-    too_large = "each update takes all 36 training samples: the batch can't be 8,192"
+    too_large = "each update uses all 36 training samples, fewer than the batch of 8,192"
     assert too_large in [event["message"] for event in told("warning")]
 
 
@@ -168,7 +168,7 @@ def test_a_dry_run_warns_of_a_batch_larger_than_the_data(tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             main(["train", data, "mlp", "--batch", "5000", "--dry-run"])
         assert ended.value.code == 0
-        assert f"all {samples} training samples: the batch can't be 5,000" in capsys.readouterr().err
+        assert f"all {samples} training samples, fewer than the batch of 5,000" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["train", "digits", "mlp", "--batch", "1437", "--dry-run"])
     assert "the batch" not in capsys.readouterr().err
@@ -189,7 +189,7 @@ def test_a_plan_for_a_batch_larger_than_the_data_says_so():
     planned = finish(
         forked("plan", "synthetic:20x1x8x8x3", "mlp", "--batch", "8192", "--no-measure", "--link", "1gbit")
     )
-    assert "each update takes all 20 training samples: the batch can't be 8,192" in planned.err
+    assert "each update uses all 20 training samples, fewer than the batch of 8,192" in planned.err
 
 
 def test_what_nobody_can_learn_top5_of_few_classes_and_a_run_that_has_finished(capsys):

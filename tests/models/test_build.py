@@ -32,7 +32,7 @@ def test_the_original_resnet(name: str, size: int):
 
 def test_pictures_of_64_px_keep_the_original_stem_and_the_other_is_priced():
     (note,) = describe(ModelOptions(name="resnet18"), 64).notes
-    assert "cifar:resnet18 keeps every pixel (3x3 stem, no max-pool), for about 16 times the work" in note
+    assert "cifar:resnet18 keeps every pixel (3x3 stem, no max-pool) at about 16 times the cost" in note
     assert build("resnet18", size=64).conv1.kernel_size == (7, 7)
     assert build("cifar:resnet18", size=64).conv1.kernel_size == (3, 3)
     assert describe(ModelOptions(name="resnet18", pretrained=True), 64).notes == []
@@ -84,9 +84,9 @@ def test_nothing_is_noted_where_pictures_suit():
 
 
 def test_pictures_that_do_not_suit_are_refused():
-    with pytest.raises(UserError, match="3 channels, these have 1"):
+    with pytest.raises(UserError, match="3 channels, not 1"):
         build("squeezenet1_1", size=64, channels=1)
-    with pytest.raises(UserError, match="299 px, these have 64"):
+    with pytest.raises(UserError, match="299 px, not 64"):
         build("inception_v3", size=64)
 
 
@@ -232,5 +232,5 @@ def test_a_users_network_gets_the_mesh(tmp_path: Path):
     assert mesh_of("Needs", mesh) is mesh_of("MayHave", mesh) is mesh
     assert mesh_of("MayHave", None) == "none"
     assert mesh_of("Needs", None, {"mesh": "own"}) == mesh_of("Needs", mesh, {"mesh": "own"}) == "own"
-    with pytest.raises(UserError, match="Needs is made with a mesh, and this parallel mode has none"):
+    with pytest.raises(UserError, match="Needs requires a mesh, but this parallel mode has none"):
         mesh_of("Needs", None)

@@ -161,7 +161,7 @@ def test_without_a_network_it_says_soon_what_to_put_where(cache: Path, monkeypat
         with pytest.raises(UserError, match="can't be downloaded") as caught:
             pretrained.fetch_weights(url)
     assert time.monotonic() - started < 5
-    assert f"put it at {cache / 'net-01234567.pth'}" in str(caught.value)
+    assert f"save the file as {cache / 'net-01234567.pth'}" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3", "vit_b_32", "maxvit_t", "resnet18", "squeezenet1_1"])

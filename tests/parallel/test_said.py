@@ -119,5 +119,5 @@ def test_a_rank_outside_ends_those_that_wait_for_the_same_job_alone():
         meet._refuse_outsider(names, waits, "train.lr=1")
     meet.tell_of_outsider(names, "train.lr=1", "--rank 5 is outside")
     meet._refuse_outsider(names, waits, "train.lr=2")
-    with pytest.raises(UserError, match="can't take part; it says: --rank 5 is outside"):
+    with pytest.raises(UserError, match="can't join: --rank 5 is outside"):
         meet._refuse_outsider(names, waits, "train.lr=1")

@@ -55,7 +55,7 @@ def test_anything_is_read_or_refused(text):
     ("text", "names"),
     [
         ("", "empty"),
-        ("x@dp", '"x@dp" is no part'),
+        ("x@dp", '"x@dp" is not a part'),
         ("n@dp o@zz", "the axis zz"),
         ("n@dp o@dp", "the axis dp twice"),
         ("n@dp,dp", "the axis dp twice"),
@@ -93,10 +93,10 @@ def test_mindspores_tuples(kind, text, wanted):
 @pytest.mark.parametrize(
     ("kind", "text", "names"),
     [
-        ("linear", "((1, 2), (1, 1))", "cut into 2 and the weight's into 1"),
+        ("linear", "((1, 2), (1, 1))", "split into 2 parts, but the weight's into 1"),
         ("linear", "((3, 1), (1, 1))", "3 pieces"),
-        ("conv", "((1, 1, 2, 1), (1, 1, 1, 1))", "pixels"),
-        ("conv", "((1, 2, 1, 1), (1, 1, 1, 1))", "cut into 2 and the weight's into 1"),
+        ("conv", "((1, 1, 2, 1), (1, 1, 1, 1))", "height and width"),
+        ("conv", "((1, 2, 1, 1), (1, 1, 1, 1))", "split into 2 parts, but the weight's into 1"),
         ("pool", "((1, 1, 2, 1),)", "only samples and channels"),
         ("linear", "((2, 1), (1, 2), (3,))", "the bias as ((3,),)"),
         ("linear", "((2, 1),)", "one of 2 numbers for the weight"),
@@ -113,7 +113,7 @@ def test_tuples_that_do_not_fit_are_named(kind, text, names):
     "text", ["((0, 1), (1, 2))", "((1, 1), (1, 2)", "(1, 2)", "{}", "()", "((1.5, 1),)", "((a,),)", "((),)"]
 )
 def test_what_is_no_tuples_is_named(text):
-    with pytest.raises(UserError, match="is no strategy"):
+    with pytest.raises(UserError, match="is not a strategy"):
         parse_tuples(text, "pin")
 
 

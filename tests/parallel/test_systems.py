@@ -49,6 +49,6 @@ def test_apples_gpu_is_for_one_process(monkeypatch):
     with_apples_gpu(monkeypatch)
     assert group._device(Membership(device="mps:0")) == group._device(Membership(device="auto")) == "mps"
     pair = Membership(size=2, local_size=2, device="mps")
-    with pytest.raises(UserError, match="2 processes can't talk to each other from mps"):
+    with pytest.raises(UserError, match="2 processes can't communicate on mps"):
         group._device(pair)
     assert group._device(Membership(size=2, local_size=2, device="auto")) == "cpu"

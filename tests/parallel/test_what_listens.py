@@ -34,7 +34,7 @@ def test_between_machines_the_shells_word_counts(shell):
     membership = Membership(0, 2, init="tcp://127.0.0.1:1", started_by="--init")
     assert group.choose_interface(membership, {0: HERE, 1: THERE}) == LOOPBACK
     shell.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    with pytest.raises(UserError, match='GLOO_SOCKET_IFNAME names "eth7", and this machine has'):
+    with pytest.raises(UserError, match='GLOO_SOCKET_IFNAME names "eth7", but this machine has'):
         group.choose_interface(membership, {0: HERE, 1: THERE})
 
 

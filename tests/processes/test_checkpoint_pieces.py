@@ -192,8 +192,8 @@ def _elsewhere(world, folder):
 def test_without_a_shared_disk_pieces_are_refused_and_whole_is_saved(tmp_path):
     for (kind, text), _ in run_on_ranks(_elsewhere, 3, str(tmp_path)):
         assert kind == "UserError"
-        assert "rank 1 doesn't see the folder" in text
-        assert "save whole" in text
+        assert "rank 1 can't see rank 0's checkpoint folder" in text
+        assert "save without checkpoint.pieces" in text
     assert_same(load(tmp_path / "0" / "step-00000005"), whole_snapshot())
     assert [len(list((tmp_path / str(rank)).iterdir())) for rank in range(3)] == [1, 0, 0]
 

@@ -309,13 +309,13 @@ def test_what_the_marks_mean():
         (lambda grid: grid.axis(), "no axis is named"),
         (lambda grid: grid.axis("tp").shard(torch.zeros(4, 2), 2), "no dimension 2"),
         (lambda grid: grid.axis("tp").shard(torch.zeros(4, 2), 1), "too short for 3"),
-        (lambda grid: grid.axis("tp").shard(grid.axis("tp").shard(torch.zeros(9, 9)), 1), "cut already"),
+        (lambda grid: grid.axis("tp").shard(grid.axis("tp").shard(torch.zeros(9, 9)), 1), "already sharded"),
         (lambda grid: grid.axis("tp").shard_module(nn.Linear(3, 3), wait=0), "has no wait"),
-        (lambda grid: grid.axis("tp").gather(torch.zeros(2), 0, length=9), "not a cut of 9"),
-        (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=("tp", 1)), "can't be cut in dimension 1"),
-        (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=(1, "tp")), "layerwise_parallel is"),
-        (lambda grid: Parameter(torch.zeros(2), shape=(4,)), "is not the piece's"),
-        (lambda grid: open_mesh("dp=2,tp=3"), "6 places, and there are 1"),
+        (lambda grid: grid.axis("tp").gather(torch.zeros(2), 0, length=9), "don't match"),
+        (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=("tp", 1)), "doesn't fit dimension 1"),
+        (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=(1, "tp")), "layerwise_parallel can't be"),
+        (lambda grid: Parameter(torch.zeros(2), shape=(4,)), "differs from the shard's"),
+        (lambda grid: open_mesh("dp=2,tp=3"), "for 6 processes, but 1 are running"),
         (lambda grid: open_mesh("dp"), "is not a mesh"),
     ],
 )
@@ -327,7 +327,7 @@ def test_mistakes_are_named(mistake, words):
 def test_a_piece_of_another_length_is_refused():
     module = nn.Module()
     module.weight = Parameter(torch.zeros(5), layerwise_parallel="tp", shape=(7,))
-    with pytest.raises(UserError, match=r"weight on rank 0 has shape \(5,\), where \(3,\) is due"):
+    with pytest.raises(UserError, match=r"weight on rank 0 has shape \(5,\), expected \(3,\)"):
         layouts_of(module, parse_mesh("tp=2"), 0)
 
 

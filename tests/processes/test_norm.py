@@ -134,7 +134,7 @@ def test_a_class_that_normalises_by_itself_is_named():
     layer = ByHand(3).train()
     groups, _ = group_batch_norms(layer)
     groups.begin_micro_batch((), (), 8, 8)
-    with pytest.raises(UserError, match="ByHand is derived from BatchNorm"):
+    with pytest.raises(UserError, match="ByHand is a subclass of BatchNorm"):
         layer(torch.randn(8, 3, 4, 4))
 
 

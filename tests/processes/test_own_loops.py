@@ -241,13 +241,13 @@ def _widen(layers):
 @pytest.mark.parametrize(
     ("change", "other"),
     [
-        (_freeze, "2.weight [5, 5] where it has 2.weight [5, 5] frozen"),
-        (_widen, "1.weight [5, 4] where it has 1.weight [6, 4]"),
-        (list.pop, "3.weight [3, 5] where it has nothing"),
+        (_freeze, "2.weight [5, 5] frozen instead of 2.weight [5, 5]"),
+        (_widen, "1.weight [6, 4] instead of 1.weight [5, 4]"),
+        (list.pop, "nothing instead of 3.weight [3, 5]"),
     ],
 )
 def test_a_process_that_trains_another_network_is_named_in_place_of_mixing_gradients_up(change, other):
-    wanted = f"rank 1's network is another one than rank 0's, which has {other}"
+    wanted = f"rank 1's network differs from rank 0's: {other}"
     assert run_on_ranks(_other_network, 3, change) == [wanted] * 3
 
 

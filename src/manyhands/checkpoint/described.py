@@ -106,7 +106,7 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
             branches = read_plain(path / layout.OPTIMIZER_PLAN)
         mesh, kinds = _place_pieces(path, names) if layout.PIECES in names else (None, _place_whole(path, names))
     except (SafetensorError, OSError, ValueError) as error:
-        raise torn(path, f"holds what can't be read: {error}") from error
+        raise torn(path, f"has unreadable content: {error}") from error
     return Description(path, "whole" if mesh is None else "pieces", kinds, branches, state, mesh)
 
 
@@ -124,7 +124,7 @@ def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, Pl
         for rank, regions in all_held(tensors, mesh).items():
             piece = path / layout.piece_name(kind, rank, mesh.size)
             if piece.name not in names:
-                raise torn(piece, "is missing: the manifest doesn't name it")
+                raise torn(piece, "is missing from the manifest")
             for name, region in regions.items():
                 places[name].append((piece, region))
         placed[kind] = PlacedTensors(tensors, places)
@@ -149,7 +149,7 @@ def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
         for name, key in keys.items():
             tensor = opened.get_slice(key)
             if tensor.get_dtype() not in BY_CODE:
-                raise UserError(f"{key} has the type {tensor.get_dtype()}, which is not known here", str(file))
+                raise UserError(f"{key} has the type {tensor.get_dtype()}, which this version can't read", str(file))
             entries[name] = TensorEntry(BY_CODE[tensor.get_dtype()], whole(tuple(tensor.get_shape())))
     places = {name: [(file, whole_region(entry.layout.shape))] for name, entry in entries.items()}
     return PlacedTensors(entries, places, keys)
@@ -164,7 +164,7 @@ def written_order(file: Any) -> list[str]:
     order = (file.metadata() or {}).get("order")
     written = parse_json(order) if order is not None else names
     if not isinstance(written, list) or not all(isinstance(name, str) for name in written):
-        raise UnreadableError("the order of the tensors is no list of names")
+        raise UnreadableError("the order of the tensors is not a list of names")
     return written if sorted(written) == sorted(names) else names
 
 

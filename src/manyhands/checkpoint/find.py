@@ -9,7 +9,7 @@ from manyhands.checkpoint.verify import torn, verify
 from manyhands.core.errors import UserError
 
 FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".ckpt", ".safetensors")
-_TRUST = "where you trust it, since that runs what is in it; then name weights.pth"
+_TRUST = "only if you trust the folder, whose code this runs; then name weights.pth"
 
 
 def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, list[str]]:
@@ -22,7 +22,7 @@ def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, li
             verify(path)
             read_state(path)
         except UserError as error:
-            passed_over.append(f"{path.name} was passed over: {error.what}")
+            passed_over.append(f"{path.name} was skipped: {error.what}")
         else:
             return path, passed_over
     return None, passed_over
@@ -43,7 +43,7 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
     """
     if reference.is_file():
         if not reference.name.endswith(FOREIGN_SUFFIXES):
-            raise UserError(f"{reference} is not a checkpoint", mend=(f"known files: {', '.join(FOREIGN_SUFFIXES)}",))
+            raise UserError(f"{reference} is not a checkpoint", mend=(f"suffixes: {', '.join(FOREIGN_SUFFIXES)}",))
         if reference.name in layout.CONTENTS and (reference.parent / layout.MANIFEST).is_file():
             verify(reference.parent)  # a file of a checkpoint of ours
         return reference, []
@@ -64,7 +64,7 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
         try:
             verify(best)
         except UserError as error:
-            passed_over.append(f"{best.name}, the best, was passed over: {error.what}")
+            passed_over.append(f"{best.name}, the best, was skipped: {error.what}")
             best = _best_of_the_sound(folder, last)
     return best, _taken(best, passed_over)
 
@@ -78,7 +78,7 @@ def _no_checkpoint(reference: Path, folder: Path, passed_over: list[str]) -> Use
 
 
 def _taken(path: Path, passed_over: list[str]) -> list[str]:
-    return [*passed_over, f"{path.name} is taken instead"] if passed_over else []
+    return [*passed_over, f"{path.name} is used instead"] if passed_over else []
 
 
 def _best_of_the_sound(folder: Path, last: Path) -> Path:
@@ -99,4 +99,4 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         return read_plain(path / layout.STATE)
     except (OSError, ValueError) as error:
-        raise torn(path, f"holds what can't be read: {error}") from error
+        raise torn(path, f"has unreadable content: {error}") from error

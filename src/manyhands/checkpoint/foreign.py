@@ -75,7 +75,7 @@ def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) 
     numbers = [number for group in groups for number in group["params"]]
     if len(numbers) != len(parameter_names):
         what = f"the saved optimizer has {len(numbers)} parameters, this network has {len(parameter_names)}"
-        raise UserError(what, mend=("resume with the network that the file was written with, or give --resume never",))
+        raise UserError(what, mend=("resume with the network of the checkpoint, or give --resume never",))
     names = dict(zip(numbers, parameter_names, strict=True))
     return {
         "state": {names[number]: dict(entries) for number, entries in optimizer_state["state"].items()},
@@ -93,7 +93,7 @@ def write_foreign(path: Path, snapshot: Snapshot, arch: str, prefix: str = "modu
     Raises UserError: the snapshot has no optimizer, without which main.py can't resume.
     """
     if snapshot.optimizer is None:
-        raise UserError("main.py can't resume without an optimizer's state, and this has none")
+        raise UserError("the checkpoint has no optimizer state, which main.py needs to resume")
     epoch, other = int(snapshot.state.get("epoch", 0)), unflatten(snapshot.state.get(EXTRA_STATE, {}), {})
     optimizer = _numbered(snapshot.optimizer, list(snapshot.model))
     best = (snapshot.state.get("best") or {}).get("top1", 0.0)
@@ -124,11 +124,11 @@ def _read(path: Path) -> dict[str, Any]:
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, IndexError, SafetensorError) as error:
         if not _is_script(path):
             raise damaged(path) from error
-        mend = ("where you trust it: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pth')",)
+        mend = ("if you trust the file: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pth')",)
         raise UserError(f"{path.name} is a TorchScript file, which holds code", str(path), mend) from error
     if not isinstance(content, dict):
         what = f"{path.name} holds a {type(content).__name__}, not a network's weights"
-        raise UserError(what, str(path), ("save model.state_dict()",))
+        raise UserError(what, str(path), ("save model.state_dict() instead",))
     return content
 
 
@@ -147,11 +147,11 @@ def _unloadable(path: Path) -> UserError:
         return damaged(path)
     shown = ", ".join(map(shortened, found[:3])) + (" …" if len(found) > 3 else "")
     mend = (
-        "only tensors and plain data are read, since anything else could run code",
-        "where you trust it: load it in Python, and write its state_dict() with safetensors.torch.save_file",
+        "save only tensors and plain data, since other objects could run code",
+        "if you trust the file: load it in Python and save its state_dict() with safetensors.torch.save_file",
     )
     if any(name.startswith(("lightning.", "pytorch_lightning.")) for name in found):
-        mend = (mend[0], "of Lightning: torch.save(MODEL.load_from_checkpoint(FILE).state_dict(), 'weights.pth')")
+        mend = (mend[0], "for Lightning: torch.save(MODEL.load_from_checkpoint(FILE).state_dict(), 'weights.pth')")
     return UserError(f"{path.name} holds Python objects ({shown}), which are not loaded", str(path), mend)
 
 
@@ -175,7 +175,7 @@ def _number(content: dict[str, Any], key: str, path: Path) -> float:
         value = value.item()
     if not isinstance(value, int | float) or not 0 <= value <= _MOST:
         shown = shortened(repr(value)) if not isinstance(value, Tensor) else f"a tensor of {value.numel()} numbers"
-        mend = ("write the file anew with imagenet main.py, or name its state_dict alone",)
+        mend = ("write the file again with imagenet main.py, or save only its state_dict",)
         raise UserError(f"{key} in {path.name} is {shown}, not a number as main.py writes it", str(path), mend)
     return value
 
@@ -194,8 +194,8 @@ def _main_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | Non
         right = all(type(number) is int for number in numbers) and set(state) <= set(numbers)
         right = right and all(isinstance(entries, dict) for entries in state.values())
     if not right:
-        mend = ("write the file anew with imagenet main.py, or name its state_dict alone",)
-        raise UserError(f"the optimizer's state in {path.name} has another form than torch's", str(path), mend)
+        mend = ("write the file again with imagenet main.py, or save only its state_dict",)
+        raise UserError(f"the optimizer's state in {path.name} has a different form than torch's", str(path), mend)
     return found
 
 

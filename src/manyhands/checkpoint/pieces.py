@@ -47,7 +47,7 @@ class NetworkLayout:
         """The layout of an entry whose whole shape is known. Raises UserError: the cut is of another shape."""
         layout = self.layouts.get(name) or whole(shape)
         if layout.shape != shape:
-            what = f"{name} has the shape {list(shape)}, the plan cuts one of {list(layout.shape)}"
+            what = f"{name} has the shape {list(shape)}, but the plan expects {list(layout.shape)}"
             raise UserError(what, f"layouts.{name}", ("use the plan that was made for this network",))
         return layout
 
@@ -104,7 +104,7 @@ def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any
 
 def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]]:
     """Reads what `describe_pieces` wrote. Raises UserError: it isn't what the layouts say."""
-    mend = ("this pieces.json was not written by manyhands, or was changed; take another checkpoint",)
+    mend = ("use another checkpoint: manyhands did not write this pieces.json",)
     try:
         mesh = make_mesh(content["mesh"], f"{where}: mesh")
         tensors = {
@@ -119,7 +119,7 @@ def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]
         }
         sound = MODEL in tensors and describe_pieces(mesh, tensors) == content
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError("this is no description of pieces", where, mend) from error
+        raise UserError("pieces.json describes no pieces", where, mend) from error
     if not sound:
-        raise UserError("the pieces are not those of the layouts", where, mend)
+        raise UserError("the pieces don't match the layouts", where, mend)
     return mesh, tensors

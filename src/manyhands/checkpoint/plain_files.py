@@ -86,12 +86,12 @@ def checked_plain(name: str, content: bytes) -> dict[str, Any]:
     """What the bytes of a file of this name hold. Raises ValueError: not JSON, or not such a file's."""
     found = parse_json(content, infinite=True)  # the best figure, or a scale, may be infinite
     if not isinstance(found, dict):
-        raise ValueError(f"{name} holds no object")
+        raise ValueError(f"{name} is not a JSON object")
     if name in _SCHEMAS:
         try:
             _SCHEMAS[name].validate_python(found)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
-            raise ValueError(f"{field} in {name} is of a wrong kind: {first['msg'].lower()}") from None
+            raise ValueError(f"{field} in {name} is invalid: {first['msg'].lower()}") from None
     return found

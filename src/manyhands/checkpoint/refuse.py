@@ -29,7 +29,7 @@ def refuse_non_finite(snapshot: Snapshot) -> None:
         values = tensor.float() if tensor.element_size() == 1 else tensor
         if not bool(torch.isfinite(values).all()):
             count = int((~torch.isfinite(values)).sum())
-            what = f"{name} has {count} of {tensor.numel()} values that are NaN or infinite; it was not saved"
+            what = f"{name} has {count} of {tensor.numel()} values that are NaN or infinite; no checkpoint was saved"
             raise NotFiniteError(what, name, ("lower train.lr, clip gradients, or resume from an earlier checkpoint",))
 
 

@@ -26,7 +26,7 @@ def read_cut(file: Path) -> NetworkLayout:
     record = read_plan_record(file)
     for key in ("mesh", "layouts"):
         if getattr(record, key) is None or key not in record.model_fields_set:
-            mend = ('it needs "mesh": {"dp": 2, "tp": 2} and "layouts": {name: layout}, as a run writes them',)
+            mend = ('give "mesh": {"dp": 2, "tp": 2} and "layouts": {name: layout}, as in a run\'s plan',)
             raise UserError(f'the plan has no "{key}"', str(file), mend)
     return NetworkLayout(*record.mesh_and_layouts(str(file)))
 
@@ -34,10 +34,10 @@ def read_cut(file: Path) -> NetworkLayout:
 def refuse_existing(target: Path) -> None:
     """Raises UserError where something of that name is there, or no folder that could hold it."""
     if os.path.lexists(target):
-        raise UserError(f"{target} is there already", str(target), ("choose another name, or remove it first",))
+        raise UserError(f"{target} already exists", str(target), ("choose another name, or remove the target first",))
     if not target.absolute().parent.is_dir():
         parent = target.absolute().parent
-        raise UserError(f"there is no folder {parent}", str(target), (f"make it first: mkdir -p {parent}",))
+        raise UserError(f"there is no folder {parent}", str(target), (f"create the folder: mkdir -p {parent}",))
 
 
 def reshard(source: Source, target: Path, network_layout: NetworkLayout) -> None:
@@ -69,8 +69,8 @@ def merge(source: Source, target: Path) -> None:
     """
     contents = _contents(source, NetworkLayout(ALONE, {}))
     if target.name.endswith(_UNKNOWN):
-        mend = ("end the name in .safetensors or .pth, or in neither for a checkpoint folder",)
-        raise UserError(f"{target.name} names a kind of file that is not written", str(target), mend)
+        mend = ("end the name in .safetensors or .pth, or give a checkpoint folder's name without a suffix",)
+        raise UserError(f"{target.name} has an unsupported file type", str(target), mend)
     if target.name.endswith(SAFETENSORS):
         _commit_file(target, contents, lambda file: write_whole_file(file, contents, MODEL))
     elif target.name.endswith(PICKLED):

@@ -123,7 +123,7 @@ def _agreed_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayou
 
     def describe() -> str:
         if peers.size != network_layout.mesh.size:
-            raise RunError(f"{peers.size} processes can't save what is cut over {network_layout.mesh}")
+            raise RunError(f"{peers.size} processes can't save tensors sharded over {network_layout.mesh}")
         refuse_non_finite(snapshot)
         made.append(held_contents(step, snapshot, network_layout, peers.rank))
         plain = [step, network_layout.mesh.as_dict(), as_plain(made[0].tensors)]
@@ -173,8 +173,8 @@ def _shared_folder(stack: ExitStack, target: Path, step: int, peers: SavingGroup
     def see() -> None:
         file = staged / layout.TOKEN
         if not file.is_file() or file.read_text() != token:
-            what = f"rank {peers.rank} doesn't see the folder that rank 0 writes checkpoints into"
-            mend = ("a checkpoint in pieces needs a disk that all machines share", "save whole, or move --out to one")
+            what = f"rank {peers.rank} can't see rank 0's checkpoint folder"
+            mend = ("move --out to a disk that all machines share", "or save without checkpoint.pieces")
             raise UserError(what, str(target.parent), mend)
 
     together(peers, _saving(target.parent, see))
@@ -276,7 +276,7 @@ def _refuse_half_named(model: Mapping[str, Tensor], network_layout: NetworkLayou
     for name, tensor in model.items():
         other = pieces.get(tensor.data_ptr())
         if other is not None and name not in network_layout.layouts and tensor.numel():
-            raise RunError(f"{name} shares its values with {other}, which is cut, but has no layout itself", name)
+            raise RunError(f"{name} shares its values with the sharded {other}, but has no layout", name)
 
 
 def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayout, rank: int) -> TensorEntry:
@@ -289,9 +289,9 @@ def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayo
     # A count of steps is the same everywhere. Anything else of a cut parameter could be cut in any way.
     if name != owner and (tensor.ndim == 0 or not lies.cuts):
         return TensorEntry(element_type(tensor.dtype), whole(shape))
-    what = f"rank {rank} holds {list(shape)} of {name}, its layout says {list(expected)}"
+    what = f"rank {rank} holds {list(shape)} of {name}, but the layout expects {list(expected)}"
     raise RunError(
-        what, name, ("this optimizer's state can't be cut as its parameters are; use sgd or adamw, or cut nothing",)
+        what, name, ("use sgd or adamw, or shard nothing: this optimizer's state can't be sharded like the parameters",)
     )
 
 

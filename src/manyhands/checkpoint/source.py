@@ -46,7 +46,7 @@ class Source:
     def layouts(self, network_layout: NetworkLayout) -> dict[str, dict[str, TensorLayout]]:
         """How each tensor lies under a cut, by kind and name. Raises UserError: the cut is of another network."""
         if strange := [name for name in network_layout.layouts if name not in self.model.described]:
-            what = f"the plan cuts {strange[0]}, which {self.path.name} doesn't have"
+            what = f"the plan shards {strange[0]}, which {self.path.name} lacks"
             raise UserError(what, f"layouts.{strange[0]}", ("use the plan that was made for this network",))
         found = {MODEL: {name: network_layout.of(name, self.model.shape(name)) for name in self.model.names()}}
         if self.optimizer is not None:
@@ -72,7 +72,7 @@ class Source:
         try:
             optimizer = unflatten(self.branches, read[OPTIMIZER]) if OPTIMIZER in read else None
         except ValueError as error:
-            raise torn(self.path, f"holds what can't be read: {error}") from error
+            raise torn(self.path, f"has unreadable content: {error}") from error
         return Snapshot(read[MODEL], optimizer, self.state)
 
 
@@ -97,7 +97,7 @@ def open_checkpoint(path: Path, *, verified: bool = False, wanted: Collection[st
 
 def _open_foreign(path: Path, wanted: Collection[str]) -> Source:
     read = fitted(read_foreign(path), wanted)
-    notes = ("its optimizer's state is left out, since it numbers the parameters",) if read.optimizer else ()
+    notes = ("the optimizer state is left out, because parameters are numbered, not named",) if read.optimizer else ()
     state = {EXTRA_STATE: read.state[EXTRA_STATE]} if EXTRA_STATE in read.state else {}
     form = "pth" if is_pickled(path) else "safetensors"
     return Source(path, form, in_memory(read.model), state=state, notes=notes)

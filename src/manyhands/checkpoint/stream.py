@@ -55,7 +55,7 @@ def write_stream(path: Path, specs: Sequence[Spec], fetch: Callable[[str], Tenso
         for spec in laid:
             tensor = fetch(spec.name)
             if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
-                raise TypeError(f"{spec.name} is {tensor.dtype} {tuple(tensor.shape)}, announced was {spec}")
+                raise TypeError(f"{spec.name} is {tensor.dtype} {tuple(tensor.shape)}, expected {spec}")
             file.write(as_bytes(tensor).numpy().data)
             del tensor  # before the next one is put together
 

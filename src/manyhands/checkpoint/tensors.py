@@ -83,7 +83,7 @@ def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
         return tree
     if _TENSOR in tree:
         if not isinstance(tree[_TENSOR], str) or tree[_TENSOR] not in tensors:
-            raise UnreadableError(f"it names a tensor that isn't there: {tree[_TENSOR]}")
+            raise UnreadableError(f"the tensor is missing: {tree[_TENSOR]}")
         return tensors[tree[_TENSOR]]
     if isinstance(tree.get(_TUPLE), list):
         return tuple(unflatten(value, tensors) for value in tree[_TUPLE])

@@ -43,26 +43,26 @@ def read_manifest(path: Path) -> dict[str, Any]:
         text = read_bytes(file)
         content = checked_plain(layout.MANIFEST, text)
     except (OSError, ValueError) as error:
-        raise torn(file, f"was altered or cut short: {error}") from error
+        raise torn(file, f"was altered or truncated: {error}") from error
     if layout.manifest_text(content) != text:
-        raise torn(file, "was altered or cut short: it doesn't match the SHA-256 at its end")
+        raise torn(file, "was altered or truncated: the SHA-256 at the end doesn't match")
     if content.get("format", 0) > layout.PIECES_FORMAT:
         mend = f"install manyhands {content.get('manyhands')} or later"
         raise UserError(f"{path.name} was written by a newer manyhands", str(file), (mend,))
     if not layout.are_contents(set(content["files"])):
-        raise torn(file, f"names other files than a checkpoint's: {', '.join(content['files'])}")
+        raise torn(file, f"lists files that don't belong to a checkpoint: {', '.join(content['files'])}")
     return content
 
 
 def torn(path: Path, what: str) -> TornCheckpointError:
     """The error that says what is wrong with a file or folder."""
-    mend = ("resume from an earlier checkpoint of the run; this one is damaged or was only copied in part",)
+    mend = ("resume from an earlier checkpoint of the run, or copy the checkpoint again",)
     return TornCheckpointError(f"{path.name} {what}", str(path), mend)
 
 
 def damaged(path: Path) -> UserError:
     """The error for a file whose bytes can't be understood."""
-    return UserError(f"{path.name} is damaged or not a checkpoint", str(path), ("copy or download it again",))
+    return UserError(f"{path.name} is damaged or not a checkpoint", str(path), ("copy or download the file again",))
 
 
 def _verify_file(file: Path, size: int, sha256: str) -> None:

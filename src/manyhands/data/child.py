@@ -45,8 +45,8 @@ def _answer_with_error(answers: Any, error: Exception, answer: tuple[int, Any]) 
     number, content = answer
     if isinstance(content, RunError):
         os._exit(1)
-    mend = ("is /dev/shm full, TMPDIR a long path, or ulimit -n small? --data.workers 0 sends nothing",)
-    what = f"a process that makes samples can't pass them on: {type(error).__name__}: {error}"
+    mend = ("free space in /dev/shm, shorten TMPDIR, raise ulimit -n, or use --data.workers 0",)
+    what = f"a data-loading process can't send its samples: {type(error).__name__}: {error}"
     answers.put((number, RunError(what, "data.workers", mend)))
 
 

@@ -25,7 +25,7 @@ _JPEG = frozenset({"JPEG", "MPO"})  # the latter: several in one file, as some c
 # Pillow warns from this size on. One such picture takes 0.7 GB and a second, and is resized to some hundred pixels.
 _MOST_MEGAPIXELS = 89
 _BLOCK_ROWS = 256
-_OTHER_TIFF = "Pillow reads TIFFs of 1, 3 or 4 channels with 8 bits each, and of one with 16 or 32 bits"
+_OTHER_TIFF = "a TIFF file needs 1, 3 or 4 channels of 8 bits, or one channel of 16 or 32 bits"
 # The end of an undamaged file, but for a few bytes that some programs add.
 _ENDS, _NEAR_END = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}, 64
 
@@ -38,7 +38,7 @@ class CorruptImageError(UserError):
 
 
 def corrupt(path: str, reason: str) -> CorruptImageError:
-    hints = ("repair or remove the file", "to leave such pictures out of training: --data.skip-corrupt")
+    hints = ("repair or remove the file", "or skip unreadable pictures in training: --data.skip-corrupt")
     return CorruptImageError(f"the picture {Path(path).name} can't be read: {reason}", path, hints)
 
 
@@ -108,9 +108,9 @@ def content_of(path: str) -> bytes:
         with open_file(Path(path)) as file:
             return file.read()
     except (UnreadableError, IsADirectoryError) as error:
-        raise corrupt(path, "it is a folder, a pipe or a device") from error
+        raise corrupt(path, "the path is a folder, a pipe or a device") from error
     except OSError as error:
-        reasons = {FileNotFoundError: "the file is gone", PermissionError: "no permission to read it"}
+        reasons = {FileNotFoundError: "the file no longer exists", PermissionError: "no permission to read it"}
         raise corrupt(path, reasons.get(type(error), str(error))) from error
 
 
@@ -127,12 +127,12 @@ def _opened(path: str, content: bytes) -> Image.Image:
     channels = getattr(image, "tag_v2", {}).get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
     if channels > 2 and len(image.getbands()) == 1:  # planes that lie apart, of which Pillow reads the first alone
         image.close()
-        raise corrupt(path, f"{_OTHER_TIFF}; it has {channels} channels")
+        raise corrupt(path, f"{_OTHER_TIFF}; found {channels} channels")
     return image
 
 
 def _too_large(path: str, pixels: int) -> CorruptImageError:
-    reason = f"it has {pixels / 1e6:.0f} megapixels, and {_MOST_MEGAPIXELS} are the most; make it smaller"
+    reason = f"{pixels / 1e6:.0f} megapixels exceed the limit of {_MOST_MEGAPIXELS}; resize the picture"
     return corrupt(path, reason)
 
 
@@ -202,4 +202,4 @@ def _reason(error: Exception, content: bytes) -> str:
         return str(error) or type(error).__name__
     if content.startswith((b"II*\0", b"MM\0*")):
         return _OTHER_TIFF
-    return "it is no picture that Pillow knows" if content else "the file is empty"
+    return "Pillow doesn't recognize the format" if content else "the file is empty"

@@ -73,9 +73,9 @@ def list_parts(root: Path) -> tuple[Listing, ...]:
         taken.update(*(entered[index] for index in range(number) if not homes[index] & homes[number]))
         if shared := len(homes[number].intersection(set[Identity]().union(*homes[:number]))):
             # Linked entire class folders are used, since they were linked on purpose; the note says what that means.
-            why = ("the network is evaluated on pictures that it was trained on", "this is no test of new pictures")
+            why = ("training pictures are used for evaluation", "the final test reuses pictures of the run")
             of = f"{layout.splits[0]}/" if number == 1 else "other splits"
-            notes.append(f"{shared} class folder(s) of {layout.splits[number]}/ are those of {of}: {why[number - 1]}")
+            notes.append(f"class folders that {layout.splits[number]}/ shares with {of}: {shared}; {why[number - 1]}")
         part, below = _list_classes(place, root, unused, taken | homes[number])
         parts.append(replace(part, word=split_word(place.name) if place != root else ""))
         entered.append(below)
@@ -104,8 +104,10 @@ def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
     inside = [name.split("/", 2)[1] for name in listing.names]
     kinds = {name: split_kind(name) for name in set(inside)}
     if others := [name for name, kind in kinds.items() if kind not in splits]:
-        what = f'class folders hold splits, and pictures in other folders: "{others[0]}"'
-        raise UserError(what, str(listing.root), ("move or remove those folders; links to folders count too",))
+        what = f'class folders hold splits, but "{others[0]}" also holds pictures'
+        raise UserError(
+            what, str(listing.root), ("move or remove folders that are not splits, including links to folders",)
+        )
     found = numpy.array([splits.index(kinds[name]) for name in inside], numpy.int64)
     return [replace(listing.part(numpy.flatnonzero(found == number)), word=word) for number, word in enumerate(splits)]
 
@@ -122,12 +124,12 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
         raise _too_few_classes(parts[0].root, trained, empty)
     for part, there in zip(parts[1:], full[1:], strict=True):
         if unknown := sorted(there - {*parts[0].classes}):
-            what = f"{part.folder}/ has {len(unknown)} class folders that {parts[0].folder}/ lacks: "
+            what = f"{part.folder}/ has class folders that {parts[0].folder}/ lacks ({len(unknown)}): "
             alike = tuple(filter(None, (lookalike_difference(name, parts[0].classes) for name in unknown)))
-            hints = (*alike, "remove them, or add folders with pictures of these classes for training")
+            hints = (*alike, f"add training pictures of the classes to {parts[0].folder}/, or remove the folders")
             raise UserError(what + _some(unknown), str(part.root), hints)
         if not there:
-            hints = (f"put pictures into its class folders, or remove {part.folder}",)
+            hints = (f"put pictures into the class folders of {part.folder}/, or remove {part.folder}/",)
             raise UserError(f"{part.folder}/ has no pictures", str(part.root), hints)
     seen = set[str]().union(*full)
     classes = tuple(name for name in parts[0].classes if name in seen)
@@ -135,14 +137,14 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
     for name in unseen:
         if holds_pictures(parts[0].root / name, suffixes=UNREAD_SUFFIXES):
             hints = (
-                "convert its pictures, to JPEG for example",
-                f"what is read: {', '.join(sorted(PICTURE_SUFFIXES))}",
+                "convert the pictures, for example to JPEG",
+                f"supported formats: {', '.join(sorted(PICTURE_SUFFIXES))}",
             )
             what = f'the class folder "{name}" has only pictures in formats that can\'t be read'
             raise UserError(what, str(parts[0].root / name), hints)
-    notes = [f"folder(s) without pictures are no classes: {_some(unseen)}"] if unseen else []
+    notes = [f"ignored folders without pictures: {_some(unseen)}"] if unseen else []
     extras = [(part.folder, sorted({*part.classes} - {*parts[0].classes})) for part in parts[1:]]
-    notes += [f"{folder}/ has folder(s) without pictures: {_some(extra)}" for folder, extra in extras if extra]
+    notes += [f"{folder}/ has folders without pictures: {_some(extra)}" for folder, extra in extras if extra]
     numbers = {name: number for number, name in enumerate(classes)}
     found = [(part, numpy.array([numbers.get(name, -1) for name in part.classes], numpy.int64)) for part in parts]
     return [replace(part, classes=classes, labels=places[part.labels]) for part, places in found], notes
@@ -155,10 +157,10 @@ def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -
     classes = folders_in(root)
     if not classes:
         loose = sum(entry.suffix.lower() in PICTURE_SUFFIXES for entry in root.iterdir())
-        found = f"; {loose:,} pictures lie in it directly" if loose else ""
+        found = f"; pictures directly in the folder: {loose:,}" if loose else ""
         hints = (
             "make a folder for each class and put its pictures there",
-            "ImageNet's validation pictures, too, are sorted into class folders first",
+            "sort ImageNet's validation pictures into class folders, too",
         )
         raise UserError(f"{root} has no class folders{found}", str(root), hints)
     _check_names(root, classes)
@@ -177,12 +179,8 @@ def _check_names(root: Path, classes: tuple[str, ...]) -> None:
         try:
             is_utf8 = raw.decode() == name
         except UnicodeDecodeError:
-            if any(
-                "\udc80" <= letter <= "\udcff" for letter in name
-            ):  # bytes that have no meaning in the locale either
-                hint = (
-                    f"rename it; of many: convmv -f gbk -t utf-8 -r --notest {root}, with the encoding it was made in"
-                )
+            if any("\udc80" <= letter <= "\udcff" for letter in name):  # bytes that the locale can't decode either
+                hint = f"rename the folder, or convert many: convmv -f gbk -t utf-8 -r --notest {root} (from GBK)"
                 raise UserError(f"{shown} isn't UTF-8", str(root), (hint,)) from None
         else:
             if not is_utf8:
@@ -190,7 +188,7 @@ def _check_names(root: Path, classes: tuple[str, ...]) -> None:
                 raise UserError(f"{shown} is UTF-8, but the locale's encoding is {encoding}", str(root), hints)
     if len({plain_form(name) for name in classes}) < len(classes):
         alike = next(filter(None, (lookalike_difference(name, classes) for name in classes)))
-        hints = ("put their pictures into one of them",)
+        hints = ("move the pictures of both folders into one folder",)
         raise UserError(f"two class folders look the same: {alike}", str(root), hints)
 
 
@@ -220,10 +218,10 @@ def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
 
 def _too_few_classes(root: Path, full: list[str], empty: list[str]) -> UserError:
     if not empty:
-        hints = ("a classifier needs two classes at least: one folder for each, beside this one",)
+        hints = ("add a folder for each further class beside the first; a classifier needs two classes or more",)
         return UserError(f'{root} has only one class folder, "{full[0]}"', str(root), hints)
     only = f'only one class folder of {root} has pictures, "{full[0]}"; ' if full else ""
-    hints = (f"put pictures into {root / empty[0]}", f"pictures end in {', '.join(sorted(PICTURE_SUFFIXES))}")
+    hints = (f"put pictures into {root / empty[0]}", f"supported formats: {', '.join(sorted(PICTURE_SUFFIXES))}")
     return UserError(f'{only}the class folder "{empty[0]}" has no pictures', str(root / empty[0]), hints)
 
 

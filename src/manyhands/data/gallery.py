@@ -77,7 +77,7 @@ def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title
     text += f"; {len(names):,} unreadable pictures left out" if names else ""
     notes = tuple(note for listing in listings for note in listing.notes)
     held_out = sources[2] if len(sources) > 2 else None
-    text += f"; {len(held_out):,} more in {listings[2].folder}/ are kept for the end" if held_out is not None else ""
+    text += f"; {len(held_out):,} more in {listings[2].folder}/ are held out" if held_out is not None else ""
     packed = listings[0].packed.pack.folder.name if listings[0].packed else ""
     return Splits(
         sources[0],

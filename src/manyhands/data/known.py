@@ -122,14 +122,14 @@ def recognise(place: Path) -> str:
     found = [name for name in _CIFAR if cifar_files(place, name)]
     here = mnist_files(place) or mnist_files(place / "raw")
     if here and not mnist_name(here):
-        what = "the files are called as MNIST's, and their first labels are neither MNIST's nor Fashion-MNIST's"
-        hints = (f"if they are to count as MNIST: mnist --data-dir {place}", "torchvision's others: torchvision:KMNIST")
+        what = "the files have MNIST's names, but their first labels match neither MNIST nor Fashion-MNIST"
+        hints = (f"read the files as MNIST: mnist --data-dir {place}", "or read another set: torchvision:KMNIST")
         raise UserError(what, str(place), hints)
     below = [name for name in _MNIST if any(map(mnist_files, mnist_places(place, name)))]
     found += [mnist_name(here)] if here else below
     if len(found) > 1:
-        hints = tuple(f"{name} --data-dir {place}" for name in found)
-        raise UserError(f"the folder holds {' and '.join(found)}", str(place), hints)
+        hints = tuple(f"choose {name}: {name} --data-dir {place}" for name in found)
+        raise UserError(f"the folder holds several data sets: {' and '.join(found)}", str(place), hints)
     return found[0] if found else ""
 
 
@@ -165,14 +165,14 @@ def find_choice(name: str) -> str:
 
 def _no_folder(name: str, place: Path) -> UserError:
     """The error for a path that is neither a folder nor a known set's archive."""
-    folder = "name a folder of class folders, or one with train/ and val/"
-    own = "file.py:function of your own, which returns (train, test)"
+    folder = "name a folder of class folders, or a folder with train/ and val/"
+    own = "a function that returns (train, test): file.py:function"
     if place.suffix in {".yaml", ".yml"} and place.is_file():
-        hints = ("a job is written in TOML: manyhands train job.toml", f"for data: {folder}")
-        return UserError(f"{name} is YAML, which isn't read", "data.name", hints)
+        hints = ("write the job in TOML: manyhands train job.toml", f"or {folder}")
+        return UserError(f"{name} is a YAML file; manyhands reads no YAML", "data.name", hints)
     if place.is_file():
         hints = (folder, f"or read the file in {own}")
-        return UserError(f"{name} is a file, and data is read from a folder", "data.name", hints)
+        return UserError(f"{name} is a file, not a folder", "data.name", hints)
     return UserError(f"there is no folder {name}", "data.name", (folder, f"or {own}"))
 
 

@@ -54,8 +54,8 @@ def read_layout(root: Path) -> FolderLayout:
         return FolderLayout(splits, bool(splits), notes=tuple(notes))
     train = _only(root, training)
     if len(beside) > 1:
-        what = f'"{train}" is the training split, or a class beside {_quoted(beside)}'
-        _refuse(root, what, f"name the folder that is meant: {root / train}", "or rename it")
+        what = f'"{train}" may be the training split, or a class like {_quoted(beside)}'
+        _refuse(root, what, f"if a split, give its path: {root / train}", f'if a class, rename "{train}"')
     val, test = (
         _only(root, [name for name in evaluated if kinds[name] == kind and folders_in(root / name)])
         for kind in ("val", "test")
@@ -64,7 +64,7 @@ def read_layout(root: Path) -> FolderLayout:
         if not folders_in(root / name):
             if kinds[name] == "val" and not val and holds_pictures(root / name):
                 _refuse(root, f'"{name}" has no class folders', _SORT.format(name))
-            notes.append(f"{name}/ has no class folders, so that it can't be evaluated")
+            notes.append(f"{name}/ is not evaluated: the folder has no class folders")
     used = tuple(filter(None, (train, val, test)))
     if any(name not in _EXACT for name in used) or any(holds_pictures(root / name) for name in others):
         notes.insert(0, _uses(used))
@@ -132,10 +132,10 @@ def _splits_inside(root: Path, classes: Sequence[str]) -> tuple[str, ...]:
         name = next(iter(contents.values()))
         _refuse(
             root,
-            f"class folders hold splits, but each must hold {', '.join(splits)} alone: {held}",
-            "give each class folder the same ones, and nothing else",
-            f"or move them: {name}/train to train/{name}, and so on",
-            "or rename those that are no splits",
+            f"class folders hold splits, but not each holds {', '.join(splits)} and nothing else: {held}",
+            "give each class folder the same splits, and nothing else",
+            f"or move the splits: {name}/train to train/{name}, and so on",
+            "or rename the folders that are not splits",
         )
     return splits
 
@@ -144,8 +144,8 @@ def _only(root: Path, names: list[str]) -> str:
     """The folder to use of those for one split; "" of none. Raises UserError: there are several."""
     exact = [name for name in _EXACT if name in names]
     if not exact and len(names) > 1:
-        hint = f"rename the one that is meant to {_parsed(names[0])[0]}, or move the others elsewhere"
-        _refuse(root, f"the folders {_quoted(names)} are for the same split", hint)
+        hint = f"rename the right folder to {_parsed(names[0])[0]}, or move the rest elsewhere"
+        _refuse(root, f"the folders {_quoted(names)} stand for the same split", hint)
     return next(iter(exact + names), "")
 
 
@@ -160,14 +160,14 @@ def _refuse_splits_as_classes(root: Path, kinds: dict[str, str], others: list[st
     """Raises UserError: the folders are splits that can't be used, rather than classes."""
     names = list(kinds)
     if len(names) > 1 and "train" in kinds.values():
-        rename = f"rename the folders if they are classes, such as {names[0]} to class-{names[0]}"
-        what = f"{_quoted(names)} are names of splits, but hold no class folders"
+        rename = f"rename folders that are classes, such as {names[0]} to class-{names[0]}"
+        what = f"the folders {_quoted(names)} have names of splits, but hold no class folders"
         _refuse(root, what, _SORT.format(names[0]), rename)
     if (len(names) > 1 or (names and folders_in(root / names[0]))) and not any(
         holds_pictures(root / name) for name in others
     ):
         hint = f"name the folder of class folders: {root / names[0]}"
-        _refuse(root, f"there is {_quoted(names)}, but no training split", hint, "or add a folder train")
+        _refuse(root, f"there is {_quoted(names)}, but no training split", hint, 'or add a folder named "train"')
 
 
 def _refuse(root: Path, what: str, *hints: str) -> NoReturn:

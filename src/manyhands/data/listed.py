@@ -46,7 +46,7 @@ def listed_once(root: Path, purpose: str, make: Callable[[], Listed]) -> Listed:
             try:
                 _write(folder, root, made)
             except OSError as error:
-                note = f"{shared.parent} has no room for the list of pictures, so each process has its own: {error}"
+                note = f"{shared.parent} has no room for a shared list of pictures; each process keeps a copy: {error}"
                 return made[0], (*made[1], note)
     return _read(folder, root)
 

@@ -87,6 +87,6 @@ def lookalike_difference(name: str, known: Iterable[str]) -> str:
     """What a name differs in from one of those known that looks the same; else empty."""
     for other in known:
         if other != name and plain_form(other) == plain_form(name):
-            how = "blanks at an end" if other.strip() == name.strip() else "Unicode form (such as NFC, NFD)"
+            how = "spaces at the start or end" if other.strip() == name.strip() else "Unicode form (such as NFC, NFD)"
             return f"{name!a} and {other!a} differ in {how}"
     return ""

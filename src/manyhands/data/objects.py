@@ -76,7 +76,7 @@ def _check(dataset: Any, word: str) -> None:
     mend = ("give a torch Dataset with __len__ and __getitem__, such as a TensorDataset",)
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not sized or isinstance(dataset, IterableDataset | str | dict):
-        raise UserError(f"the {word} set is a {type(dataset).__name__}, no data set with an index", word, mend)
+        raise UserError(f"the {word} set is a {type(dataset).__name__}, not a data set with indices", word, mend)
     if len(dataset) == 0:
         raise UserError(f"the {word} set is empty", word)
 
@@ -97,7 +97,7 @@ def _split(source: Source, share: float) -> list[Source]:
     rest = torch.ones(len(source), dtype=torch.bool)
     rest[kept] = False
     if not rest.any():
-        raise UserError("one sample can't be both for training and for evaluation", "train", ("give a test set",))
+        raise UserError("one sample can't serve for both training and evaluation", "train", ("give a test set",))
     return [take(source, rest.nonzero().flatten()), take(source, kept)]
 
 
@@ -143,7 +143,7 @@ def _named_classes(datasets: list[Any]) -> tuple[str, ...]:
 def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
     greatest = max(int(labels.max()) for labels in found)
     if greatest < 1:
-        raise UserError("the data has only one class", "train", ("labels are whole numbers from 0 on; two at least",))
+        raise UserError("the data has only one class", "train", ("give labels of two or more classes, from 0 on",))
     return tuple(str(label) for label in range(greatest + 1))
 
 

@@ -123,8 +123,8 @@ class OwnSamples:
         if picture is not None:
             return prepare(to_tensor(to_mode(picture, self._pixels.channels)), self._pixels, draws), label
         if str(getattr(image, "dtype", "")).endswith("uint8"):
-            what = f"sample {sample:,} is 8-bit pixels of shape {list(image.shape)}"
-            raise UserError(what, "the data set", ("a picture is [H, W], [1 or 3, H, W] or, as an array, [H, W, 3]",))
+            what = f"sample {sample:,} has 8-bit pixels of shape {list(image.shape)}"
+            raise UserError(what, "the data set", ("give pictures as [H, W], [1 or 3, H, W] or an array [H, W, 3]",))
         if isinstance(image, Tensor | numpy.ndarray):
             return torch.as_tensor(image), label
         what = f"sample {sample:,} is a {type(image).__name__}, not a tensor, an array or a picture"
@@ -146,13 +146,13 @@ def read_own(source: UserSamples, sample: int) -> tuple[Any, Any]:
         what = f"the data set raised {type(error).__name__} for sample {sample:,}: {error}"
         raise RunError(what, users_line(error)) from error
     if not isinstance(content, tuple | list) or len(content) != 2:
-        raise UserError(f"sample {sample:,} is no pair (x, y) but a {type(content).__name__}", "the data set", _PAIR)
+        raise UserError(f"sample {sample:,} is a {type(content).__name__}, not a pair (x, y)", "the data set", _PAIR)
     image, label = content
     if source.targets:
         return image, label
     number = whole_number(label)
     if number is None:
-        raise UserError(f"the label of sample {sample:,} is {label!r}, no whole number", "the data set", _PAIR)
+        raise UserError(f"the label of sample {sample:,} is {label!r}, not a whole number", "the data set", _PAIR)
     return image, number
 
 
@@ -168,9 +168,9 @@ def as_targets(found: list[Any]) -> Tensor:
     try:
         targets: Any = default_collate(found)
     except (TypeError, RuntimeError) as error:
-        raise UserError(f"the y of several samples make no tensor: {error}", "the data set", _TARGET) from error
+        raise UserError(f"several samples' y don't form a tensor: {error}", "the data set", _TARGET) from error
     if not isinstance(targets, Tensor):
-        raise UserError(f"y is a {type(found[0]).__name__}", "the data set", _TARGET)
+        raise UserError(f"the target y is a {type(found[0]).__name__}", "the data set", _TARGET)
     return targets
 
 

@@ -57,7 +57,7 @@ def with_named_held_out(splits: Splits, options: DataOptions) -> Splits:
 def with_held_out(splits: Splits, opened: Splits, place: str) -> Splits:
     """With another's evaluation split, by classes' names, for the end. Raises UserError: it has other classes."""
     source = by_names(opened.test, opened.classes, splits.classes or opened.classes, place)
-    text = f"{splits.description}; {len(source):,} more of {place} are kept for the end"
+    text = f"{splits.description}; {len(source):,} more of {place} are held out"
     return replace(splits, held_out=source, description=text)
 
 

@@ -140,10 +140,10 @@ def _micro_batch_bounds(edges: list[int], limit: int, batch_sharing: BatchSharin
     for first, last in itertools.pairwise(edges):
         if last - first > limit:
             raise UserError(
-                f"BatchNorm needs {last - first} samples in one pass, and {batch_sharing.processes} process(es) "
-                f"with train.micro_batch = {batch_sharing.micro_batch} take {limit}",
+                f"BatchNorm needs {last - first} samples in one pass; {batch_sharing.processes} process(es) "
+                f"take {limit} with train.micro_batch = {batch_sharing.micro_batch}",
                 "train.micro_batch",
-                ("a larger train.micro_batch", f"or --set train.norm_group={max(2, limit)}"),
+                ("raise train.micro_batch", f"or lower the group size: --set train.norm_group={max(2, limit)}"),
             )
         if last - bounds[-1] > limit:
             bounds.append(first)
@@ -194,7 +194,7 @@ def told_of_batch(batch: int, length: int) -> str:
     """A sentence for who asks for a larger batch than there are training samples; else empty."""
     if batch <= length:
         return ""
-    return f"each update takes all {length:,} training samples: the batch can't be {batch:,}"
+    return f"each update uses all {length:,} training samples, fewer than the batch of {batch:,}"
 
 
 def evaluation_blocks(length: int, block: int) -> list[range]:

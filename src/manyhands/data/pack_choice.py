@@ -62,7 +62,7 @@ def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
     groups = {group.word: group for group in pack.groups}
     words = [listing.word for listing in listings]
     if any(listing.classes != pack.classes for listing in listings) or not {*words} <= {*groups}:
-        return "the class folders are others"
+        return "other class folders"
     added = removed = changed = 0
     for word, listing in zip(words, listings, strict=True):
         rows = slice(groups[word].start, groups[word].stop)
@@ -90,10 +90,10 @@ def with_pack(root: Path, listings: Parts, options: DataOptions) -> tuple[Parts,
     if changed or pack.outdated:
         reason = f"the folder has changed ({changed})" if changed else pack.outdated
         how = f" --size {pack.size} --quality {pack.quality}" if pack.size else ""
-        again = f"manyhands pack {shlex.quote(str(root))}{how} --replace packs it anew"
-        return listings, (f"the packed copy {place.name} isn't read, since {reason}: {again}",)
+        again = f"update the copy with manyhands pack {shlex.quote(str(root))}{how} --replace"
+        return listings, (f"the packed copy {place.name} is ignored because {reason}; {again}",)
     if 0 < pack.size < options.image_size:
-        return listings, (f"the packed copy {place.name} isn't read, since its pictures are smaller ({pack.made})",)
+        return listings, (f"the packed copy {place.name} is ignored because its pictures are too small ({pack.made})",)
     rows = {word: numpy.arange(start, stop) for word, start, stop in pack.groups}
     found = (replace(listing, packed=PackedRows(pack, rows[listing.word])) for listing in listings)
     return tuple(found), _notes(pack)
@@ -103,8 +103,8 @@ def _notes(pack: PackedSet) -> tuple[str, ...]:
     """Says where results may differ from the folder's."""
     if not pack.size:
         return ()
-    notes = [f"{pack.folder.name} has pictures of other sizes than the folder ({pack.made}): results may differ"]
+    notes = [f"{pack.folder.name} holds resized pictures ({pack.made}): results may differ from the folder's"]
     if pack.outdated:
-        again = f"manyhands pack FOLDER --size {pack.size} --quality {pack.quality} --replace packs it anew"
-        notes.append(f"{pack.folder.name} was made by an older version, and {pack.outdated}: {again}")
+        again = f"update the copy with manyhands pack FOLDER --size {pack.size} --quality {pack.quality} --replace"
+        notes.append(f"{pack.folder.name} was packed by an older version: {pack.outdated}; {again}")
     return tuple(notes)

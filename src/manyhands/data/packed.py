@@ -99,7 +99,7 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
         except (OSError, ValueError) as error:
             raise altered(path, str(error)) from error
         if zlib.crc32(content) != crc:
-            raise altered(path, f"the picture {self.names[row]} in it isn't the one that was packed")
+            raise altered(path, f"the checksum of the picture {self.names[row]} doesn't match")
         return content
 
     @property
@@ -109,7 +109,7 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
             return ""
         blocks = (block.lower() for block in self.names.blocks())
         affected = any(suffix + b"\0" in block for block in blocks for suffix in _WITH_ALPHA)
-        return "pictures with their content in the alpha channel alone are black in it" if affected else ""
+        return "pictures with content only in the alpha channel are black in the copy" if affected else ""
 
     @property
     def size_bytes(self) -> int:
@@ -141,8 +141,8 @@ class PackedRows:
 
 def altered(path: Path, reason: str) -> UserError:
     mend = (
-        "manyhands pack FOLDER --replace packs the folder anew",
-        "or remove the packed copy: training then reads the folder itself",
+        "pack the folder again: manyhands pack FOLDER --replace",
+        "or remove the packed copy to train from the folder itself",
     )
     return UserError(f"the packed copy was altered: {reason}", str(path), mend)
 
@@ -153,7 +153,7 @@ def _mapped(path: str, size_bytes: int) -> mmap.mmap:
     with open_file(Path(path)) as file:
         view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if len(view) != size_bytes:
-        raise ValueError(f"it has {len(view):,} bytes, and had {size_bytes:,}")
+        raise ValueError(f"{len(view):,} bytes found, expected {size_bytes:,}")
     return view
 
 
@@ -166,22 +166,22 @@ def open_pack(folder: Path) -> PackedSet:
     head = read_object(folder / HEAD)
     content = head.get("set") if head else None
     if head is None or not isinstance(content, dict) or head.get("digest") != digest_of(content):
-        raise altered(folder / HEAD, "its index isn't whole")
+        raise altered(folder / HEAD, "the index is incomplete")
     if content.get("format") != FORMAT:
-        hints = ("use the version of manyhands that packed it, or pack the folder anew: --replace",)
-        raise UserError(f"the packed copy has format {content.get('format')}", str(folder), hints)
+        hints = ("use the version of manyhands that packed the folder, or pack the folder again: --replace",)
+        raise UserError(f"format {content.get('format')} of the packed copy is not supported", str(folder), hints)
     samples, state = _columns(folder / SAMPLES), _columns(folder / STATE)
     if columns_digest(samples) != content.get("samples_sha256"):
-        raise altered(folder / SAMPLES, "it isn't the one that was written")
+        raise altered(folder / SAMPLES, "the checksum of the file doesn't match")
     columns = samples | {name: state[name] for name in _OF_STATE if name in state}
     names = PictureNames.of_text(bytes(columns.pop("names", numpy.zeros(0))) + b"\0")
     opened = {"folder": folder, "digest": head["digest"], "columns": columns, "names": names}
     try:
         pack = PackedSet.model_validate(content | opened)
     except ValidationError as error:
-        raise altered(folder / HEAD, "its index isn't whole") from error
+        raise altered(folder / HEAD, "the index is incomplete") from error
     if not pack.is_consistent():
-        raise altered(folder, f"{HEAD}, {SAMPLES} and {STATE} don't go together")
+        raise altered(folder, f"{HEAD}, {SAMPLES} and {STATE} don't match each other")
     return pack
 
 
@@ -211,7 +211,7 @@ def read_columns(path: Path) -> Columns:
         with open_file(path) as file:
             found = numpy.load(file, allow_pickle=False)
             if isinstance(found, numpy.ndarray):
-                raise ValueError("it is one array alone")
+                raise ValueError("the file holds a single array")
             with found:
                 return {name: found[name] for name in found.files}
     except DAMAGED as error:

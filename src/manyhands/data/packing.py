@@ -88,7 +88,7 @@ def read_contents(root: Path) -> _Contents:
     contents = _Contents(listings, numpy.concatenate([listing.labels for listing in listings]), sizes, times)
     if (sizes < 0).any():
         missing = contents.path(int(numpy.argmax(sizes < 0)))
-        mend = ("mend or remove the file, or the link to it, then give the command again",)
+        mend = ("repair or remove the file or link, then run the same command again",)
         raise UserError("a picture can't be read", missing, mend)
     return contents
 
@@ -106,15 +106,15 @@ def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
         return False
     pack = open_pack(request.target)
     if changed := difference(pack, contents.listings):
-        what = f"there is a packed copy of the folder as it was: {changed}"
+        what = f"the folder has changed since the packed copy was made: {changed}"
     elif pack.outdated:
-        what = f"there is a packed copy by an older version: {pack.outdated}"
+        what = f"the packed copy was made by an older version: {pack.outdated}"
     elif (pack.size, pack.quality) != (request.size, request.quality):
-        what = f"there is another packed copy of this folder ({pack.made or 'pictures as they are'})"
+        what = f"a packed copy with other settings exists ({pack.made or 'unchanged pictures'})"
     else:
         return True
-    again = f"manyhands pack {shlex.quote(str(request.root))} … --replace makes it anew"
-    raise UserError(what, str(request.target), (again, "or name another place: --to"))
+    again = f"replace the packed copy: manyhands pack {shlex.quote(str(request.root))} … --replace"
+    raise UserError(what, str(request.target), (again, "or choose another folder: --to"))
 
 
 def make_pack(
@@ -140,10 +140,10 @@ def make_pack(
 @contextmanager
 def _held(target: Path) -> Iterator[None]:
     try:
-        with one_at_a_time(target / HEAD, ("name a folder that can be written: --to",)):
+        with one_at_a_time(target / HEAD, ("choose a writable folder: --to",)):
             yield
     except OSError as error:
-        mend = ("make room, then the same command goes on", "or name another folder: --to")
+        mend = ("free disk space and run the same command again", "or choose another folder: --to")
         raise UserError(f"the packed copy can't be made: {error.strerror or error}", str(target), mend) from error
 
 
@@ -153,8 +153,8 @@ def _refuse_strange(target: Path) -> None:
         return
     strange = sorted(path.name for path in target.iterdir() if not (path.name.startswith(".") or _is_ours(path)))
     if strange:
-        what = f"the folder holds other things, such as {strange[0]}"
-        raise UserError(what, str(target), ("name another place: --to",))
+        what = f"the folder holds files of another kind, such as {strange[0]}"
+        raise UserError(what, str(target), ("choose another folder: --to",))
 
 
 def _is_ours(path: Path) -> bool:
@@ -222,8 +222,8 @@ def _write_all(tasks: Sequence[ShardTask], processes: int) -> Iterator[object]:
         for future in as_completed([pool.submit(write_shard, task) for task in tasks]):
             yield future.result()
     except BrokenProcessPool as error:
-        mend = ("is memory full? try --processes 1; the same command goes on",)
-        raise RunError("a process that packs pictures died", "--processes", mend) from error
+        mend = ("free memory or use --processes 1, then run the same command again",)
+        raise RunError("a packing process ended unexpectedly", "--processes", mend) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -238,7 +238,7 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
     for number, task in enumerate(tasks):
         shard = written(task)
         if shard is None:
-            raise UserError(f"{task.target.name} is gone", str(target), ("give the same command again",))
+            raise UserError(f"{task.target.name} is missing", str(target), ("run the same command again",))
         columns["shard"][shard["row"]] = number
         for name in ("offset", "length", "crc"):
             columns[name][shard["row"]] = shard[name]

@@ -29,7 +29,7 @@ from manyhands.core.outside import open_file
 from manyhands.data.known import CifarForm
 from manyhands.data.splits import ImagesInMemory, check_labels
 
-_HINTS = ("delete the file and fetch it again, or copy it anew",)
+_HINTS = ("delete the file, then download or copy the file again",)
 
 _IDX_BYTES = 0x08
 _MOST_IDX_BYTES = 1 << 32
@@ -76,10 +76,10 @@ def _read_idx_shape(file: IO[bytes] | gzip.GzipFile, path: Path, dimensions: int
     shape = struct.unpack(f">{dimensions}I", header[4:])
     values, stored = math.prod(shape), path.stat().st_size
     if not 0 < values <= _MOST_IDX_BYTES:
-        what = f"{path.name}: expected 1 to {_MOST_IDX_BYTES:,} values, its header says {_times(shape)}"
+        what = f"{path.name}: expected 1 to {_MOST_IDX_BYTES:,} values, found {_times(shape)} in the header"
         raise UserError(what, str(path))
     if path.suffix == ".gz" and values > max(_LIKELY_BYTES, stored * _MOST_COMPRESSION):
-        what = f"{path.name}: its header says {values:,} values, and the compressed file has {stored:,} bytes"
+        what = f"{path.name}: the header says {values:,} values, too many for {stored:,} compressed bytes"
         raise UserError(what, str(path), _HINTS)
     return shape
 
@@ -135,7 +135,7 @@ def read_cifar_files(place: Path, form: CifarForm) -> dict[str, bytes]:
 def _check_size(name: str, size: int, place: Path, most: int = _MOST_CIFAR_BYTES) -> None:
     """Raises UserError before memory or time is spent on a file that can't be CIFAR's, whatever its name."""
     if size > most:
-        raise UserError(f"{name} has {size:,} bytes; CIFAR's has {most:,} at most", str(place), _HINTS)
+        raise UserError(f"{name} has {size:,} bytes, expected at most {most:,}", str(place), _HINTS)
 
 
 def read_cifar_split(files: dict[str, bytes], names: tuple[str, ...], form: CifarForm, classes: int) -> ImagesInMemory:
@@ -227,7 +227,7 @@ class _PlainUnpickler(pickle.Unpickler):
         try:
             return _ALLOWED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not allowed") from None
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed") from None
 
 
 def _read_pickle(content: bytes, file: str) -> Any:
@@ -235,4 +235,4 @@ def _read_pickle(content: bytes, file: str) -> Any:
     try:
         return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:
-        raise UserError(f"{file} is no pickle of plain data: {error}", file, _HINTS) from error
+        raise UserError(f"{file} is not a pickle of plain data: {error}", file, _HINTS) from error

@@ -55,7 +55,7 @@ def write_shard(task: ShardTask) -> int:
             write_columns(file, columns | {"sha256": numpy.array(digest), "bytes": numpy.array(size_bytes)})
     except OSError as error:
         what = f"{task.target.name} can't be written: {error.strerror or error}"
-        mend = ("make room, then the same command goes on", "or name another folder: --to")
+        mend = ("free disk space and run the same command again", "or choose another folder: --to")
         raise UserError(what, str(task.target), mend) from error
     return size_bytes
 
@@ -119,10 +119,10 @@ def _read(member: PictureFile) -> bytes:
             state = os.fstat(file.fileno())
             content = file.read(member.size_bytes + 1)
     except OSError as error:
-        mend = ("mend or remove the file, then the same command goes on",)
+        mend = ("repair or remove the file, then run the same command again",)
         raise UserError(f"a picture can't be read: {error.strerror or error}", member.path, mend) from error
     if (len(content), state.st_mtime_ns) != (member.size_bytes, member.time_ns):
-        raise UserError("a picture changed while it was packed", member.path, ("give the same command again",))
+        raise UserError("a picture changed while it was packed", member.path, ("run the same command again",))
     return content
 
 

@@ -22,7 +22,7 @@ _JUNK = frozenset({
 # Of pictures in formats that can't be read.
 UNREAD_SUFFIXES = frozenset({".heic", ".heif", ".jxl", ".svg", ".psd", ".dng", ".cr2", ".nef", ".arw", ".dcm"})
 _TABLES = {".csv", ".tsv", ".json", ".xlsx"}
-_LINK, _SPECIAL = "links to folders that are part of the set already", "pipes or devices"
+_LINK, _SPECIAL = "links to folders that are already included", "pipes or devices"
 _MOST_KINDS = 20
 
 
@@ -70,11 +70,11 @@ class Unused:
             for word, count in kinds[:_MOST_KINDS]
         ]
         more = f" and {len(kinds) - _MOST_KINDS:,} more kinds" if len(kinds) > _MOST_KINDS else ""
-        notes = [f"files and folders that aren't used ({self._counts.total():,}): {', '.join(shown)}{more}"]
+        notes = [f"unused files and folders ({self._counts.total():,}): {', '.join(shown)}{more}"]
         if tables := sorted(_TABLES & self._counts.keys()):
-            notes.append(f"{', '.join(tables)} files aren't read: the class of a picture is the folder that it lies in")
+            notes.append(f"{', '.join(tables)} files are not read: the folder of a picture is its class")
         if pictures := sorted(UNREAD_SUFFIXES & self._counts.keys()):
-            notes.append(f"{', '.join(pictures)} pictures can't be read: convert them, to JPEG for example")
+            notes.append(f"{', '.join(pictures)} pictures can't be read: convert the pictures, for example to JPEG")
         return tuple(note.encode(errors="surrogateescape").decode(errors="backslashreplace") for note in notes)
 
 
@@ -138,8 +138,8 @@ def class_identities(root: Path, folders: Sequence[str]) -> set[Identity]:
     for name in folders:
         here = _identity(root / name)
         if here in homes:
-            what = f'the class folders "{homes[here]}" and "{name}" are one folder by two names'
-            raise UserError(what, str(root), ("remove the link",))
+            what = f'the class folders "{homes[here]}" and "{name}" are the same folder'
+            raise UserError(what, str(root), ("remove the link to the folder",))
         homes[here] = name
     return set(homes)
 
@@ -168,7 +168,7 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
         with os.scandir(folder) as entries:
             return list(entries)
     except OSError as error:
-        hints = ("give its owner's permission to read it, or remove it",)
+        hints = ("make the folder readable, or remove the folder",)
         raise UserError(f"the folder {folder.name} can't be read: {error.strerror}", str(folder), hints) from error
 
 

@@ -79,8 +79,8 @@ class WorkerFeed:
             self.close()
             if not str(error).startswith("DataLoader worker (pid"):
                 raise
-            mend = ("is memory or /dev/shm full? try --data.workers 0, or fewer",)
-            raise RunError(f"a process that decodes pictures died: {error}", "data.workers", mend) from error
+            mend = ("free memory or space in /dev/shm, or lower --data.workers (0: none)",)
+            raise RunError(f"a decoding process ended unexpectedly: {error}", "data.workers", mend) from error
 
     def _start(self) -> DataLoader[Any]:
         keep_sockets_of_this_start()

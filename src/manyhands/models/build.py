@@ -28,7 +28,7 @@ def describe(options: ModelOptions, size: int) -> ModelNeeds:
     needs = choice.needs(name, size, options.arguments, options.pretrained)
     smaller = (each for each in _choices() if _max_size(each) < size <= _LARGE and name in each.names())
     if name == options.name and not options.pretrained and (small := next(smaller, None)):
-        note = f"{name} as it is on photographs, since pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
+        note = f"{name} for photographs, because pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
         needs.notes.append(note)
     return needs
 
@@ -113,9 +113,9 @@ def _max_size(choice: ModuleType) -> float:
 
 def _refuse_unsuitable(name: str, needs: ModelNeeds, channels: int, size: int) -> None:
     if needs.channels not in (None, channels):
-        raise UserError(f"{name} takes pictures of {needs.channels} channels, these have {channels}", "model.name")
+        raise UserError(f"{name} takes pictures of {needs.channels} channels, not {channels}", "model.name")
     if needs.size not in (None, size):
-        raise UserError(f"{name} takes pictures of {needs.size} px, these have {size}", "model.name")
+        raise UserError(f"{name} takes pictures of {needs.size} px, not {size}", "model.name")
 
 
 def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int, mesh: Any = None) -> nn.Module:
@@ -128,7 +128,7 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
     found = load_object(reference, "model.name")
     if isinstance(found, nn.Module):
         if arguments:
-            raise UserError(f"{reference} is a network already, so it takes no arguments", WHERE)
+            raise UserError(f"{reference} is already a network and takes no arguments", WHERE)
         return copy.deepcopy(found)
     if not callable(found):
         raise UserError(f"{reference} is a {type(found).__name__}, not a network", "model.name", _MEND)
@@ -138,7 +138,7 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
     return model
 
 
-_MEND = ("name a subclass of torch.nn.Module, an object of one, or a function that returns one",)
+_MEND = ("name a subclass of torch.nn.Module, an instance, or a function that returns an instance",)
 
 
 def _with_mesh(builder: Callable[..., Any], reference: str, arguments: dict[str, Any], mesh: Any) -> dict[str, Any]:
@@ -150,8 +150,8 @@ def _with_mesh(builder: Callable[..., Any], reference: str, arguments: dict[str,
         return {"mesh": mesh, **arguments}
     if parameter.default is not inspect.Parameter.empty:
         return arguments
-    mend = ("--parallel hybrid --mesh dp=1,tp=2", "or give the parameter a default, for other modes")
-    raise UserError(f"{reference} is made with a mesh, and this parallel mode has none", "parallel.mode", mend)
+    mend = ("use --parallel hybrid --mesh dp=1,tp=2", "or give the parameter mesh a default")
+    raise UserError(f"{reference} requires a mesh, but this parallel mode has none", "parallel.mode", mend)
 
 
 def _call(builder: Callable[..., Any], reference: str, arguments: dict[str, Any], num_classes: int) -> Any:

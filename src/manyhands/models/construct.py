@@ -16,8 +16,8 @@ _MISSING = re.compile(r"missing (?:a|\d+) required .*arguments?: (.+)")
 def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
     """builder(**arguments, **fixed), the user's arguments and ours. Raises UserError: one is wrong or missing."""
     if taken := sorted(set(arguments) & set(fixed)):
-        mend = ("the number of classes is model.num_classes; published weights are model.pretrained",)
-        raise UserError(f"{name} is given {taken[0]} already", f"{WHERE}.{taken[0]}", mend)
+        mend = ("set the classes by model.num_classes, published weights by model.pretrained",)
+        raise UserError(f"{name} already gets {taken[0]} from another option", f"{WHERE}.{taken[0]}", mend)
     try:
         return builder(**arguments, **fixed)
     except TypeError as error:
@@ -32,7 +32,7 @@ def refused(builder: Callable[..., Any], name: str, arguments: dict[str, Any], e
         word = match[1] or match[2]
         return UserError(f"{name} takes no argument {word}", f"{WHERE}.{word}", _known(builder, word))
     if match := _MISSING.search(str(error)):
-        return UserError(f"{name} needs {match[1]}", WHERE, ("give it under [model.arguments]",))
+        return UserError(f"{name} needs {match[1]}", WHERE, ("set the argument under [model.arguments]",))
     return UserError(f"{name} refuses its arguments: {error}", WHERE, (f"given: {arguments}",))
 
 
@@ -43,4 +43,4 @@ def _known(builder: Callable[..., Any], word: str) -> tuple[str, ...]:
     names = [name for name in names if name not in ("weights", "progress", "num_classes", "channels", "size")]
     if not names:
         return ()
-    return tuple(filter(None, (did_you_mean(word, names), f"it takes: {', '.join(names)}")))
+    return tuple(filter(None, (did_you_mean(word, names), f"choose from {', '.join(names)}")))

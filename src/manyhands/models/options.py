@@ -13,5 +13,5 @@ class ModelOptions(Options):
     name: str = Field(default="cnn", description="mlp, cnn, resnet18 …, torchvision:NAME, or file.py:object")
     pretrained: bool = Field(default=False, description="start from torchvision's published weights")
     weights: str = Field(default="", description="start from the weights in this file (.safetensors, .pth, .pth.tar)")
-    num_classes: int = Field(default=0, ge=0, description="outputs; 0: as many as the data has classes")
-    arguments: dict[str, Any] = Field(default_factory=dict, description="further arguments of the network's builder")
+    num_classes: int = Field(default=0, ge=0, description="number of outputs; 0: the number of classes in the data")
+    arguments: dict[str, Any] = Field(default_factory=dict, description="more arguments for the network's constructor")

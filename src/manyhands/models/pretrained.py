@@ -31,7 +31,7 @@ def fetch_weights(url: str) -> Path:
             warnings.simplefilter("ignore")  # of a pickle protocol that torch itself doesn't write
             torch.load(path, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-        raise UserError(f"{path.name} is damaged, or holds more than weights", str(path), _mend(url, path)) from error
+        raise UserError(f"{path.name} is damaged or holds more than weights", str(path), _mend(url, path)) from error
     return path
 
 
@@ -43,4 +43,4 @@ def _download(url: str, path: Path) -> None:
 
 
 def _mend(url: str, path: Path) -> tuple[str, ...]:
-    return (f"with a browser get {url}", f"and put it at {path}", "or leave model.pretrained out")
+    return (f"download {url}", f"and save the file as {path}", "or leave model.pretrained out")

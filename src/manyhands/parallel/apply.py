@@ -27,8 +27,8 @@ def resolve_mode(mode: str, world: World) -> str:
     check_mode(mode)
     only = one_process(mode)
     if only and not world.alone:
-        mend = (f"--parallel {USUAL_MODE} is the mode for several processes", "or -n 1")
-        raise UserError(f"{mode} is {only}, and there are {world.size}", "parallel.mode", mend)
+        mend = (f"use --parallel {USUAL_MODE} for several processes", "or start one process: -n 1")
+        raise UserError(f"mode {mode} is for {only}, but {world.size} are running", "parallel.mode", mend)
     return MODE_ALONE if world.alone and getattr(load_choice(MODES, mode), "NOTHING_ALONE", False) else mode
 
 
@@ -128,8 +128,8 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
             f"replicas have drifted apart: {name} on rank {shown} differs from {other} at step {step}",
             f"rank {shown}, {name}",
             (
-                "does the network change a buffer or parameter by itself, from its own samples?",
-                "is a machine's memory or processor faulty? try the run without it",
+                "check that forward changes no buffer or parameter from one rank's samples",
+                "or leave out a machine with faulty memory or processor",
             ),
         )
 
@@ -154,5 +154,5 @@ def refuse_other_networks(model: nn.Module, named: dict[str, Tensor], world: Wor
     for rank, theirs in enumerate(others, 1):
         for one, other in zip_longest(first, theirs, fillvalue="nothing"):
             if one != other:
-                what = f"rank {rank}'s network is another one than rank 0's, which has {one} where it has {other}"
-                raise UserError(what, "model", ("build, and freeze, the same network on all processes",))
+                what = f"rank {rank}'s network differs from rank 0's: {other} instead of {one}"
+                raise UserError(what, "model", ("build and freeze the same network on all ranks",))

@@ -25,7 +25,7 @@ _OPERATIONS = {
 
 def _known(operation: str, what: str) -> Any:
     if operation not in _OPERATIONS:
-        raise UserError(f'there is no operation "{operation}"', what, (", ".join(_OPERATIONS),))
+        raise UserError(f'there is no operation "{operation}"', what, (f"choose one of {', '.join(_OPERATIONS)}",))
     return _OPERATIONS[operation]
 
 
@@ -141,19 +141,19 @@ class Subgroup:
     def _require_rows(self, tensors: Tensor, what: str) -> None:
         rows = tensors.shape[0] if tensors.ndim else 0
         if rows != self.size:
-            raise UserError(f"{what} needs one row for each of {self.size} processes, and got {rows}", what)
+            raise UserError(f"{what} needs {self.size} rows, one for each process, but got {rows}", what)
 
     def _rank_of(self, member: int, what: str) -> int:
         """A member's rank in the whole run; members are counted from 0 within the group."""
         self._require_member()
         if not 0 <= member < self.size:
-            mend = (f"0 … {self.size - 1}: the place among ranks {', '.join(map(str, self.ranks))}",)
+            mend = (f"give 0 to {self.size - 1}, the index in ranks {', '.join(map(str, self.ranks))}",)
             raise UserError(f"there is no member {member} in a group of {self.size}", what, mend)
         return self.ranks[member]
 
     def _other(self, member: int, what: str) -> int:
         if member == self.rank:
-            raise UserError(f"member {member} is this process itself", what, ("another member of the group",))
+            raise UserError(f"member {member} is this process itself", what, ("name another member of the group",))
         return self._rank_of(member, what)
 
 
@@ -176,7 +176,7 @@ def new_group(world: World, ranks: Sequence[int]) -> Subgroup:
     """A subgroup; all processes make the same in one order, members or not. Raises UserError: these are no ranks."""
     members = sorted(ranks)
     if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= world.size:
-        raise UserError(f"{list(ranks)} are not distinct ranks of 0 … {world.size - 1}", "new_group")
+        raise UserError(f"{list(ranks)} are not distinct ranks from 0 to {world.size - 1}", "new_group")
     if world.alone:
         return Subgroup(members, members.index(world.rank), None)
     with closed_once_formed(world.backend):

@@ -59,8 +59,8 @@ def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]
             found[path.removeprefix("whole.") if "whole" in graph.ops else path] = layout
             first, other = users.setdefault(id(tensor), (op.name, layout))
             if other != layout:
-                mend = ("pin both so that the parameter is cut alike, or by n or r",)
-                raise UserError(f"{first} and {op.name} share {name}, and cut it in two ways", "plan", mend)
+                mend = ("pin both ops to the same split of the parameter, or to n or r",)
+                raise UserError(f"{first} and {op.name} share {name}, with different splits", "plan", mend)
     return found
 
 

@@ -104,8 +104,8 @@ def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None)
     )
     world = world or _present_world()
     if mesh.size != world.size:
-        mend = ("the product of its sizes is the number of processes", "such as -n 4 --mesh dp=2,tp=2")
-        raise UserError(f"the mesh {mesh} has {mesh.size} places, and there are {world.size} processes", "mesh", mend)
+        mend = ("make the product of the sizes equal the processes, such as -n 4 --mesh dp=2,tp=2",)
+        raise UserError(f"the mesh {mesh} is for {mesh.size} processes, but {world.size} are running", "mesh", mend)
     return Grid(mesh, world)
 
 
@@ -127,7 +127,7 @@ class Axis:
     def __init__(self, grid: Grid, names: Sequence[str]) -> None:
         self._grid, self._axes = grid, axis_numbers(names, grid.mesh, "axis")
         if not self._axes:
-            raise UserError("no axis is named", "axis", (f"the mesh is {grid.mesh}",))
+            raise UserError("no axis is named", "axis", (f"name an axis of the mesh {grid.mesh}",))
 
     @property
     def mesh(self) -> Grid:
@@ -178,7 +178,7 @@ class Axis:
                 mark_buffer(module, name, mark)
             else:
                 known = ", ".join(word for word, _ in [*module.named_parameters(), *module.named_buffers()])
-                raise UserError(f"{type(module).__name__} has no {name} to cut", "shard_module", (f"it has: {known}",))
+                raise UserError(f"{type(module).__name__} has no {name} to shard", "shard_module", (f"found: {known}",))
         if isinstance(getattr(module, "running_mean", None), Tensor):
             module.num_features = len(module.running_mean)  # pyright: ignore - BatchNorm's
         return module
@@ -189,11 +189,11 @@ class Axis:
         if before is not None:
             shape, cuts = before.shape or (), before.cuts
             if not shape or any(dim == other or set(names) & set(self.names) for other, names in cuts):
-                raise UserError(f"dimension {dim} or the axis {self.names} is cut already: {before}", "shard")
+                raise UserError(f"dimension {dim} or the axis {self.names} is already sharded: {before}", "shard")
         length = tensor.shape[dim]
         if length < self.size:
             what = f"dimension {dim} has length {length}, too short for {self.size} processes along {self.names}"
-            raise UserError(what, "shard", (f"the tensor's shape is {tuple(tensor.shape)}", "cut another dimension"))
+            raise UserError(what, "shard", (f"the tensor's shape is {tuple(tensor.shape)}", "shard another dimension"))
         edges = bounds(length, self.size)
         piece = tensor.detach().narrow(dim, edges[self.rank], edges[self.rank + 1] - edges[self.rank])
         return piece.clone(memory_format=torch.contiguous_format), Mark((*cuts, (dim, self.names)), shape)
@@ -257,8 +257,8 @@ class Axis:
         """
         cut, joined = self._dim(x, cut, "all_to_all"), self._dim(x, joined, "all_to_all")
         if cut == joined:
-            mend = ("two dimensions; within one there is nothing to exchange",)
-            raise UserError(f"dimension {cut} can't be cut and put together at once", "all_to_all", mend)
+            mend = ("give two different dimensions",)
+            raise UserError(f"dimension {cut} can't be both split and concatenated", "all_to_all", mend)
         shape = list(x.shape)
         shape[joined] = self._length(x, joined, length)
         return self._turn(x, (joined, cut), (joined, cut), shape)
@@ -299,10 +299,8 @@ class Axis:
             )
         total = sum(lengths) if length is None else length
         if lengths != _lengths(total, self.size):
-            what = (
-                f"pieces of lengths {lengths} in dimension {dim} are not a cut of {total}: {_lengths(total, self.size)}"
-            )
-            raise UserError(what, f"gather over {','.join(self.names)}", ("cut with shard, scatter or reduce_scatter",))
+            what = f"pieces of lengths {lengths} in dimension {dim} don't match {_lengths(total, self.size)}"
+            raise UserError(what, f"gather over {','.join(self.names)}", ("use shard, scatter or reduce_scatter",))
         return total
 
 

@@ -216,7 +216,7 @@ def _device(membership: Membership) -> str:
     if name == "mps":
         require_device(kind, "mps is the GPU of an Apple computer, for torch made for macOS")
         if membership.size > 1:
-            what = f"{membership.size} processes can't talk to each other from mps: torch has no collectives for it"
+            what = f"{membership.size} processes can't communicate on mps, for which torch has no collectives"
             raise UserError(what, "cluster.device", ("-n 1", "or --device cpu"))
         return name
     require_device(kind)
@@ -226,16 +226,16 @@ def _device(membership: Membership) -> str:
     if membership.device_index is not None:
         return _chosen(kind, membership.device_index, count)
     if membership.local_size > count:
-        what = f"{membership.local_size} processes on this machine, and {count} {kind} devices"
-        raise UserError(what, "-n", (f"-n {count}", "or --device cpu"))
+        what = f"{membership.local_size} processes on this machine, but {count} {kind} devices"
+        raise UserError(what, "-n", (f"start fewer processes: -n {count}", "or use --device cpu"))
     return f"{kind}:{membership.local_rank % count}"
 
 
 def _chosen(kind: str, index: int, count: int) -> str:
     """The device that a launcher or a description of the cluster gave this process."""
     if index >= count:
-        what = f"this process is to use {kind} device {index}, and the devices here are 0 … {count - 1}"
-        mend = ("a list of visible devices (CUDA_VISIBLE_DEVICES …) numbers them anew, from 0",)
+        what = f"this process is assigned {kind} device {index}, but the devices here are 0 to {count - 1}"
+        mend = ("number the devices from 0 within the visible ones (CUDA_VISIBLE_DEVICES)",)
         raise UserError(what, "DEVICE_ID, or the description of the cluster", mend)
     return f"{kind}:{index}"
 
@@ -244,13 +244,11 @@ def _backend(membership: Membership, device: str) -> str:
     if membership.backend != "auto":
         if not dist.is_backend_available(membership.backend):
             what = f'torch has no backend "{membership.backend}" here'
-            raise UserError(what, "cluster.backend", ("leave it out: the device's own",))
+            raise UserError(what, "cluster.backend", ("leave cluster.backend out to use the device's default",))
         suits = dist.Backend.backend_capability.get(membership.backend, [])
         if suits and device.partition(":")[0] not in suits:
-            what = (
-                f"the backend {membership.backend} is for {' and '.join(suits)}, and this process computes on {device}"
-            )
-            raise UserError(what, "cluster.backend", ("leave it out: the device's own",))
+            what = f"the backend {membership.backend} is for {' and '.join(suits)}, but this process uses {device}"
+            raise UserError(what, "cluster.backend", ("leave cluster.backend out to use the device's default",))
         return membership.backend
     return dist.get_default_backend_for_device(device)
 
@@ -280,7 +278,7 @@ def _open_store(membership: Membership, digest: str, say: Say) -> Any:
         descriptor = listener.detach()
         return dist.TCPStore(host, port, None, True, timeout, False, master_listen_fd=descriptor)
     if host in {"0.0.0.0", "::"}:
-        what = f"{host} is no address to connect to: it means rank 0's own machine"
+        what = f"{host} is an address to listen on, not to connect to"
         raise UserError(what, "--init", ("give rank 0's address",))
     _wait_for_listener(host, port, membership, say)
     return _connect(host, port, membership)
@@ -307,11 +305,11 @@ def _connect(host: str, port: int, membership: Membership) -> Any:
     if not found or isinstance(found[0], Exception):
         reason = str(found[0]).partition("\n")[0] if found else "no answer"
         raise PeerError(
-            f"what listens at {host}:{port} is not rank 0 of a run: {reason}",
+            f"the program listening at {host}:{port} is not rank 0 of a run: {reason}",
             _address_is_from(membership),
             (
-                "is the port another program's? choose another one on every process",
-                f"to see whose: ss -ltnp | grep {port}",
+                "if another program uses the port, choose another port on every process",
+                f"find the program: ss -ltnp | grep {port}",
             ),
         )
     return found[0]
@@ -319,7 +317,7 @@ def _connect(host: str, port: int, membership: Membership) -> Any:
 
 def _file_store(path: Path, membership: Membership) -> Any:
     if not path.parent.is_dir():
-        raise UserError(f"there is no folder {path.parent} for the init file", "--init", ("make it on a shared disk",))
+        raise UserError(f"there is no folder {path.parent} for the init file", "--init", ("use a shared folder",))
     if path.is_dir():
         raise UserError(f"{path} is a folder", "--init", (f"name a file: file://{path}/meet",))
     if path.is_file() and path.stat().st_size and not path.stat().st_mode & 0o200:
@@ -344,7 +342,7 @@ def _wait_for_listener(host: str, port: int, membership: Membership, say: Say) -
                 raise PeerError(
                     f"rank {membership.rank} can't reach rank 0 at {host}:{port}: {reason}",
                     _address_is_from(membership),
-                    ("is rank 0 started, and the address right?", f"is a firewall between? try: nc -zv {host} {port}"),
+                    ("check that rank 0 is started and the address right", f"check the firewall: nc -zv {host} {port}"),
                 ) from None
             if waited > membership.join_warn_s and not warned:
                 warned = True

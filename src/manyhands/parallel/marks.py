@@ -14,8 +14,8 @@ from manyhands.core.mesh import Mesh
 # Where a module keeps the marks of its buffers, which lose attributes of their own when they are moved.
 BUFFERS = "cut_buffers"
 _FORMS = (
-    'layerwise_parallel=True, "tp" or ("tp", 1), and shape=(…) for the whole tensor',
-    "or tp.shard(whole_tensor, dim), which cuts and marks at once",
+    'give layerwise_parallel=True, "tp" or ("tp", 1), and shape=(…) of the full tensor',
+    "or use tp.shard(full_tensor, dim), which shards and marks a tensor",
 )
 Marked = TypeVar("Marked", bound="Parameter")
 
@@ -76,14 +76,14 @@ class Parameter(nn.Parameter):
 def _read(given: bool | str | tuple[str, int], piece: tuple[int, ...], shape: tuple[int, ...] | None) -> Mark | None:
     if given is False:
         if shape is not None and shape != piece:
-            raise UserError(f"the whole shape {shape} is not the piece's {piece}", "Parameter", _FORMS)
+            raise UserError(f"the full shape {shape} differs from the shard's {piece}", "Parameter", _FORMS)
         return None
     names = () if given is True else (given,) if isinstance(given, str) else tuple(given[:1])
     dim = given[1] if isinstance(given, tuple) and len(given) == 2 else 0
     if not all(isinstance(name, str) for name in names) or not isinstance(dim, int):
-        raise UserError(f"layerwise_parallel is {given!r}", "Parameter", _FORMS)
+        raise UserError(f"layerwise_parallel can't be {given!r}", "Parameter", _FORMS)
     if not -len(piece) <= dim < len(piece) or (shape is not None and len(shape) != len(piece)):
-        raise UserError(f"a piece of shape {piece} can't be cut in dimension {dim} of {shape}", "Parameter", _FORMS)
+        raise UserError(f"a shard of shape {piece} doesn't fit dimension {dim} of {shape}", "Parameter", _FORMS)
     if shape is not None and not isinstance(given, tuple):
         differing = [place for place, length in enumerate(shape) if length != piece[place]]
         dim = differing[0] if differing else dim
@@ -119,8 +119,8 @@ def layout_of(mark: Mark | None, piece: tuple[int, ...], mesh: Mesh, rank: int, 
     shape = mark.shape or tuple(length * parts.get(dim, 1) for dim, length in enumerate(piece))
     layout = TensorLayout(shape, shape, cuts)
     if layout.local_shape(mesh, rank) != piece:
-        what = f"the piece of {name} on rank {rank} has shape {piece}, where {layout.local_shape(mesh, rank)} is due"
-        raise UserError(what, f"whole shape {shape}, mesh {mesh}", _FORMS)
+        what = f"the shard of {name} on rank {rank} has shape {piece}, expected {layout.local_shape(mesh, rank)}"
+        raise UserError(what, f"full shape {shape}, mesh {mesh}", _FORMS)
     return layout
 
 
@@ -135,7 +135,7 @@ def axis_numbers(names: Sequence[str], mesh: Mesh, where: str) -> tuple[int, ...
     """Numbers of named axes, ascending. Raises UserError: the mesh has no such axis, or one is named twice."""
     unknown = [name for name in names if name not in mesh.names]
     if unknown:
-        mend = (f"its axes are {', '.join(mesh.names)}", "or another --mesh")
+        mend = (f"use one of the axes {', '.join(mesh.names)}", "or change --mesh")
         raise UserError(f'the mesh {mesh} has no axis "{unknown[0]}"', where, mend)
     if len(set(names)) != len(names):
         raise UserError(f"an axis is named twice: {', '.join(names)}", where)

@@ -57,8 +57,8 @@ def check_in(store: Any, membership: Membership, digest: str, say: Say) -> dict[
         for rank, other in present.items():
             _compare(membership, me, rank, other)
     except (dist.DistError, ValueError):  # a ValueError where a count in an init file is none
-        what = "the store was left, or spoilt, while the processes were meeting"
-        mend = ("if rank 0 has ended, its own last words say why", "does another program write there?")
+        what = "the store failed during the rendezvous"
+        mend = ("see rank 0's log if rank 0 has ended", "check that no other program writes to the store")
         raise PeerError(what, membership.init, mend) from None
     except ManyhandsError:
         if membership.rank == 0:
@@ -89,11 +89,11 @@ def _refuse_outsider(names: Any, membership: Membership, digest: str) -> None:
         return
     names.add("read", 1)
     who = f"process {outsider.pid} on {outsider.host}"
-    raise _start_anew(f"{who} can't take part; it says: {outsider.what}", membership)
+    raise _start_anew(f"{who} can't join: {outsider.what}", membership)
 
 
 def _start_anew(what: str, membership: Membership) -> UserError:
-    mend = (f"start all anew, each process with a rank of its own, 0 to {membership.size - 1}",)
+    mend = (f"restart all processes, each with a unique rank from 0 to {membership.size - 1}",)
     return UserError(what, "--rank" if membership.started_by == "--init" else "RANK", mend)
 
 
@@ -144,8 +144,8 @@ def _wait_for_names(names: Any, membership: Membership, digest: str, say: Say) -
                 (
                     "start the missing ranks with the same --init and --world-size"
                     if membership.started_by == "--init"
-                    else "start the missing ranks on their machines: the same job, and the same description of them",
-                    "cluster.join_timeout_s waits longer",
+                    else "start the missing ranks on their machines, with the same job and the same list of machines",
+                    "or wait longer: cluster.join_timeout_s",
                 ),
             )
         if waited > membership.join_warn_s and not warned:
@@ -165,8 +165,8 @@ def _refuse_dead(other: dict[str, Any], rank: int, membership: Membership) -> No
     here = other["machine"] == this_machine()
     if membership.init.startswith("file://") and here and not psutil.pid_exists(other["pid"]):
         path = membership.init.removeprefix("file://")
-        what = f"the init file {path} is an earlier run's: its rank {rank}, process {other['pid']}, has ended"
-        raise UserError(what, "--init", (f"rm {path}, or use a new name",))
+        what = f"the init file {path} is from an earlier run, whose rank {rank} (process {other['pid']}) has ended"
+        raise UserError(what, "--init", (f"rm {path}, or use a new file name",))
 
 
 def _compare(membership: Membership, me: dict[str, Any], rank: int, other: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ def _compare(membership: Membership, me: dict[str, Any], rank: int, other: dict[
         if me[key] != other[key]:
             shown = f": {me[key]} here, {other[key]} there" if key != "digest" else _options(me[key], other[key])
             what = f"rank {membership.rank} on {me['host']} and rank {rank} on {other['host']} differ in {word}{shown}"
-            mend = ("start all ranks with the same command, but for --rank",)
+            mend = ("start all ranks with the same command except for --rank",)
             raise UserError(what, _meeting_place(membership), mend)
 
 
@@ -210,8 +210,8 @@ def _place_taken(names: Any, membership: Membership) -> UserError:
             f"the init file {path} already has a rank {membership.rank}, written{who}",
             "--init",
             (
-                f"left by an earlier run? then: rm {path}, or use a new name",
-                "or are two processes started with one --rank?",
+                f"if an earlier run left the file: rm {path}, or use a new file name",
+                "or give each process its own --rank",
             ),
         )
     return UserError(

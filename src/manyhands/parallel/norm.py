@@ -121,8 +121,8 @@ class GroupedNorm(_BatchNorm):
         finally:
             self.track_running_stats = tracks
         if not ours.called:
-            what = f"{type(self).__mro__[2].__name__} is derived from BatchNorm, but doesn't normalise with it"
-            mend = ("call super().forward or torch's batch_norm in it", "or derive it from nn.Module")
+            what = f"{type(self).__mro__[2].__name__} is a subclass of BatchNorm, but doesn't call its normalisation"
+            mend = ("call super().forward or torch's batch_norm", "or derive the class from nn.Module")
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", mend)
         return output
 
@@ -184,8 +184,8 @@ class GroupedNorm(_BatchNorm):
         groups = self.groups
         rows = groups.spans[-1].stop * self.rows_per_sample if groups.spans else input.shape[0]
         if (len(groups.spans) > 1 or groups.shared_sizes) and rows != input.shape[0]:
-            what = f"a BatchNorm's input has {input.shape[0]} rows, and groups of its samples would have {rows}"
-            mend = ("--set train.norm_group=local takes statistics over whatever rows there are",)
+            what = f"the input of BatchNorm has {input.shape[0]} rows, but its groups of samples expect {rows}"
+            mend = ("take statistics over each rank's own rows: --set train.norm_group=local",)
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", mend)
 
     def _held_whole(self, part: Tensor, run: Run) -> Tensor:
@@ -346,8 +346,8 @@ def _values_per_row(like: Tensor) -> int:
 def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a BatchNorm class with our training pass, so that isinstance and state_dict stay as they were."""
     if issubclass(kind, nn.SyncBatchNorm) and not _is_torchs_own(kind.__mro__):
-        what = f"{kind.__name__} is a SyncBatchNorm of somebody's own, which can't be taken apart"
-        mend = ("leave BatchNorm as the network has it: its statistics are those of the whole batch's groups here",)
+        what = f"{kind.__name__} is a custom SyncBatchNorm, which can't be replaced"
+        mend = ("use plain BatchNorm: statistics already cover groups of the global batch",)
         raise UserError(what, "the network", mend)
     base = nn.BatchNorm2d if issubclass(kind, nn.SyncBatchNorm) else kind
     return type(f"Grouped{base.__name__}", (GroupedNorm, base), {"__module__": __name__})

@@ -24,37 +24,37 @@ class ParallelOptions(Options):
     """Where tensors live, and which process does which part of the work."""
 
     mode: str = Field(
-        default=USUAL_MODE, description=f"{', '.join(module_names(MODES))}; {MODE_OF_SEARCHES}: a search decides"
+        default=USUAL_MODE, description=f"{', '.join(module_names(MODES))}; {MODE_OF_SEARCHES}: chosen by a search"
     )
     mesh: str = Field(
-        default="", description="the processes as a grid with named axes: dp=2,tp=2; empty: one axis dp of all"
+        default="", description="mesh of processes with named axes, such as dp=2,tp=2; empty: all along one axis dp"
     )
     pin: tuple[str, ...] = Field(
-        default=(), description='for semi and auto: how an op is split, "fc=n@dp o@tp", by module path or glob'
+        default=(), description='for semi and auto: split of an op, given by module path or glob: "fc=n@dp o@tp"'
     )
-    plan: str = Field(default="", description="for semi and auto: a plan.json to follow")
+    plan: str = Field(default="", description="for semi and auto: plan.json file to follow")
     samples: str = Field(
-        default="", description="for hybrid: the axes that share out samples, such as dp; empty: all that cut nothing"
+        default="", description="for hybrid: axes that divide the samples, such as dp; empty: all that shard no tensor"
     )
     fill: Literal["data", "search"] = Field(
-        default="data", description="for semi: ops without a strategy share out samples, or a search decides"
+        default="data", description="for semi: split of ops without a pin; data: by samples, search: by a search"
     )
-    memory: str = Field(default="", description="for auto: the most that each process may take, such as 14GiB")
-    link: str = Field(default="", description="for auto: the speed between machines, such as 1gbit; empty: measured")
-    measure: bool = Field(default=True, description="for auto: time the best plans in turns before one is chosen")
+    memory: str = Field(default="", description="for auto: memory limit per process, such as 14GiB")
+    link: str = Field(default="", description="for auto: bandwidth between machines, such as 1gbit; empty: measured")
+    measure: bool = Field(default=True, description="for auto: time the best plans before choosing one")
     full_batch: bool = Field(
-        default=False, description="for semi and auto: every process loads all samples of a batch, and takes its part"
+        default=False, description="for semi and auto: each process loads the full batch and takes its own part"
     )
     gradients_mean: bool = Field(
-        default=True, description="the mean of all processes' gradients; false: their sum, as in MindSpore"
+        default=True, description="average the gradients of all processes; false: sum them, as in MindSpore"
     )
     parameter_broadcast: bool = Field(
-        default=False, description="send rank 0's parameters to all at the start; false: prove that they are equal"
+        default=False, description="broadcast rank 0's parameters at the start; false: check that all are equal"
     )
 
     shared_memory: bool = Field(
         default=True,
-        description="for data: processes of one machine's processor average through its memory; false: by the backend",
+        description="for data: average CPU gradients within a machine through shared memory; false: by the backend",
     )
 
     @property

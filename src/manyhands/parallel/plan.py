@@ -94,7 +94,7 @@ def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple
         if not ops:
             hint = did_you_mean(pattern, list(graph.ops))
             names = ", ".join(list(graph.ops)[:8])
-            raise UserError(f"the network has no op {pattern}", where, (hint or f"its ops: {names} …",))
+            raise UserError(f"the network has no op {pattern}", where, (hint or f"choose from the ops {names} …",))
         unkept: dict[str, str] = {}
         for op in ops:
             strategy = _read(text, op, graph, plan.mesh, f"{where}, {pattern}")
@@ -111,8 +111,8 @@ def _refuse_if_none_keeps(pattern: str, text: str, unkept: Mapping[str, str], wh
     for letter in dict.fromkeys("".join(unkept.values())):
         if all(letter in letters for letters in unkept.values()):
             names = ", ".join(list(unkept)[:4])
-            what = f"{pattern} can't be split as {text}: {letter} means nothing to any of its ops ({names})"
-            raise UserError(what, where, ("name one op, and a letter that it knows", "manyhands plan shows them"))
+            what = f"{pattern} can't be split as {text}: the ops {names} don't have the letter {letter}"
+            raise UserError(what, where, ("name one op and a letter of that op", "see manyhands plan"))
 
 
 def _read(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, str]:
@@ -132,11 +132,11 @@ def _refuse_other_pieces(
         return  # whose own parameters the tuples name, and which have been compared with them
     if any(not isinstance(op.letters.get(letter), Loop) for letter in letters.values()):
         return  # for which there is a reason
-    allowed = f"it can be split by {', '.join(op.allowed())}, such as n@{mesh.names[0]}"
+    allowed = f"split the op by {', '.join(op.allowed())}, such as n@{mesh.names[0]}"
     read = _pieces_read(op, graph, [letters[axis] for axis in sorted(letters)], mesh)
     if len(tuples) > max(1, len(read)):
-        what = f"{op.name} ({op.kind}) reads {len(read)} tensor(s), and {tuples} are for {len(tuples)}"
-        raise UserError(what, where, ("a tuple for each tensor that it reads", allowed))
+        what = f"{op.name} ({op.kind}) reads {len(read)} tensor(s), but {tuples} has {len(tuples)} tuples"
+        raise UserError(what, where, ("give a tuple for each tensor that the op reads", allowed))
     for (name, pieces), wanted in zip(read, tuples, strict=False):
         if pieces != wanted:
             what = f"{op.name} ({op.kind}) can't be split as {tuples}: {name} would be cut into {pieces}"
@@ -180,10 +180,10 @@ def _spread(
                 if other[0] != letter:
                     axis_name = plan.mesh.names[axis]
                     raise UserError(
-                        f"{other[1].name} and {op.name} share a parameter or a size, so along {axis_name} both must be "
-                        f"cut alike; the plan says {other[0]} and {letter}",
+                        f"{other[1].name} and {op.name} share a parameter or a size, but are split differently along "
+                        f"{axis_name}: {other[0]} and {letter}",
                         where,
-                        (f"give both {other[0]}@{axis_name}",),
+                        (f"give both ops {other[0]}@{axis_name}",),
                     )
         for op in sorted(ops, key=lambda op: op.name not in said):  # an error is about an op that the user named
             letters = [
@@ -204,7 +204,7 @@ def _check(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
     if reason:
         fitting = [letter for letter in op.allowed() if _fits_somewhere(op, letter, mesh)]
         what = f"{op.name} ({op.kind}) can't be split as {write_strategy(letters, mesh)}: {reason}"
-        raise UserError(what, f"{where}, {op.name}", (f"it can be split by {', '.join(fitting or ['r'])}",))
+        raise UserError(what, f"{where}, {op.name}", (f"split the op by {', '.join(fitting or ['r'])}",))
 
 
 def _fits_somewhere(op: Op, letter: str, mesh: Mesh) -> bool:
@@ -222,9 +222,9 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
             return loop
         parts = mesh.parts([axis for axis, one in enumerate(letters) if one == letter])
         if loop.length and loop.even and loop.length % parts:
-            return f"{loop.length} can't be cut into {parts} equal pieces"
+            return f"the length {loop.length} can't be divided into {parts} equal pieces"
         if loop.length and loop.length < parts:
-            return f"{loop.length} can't be cut into {parts} pieces"
+            return f"the length {loop.length} can't be divided into {parts} pieces"
     return ""
 
 
@@ -234,7 +234,7 @@ def parse_pins(words: tuple[str, ...], where: str = "--pin") -> dict[str, str]:
     for word in words:
         match = re.fullmatch(r"\s*([^=\s]+)\s*=\s*(\S.*)", word)
         if not match:
-            raise UserError(f'"{word}" is no pin', where, ('name an op and its strategy: --pin "fc=n@dp o@tp"',))
+            raise UserError(f'"{word}" is not a pin', where, ('name an op and its strategy: --pin "fc=n@dp o@tp"',))
         pins[match[1]] = match[2].strip()
     return pins
 
@@ -267,7 +267,7 @@ def plan_of(options: ParallelOptions, world_size: int) -> Plan:
     kept = tuple(name for name in plan.pinned if name not in pins)
     rest = {name: text for name, text in plan.ops.items() if name not in pins}
     if options.full_batch and INPUT in pins:
-        mend = ("leave --parallel.full-batch out", f"leave the pin of {INPUT} out")
-        raise UserError(f"the full batch everywhere and a pin of {INPUT} exclude each other", "parallel.pin", mend)
+        mend = ("leave --parallel.full-batch out", f"or leave the pin of {INPUT} out")
+        raise UserError(f"parallel.full_batch and a pin of {INPUT} exclude each other", "parallel.pin", mend)
     whole_input = {INPUT: f"r@{','.join(plan.mesh.names)}"} if options.full_batch else {}
     return replace(plan, ops={**rest, **pins, **whole_input}, pinned=(*kept, *pins))

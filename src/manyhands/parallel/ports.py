@@ -53,7 +53,7 @@ def _cannot_listen(host: str, port: int, error: OSError, given_by: str) -> UserE
         return UserError(
             f"{host} is not an address of this machine (it has {ours})",
             given_by,
-            ("rank 0 runs on the machine that the address belongs to", "give this process its right --rank"),
+            ("run rank 0 on the machine with that address", "or correct the --rank of this process"),
         )
     return UserError(f"can't listen on {host}:{port}: {error.strerror}", given_by, ("choose a port above 1024",))
 
@@ -137,8 +137,8 @@ def require_interface(names: str, given_by: str) -> None:
     mine = psutil.net_if_addrs()
     for name in names.split(","):
         if name not in mine:
-            what = f'{given_by} names "{name}", and this machine has {", ".join(sorted(mine))}'
-            raise UserError(what, given_by, (f"unset {given_by}", "or name one of these"))
+            what = f'{given_by} names "{name}", but this machine has {", ".join(sorted(mine))}'
+            raise UserError(what, given_by, (f"unset {given_by}", "or name one of these interfaces"))
 
 
 def describe_collectives(interface: str) -> str:
@@ -150,9 +150,9 @@ def describe_collectives(interface: str) -> str:
         for entry in entries.get(name, ())
         if entry.family in {socket.AF_INET, socket.AF_INET6} and not entry.address.startswith("fe80:")
     ]
-    where = f"{interface} ({', '.join(found)})" if found else interface or "an interface that the backend chooses"
+    where = f"{interface} ({', '.join(found)})" if found else interface or "an interface chosen by the backend"
     return (
-        f"the collectives of each process here listen on free ports of {where}: to everybody who reaches that address, "
+        f"collectives listen on free ports of {where}: open to everybody who reaches that address, "
         "without a password or encryption"
     )
 
@@ -170,7 +170,7 @@ def describe_launcher(name: str) -> list[str]:
     numbers = " and ".join(str(port) for port in sorted({port for _, port in outer}))
     every = all(ip in {"0.0.0.0", "::"} for ip, _ in outer)
     where = "on every interface" if every else f"on {', '.join(sorted({ip for ip, _ in outer}))}"
-    return [f"{name} itself listens {where}, port {numbers}: to everybody who reaches one, without a password"]
+    return [f"{name} itself listens {where}, port {numbers}: open to everybody who connects, without a password"]
 
 
 def _is_loopback(address: str) -> bool:
@@ -182,9 +182,9 @@ def describe_exposure(host: str, port: int) -> str:
     """One line: what listens, and who can reach it."""
     if host in {"0.0.0.0", "::"}:
         return (
-            f"port {port} is open on every interface ({', '.join(own_addresses())}): anybody who reaches one can join "
-            "or disturb this run; name the address of one interface to narrow it"
+            f"port {port} is open on every interface ({', '.join(own_addresses())}): anybody can connect, join "
+            "or disturb this run; name the address of one interface to restrict access"
         )
     if host.startswith("127.") or host in {"localhost", "::1"}:
-        return f"port {port} is open on loopback only: to all users of this machine"
+        return f"port {port} is open to all users of this machine, on loopback only"
     return f"port {port} is open on {host}: to everybody who reaches that address, without a password or encryption"

@@ -22,7 +22,7 @@ from manyhands.parallel.tracing import FEWER, SAMPLES, describe_ops, run_twice
 # Of a network's output [n, C] and labels int64 [n]: a value per sample [n, …], or their mean [].
 OwnLoss = Callable[[Tensor, Tensor], Tensor]
 
-WHOLE_CLASSES = "classes are cut for cross-entropy, and for losses in small operators that all have rules"
+WHOLE_CLASSES = "classes are split for cross-entropy and for losses whose operators all have rules"
 
 
 class _Traced(nn.Module):
@@ -38,7 +38,7 @@ def describe_loss(function: OwnLoss, classes: int, dtype: torch.dtype, device: t
     """A loss over so many classes as a graph of ops that can each do a part of them, or why there is none."""
     traced, unseen = graphs.trace(_Traced(function), lambda _: False, ("output", "labels"))
     if unseen:
-        return f"{WHOLE_CLASSES}, and this one can't be looked into ({next(iter(unseen.values()))})"
+        return f"{WHOLE_CLASSES}; this loss can't be traced ({next(iter(unseen.values()))})"
     generator = torch.Generator().manual_seed(0)
     output = torch.randn(SAMPLES, classes, generator=generator).to(device, dtype)
     labels = torch.randint(classes, (SAMPLES,), generator=generator).to(device)
@@ -48,12 +48,12 @@ def describe_loss(function: OwnLoss, classes: int, dtype: torch.dtype, device: t
         many, few = run_twice(traced, (output, labels))
     except Exception as error:  # noqa: BLE001 - whatever a user's loss does with made-up outputs
         why = str(error).partition("\n")[0]
-        return f"{WHOLE_CLASSES}, and this one fails on {FEWER} or {SAMPLES} samples ({why})"
+        return f"{WHOLE_CLASSES}; this loss fails on {FEWER} or {SAMPLES} samples ({why})"
     names = graphs.name_nodes(traced)
     ops, _ = describe_ops(traced, names, many, few, _begin)
     result = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     if not isinstance(result, fx.Node) or not ops[names[result]].extents:
-        return f"{WHOLE_CLASSES}, and this one gives no tensor"
+        return f"{WHOLE_CLASSES}; this loss returns no tensor"
     ops[LOSS] = Op(LOSS, LOSS, sources=(names[result],), tied=LOSS, letters={"r": Loop((WHOLE,), WHOLE)})
     for op in ops.values():
         _let_maxima_be_cut(op, ops)
@@ -121,7 +121,7 @@ def shard_classes(graph: Graph) -> dict[str, str] | str:
         elif fitting:
             letters[op.name] = fitting[0]
         else:
-            return f"{WHOLE_CLASSES}, and this one's {op.name} has none for a part of the classes"
+            return f"{WHOLE_CLASSES}; {op.name} of this loss has no rule for split classes"
     return letters
 
 

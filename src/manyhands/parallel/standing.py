@@ -22,8 +22,8 @@ def standing_membership(device: str, backend: str) -> Membership | None:
         return None
     place, own = _device_and_backend(distributed, device)
     if backend not in {"auto", own}:
-        what = f"cluster.backend is {backend}, and this process is in a group with {own} already"
-        raise UserError(what, "cluster.backend", ("leave it out: the group that stands is used",))
+        what = f"cluster.backend is {backend}, but this process is already in a group with {own}"
+        raise UserError(what, "cluster.backend", ("leave cluster.backend out to use the existing group",))
     return Membership(
         rank=distributed.get_rank(),
         size=distributed.get_world_size(),

@@ -23,7 +23,7 @@ MEANINGS = {
     "c": "channels",
     "h": "heads",
     "v": "rows",
-    "r": "nothing, all of it everywhere",
+    "r": "nothing: replicated",
 }
 _PART = re.compile(r"([a-z])@([A-Za-z0-9_,]+)")
 EXAMPLE = "such as n@dp o@tp"
@@ -37,17 +37,17 @@ def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
         match = _PART.fullmatch(f"{word}@{','.join(mesh.names)}" if len(word) == 1 else word)
         if not match or match[1] not in MEANINGS:
             letters = ", ".join(f"{letter} ({meaning})" for letter, meaning in MEANINGS.items())
-            raise UserError(f'"{word}" is no part of a strategy', where, (EXAMPLE, f"letters: {letters}"))
+            raise UserError(f'"{word}" is not a part of a strategy', where, (EXAMPLE, f"letters: {letters}"))
         for name in match[2].split(","):
             if name not in mesh.names:
-                mend = (f"the mesh is {mesh}", EXAMPLE)
-                raise UserError(f'"{text}" names the axis {name}, which the mesh hasn\'t', where, mend)
+                mend = (f"name axes of the mesh {mesh}, {EXAMPLE}",)
+                raise UserError(f'"{text}" names the axis {name}, which the mesh lacks', where, mend)
             axis = mesh.names.index(name)
             if axis in found:
                 raise UserError(f'"{text}" names the axis {name} twice', where, (EXAMPLE,))
             found[axis] = match[1]
     if not found:
-        raise UserError("a strategy is empty", where, (EXAMPLE,))
+        raise UserError("the strategy is empty", where, (EXAMPLE,))
     return found
 
 
@@ -73,10 +73,10 @@ def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
         content: Any = ast.literal_eval(plain)
         found = tuple(tuple(operator.index(number) for number in one) for one in content)
     except (ValueError, SyntaxError, TypeError) as error:
-        mend = ("in MindSpore's form: ((1, 1), (1, 2))", f"or {EXAMPLE}")
-        raise UserError(f'"{text}" is no strategy', where, mend) from error
+        mend = ("write MindSpore's form, such as ((1, 1), (1, 2))", f"or axes, {EXAMPLE}")
+        raise UserError(f'"{text}" is not a strategy', where, mend) from error
     if not found or not all(found) or any(number < 1 for one in found for number in one):
-        raise UserError(f'"{text}" is no strategy: pieces are counted from 1', where, (f"or {EXAMPLE}",))
+        raise UserError(f'"{text}" is not a strategy: counts start at 1', where, (f"write axes, {EXAMPLE}",))
     return found
 
 
@@ -99,7 +99,7 @@ def _pieces(kind: str, tuples: tuple[tuple[int, ...], ...], where: str) -> dict[
     if kind not in _WEIGHTED:
         first, last = tuples[0], tuples[-1]
         if set(first[2:]) - {1}:
-            raise UserError("only samples and channels are cut here", where, ("1 for all other dimensions",))
+            raise UserError("only samples and channels can be split here", where, ("give 1 for all other dimensions",))
         return {"n": first[0], "c": first[1] if len(first) > 1 else last[0]}
     inner, outer, pixels_too = _WEIGHTED[kind]
     dims = len(tuples[0]) if pixels_too else 2
@@ -110,13 +110,13 @@ def _pieces(kind: str, tuples: tuple[tuple[int, ...], ...], where: str) -> dict[
     (samples, *pixels), weight = tuples[0], tuples[1]
     features = pixels.pop(0 if pixels_too else -1)
     if {*pixels, *weight[2:]} - {1}:
-        raise UserError("pixels are not cut here", where, ("1 for height and width",))
+        raise UserError("height and width can't be split here", where, ("give 1 for height and width",))
     if features != weight[inner]:
-        what = f"the input's features are cut into {features} and the weight's into {weight[inner]}"
-        raise UserError(what, where, ("both must be cut alike",))
+        what = f"the input's features are split into {features} parts, but the weight's into {weight[inner]}"
+        raise UserError(what, where, ("split both alike",))
     if any(one != (weight[outer],) for one in tuples[2:]):
-        what = f"the weight's outputs are cut into {weight[outer]} and the bias as {tuples[2:]}"
-        raise UserError(what, where, ("both must be cut alike",))
+        what = f"the weight's outputs are split into {weight[outer]} parts, but the bias as {tuples[2:]}"
+        raise UserError(what, where, ("split both alike",))
     return {"n": samples, "i": features, "o": weight[outer]}
 
 
@@ -136,4 +136,4 @@ def _axes_of(count: int, mesh: Mesh, taken: Mapping[int, str], where: str) -> li
         axes = [axis for place, axis in enumerate(free) if chosen >> place & 1]
         if mesh.parts(axes) == count:
             return axes
-    raise UserError(f"no axes of the mesh {mesh} have {count} processes for {count} pieces", where, ("another --mesh",))
+    raise UserError(f"no axes of the mesh {mesh} have {count} processes for {count} pieces", where, ("change --mesh",))

@@ -42,7 +42,7 @@ def _place(said: bytes, rank: int) -> tuple[str, int]:
         address, _, port = said.decode().partition(":")
         if number := typed_number(port):
             return address, number
-    raise PeerError(f"what rank {rank} says of where it listens can't be read")
+    raise PeerError(f"the address published by rank {rank} can't be read")
 
 
 @cache

@@ -184,7 +184,7 @@ def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dic
         return run_twice(traced, (samples,))
     except Exception as error:
         what = f"the network doesn't run on {FEWER} or {SAMPLES} samples {list(picture.shape)}: {error}"
-        raise UserError(what.partition("\n")[0], "model.name", ("try it on one process: --parallel single",)) from error
+        raise UserError(what.partition("\n")[0], "model.name", ("use one process: --parallel single",)) from error
     finally:
         for module, training in modes.items():
             module.training = training
@@ -288,9 +288,9 @@ def _refuse_hidden(op: Op) -> None:
             continue
         made = [name for name in loop.cuts if name not in own and getattr(module, name, None) is not None]
         if made:
-            op.letters[letter] = f"its {made[0]} is computed from others"
+            op.letters[letter] = f"the parameter {made[0]} is computed from other tensors"
         elif module._forward_hooks or module._forward_pre_hooks:
-            op.letters[letter] = "it has hooks, which would see a piece"
+            op.letters[letter] = "the module has hooks, which would see only a part"
 
 
 def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -> None:
@@ -307,23 +307,23 @@ def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -
     if len(sources) == 1 and len(sources[0].extents) == 1 and len(dims) == 2:
         loss.letters["o"] = Loop((1,), WHOLE, length=dims[1])
     else:
-        loss.letters["o"] = "classes are cut where the network gives one output [N, classes]"
+        loss.letters["o"] = "classes are split only if the network returns one output [N, classes]"
     if not all(op.batchwise for op in sources):
         loss.letters["n"] = "the network mixes samples"
     graph.ops[LOSS] = loss
 
 
 def _notes(graph: Graph, unseen: dict[str, str]) -> list[str]:
-    notes = [f"{name} stays whole: it can't be looked into ({reason})" for name, reason in unseen.items()]
+    notes = [f"{name} is not split: tracing fails ({reason})" for name, reason in unseen.items()]
     mixing = [op.name for op in graph.ops.values() if op.extents and not op.batchwise]
     if mixing:
         more = f" and {len(mixing) - 3} more" if len(mixing) > 3 else ""
         shown = ", ".join(mixing[:3])
-        notes.append(f"{shown}{more}: every process computes all samples, since samples are mixed (or not in front)")
+        notes.append(f"{shown}{more}: each process computes all samples (samples are mixed, or not first)")
     plain = [op for op in graph.ops.values() if op.kind == Op.kind and op.name != INPUT and op.batched and op.extents]
     words = sorted({_word(op) for op in plain if op.batchwise})
     if words:
-        notes.append(f"samples alone are shared out in ops without a rule of their own: {', '.join(words)}")
+        notes.append(f"only samples are divided in ops without a rule: {', '.join(words)}")
     return notes
 
 

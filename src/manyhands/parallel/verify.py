@@ -81,8 +81,8 @@ class GradientCheck:
     def __str__(self) -> str:
         """A few lines: what was compared, what is wrong, what to do."""
         if self.ok:
-            return f"{self.compared} gradients are those of one process (largest relative error {self.worst:.1e})"
-        lines = [f"{len(self.findings)} thing(s) are wrong, {self.compared} gradients were compared"]
+            return f"{self.compared} gradients equal those of one process (largest relative error {self.worst:.1e})"
+        lines = [f"findings: {len(self.findings)}; gradients compared: {self.compared}"]
         for finding in self.findings[:_MOST_SHOWN]:
             lines += [f"{finding.name}: {finding.what}", f"  do: {finding.mend}"]
         if len(self.findings) > _MOST_SHOWN:
@@ -143,7 +143,7 @@ def _mesh_of(net: Any) -> Grid:
         for value in vars(module).values():
             if isinstance(value, Axis | Grid):
                 return value.mesh if isinstance(value, Axis) else value
-    mend = ("mesh=manyhands.open_mesh(...), the one that the network is made with",)
+    mend = ("give the network's mesh: mesh=manyhands.open_mesh(...)",)
     raise UserError("the network has no axis of a mesh", "verify_gradients", mend)
 
 
@@ -187,7 +187,7 @@ class _Check:
         self.count = broadcast_plain(len(batch[0]), self.grid.world) // parts * parts
         if not self.count:
             what = f"{len(batch[0])} samples are too few for the {parts} processes that share them"
-            raise UserError(what, "verify_gradients", (f"{parts} samples or more",))
+            raise UserError(what, "verify_gradients", (f"give {parts} samples or more",))
         self.sample = self._from_rank_0(batch[0])
         self.labels = None if batch[1] is None else self._from_rank_0(batch[1])
         edges, place = bounds(self.count, parts), self.grid.place(network.samples)
@@ -206,7 +206,7 @@ class _Check:
             name = OUTPUT if len(due_outputs) == 1 else f"{OUTPUT} {number}"
             if any(gather_plain(output.shape != due_output.shape, self.grid.world)):
                 what = f"rank 0 has shape {tuple(output.shape)}, where {tuple(due_output.shape)} is expected"
-                mend = "is a gather or scatter missing, or over the wrong axis?"
+                mend = "check for a missing gather or scatter, or a wrong axis"
                 found.append(Finding(name, "cut", (), broadcast_plain(what, self.grid.world), mend))
                 return found, 0.0
             error, rank = self._compare(output, due_output)
@@ -264,8 +264,8 @@ class _Check:
             )
             if differing:
                 where = " and ".join(differing)
-                what = f"its values differ between processes along {where}, which does not cut it"
-                found.append(Finding(name, "replicas", differing, what, f"use the same seed, or shard it over {where}"))
+                what = f"the values differ between processes along {where}, which does not shard the tensor"
+                found.append(Finding(name, "replicas", differing, what, f"use one seed, or shard over {where}"))
                 continue
             full = local.new_zeros(layout.shape)
             if layout.first_holder(mesh, rank) == rank:
@@ -283,7 +283,7 @@ class _Check:
             output = self.alone(self.sample)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             mend = (
-                "a network that remembers sizes of pieces can't be copied so: give the function that makes it",
+                "give the class or function of a network that stores the sizes of its shards, such as",
                 "verify_gradients(Net, sample, mesh=mesh)",
             )
             what = f"the network does not run on a mesh of one process: {type(error).__name__}: {error}"
@@ -349,7 +349,7 @@ class _Check:
 
     def _explain(self, name: str, pairs: list[tuple[Tensor, Tensor]], cut: Collection[int], rank: int) -> Finding:
         """Tries for each set of axes whether a sum over them is missing or made twice; the smallest sets first."""
-        subject = "it" if name.startswith(OUTPUT) else "its gradient"
+        subject = "the output" if name.startswith(OUTPUT) else "its gradient"
         for observed, expected in pairs:
             if self._compare(torch.zeros_like(expected), expected)[0] == 0:
                 continue
@@ -360,10 +360,10 @@ class _Check:
                     sets = [over for over, found in zip(candidates, causes, strict=True) if found == cause]
                     if sets:
                         return self._finding(name, cause, sets, f"{subject} is", rank)
-        mend = "correct what is named before it first; it may follow from that"
-        if subject == "it":
-            mend = "is a collective missing or over the wrong axis, or a bias added before an all_reduce?"
-        return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}, and no single sum explains it", mend)
+        mend = "correct the earlier findings first: they may cause this one"
+        if subject == "the output":
+            mend = "check for a missing collective, a wrong axis, or a bias added before an all_reduce"
+        return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}, which no single sum explains", mend)
 
     def _cause(
         self, observed: Tensor, expected: Tensor, over: tuple[int, ...], cut: Collection[int]
@@ -387,10 +387,10 @@ class _Check:
         output = name.startswith(OUTPUT)
         if cause == "missing":
             what = f"{subject} partial over {where} on rank {rank}: its sum over {where} matches"
-            mend = f"{where}.enter is missing where a value that {name} makes goes into work that is split over {where}"
-            return Finding(name, cause, axes, what, f"{where}.all_reduce is missing" if output else mend)
+            mend = f"add {where}.enter where a value computed from {name} enters a computation split over {where}"
+            return Finding(name, cause, axes, what, f"add {where}.all_reduce" if output else mend)
         what = f"{subject} {self.grid.parts(sets[0])} times too large on rank {rank}: summed twice over {where}"
-        mend = f"remove one all-reduce over {where}: {where}.enter twice, or a torch.distributed one in backward?"
+        mend = f"remove one all-reduce over {where}: {where}.enter twice, or torch.distributed in backward"
         if output:
             mend = f"remove one {where}.all_reduce"
         elif {axis for over in sets for axis in over} & set(self.network.samples):

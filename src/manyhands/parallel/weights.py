@@ -72,10 +72,10 @@ def _as_wanted(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str
     for reader, place in reading:
         loop = reader.letters.get(letter, f"{letter} means nothing to it")
         if isinstance(loop, str):
-            return f"{reader.name} reads it, and {loop}"
+            return f"{reader.name} reads the parameter, and {loop}"
         sides.add(loop.inputs[place])
     if len(sides) > 1:
-        return f"{' and '.join(reader.name for reader, _ in reading)} would cut it in two ways"
+        return f"{' and '.join(reader.name for reader, _ in reading)} would split the parameter differently"
     side = sides.pop()
     order = None if op.reads_attribute else _order(op)
     inputs: tuple[Side, ...] = () if op.reads_attribute else (order[side] if order and isinstance(side, int) else side,)
@@ -101,7 +101,7 @@ def refuse_two_ways(ops: dict[str, Op]) -> None:
         for other, name in sharing_it[1:]:
             for letter in {*first.letters, *other.letters}:
                 if _cut(first, own, letter) != _cut(other, name, letter):
-                    reason = f"{first.name} and {other.name} share a parameter, and would cut it in two ways"
+                    reason = f"{first.name} and {other.name} share a parameter, but would split differently"
                     first.letters[letter] = other.letters[letter] = reason
     for op in ops.values():
         if op.reads_attribute:
@@ -124,4 +124,4 @@ def cut_alike(training: dict[str, Op], evaluation: dict[str, Op]) -> None:
         if op.reads_attribute and name in training:
             for letter, loop in training[name].letters.items():
                 if isinstance(loop, Loop) and loop.cuts and not isinstance(op.letters.get(letter), Loop):
-                    training[name].letters[letter] = "it is read in another way while evaluating"
+                    training[name].letters[letter] = "evaluation reads the parameter differently"

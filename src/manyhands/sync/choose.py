@@ -90,9 +90,9 @@ def words_of(cost: Cost) -> str:
 
 def _reason(case: LinkCase, chosen: Cost, best: Cost, exact: Cost) -> str:
     if case.machines == 1:
-        return f"{chosen.method} is kept: there is nobody to agree with"
+        return f"{chosen.method} is kept: there is only one machine"
     speed = f"on {case.link.bytes_per_s * 8e-6:.4g} Mbit/s, with {case.step_s:.3g} s to compute a step"
-    took = f"{words_of(chosen)} agrees in {chosen.exchange_s:.3g} s and makes steps of {chosen.step_s:.3g} s"
+    took = f"{words_of(chosen)} exchanges in {chosen.exchange_s:.3g} s and takes {chosen.step_s:.3g} s per step"
     whole = f"the run takes {_length(chosen, case)}"
     if chosen != exact:
         return f"{speed}: {took}; {whole}, with {EXACT} {_length(exact, case)}"

@@ -27,7 +27,7 @@ def exception_of(name: str) -> str:
     method = methods()[name]
     if method.EXACT:
         return ""
-    usual = f"Processes agree by {name} (sync.method = {name}): results depend on their number."
+    usual = f"Gradients are synchronized by {name} (sync.method = {name}): results depend on the number of processes."
     return getattr(method, "EXCEPTION", usual)
 
 

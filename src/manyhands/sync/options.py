@@ -21,9 +21,10 @@ class CommonOptions(Options):
 
     method: str = Field(default="allreduce", description=_names())
     within: Literal["auto", "machine", "process"] = Field(
-        default="auto", description="who goes together over the link; auto: the processes of a machine, if several have"
+        default="auto",
+        description="unit of exchange over the link; auto: machine, or process if each machine runs one",
     )
-    link: str = Field(default="", description="speed between machines, such as 10mbit; empty measures it")
+    link: str = Field(default="", description="bandwidth between machines, such as 10mbit; empty: measured")
 
     @property
     def is_auto(self) -> bool:
@@ -41,7 +42,7 @@ def _sections() -> list[type[Options]]:
         for key, field in section.model_fields.items():
             others = [one for one in (*found, CommonOptions) if key in one.model_fields]
             if any(repr(one.model_fields[key]) != repr(field) for one in others):
-                raise TypeError(f"the sync method {name} has an option {key}, and another one has it otherwise")
+                raise TypeError(f"the sync method {name} defines the option {key} differently than another method")
         found.append(section)
     return found
 

@@ -147,8 +147,8 @@ class PowerSgd:
         if not self._expecting:
             return  # a pass that isn't the last one
         if id(parameter) not in batch.missing:
-            what = "a parameter got its gradient twice in one backward pass, after it may have been sent"
-            raise RunError(what, "sync.method", ("--sync allreduce", "or use_reentrant=False where it is checkpointed"))
+            what = "a parameter got a gradient twice in one backward pass"
+            raise RunError(what, "sync.method", ("use --sync allreduce", "or checkpoint with use_reentrant=False"))
         batch.missing.remove(id(parameter))
         self._offer()
 
@@ -286,7 +286,7 @@ class PowerSgdSynchronizer(Synchronizer):
 
     def forget(self) -> str:
         self._power.forget()
-        return "what earlier gradients had held back is given up with it"
+        return "the residual of earlier gradients is dropped too"
 
     def finish(self, step: int) -> None:
         self._buffers.average(step)

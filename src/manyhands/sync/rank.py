@@ -8,4 +8,4 @@ from manyhands.core.options import Options
 class RankOptions(Options):
     """How thin factors are."""
 
-    rank: int = Field(default=4, ge=1, le=128, description="powersgd and lowrank: columns kept of each large matrix")
+    rank: int = Field(default=4, ge=1, le=128, description="powersgd and lowrank: rank of each approximated matrix")

@@ -173,7 +173,7 @@ class Residual:
     def together(self, peers: "SyncGroup") -> Tensor:
         """Both as values yet to be sent [n]: their mean over all processes is what the agreed mean lacks."""
         if self.own is None:
-            raise ValueError("nothing has been exchanged")
+            raise ValueError("nothing has been exchanged yet")
         kept = self.own.clone()
         if self.sums is not None:
             part = kept[peers.rank * self.sums.numel() :][: self.sums.numel()]

@@ -40,7 +40,7 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001, ARG001
     train, test = (_samples(purpose, count, size) for purpose, count in (("train", _TRAIN), ("test", _TEST)))
     classes = tuple(f"class {number}" for number in range(_CLASSES))
     pixels = Pixels(size, 3, (0.5,) * 3, (0.25,) * 3, "none")
-    return Splits(train, test, classes, describe("made pictures", train, test), pixels)
+    return Splits(train, test, classes, describe("generated pictures", train, test), pixels)
 
 
 def _samples(purpose: str, count: int, size: int) -> UserSamples:

@@ -72,7 +72,7 @@ def _fetch(name: str, file: str, options: DataOptions) -> Path:
     """Fetches a file into the set's folder. Raises UserError: downloads are off, or it can't be fetched."""
     folder = data_folder(options) / name
     if not options.download:
-        hints = (f"put {file} there", "or allow the download: --data.download")
+        hints = (f"put {file} into {folder}", "or allow the download: --data.download")
         raise UserError(f"{folder} has no {file}", str(folder), hints)
     urls = tuple(url + file for url in KNOWN[name].urls)
     return fetch(f"{name}/{file}", urls, dict(KNOWN[name].md5)[file], folder / file)
@@ -104,10 +104,10 @@ def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
             failure.write_text("\n".join(tried), encoding="utf-8")
     hints = (
         *(f"tried {line}" for line in tried),
-        f"put {into.name} into {into.parent} by hand,",
-        f"or name the folder that holds {name.partition('/')[0]}/: --data-dir DIR, or MANYHANDS_DATA",
+        f"download {into.name} by hand into {into.parent}",
+        f"or give the folder that holds {name.partition('/')[0]}/: --data-dir DIR, or MANYHANDS_DATA=DIR",
     )
-    raise UserError(f"{name} can't be fetched", str(into), hints)
+    raise UserError(f"{name} can't be downloaded", str(into), hints)
 
 
 def unpack_once(archive: Path) -> Path:
@@ -118,7 +118,7 @@ def unpack_once(archive: Path) -> Path:
     try:
         state = archive.stat()
     except OSError as error:
-        raise UserError(f"{archive.name} can't be read: {error.strerror}", str(archive), ("copy it anew",)) from error
+        raise UserError(f"{archive.name} can't be read: {error.strerror}", str(archive), ("copy the file",)) from error
     key = hashlib.sha256(f"{archive.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:32]
     target = cache_folder() / "unpacked" / key
     with one_at_a_time(target):
@@ -131,8 +131,8 @@ def unpack_once(archive: Path) -> Path:
                 part.replace(target)
             except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, ValueError, MemoryError) as error:
                 shutil.rmtree(part, ignore_errors=True)
-                reason = str(error) or "it asks for more memory than there is"
-                hints = ("copy it anew, or unpack it yourself beside it",)
+                reason = str(error) or "unpacking needs more memory than is available"
+                hints = ("copy the archive again, or unpack the archive by hand beside itself",)
                 raise UserError(f"{archive.name} can't be unpacked: {reason}", str(archive), hints) from error
     return target
 
@@ -146,10 +146,10 @@ def _extract(file: tarfile.TarFile, folder: Path, compressed: IO[bytes]) -> None
         members.append(member)
         total += member.size + tarfile.BLOCKSIZE
         if total > most_bytes or len(members) > _MOST_MEMBERS:
-            raise tarfile.TarError(f"it would unpack to more than {most_bytes >> 20:,} MiB, or {_MOST_MEMBERS:,} files")
+            raise tarfile.TarError(f"the content exceeds {most_bytes >> 20:,} MiB or {_MOST_MEMBERS:,} files")
         inside = not Path(member.name).is_absolute() and ".." not in Path(member.name).parts
         if not inside or not (member.isreg() or member.isdir()):
-            raise tarfile.TarError(f"it holds {member.name}, which is no plain file within it")
+            raise tarfile.TarError(f"{member.name} is not a regular file inside the archive")
         member.mode = 0o755 if member.isdir() else 0o644
     file.extraction_filter = lambda member, _: member  # newer versions of Python warn where none is chosen
     file.extractall(folder, members)

@@ -15,7 +15,7 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
     function = load_object(name, "data.name")
     mend = ("return (train, test): two torch data sets; test may be None",)
     if not callable(function):
-        raise UserError(f"{name} is a {type(function).__name__}, no function", "data.name", mend)
+        raise UserError(f"{name} is a {type(function).__name__}, not a function", "data.name", mend)
     try:
         made = function()
     except ManyhandsError:

@@ -14,7 +14,7 @@ PREFIX = "cifar:"
 TORCHVISION = True
 # Twice the side is four times the work, and photographs of 64 px are recognised with the original stem as well.
 MAX_SIZE = 32
-DIFFERS = "keeps every pixel (3x3 stem, no max-pool), for about 16 times the work"
+DIFFERS = "keeps every pixel (3x3 stem, no max-pool) at about 16 times the cost"
 _STEM_WIDTH = 64
 
 

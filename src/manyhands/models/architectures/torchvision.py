@@ -36,7 +36,7 @@ def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> 
             fixed = smallest
         given = arguments.get(argument, fixed)
         fixed = given if isinstance(given, int) else given[0]
-        notes = [] if size == fixed else [f"{name} takes pictures of {fixed} px; they are brought to that"]
+        notes = [] if size == fixed else [f"{name} takes pictures of {fixed} px; pictures are resized to that size"]
         return ModelNeeds(3, fixed, notes)
     if size < smallest and not name.startswith(_ANY_SIZE):
         made_for = max(224, smallest)
@@ -75,7 +75,7 @@ def build_pretrained(name: str, *, num_classes: int, arguments: dict[str, Any]) 
         fixed = {"weights": weights, "progress": False}
         model = construct(_models().get_model_builder(name), name, arguments, fixed)
     except RuntimeError as error:
-        raise UserError(f"{path.name} holds another network's weights", str(path), ("delete it",)) from error
+        raise UserError(f"{path.name} holds another network's weights", str(path), ("delete the file",)) from error
     if num_classes != _PUBLISHED_CLASSES:
         _replace_heads(model, name, num_classes)
     return model
@@ -96,7 +96,7 @@ def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
     """Puts a new layer in the place of each that has ImageNet's 1000 outputs: the head, and auxiliary ones."""
     heads = [path for path, layer in model.named_modules() if _outputs(layer) == _PUBLISHED_CLASSES]
     if not heads:
-        raise UserError(f"{name} has no last layer that can be replaced", "model.pretrained", ("leave it out",))
+        raise UserError(f"{name} has no replaceable last layer", "model.pretrained", ("leave model.pretrained out",))
     for path in heads:
         parent, _, leaf = path.rpartition(".")
         setattr(model.get_submodule(parent), leaf, _like(model.get_submodule(path), num_classes))

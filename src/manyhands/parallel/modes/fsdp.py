@@ -12,7 +12,7 @@ from manyhands.core.needs import Need
 from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 
-DESCRIPTION = "each process keeps a piece of every parameter, and gathers them as it needs them"
+DESCRIPTION = "each process holds a shard of every parameter and gathers parameters when needed"
 NORM_GROUPS = True
 OFFERS = frozenset[Need]()
 

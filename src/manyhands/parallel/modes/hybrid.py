@@ -24,7 +24,7 @@ from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.reduce import Reducer
 
-DESCRIPTION = "you split the network by hand over the axes of a mesh"
+DESCRIPTION = "the network's own code splits the network over the axes of a mesh"
 NORM_GROUPS = True
 OFFERS = frozenset[Need]()
 TAKES_MESH = True
@@ -76,8 +76,8 @@ class HybridNetwork:
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
     """Has a network run that was constructed with `request.grid`. Raises UserError: none, or a mark doesn't fit it."""
     if request.grid is None:
-        mend = ("--mesh dp=2,tp=2", "and a network whose __init__ takes `mesh`")
-        raise UserError("hybrid needs a mesh that the network was made with", "parallel.mesh", mend)
+        mend = ("give --mesh dp=2,tp=2 and a network whose __init__ takes `mesh`",)
+        raise UserError("mode hybrid needs a network that was built with a mesh", "parallel.mesh", mend)
     return hybrid_network(model, request.grid, request.samples).on_mesh()
 
 

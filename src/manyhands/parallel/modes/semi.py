@@ -7,7 +7,7 @@ from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.split import split
 
-DESCRIPTION = "ops are split as the user says (--pin); the others share out samples"
+DESCRIPTION = "ops named by --pin are split as given; all other ops divide the samples"
 NORM_GROUPS = True
 OFFERS = frozenset[Need]()
 FOLLOWS_PLAN = True

@@ -39,11 +39,11 @@ def describe(op: Op, inputs: list[Op]) -> None:
 def _why_whole(op: Op, layer: nn.MultiheadAttention) -> str:
     node = op.node
     if len(op.sources) != 1 or node is None or len(set(node.args[:3])) != 1:
-        return "heads are cut for self-attention without masks alone"
+        return "heads are split only for self-attention without masks"
     if set(node.kwargs) - {"need_weights", "average_attn_weights"} or node.kwargs.get("need_weights", True):
-        return "heads are cut for self-attention without masks and weights (need_weights=False) alone"
+        return "heads are split only for self-attention without masks and weights (need_weights=False)"
     if not layer.batch_first or layer.bias_k is not None or layer.add_zero_attn or layer.in_proj_weight is None:
-        return "heads are cut where batch_first is set and there are no extra keys"
+        return "heads are split only with batch_first and without extra keys"
     return ""
 
 

@@ -20,10 +20,10 @@ def describe(op: Op, inputs: list[Op]) -> None:
     op.batchwise = all(one.batchwise for one in inputs) and bool(op.extent.rows or not op.batched)
     op.letters = whole_or_batch(op, inputs)
     if op.module is not None and op.module.running_mean is None:
-        op.letters["n"] = "it has no running statistics, so in evaluation it mixes samples"
+        op.letters["n"] = "without running statistics, evaluation mixes samples"
     channels = op.extent.dims[1]
     others = set(op.parameters()) - {*PER_CHANNEL, "num_batches_tracked"}
     if others:
-        op.letters["c"] = f"it has more than BatchNorm's parameters ({', '.join(sorted(others))})"
+        op.letters["c"] = f"the module has more parameters than BatchNorm ({', '.join(sorted(others))})"
         return
     op.letters["c"] = Loop((1,), 1, dict.fromkeys(PER_CHANNEL, 0), length=channels)

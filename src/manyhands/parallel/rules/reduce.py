@@ -44,7 +44,7 @@ def describe(op: Op, inputs: list[Op]) -> None:
         if op.node.target in SUMS | MEANS:
             op.letters["i"] = Loop((feature,), SUM, length=whole[feature])
         else:
-            op.letters["i"] = "a maximum over what is cut is taken in a loss alone"
+            op.letters["i"] = "a maximum over a split dimension is supported only in a loss"
     elif 0 not in dims:
         kept = len(op.extent.dims) == len(whole)
         op.feature = feature if kept else feature - sum(dim < feature for dim in dims)

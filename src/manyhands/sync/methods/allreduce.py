@@ -9,7 +9,7 @@ from manyhands.sync.costs import Cost, LinkCase
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import Party, Synchronizer
 
-DESCRIPTION = "the mean of all gradients in every update, in full precision"
+DESCRIPTION = "averages all gradients in every update, in full precision"
 EXACT = True
 PRECEDENCE = 0
 NEEDS: tuple[Need, ...] = ()

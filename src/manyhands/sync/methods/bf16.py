@@ -9,7 +9,7 @@ from manyhands.sync.costs import Cost, LinkCase
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import Party, Synchronizer
 
-DESCRIPTION = "the mean of all gradients in every update, rounded to bfloat16 on the way"
+DESCRIPTION = "averages all gradients in every update, rounded to bfloat16 for transfer"
 EXACT = False
 EXCEPTION = "Gradients are rounded to bf16 before they are added up (sync.method = bf16)."
 PRECEDENCE = 10

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from manyhands.sync.messages import SyncMessage
     from manyhands.sync.synchronizer import Party, Synchronizer
 
-DESCRIPTION = "updates on each machine alone, and every so often the mean of all movements, compressed"
+DESCRIPTION = "updates each machine separately, and averages the compressed parameter changes every few steps"
 EXACT = False
 EXCEPTION = "Local steps (sync.method = local): results depend on the number of machines."
 EVERY_UPDATE = False
@@ -48,22 +48,22 @@ class Options(RankOptions):
     """How often processes agree, and how that is sent."""
 
     codec: Literal["auto", "none", "bf16", "int8", "int4", "lowrank"] = Field(
-        default="auto", description="local: how the exchange is compressed"
+        default="auto", description="local: compression of the exchange"
     )
-    every: int = Field(default=0, ge=0, description="local: steps between agreements; 0 fits them to the link")
+    every: int = Field(default=0, ge=0, description="local: steps between exchanges; 0: chosen by link speed")
     delay: int = Field(
-        default=-1, ge=-1, description="local: steps for which an exchange may go on beside training; 0 waits, -1 fits"
+        default=-1, ge=-1, description="local: steps that may overlap an exchange; 0: none; -1: by link speed"
     )
-    outer_lr: float = Field(default=1.0, gt=0, le=10, description="local: factor of the agreed movement")
+    outer_lr: float = Field(default=1.0, gt=0, le=10, description="local: factor of the averaged change")
     outer_momentum: float = Field(
-        default=0.0, ge=0, lt=1, description="local: Nesterov's momentum of the agreed movements"
+        default=0.0, ge=0, lt=1, description="local: Nesterov momentum of the averaged parameter changes"
     )
 
 
 def asked(options: Options) -> Cost | None:
     """The pace, where the options say it whole. Raises UserError: an exchange would end after the next begins."""
     if options.delay > options.every > 0:
-        mend = (f"--set sync.delay={options.every} or less",)
+        mend = (f"use --set sync.delay={options.every} or less",)
         what = f"an exchange every {options.every} steps can't be applied {options.delay} steps late"
         raise UserError(what, "sync.delay", mend)
     if not options.every or options.codec == "auto":

@@ -13,9 +13,9 @@ from manyhands.sync.rank import RankOptions
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import Party, Synchronizer
 
-DESCRIPTION = "gradients of low rank in every update; what is left out is sent later"
+DESCRIPTION = "averages low-rank gradients in every update; the residual is sent later"
 EXACT = False
-EXCEPTION = "Compressed gradients (sync.method = powersgd): results depend on who sends what."
+EXCEPTION = "Compressed gradients (sync.method = powersgd): results depend on the number of senders."
 PRECEDENCE = 20
 NEEDS = (WHOLE_GRADIENTS, OWN_AVERAGE, FINITE_GRADIENTS, OWN_STATISTICS)
 
