@@ -7,7 +7,7 @@ FOLDER has mnist/ as it is published, and imagenet-sample/, some class folders o
 accelerate and lightning. "Document 001" is a tutorial's MNIST job: 784-256-10, 32 pictures on each of two processes,
 plain SGD. Each bench is a program of its own (see its first lines), whose rounds take turns with the others'; what it
 found stays as NAME.json. A whole round takes some ten minutes on two cores. What isn't here takes longer, or needs
-more: `bench.cifar10`, `bench.growth`, `bench.slow_links`.
+more: `bench.slow_links`.
 """
 
 import argparse

@@ -66,7 +66,6 @@ def test_no_process_takes_more_in_one_pass_than_when_the_run_began(count, group,
     for size in later:
         cut = BatchSharing(size, 0, group).within(most, count)
         assert cut.most == most
-        assert began.on_fewer(size, count) == cut.largest_share(count)
         assert cut.largest_share(count) <= max(most, -(-widest // size))
         assert cut.micro_batch or size >= first or cut.largest_share(count) <= most
         most = cut.most

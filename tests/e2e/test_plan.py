@@ -98,21 +98,6 @@ def test_machines_that_only_ssh_reaches_have_a_slower_link(plan, here):
     assert slow > fast
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("-n", 3, "--elastic", "1:3", "--set", "train.norm_group=4"), "takes 12 samples at a time, as on all 3"),
-        (("-n", 4, "--link", "1gbit"), "takes 32 samples at a time, 8 on all 4, since BatchNorm takes 32 together"),
-        (("-n", 4, "--link", "1gbit", "--elastic", "off"), ""),
-    ],
-)
-def test_it_says_what_the_smallest_number_of_processes_takes(plan, here, words, told):
-    ended = plan(*JOB[:-2], *words, "--no-measure")
-    assert ended.code == 0, ended.err
-    assert told in " ".join(ended.err.split())
-    assert ("(--elastic)" in ended.err) == bool(told)
-
-
 def test_with_a_link_the_share_of_a_step_is_timed_here(plan, here):
     ended = plan(*JOB, "--link", "10mbit", "--set", "train.max_steps=7")
     assert ended.code == 0, ended.err

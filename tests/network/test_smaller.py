@@ -109,7 +109,6 @@ def test_one_host_of_three_goes_on_where_a_whole_batch_would_not_fit_into_its_me
             end_agent(lab, host)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-    assert "down to 1 of 3 processes (--elastic), each process takes 8 samples at a time, as on all 3" in err
     assert "no process takes more than 8 samples in one pass, as when the run began: 3 passes" in err
     # The others may be back before the end.
     assert 1 in [event["data"]["processes"] for event in events("run", "started")]

@@ -126,9 +126,9 @@ def test_an_own_loop_makes_the_same_updates(alone, size, settings):
         assert found[3] <= settings.get("train.micro_batch", 17)
 
 
-def test_on_accelerators_an_own_loop_measures_no_speeds(alone):
-    with pytest.raises(UserError, match="no speed is measured"):
-        _own_loop(World(0, 2, 0, 2, "cuda:0", "nccl"), {"cluster.shares": "auto"})
+def test_a_session_refuses_measured_shares(alone):
+    with pytest.raises(UserError, match="not available in a session"):
+        _own_loop(World(0, 2, 0, 2), {"cluster.shares": "auto"})
     _assert_alike(_own_loop(World(), {"cluster.shares": "auto"})[0], alone[0])
 
 

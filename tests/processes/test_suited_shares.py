@@ -3,13 +3,11 @@
 import dataclasses
 import os
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
@@ -17,7 +15,6 @@ from manyhands.train import suited
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.saving import save, settle
-from manyhands.train.session import Session
 from tests.processes.ranks import run_on_ranks
 
 SAMPLES, BATCH, UPDATES = 90, 32, 20
@@ -153,60 +150,3 @@ def test_shares_stay_equal_without_a_word(kinds, settings, tmp_path):
     """On machines of one kind, in ways of training that can't share unequally, and where that is wished for."""
     found = run_on_ranks(_on_machines, 2, str(tmp_path / "run"), kinds, 0, settings)
     assert [taken for taken, _ in found] == [[BATCH // 2, BATCH // 2]] * 2
-
-
-def _own_loop(world, folder, slow_s, epochs, settings):
-    """A loop of one's own: who took what in each update and what an epoch's evaluation found, with the weights."""
-    suited._WHILE_S = 0.005  # so that epochs of a fraction of a second are long enough
-    (folder / "ranks").mkdir(parents=True, exist_ok=True)
-    flags = {"data.name": "objects", "train.norm_group": 4, "cluster.shares": "auto", **settings}
-    s = Session(world, load_job(flags, environment={}).job, RunFolder(folder))
-    torch.manual_seed(3)
-    lazy = SlowForItsSamples(0.0 if world.alone else slow_s[world.rank])
-    net = nn.Sequential(lazy, nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(6 * 36, 5)).double()
-    data = TensorDataset(torch.randn(SAMPLES, 1, 8, 8, dtype=torch.float64), torch.arange(SAMPLES) % 5)
-    optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
-    model, optimizer, batches = s.prepare(net, optimizer, data, batch=BATCH)
-    taken, losses = [], []
-    for _ in s.epochs(epochs):
-        model.train()
-        for x, y in batches:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
-            s.barrier()  # what waits for the others doesn't count
-            s.backward(loss)
-            optimizer.step()
-            if s._own.made:
-                taken.append(s._trainer.feed.samples_of_each())
-        losses += [s.mean_loss(), s.evaluate(model, data).loss]
-    s.finish()
-    s.close()
-    return taken, losses, {name: tensor.clone() for name, tensor in net.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"train.norm_group": "global"},  # the fast one waits within its forward passes
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"train.micro_batch": 6}, marks=pytest.mark.slow),
-    ],
-)
-def test_in_a_loop_of_ones_own_who_is_slow_takes_less_from_an_epochs_start_on(settings, tmp_path):
-    epochs, slow_s = 4, (0.0005, 0.005)
-    alone = run_on_ranks(_own_loop, 1, tmp_path / "alone", (), epochs, settings)[0]
-    found = run_on_ranks(_own_loop, 2, tmp_path / "two", slow_s, epochs, settings)
-    taken = found[0][0]
-    assert taken == found[1][0]
-    assert taken[0] == [BATCH // 2] * 2
-    assert taken[-1][0] >= 2 * taken[-1][1]
-    assert all(sum(one) == BATCH for one in taken)
-    steps = -(-SAMPLES // BATCH)
-    assert all(before == after for at, (before, after) in enumerate(pairwise(taken), 1) if at % steps)
-    for _, losses, weights in found:
-        assert losses == pytest.approx(alone[1], rel=1e-9)
-        for name, wanted in alone[2].items():
-            torch.testing.assert_close(weights[name], wanted, rtol=1e-9, atol=1e-12)
-    # The same program goes on with what it had come to.
-    again = run_on_ranks(_own_loop, 2, tmp_path / "two", slow_s, epochs + 1, settings)
-    assert again[1][0][0] == taken[-1]

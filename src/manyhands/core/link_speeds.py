@@ -1,22 +1,18 @@
-"""What a collective costs on the links between processes: a formula, or points that were measured.
+"""What a collective costs on the links between processes, by a formula.
 
-The formulas count the time until a message begins (latency) and the time for its bytes, for p processes in a ring:
+The formula counts the time until a message begins (latency) and the time for its bytes, for p processes in a ring:
 an all-reduce is a reduce-scatter and an all-gather of p - 1 messages each, of a p-th of the bytes (Patarasuk and Yuan,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009); a broadcast is a binomial tree (Thakur,
-Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005). gloo and NCCL do likewise
-with long messages.
+"Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). gloo and NCCL do likewise with long
+messages.
 """
 
 import functools
-import itertools
-import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from manyhands.core.mesh import Mesh
 from manyhands.core.quantities import parse_bandwidth
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 Points = tuple[tuple[float, float], ...]
 
 
@@ -69,16 +65,11 @@ def rounds(kind: str, processes: int) -> tuple[int, float]:
         return 0, 0.0
     if kind == "all_reduce":
         return 2 * ring, 2 * ring / processes
-    if kind == "broadcast":
-        steps = math.ceil(math.log2(processes))
-        return steps, float(steps)
     return ring, ring / processes
 
 
 def sent_bytes(kind: str, processes: int, size_bytes: float) -> float:
     """Bytes that a process sends, the mean over the group."""
-    if kind == "broadcast":
-        return size_bytes * (processes - 1) / processes
     return size_bytes * rounds(kind, processes)[1]
 
 
@@ -93,23 +84,6 @@ def work_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) 
     """Seconds that a process's cores are at work for a collective."""
     messages, share = rounds(kind, processes)
     return messages * link.work_s_per_message + share * size_bytes * link.work_s_per_byte
-
-
-def measured_seconds(points: Points, size_bytes: float) -> float:
-    """Seconds between and beyond points (bytes, seconds) that were measured, ascending by bytes.
-
-    Straight lines join them; beyond the last the whole line's slope goes on. More bytes never take less time, whatever
-    noise says.
-    """
-    sizes = [size for size, _ in points]
-    seconds = list(itertools.accumulate((value for _, value in points), max))
-    if size_bytes <= sizes[0]:
-        return seconds[0]
-    for (low, high), (start, stop) in zip(itertools.pairwise(sizes), itertools.pairwise(seconds), strict=True):
-        if size_bytes <= high:
-            return start + (stop - start) * (size_bytes - low) / (high - low)
-    slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else seconds[-1] / max(sizes[-1], 1.0)
-    return seconds[-1] + slope * (size_bytes - sizes[-1])
 
 
 def fitted_link(kind: str, processes: int, points: Points) -> LinkSpeed:
@@ -134,15 +108,11 @@ class LinkSpeeds:
     mesh: Mesh  # the processes
     axes: tuple[LinkSpeed, ...]  # the link along each axis
     across: tuple[bool, ...]  # for each axis whether it leads from machine to machine
-    # points by (kind, axes); they count more than the formula
-    measured: Mapping[tuple[str, tuple[int, ...]], Points] = field(
-        default_factory=dict[tuple[str, tuple[int, ...]], Points]
-    )
 
     @functools.cached_property
     def alike(self) -> bool:
-        """Whether all axes have the same link, and nothing but the formula counts."""
-        return not self.measured and len(set(zip(self.axes, self.across, strict=True))) <= 1
+        """Whether all axes have the same link."""
+        return len(set(zip(self.axes, self.across, strict=True))) <= 1
 
     def seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
         """Seconds of one collective in each group along some axes, all groups at the same time.
@@ -154,8 +124,6 @@ class LinkSpeeds:
         processes = self.mesh.parts(axes)
         if processes == 1 or not size_bytes:
             return 0.0
-        if points := self.measured.get((kind, axes)):
-            return measured_seconds(points, size_bytes)
         beside = self.mesh.parts(axis for axis, far in enumerate(self.across) if axis not in axes and not far)
         slowest = 0.0
         for axis in axes:

@@ -90,11 +90,6 @@ class BatchSharing:
         """The most samples that a process takes in one pass, of updates of `count`."""
         return max(share.count for shares in self.micro_batches(count) for share in shares)
 
-    def on_fewer(self, processes: int, count: int) -> int:
-        """The same where a run goes on with so many processes, in passes that are no larger if that can be."""
-        before = self.most or self.largest_share(count)
-        return replace(self, processes=processes, shares=()).within(before, count).largest_share(count)
-
     def micro_batches(self, count: int) -> tuple[tuple[Share, ...], ...]:
         """For each micro-batch of `count` samples, each process's share. Raises UserError: a group doesn't fit in."""
         return _micro_batches(self, count)

@@ -12,7 +12,6 @@ from manyhands.train.diagnose import explain_lost
 from manyhands.train.epoch_end import tell_of_epoch
 from manyhands.train.evaluate import Interrupted
 from manyhands.train.feed import UpdateShare
-from manyhands.train.fewest import tell_of_fewest
 from manyhands.train.held_out import test_once
 from manyhands.train.own_optimizer import largest_rate
 from manyhands.train.pth_tar import write_pth_tar
@@ -159,7 +158,6 @@ def _record(trainer: Trainer, status: Status, steps_per_epoch: int) -> None:
     progress = trainer.progress
     if progress.step == 1:
         trainer.journal.event("first-step", step=1)
-        tell_of_fewest(trainer)
     if differing := trainer.update.differing_buffers():
         trainer.on_differing_buffers(differing)
     if status.replaced:

@@ -1,7 +1,6 @@
 """One update whose forward passes and losses are the user's own; all else is `Updater`'s, as in `fit`."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from manyhands.core.errors import UserError
-from manyhands.core.phases import CLOCK, COMMUNICATION, COMPUTE
+from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.parallel.network import MicroBatch
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loss import something
@@ -34,14 +33,6 @@ class OutputHook:
         return OutputHook, ()
 
 
-@dataclass
-class OwnPace:
-    """What this process's own micro-batches took, without waiting for others."""
-
-    seconds: float = 0.0
-    samples: int = 0
-
-
 class OwnUpdate:
     """Gives micro-batches one by one, takes the mean loss of each, then updates the parameters.
 
@@ -49,15 +40,14 @@ class OwnUpdate:
         updater: makes updates.
         update: what this process has of this one.
         step: updates made before.
-        pace: is told of each micro-batch; what follows `backward` in the loop's body is a part of it.
 
     Attributes:
         made: the parameters have been updated.
         at_last: its last micro-batch has been given.
     """
 
-    def __init__(self, updater: Updater, update: UpdateShare, step: int, pace: OwnPace) -> None:
-        self._updater, self._update, self._step, self._pace = updater, update, step, pace
+    def __init__(self, updater: Updater, update: UpdateShare, step: int) -> None:
+        self._updater, self._update, self._step = updater, update, step
         self._open: tuple[LoadedMicroBatch, MicroBatch, Tensor] | None = None
         self._weights: list[Tensor] = []
         self._output: Tensor | None = None
@@ -78,11 +68,8 @@ class OwnUpdate:
             inputs, labels = updater.network.begin(micro_batch)
             labels = updater.network.own_labels(labels)
             self._open = part, micro_batch, labels
-            before_s = CLOCK.spent(COMPUTE)
             with updater.gradients.own_forward(last=last):
                 yield inputs, labels
-            self._pace.seconds += CLOCK.spent(COMPUTE) - before_s
-            self._pace.samples += len(part.batch.labels)
             if self._open:
                 raise UserError("the loop's body ended without session.backward", "samples", _LOOP)
             self._gradients = last

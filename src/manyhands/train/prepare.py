@@ -41,11 +41,10 @@ from manyhands.train.prepared import take_groups
 from manyhands.train.recover import Resumable, find_state, training_digest
 from manyhands.train.rehearse import warm_up
 from manyhands.train.scheduler_state import reading_of, restore_scheduler
-from manyhands.train.sharing import kept_shares, order_and_cut, refuse_small_micro_batches
+from manyhands.train.sharing import order_and_cut, refuse_small_micro_batches
 from manyhands.train.state import Progress
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
-from manyhands.train.suited import suit
 from manyhands.train.trained import describe_trained
 from manyhands.train.trainer import Trainer, seconds_between_saves
 from manyhands.train.under_mode import BeforeMode, grid_of, put_under_mode
@@ -133,9 +132,8 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     under = put_under_mode(BeforeMode(job, model, samples, mode, world, journal, plan=plan, grid=grid, found=found))
     network, synced = under.network, under.synced
     _follow_parameters(own, names)
-    # Measured shares of a checkpoint aren't kept where nothing measures anew.
-    measures = job.cluster.shares == "auto"
-    own_statistics, kept = synced.synchronizer.own_statistics, kept_shares(found) if measures else [] if found else None
+    # Measured shares of a checkpoint aren't kept: nothing measures them anew here.
+    own_statistics, kept = synced.synchronizer.own_statistics, [] if found else None
     order, cut = order_and_cut(job, samples.splits, world, mode, network, journal, kept, own=own_statistics)
     refuse_small_micro_batches(order, cut, network)
     if job.train.compile:
@@ -191,7 +189,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     )
     say_expected(under.sample_s, trainer)
     noted = _start(trainer, found, own)
-    return suit(trainer), noted
+    return trainer, noted
 
 
 def _start(trainer: Trainer, found: Resumable | None, own: OwnParts) -> dict[str, Any]:
@@ -209,10 +207,9 @@ def _not_by_itself(*_: object) -> Any:
 
 def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan | None]:
     """The parallel mode, and how ops are split: as `prepare` is told, or as the job says; a collective."""
-    if job.cluster.shares == "auto" and not world.alone and world.device != "cpu":
+    if job.cluster.shares == "auto" and not world.alone:
         mend = ("--set cluster.shares=[24,8]", "or leave it out")
-        what = "in a loop of your own on an accelerator computing can't be told from waiting, so no speed is measured"
-        raise UserError(what, "cluster.shares", mend)
+        raise UserError("cluster.shares = auto is not available in a session", "cluster.shares", mend)
     mode = MODE_OF_PLANS if plan else resolve_mode(job.parallel.mode, world)
     check_combination(job.sync.method, mode)
     if plan or not follows_plan(mode):

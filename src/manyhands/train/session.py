@@ -194,10 +194,8 @@ class Session(Subgroup):
             self._break_off()
         self._conclude()
         self._begun = True
-        if trainer.settle_shares and not trainer.progress.step_in_epoch:
-            trainer.settle_shares()
         for update in updates(trainer, self._stop):
-            self._own = OwnUpdate(trainer.update, update, trainer.progress.step, trainer.pace)
+            self._own = OwnUpdate(trainer.update, update, trainer.progress.step)
             try:
                 yield from self._own.micro_batches()
             finally:

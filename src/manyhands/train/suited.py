@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import resource
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 
@@ -19,7 +21,6 @@ from manyhands.data.order import ALIGNED_SHARE_LIMIT, group_edges
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.train.feed import LoadedMicroBatch
-from manyhands.train.fewest import held_bytes
 from manyhands.train.rehearse import first_samples, left_as_it_was, now
 from manyhands.train.sharing import MACHINES
 from manyhands.train.trainer import Trainer
@@ -36,10 +37,7 @@ _SELDOM = 50
 def suit(trainer: Trainer) -> Trainer:
     """Has the trainer's shares suit the processes, where its job asks for that; a collective."""
     cut, wanted = trainer.feed.cut, trainer.job.cluster.shares
-    if trainer.own_loop:
-        if cut.processes > 1 and wanted == "auto":
-            trainer.settle_shares = functools.partial(_settle_by_pace, trainer)
-    elif cut.processes > 1 and (wanted == "auto" or (wanted == MACHINES and _may_differ(trainer))):
+    if cut.processes > 1 and (wanted == "auto" or (wanted == MACHINES and _may_differ(trainer))):
         trainer.settle_shares = functools.partial(SuitedShares(known=bool(cut.shares)).settle, trainer)
         trainer.settle_shares()
     elif wanted == MACHINES:
@@ -83,19 +81,6 @@ class SuitedShares:
         self.known, self._set_s = True, time.monotonic()
         self._took_s = self._set_s - began_s
         trainer.status_round.leave_out(self._took_s)
-
-
-def _settle_by_pace(trainer: Trainer) -> None:
-    """Sets the shares of the epoch that begins by what the user's own loop took before; a collective.
-
-    Once each process has computed for long enough; what it took counts without its waiting.
-    """
-    pace, world = trainer.pace, trainer.world
-    paces = broadcast_plain(gather_plain([pace.seconds, pace.samples], world), world)
-    if min(seconds for seconds, _ in paces) < _WHILE_S * _WHILES:
-        return
-    _set(trainer, [seconds / samples for seconds, samples in paces])
-    pace.seconds, pace.samples = 0.0, 0
 
 
 def _set(trainer: Trainer, speeds_s: Sequence[float]) -> None:
@@ -191,9 +176,12 @@ def _most(trainer: Trainer) -> int:
     order, world = trainer.feed.order, trainer.world
     if trainer.feed.cut.micro_batch:
         return order.batch
-    used, free = held_bytes(world.device), memory()[1] // world.local_size
     if is_accelerator(world.device):
         card = torch.get_device_module(world.device)
+        used = card.max_memory_allocated(world.device)
         free = max(0, card.mem_get_info(world.device)[0] + card.memory_reserved(world.device) - used)
+    else:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        free = memory()[1] // world.local_size  # of what its machine, or its container, has left
     equal = -(-order.batch // world.size)
     return min(order.batch, equal + int(equal * free / (2 * max(1, used))))

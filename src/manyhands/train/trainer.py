@@ -23,7 +23,6 @@ from manyhands.train.evaluate import Evaluation
 from manyhands.train.feed import Feed
 from manyhands.train.heart import Heart
 from manyhands.train.interval import FIRST_S, SaveInterval
-from manyhands.train.own_update import OwnPace
 from manyhands.train.pacing import Watcher
 from manyhands.train.standing import Standing
 from manyhands.train.state import Progress
@@ -79,8 +78,6 @@ class Trainer:
     noted: Callable[[], dict[str, Any]] = dict  # what a checkpoint is to hold besides
     # called where an epoch begins or goes on, so that shares suit the processes; None: they stay
     settle_shares: Callable[[], None] | None = None
-    # of this process in the user's own loop, since its shares were settled
-    pace: OwnPace = field(default_factory=OwnPace)
     bad_pictures: set[str] = field(default_factory=set[str])  # that can't be read, and are done without
 
     def __post_init__(self) -> None:

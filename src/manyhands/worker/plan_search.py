@@ -26,7 +26,6 @@ from manyhands.train.optimize import slots_of
 from manyhands.worker.plan_advice import Advice, advised, sync_row, sync_seconds
 from manyhands.worker.plan_case import case_to_plan
 from manyhands.worker.plan_costs import Costs
-from manyhands.worker.plan_memory import memory_of_fewest
 from manyhands.worker.plan_sync import plan_sync
 from manyhands.worker.plan_trials import LINKS, MEASURE, norm_group
 
@@ -240,8 +239,7 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     share = costs.share(request.world_size)
     found = find(graph, wish, times, links, share)
     times.save()
-    fewest = memory_of_fewest(job, found, network, model, apart=between is not None)
-    notes = (*case.said, *times.notes, *times.doubts(), *found.notes, *graph.notes, *filter(None, (fewest,)))
+    notes = (*case.said, *times.notes, *times.doubts(), *found.notes, *graph.notes)
     planned = Planned(found, network, on_all, links, notes)
     planned = replace(planned, fewer=costs.fewer(found))
     planned = _timed(planned, run_task) if together else planned

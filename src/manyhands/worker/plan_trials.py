@@ -10,7 +10,7 @@ from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.models.build import build_model
 from manyhands.parallel.plan import plan_from_plain
-from manyhands.planner.measure import measure_collectives
+from manyhands.planner.measure import measure_all_reduce
 from manyhands.planner.trial import PlanCase, measure, verify
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
@@ -74,9 +74,7 @@ def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | N
 def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
     """Does what `argument["action"]` says; all processes call it alike and return the same plain data."""
     if argument["action"] == LINKS:
-        axes = (0,)
-        found = measure_collectives({axes: None}, world.device, ("all_reduce",), budget_s=_BUDGET_S)
-        return {"points": [list(point) for point in found["all_reduce", axes]]}
+        return {"points": [list(point) for point in measure_all_reduce(world.device, budget_s=_BUDGET_S)]}
     case = case_of(job, argument["network"], world.device)
     plans = {
         name: plan_from_plain(content, f"plan of {name}") if content else None
