@@ -84,7 +84,7 @@ def test_a_run_whose_agent_stands_still_and_whose_command_was_killed_is_listed_a
     assert "run has ended here; what was saved last" in stopped.out
     wait_until(lambda: not marked(str(here)))
     assert run("why", "run").out.startswith("run stopped after")
-    assert run("ps").out == "no run goes on\n"
+    assert run("ps").out == "no run is active\n"
 
 
 @pytest.mark.slow

@@ -79,4 +79,4 @@ def _lies_in(one, span, slack_us=1000):
 def test_no_updates_can_t_be_traced(tmp_path):
     ended = finish(forked("profile", "digits", "mlp", "--steps", 0, cwd=tmp_path))
     assert ended.code == 2
-    assert "0 updates can't be traced" in ended.err
+    assert "--steps must be 1 or more, found 0" in ended.err

@@ -96,10 +96,10 @@ def test_ctrl_c_ends_all_of_it(here):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["launch", "own/train.py", "--on", "slurm"], "a job for slurm can't be written for a script"),
+        (["launch", "own/train.py", "--on", "slurm"], "a script of your own can't be submitted to slurm"),
         (["own/none.py"], "there is no script own/none.py"),
         (["own/train.py", "--epochs", "3"], "train.epochs has no effect on a script of your own"),
-        (["digits", "mlp", "more"], '"more" is one word too many'),
+        (["digits", "mlp", "more"], 'unexpected argument "more"'),
     ],
 )
 def test_mistakes_are_one_screen(here, words, what):

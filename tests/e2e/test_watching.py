@@ -64,7 +64,7 @@ def test_ps_stop_and_logs_of_a_run_on_two_processes(here):
         assert log[-1] in every.out
     assert one.out.splitlines()[-1] == (here / "runs" / "first" / "ranks" / "1.log").read_text().splitlines()[-1]
     assert "rank 0" not in one.out
-    assert run("ps").out == "no run goes on\n"
+    assert run("ps").out == "no run is active\n"
     assert not marked(str(here / "runs"))
 
     late = run("stop", "runs/first")

@@ -79,7 +79,7 @@ def test_first_it_is_said_and_then_it_goes(litter, home, capsys):
     everything = [*litter["goes"], *litter["stays"]]
     code, out, _ = cleaned(capsys)
     assert code == 0
-    assert "would be freed; nothing is removed yet: manyhands clean --yes" in out
+    assert "can be freed; to remove the files, run manyhands clean --yes" in out
     assert all(path.exists() for path in everything)
     code, out, _ = cleaned(capsys, "--json")
     told = json.loads(out)
@@ -90,7 +90,7 @@ def test_first_it_is_said_and_then_it_goes(litter, home, capsys):
     assert " freed" in out
     assert not any(path.exists() for path in litter["goes"])
     assert all(path.exists() for path in litter["stays"])
-    assert cleaned(capsys)[1] == "there is nothing to clean\n"
+    assert cleaned(capsys)[1] == "nothing to clean\n"
 
 
 def test_a_run_goes_only_where_it_is_named_and_never_while_it_goes_on(litter, home, capsys):
