@@ -227,7 +227,7 @@ def test_the_environment_counts_processes_under_torchrun_and_nodes_by_hand():
         (ImagenetFlags(workers=-1), {}, "-j", "found -1"),
         (ImagenetFlags(batch_size=0), {}, "-b", "found 0"),
         (ImagenetFlags(gpu=-1), {}, "--gpu", "found -1"),
-        (ImagenetFlags(start_epoch=91), {}, "job", "beyond the last of 90"),
+        (ImagenetFlags(start_epoch=91), {}, "job", "greater than epochs 90"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(flags, environment, where, says):
