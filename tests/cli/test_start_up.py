@@ -42,7 +42,7 @@ MISSING = {
     "there is no file net.py": ["digits", "net.py:Net"],
     "there is no file data.py": ["data.py:make", "mlp"],
     "there is no weights.pth": ["digits", "mlp", "--model.weights", "weights.pth"],
-    "there is no gpu device here": ["digits", "mlp", "--device", "gpu"],
+    "there is no device type gpu": ["digits", "mlp", "--device", "gpu"],
 }
 REFUSED = """
 import sys

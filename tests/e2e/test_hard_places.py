@@ -166,7 +166,7 @@ def test_of_several_heads_at_once_one_is_obeyed(again, here):
     assert ended.pop(obeyed).code == EXIT_SAVED
     for refused in ended.values():
         assert refused.code == 2
-        assert "manyhands: a run is going on in run\n" in refused.err
+        assert "manyhands: a run is active in run\n" in refused.err
         assert_one_screen(refused.err)
 
 

@@ -213,7 +213,7 @@ def test_what_only_a_program_has_goes_on_by_that_program():
     assert refused.code == 2
     assert_one_screen(refused.err)
     assert "only the Python program that trained this run has its network\n" in refused.err
-    assert "start it again: the same program with out='run' goes on\n" in refused.err
+    assert "to resume, run the same program with out='run'\n" in refused.err
     assert Path("run/events.jsonl").read_bytes() == before
     assert "manyhands resume" not in run("stop", "run").err
     Path("net.py").write_text("from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n")

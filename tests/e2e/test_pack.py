@@ -87,7 +87,7 @@ def test_a_pack_alone_is_checked_too(folder):
     folder.rename(folder.with_name("away"))
     assert "is intact: 22 pictures" in did("pack", pack, "--check").out
     (pack / "val-000000.tar").write_bytes(b"")
-    assert "val-000000.tar isn't what was written" in refused("pack", pack, "--check")
+    assert "val-000000.tar has changed since it was packed" in refused("pack", pack, "--check")
 
 
 @pytest.mark.slow
@@ -112,8 +112,8 @@ def test_a_place_that_cannot_be_written_is_told_with_what_helps(folder, tmp_path
 
 def test_what_cannot_be_packed_is_said(folder, tmp_path):
     assert "there is no folder" in refused("pack", tmp_path / "none")
-    assert "no way to make pictures smaller" in refused("pack", folder, "--quality", 90)
-    assert "no way to make pictures smaller" in refused("pack", folder, "--size", 20, "--quality", 99)
+    assert "--size 0 with --quality 90 is not valid" in refused("pack", folder, "--quality", 90)
+    assert "is not valid" in refused("pack", folder, "--size", 20, "--quality", 99)
     assert "among its classes" in refused("pack", folder, "--to", folder / "pack")
     assert "no packed copy" in refused("pack", folder, "--check")
     (folder / "train/猫/gone.png").symlink_to("nowhere.png")

@@ -113,5 +113,5 @@ def test_mistakes_are_one_screen(here, words, what):
 def test_under_a_launcher_the_script_itself_is_to_be_started(here):
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
     ended = run("train", "own/train.py", **variables)
-    assert "this process is rank 0 of 2 already" in ended.err
+    assert "this process is already rank 0 of 2" in ended.err
     assert_one_screen(ended.err)

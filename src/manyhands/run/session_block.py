@@ -28,6 +28,4 @@ class SessionBlock(AbstractContextManager["Session"]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise UserError(
-            "the session is not open", f"session.{name}", ("open the session: with manyhands.session() as here: …",)
-        )
+        raise UserError("the session is not open", f"session.{name}", ("write with manyhands.session() as here: …",))
