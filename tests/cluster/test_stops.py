@@ -327,7 +327,7 @@ def test_a_run_whose_head_was_replaced_says_so_and_where_to_ask(tmp_path):
     assert "run there" in found.do[0]
     append(folder.events, Event(time=time.time(), kind="resumed", step=8, message="r"))
     append(folder.events, Event(time=time.time(), kind="stopped", step=9, message="saved"))
-    assert "it was asked to" in explained(read_run(tmp_path)).cause
+    assert "was asked to stop" in explained(read_run(tmp_path)).cause
 
 
 @pytest.mark.slow

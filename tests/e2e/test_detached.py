@@ -81,7 +81,7 @@ def test_a_run_whose_agent_stands_still_and_whose_command_was_killed_is_listed_a
     assert "is running" in run("why", "run").out
     stopped = run("stop", "run")
     assert stopped.code == 0, stopped.err
-    assert "run has ended here; what was saved last" in stopped.out
+    assert "run has ended here; the last checkpoint" in stopped.out
     wait_until(lambda: not marked(str(here)))
     assert run("why", "run").out.startswith("run stopped after")
     assert run("ps").out == "no run is active\n"
@@ -122,7 +122,7 @@ def test_what_trains_on_this_machine_alone_is_not_detached(here):
     assert run("train", "digits", "mlp", "--epochs", "1", *QUICK, "--out", "run").code == 0
     ended = run("resume", "run", "--epochs", "2", "--detach")
     assert ended.code == 2
-    assert "only a run that is launched on machines" in ended.err
+    assert "only manyhands launch" in ended.err
 
 
 @pytest.mark.usefixtures("left")

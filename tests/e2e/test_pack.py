@@ -114,7 +114,7 @@ def test_what_cannot_be_packed_is_said(folder, tmp_path):
     assert "there is no folder" in refused("pack", tmp_path / "none")
     assert "--size 0 with --quality 90 is not valid" in refused("pack", folder, "--quality", 90)
     assert "is not valid" in refused("pack", folder, "--size", 20, "--quality", 99)
-    assert "among its classes" in refused("pack", folder, "--to", folder / "pack")
+    assert "would be inside the folder" in refused("pack", folder, "--to", folder / "pack")
     assert "no packed copy" in refused("pack", folder, "--check")
     (folder / "train/猫/gone.png").symlink_to("nowhere.png")
     assert "gone.png" in refused("pack", folder)

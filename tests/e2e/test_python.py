@@ -131,6 +131,7 @@ def test_hints_of_fit_are_arguments():
     [
         ("give --out another folder", 'give out="another folder"'),
         ("or another --out", "or another out=…"),
+        ("train.lr: should be a number   [flag --train.lr]", "train.lr: should be a number   [argument lr=…]"),
         ("or give --out a folder on another disk", 'or give out="a folder on another disk"'),
         ("--parallel data --sync allreduce", 'parallel__mode="data" sync__method="allreduce"'),
         ("--batch 40 or more", "batch=40 or more"),

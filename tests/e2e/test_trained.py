@@ -175,7 +175,7 @@ def test_numbers_of_ones_own_data_set_are_not_normalised_again(tmp_path):
         manyhands.load(run.path)
     network = manyhands.load(run.path, model=Threshold()).network
     assert torch.equal(network.layers[1].weight, manyhands.load(run).network.layers[1].weight)
-    with pytest.raises(UserError, match="data were objects in Python"):
+    with pytest.raises(UserError, match="data of this run was a Python object"):
         evaluate_run(run.path, which="best", flags={})
 
 

@@ -97,7 +97,7 @@ def test_three_hosts_do_what_three_processes_here_do(lab, here):
     assert "3 processes on n1, n2, n3" in ended.err
     for host in lab.hosts:
         assert f"n{host} {lab.address(host)} (eth0)" in ended.err
-    assert "each process on free ports of its machine's address" in ended.err
+    assert "each process listens on free ports of its machine's address" in ended.err
     assert "unencrypted" in ended.err
     assert [entry["ranks"] for entry in json.loads(Path("far/machines.json").read_text())] == [[0, 1], [1, 1], [2, 1]]
     averages = json.loads(Path("far/plan.json").read_text())["averages"]
@@ -209,7 +209,7 @@ def test_unequal_machines_without_a_shared_disk(lab, here):
     lost = run("resume", "run", "--epochs", "7")
     assert lost.code == 2
     assert "n1 has no checkpoint of" in lost.err
-    assert "saved last at step" in lost.err
+    assert "the last checkpoint is of step" in lost.err
     whole = last_evaluation("whole")
     assert evaluated["loss"] == whole["loss"]
     gone(lab)

@@ -49,7 +49,7 @@ def test_a_run_that_does_not_recover_has_one_start(folder):
 
 @pytest.mark.parametrize("word", ["sometimes", "4:2", "0", "2:", ":3", "1:2:3", "99999"])
 def test_what_elastic_may_be_is_said_in_one_sentence(word):
-    with pytest.raises(UserError, match="should be on, off, the least number of machines"):
+    with pytest.raises(UserError, match="should be on, off, a minimum number of machines"):
         load_job({"cluster.elastic": word}, environment={})
 
 
