@@ -93,8 +93,12 @@ def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] 
         raise UserError("no machines are given", "--write", hints)
     if unnamed := [str(place) for place, machine in enumerate(cluster.machines) if not machine.host]:
         message = f"{cluster.source} does not give the names of machines {', '.join(unnamed)}"
-        raise UserError(message, "--write", ("list the machines in a hostfile, n1 slots=4 a line",))
-    text, notes = (rank_table if file.suffix == ".json" else hostfile).write(cluster)
+        raise UserError(message, "--write", ("list the machines in a hostfile, one per line: n1 slots=4",))
+    try:
+        text, notes = (rank_table if file.suffix == ".json" else hostfile).write(cluster)
+    except UserError as error:
+        error.where = cluster.source  # a line of the new file would name a file that doesn't exist
+        raise
     try:
         with file.open("x", encoding="utf-8") as new:
             new.write(text)
