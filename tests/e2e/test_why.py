@@ -178,7 +178,7 @@ def test_a_machine_that_cannot_be_reached_is_named(here):
         r"run failed after .* at step \d+ of",
         "why: .* on n7",
         "do: try by hand",
-        r"do: resume \d+: manyhands resume run",
+        r"do: resume from step \d+: manyhands resume run",
     )
     found = json.loads(why("--json"))
     assert (found["host"], found["rank"]) == ("n7", None)
