@@ -13,9 +13,7 @@ def evaluate(  # noqa: PLR0913 - one argument for each flag
     run: Annotated[
         str, Parameter(help="a run (folder, part of its name, or last), a checkpoint, or a .pth.tar file of main.py")
     ],
-    data: Annotated[
-        str | None, Parameter(help="data to evaluate on; default: the run's split; of a plain folder, every picture")
-    ] = None,
+    data: Annotated[str | None, Parameter(help="other data than the run's; all pictures of a plain folder")] = None,
     model: Annotated[str | None, Parameter(help="the network, if the file does not name one")] = None,
     /,
     *,

@@ -97,7 +97,7 @@ def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] 
     try:
         text, notes = (rank_table if file.suffix == ".json" else hostfile).write(cluster)
     except UserError as error:
-        error.where = cluster.source  # a line of the new file would name a file that doesn't exist
+        error.where = cluster.source  # not a line of the file that isn't written
         raise
     try:
         with file.open("x", encoding="utf-8") as new:
