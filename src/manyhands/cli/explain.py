@@ -23,9 +23,7 @@ def explain(  # noqa: PLR0913 - one argument for each flag
     backend: Backend = None,
     write: Annotated[
         Path | None,
-        Parameter(
-            help="write the machines to this new file and exit: a rank table if the name ends in .json, else a hostfile"
-        ),
+        Parameter(help="write the machines to a new file and exit: *.json is a rank table, others a hostfile"),
     ] = None,
     set_: Settings = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object")] = False,
