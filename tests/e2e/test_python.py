@@ -154,7 +154,7 @@ def test_hints_of_a_session_are_arguments():
     with pytest.raises(UserError) as raised, manyhands.session(out=folder, checkpoint__resume="never"):
         pass
     assert raised.value.where == "out"
-    assert raised.value.mend == ('checkpoint__resume="auto"', "or another out=…")
+    assert raised.value.mend == ('use checkpoint__resume="auto"', "or another out=…")
 
 
 def of_four(output, labels):
