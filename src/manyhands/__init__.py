@@ -1,6 +1,6 @@
 """manyhands: train an image classifier on one laptop or many machines, with one command.
 
-The names below are the whole public interface; they are loaded when first used, since torch takes a second.
+The names in `__all__` are the public interface. Each is imported on first use, because importing torch is slow.
 """
 
 from manyhands.core.version import __version__ as __version__

@@ -207,7 +207,7 @@ def test_the_environment_counts_processes_under_torchrun_and_nodes_by_hand():
         (ImagenetFlags(world_size=1, rank=1), {}, "--rank", "outside 0 … 0"),
         (ImagenetFlags(world_size=2, rank=0), {}, "--dist-url", "multicast"),
         (ImagenetFlags(world_size=2, rank=0, dist_url="10.0.0.1:8090"), {}, "--dist-url", "10.0.0.1:8090"),
-        (ImagenetFlags(world_size=2, rank=0, dist_url="tcp://10.0.0.1"), {}, "--dist-url", "no place"),
+        (ImagenetFlags(world_size=2, rank=0, dist_url="tcp://10.0.0.1"), {}, "--dist-url", "not a rendezvous URL"),
         (ImagenetFlags(dist_url="env://"), {}, "environment", "WORLD_SIZE"),
         (ImagenetFlags(dist_url="env://"), {"WORLD_SIZE": "two", "RANK": "0"}, "environment", '"two"'),
         (ImagenetFlags(dist_url="env://", world_size=2, rank=0), {}, "environment", "MASTER_ADDR and MASTER_PORT"),
@@ -227,7 +227,7 @@ def test_the_environment_counts_processes_under_torchrun_and_nodes_by_hand():
         (ImagenetFlags(workers=-1), {}, "-j", "found -1"),
         (ImagenetFlags(batch_size=0), {}, "-b", "found 0"),
         (ImagenetFlags(gpu=-1), {}, "--gpu", "found -1"),
-        (ImagenetFlags(start_epoch=91), {}, "job", "beyond the last of 90"),
+        (ImagenetFlags(start_epoch=91), {}, "job", "greater than epochs 90"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(flags, environment, where, says):
@@ -241,7 +241,7 @@ def test_what_cannot_be_honoured_is_refused(flags, environment, where, says):
 def test_several_processes_on_each_node_meet_by_a_file_too():
     flags = ImagenetFlags(world_size=2, rank=1, dist_url="file:///mnt/meet")
     assert meeting_of(flags, 4, {}) == Meeting((4, 4), 1, file="file:///mnt/meet")
-    with pytest.raises(UserError, match="meet at an address or by a file"):
+    with pytest.raises(UserError, match="need a tcp:// or file:// URL"):
         meeting_of(ImagenetFlags(), 4, {})
 
 

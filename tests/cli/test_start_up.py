@@ -45,7 +45,7 @@ MISSING = {
     "there is no file net.py": ["digits", "net.py:Net"],
     "there is no file data.py": ["data.py:make", "mlp"],
     "there is no weights.pth": ["digits", "mlp", "--model.weights", "weights.pth"],
-    "there is no gpu device here": ["digits", "mlp", "--device", "gpu"],
+    "there is no device type gpu": ["digits", "mlp", "--device", "gpu"],
     'no data set is called "digts"': ["digts", "mlp"],
     'no network is called "renset18"': ["digits", "renset18"],
     'no network is called "cifar:renset18"': ["digits", "cifar:renset18"],

@@ -69,9 +69,7 @@ def test_every_failure_of_a_run_that_has_saved_says_how_to_go_on(tmp_path):
     ending = Ending(failed={1: 1}, records={1: record()})
     assert "resume" not in str(failure_of(folder, ending))
     (folder.checkpoints / "step-00000050").mkdir(parents=True)
-    assert f"manyhands resume {tmp_path} goes on from the last checkpoint, of step 50" in str(
-        failure_of(folder, ending)
-    )
+    assert "resume from the last checkpoint, of step 50" in str(failure_of(folder, ending))
     told = Ending(failed={1: 1}, records={1: record(mend=["make room, then manyhands resume x"])})
     assert str(failure_of(folder, told)).count("manyhands resume") == 1
 
@@ -299,7 +297,7 @@ def test_a_start_of_old_is_told_with_the_machine_of_then_or_with_none(tmp_path):
         append(folder.events, Event(time=1.0 + number, kind="restarted", message="m", data=data))
     first, second = explained(read_run(tmp_path)).done
     assert "n1" not in first + second
-    assert "started again by itself (n2, " in second
+    assert "restarted (n2, " in second
 
 
 def test_who_takes_part_in_a_run_that_goes_on_and_who_was_taken_up_is_told(tmp_path):
@@ -310,11 +308,11 @@ def test_who_takes_part_in_a_run_that_goes_on_and_who_was_taken_up_is_told(tmp_p
         for number, ranks in enumerate(([0, 2], [2, 1]), 1)
     ]
     folder.machines.write_text(json.dumps(places))
-    append(folder.events, Event(time=1.0, kind="regrouped", message="n2 can take part: the run goes on from step 8"))
+    append(folder.events, Event(time=1.0, kind="regrouped", message="n2 can join: restarting from step 8"))
     head = Running(time=1.0, pid=1, created=1.0, host="n1", run=str(tmp_path), hosts=["n1", "n2"], command=[])
     told = explained(read_run(tmp_path), head)
     assert "on: n1 (ranks 0 to 1), n2 (rank 2)" in told.lines()
-    assert re.fullmatch("took up a machine .*: n2 can take part: the run goes on from step 8", told.done[0])
+    assert re.fullmatch("restarted with another machine .*: n2 can join: restarting from step 8", told.done[0])
     assert not explained(read_run(tmp_path)).machines
 
 
@@ -326,10 +324,10 @@ def test_a_run_whose_head_was_replaced_says_so_and_where_to_ask(tmp_path):
     note_replaced(folder, "the run was stopped from n2 or taken over by another launcher")
     found = explained(read_run(tmp_path))
     assert found.cause == "the run was stopped from n2 or taken over by another launcher"
-    assert "typed there" in found.do[0]
+    assert "run there" in found.do[0]
     append(folder.events, Event(time=time.time(), kind="resumed", step=8, message="r"))
     append(folder.events, Event(time=time.time(), kind="stopped", step=9, message="saved"))
-    assert "it was asked to" in explained(read_run(tmp_path)).cause
+    assert "was asked to stop" in explained(read_run(tmp_path)).cause
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def test_a_fraction_where_a_whole_number_belongs_is_not_rounded(capsys, flags):
     with pytest.raises(SystemExit) as ended:
         main(["train", "digits", "mlp", "--dry-run", *flags])
     assert ended.value.code == 2
-    assert "is no whole number" in capsys.readouterr().err
+    assert "is not a whole number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", sorted(_names()))

@@ -36,7 +36,6 @@ from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.planner.op_times import environment
 from manyhands.train import pth_tar, suited
-from manyhands.train.fewest import held_bytes
 
 TYPES = ["cuda", "npu", "xpu"]
 HELD, RESERVED, FREE = 3000, 2000, 4000
@@ -184,7 +183,6 @@ def _figures(kind):
     unscaled = Gradients(ParallelNetwork(call=model, inner=model), world, precision="bf16")
     alone = World(device=device)
     return {
-        "held": held_bytes(device),
         "most samples": suited._most(SimpleNamespace(world=world, feed=feed)),
         "name": devices.device_name(device) == f"card of {kind}",
         "known by its name": environment(device)["device"] == f"{kind} card of {kind}",
@@ -336,7 +334,6 @@ def test_a_processor_and_apples_gpu_have_no_streams_of_ours(kind, monkeypatch):
     assert not devices.is_accelerator(kind)
     assert not devices.is_tested(kind)
     assert devices.device_name(kind) == this_processor().name
-    assert held_bytes(kind) > 1 << 20
     assert gather._on_device(IMAGES, torch.device(kind)) is IMAGES
     assert not Gradients(ParallelNetwork(call=nn.ReLU(), inner=nn.ReLU()), World(device=kind)).on_card
 

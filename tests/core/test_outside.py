@@ -211,8 +211,8 @@ def test_half_a_character_in_a_rank_table_is_refused_in_words_that_can_be_shown(
     ("flags", "said"),
     [
         ({"data": [5]}, "data.name"),
-        ({"run.out": "a\0b"}, "run.out has a NUL character"),
-        ({"run.out": "a\udcff"}, "run.out is not UTF-8"),
+        ({"run.out": "a\0b"}, "run.out contains a NUL character"),
+        ({"run.out": "a\udcff"}, "run.out is not valid UTF-8"),
         ({"train.lr": "9" * 5_000}, "train.lr"),
         ({"x" * 100_000: 1}, "there is no option"),
     ],
@@ -266,7 +266,7 @@ def test_what_is_no_number_that_somebody_types_is_none(text):
 @pytest.mark.parametrize("key", ["data.name", "run.out", "checkpoint.resume"])
 def test_names_that_no_file_can_have_are_refused_before_they_are_looked_for(key):
     for name in ("x" * 300, "a/" * 3_000):
-        with pytest.raises(UserError, match="longer than a file's name"):
+        with pytest.raises(UserError, match="too long for a file name"):
             load_job({key: name}, environment={})
 
 

@@ -78,7 +78,7 @@ def test_a_run_whose_head_is_gone_is_listed_while_its_processes_work(tmp_path, c
         out, err = capsys.readouterr()
         assert "no launcher" in out
         assert "manyhands stop RUN" in err
-        with pytest.raises(UserError, match="launcher is gone, and its processes work on"):
+        with pytest.raises(UserError, match="launcher of the run is gone, but its processes still train"):
             find_running("a")
         with registered(tmp_path / "runs" / "a"):
             assert headless() == []
@@ -204,7 +204,7 @@ def test_ended_runs_are_found_by_a_part_of_their_names_or_as_the_last(tmp_path, 
     ended(tmp_path / "runs" / "2026-11-25-digits-mlp", 1000)
     ended(tmp_path / "runs" / "2026-11-25-mnist-cnn", 2000)
     assert find_reference("digits").name == "2026-11-25-digits-mlp"
-    with pytest.raises(UserError, match='"11-25" may mean 2 runs'):
+    with pytest.raises(UserError, match='"11-25" matches 2 runs'):
         find_run("11-25")
     assert find_run("last").path.name == "2026-11-25-mnist-cnn"
     assert "the last run is runs/2026-11-25-mnist-cnn" in capsys.readouterr().err
@@ -219,7 +219,7 @@ def test_ended_runs_are_found_by_a_part_of_their_names_or_as_the_last(tmp_path, 
     assert find_run("last").path == running_run
     assert find_running("last").run == str(running_run)
     ended(tmp_path / "runs" / "newest", 5000)
-    with pytest.raises(UserError, match="the run isn't going on"):
+    with pytest.raises(UserError, match="the run is not active"):
         find_running("last")
     ended(tmp_path / "last", 100)
     assert find_run("last").path.resolve() == tmp_path / "last"
@@ -231,13 +231,13 @@ def test_words_that_mean_no_run_or_several_are_refused(tmp_path):
         find_running("digits-cn1")
     assert caught.value.mend[0] == 'did you mean "digits-cnn"?'
     put(record(tmp_path / "digits-mlp", pid=os.getppid(), created=psutil.Process(os.getppid()).create_time()))
-    with pytest.raises(UserError, match="may mean 2 runs"):
+    with pytest.raises(UserError, match="matches 2 runs"):
         find_running("digits")
     assert find_running("digits-m").name == "digits-mlp"
     ended = tmp_path / "ended"
     ended.mkdir()
     (ended / "job.toml").touch()
-    with pytest.raises(UserError, match="isn't going on"):
+    with pytest.raises(UserError, match="is not active"):
         find_running(str(ended))
 
 
@@ -249,7 +249,7 @@ def test_the_head_of_a_run_is_the_one_here_and_a_run_that_works_comes_before_end
     assert find_running("digits").name == "digits-new"
     put(record(tmp_path / "digits-new"))
     assert find_running("digits").here
-    with pytest.raises(UserError, match="may mean 2 runs"):
+    with pytest.raises(UserError, match="matches 2 runs"):
         find_run("digits")
 
 
@@ -265,7 +265,7 @@ def test_commands_for_any_run_and_for_one_that_goes_on_know_the_same_runs(tmp_pa
             find("nosuch")
         told.append(caught.value.mend)
     assert told[0] == told[1] == ("runs: digits-cnn, ended",)
-    with pytest.raises(UserError, match="the run isn't going on"):
+    with pytest.raises(UserError, match="the run is not active"):
         find_running("end")
 
 
@@ -330,11 +330,11 @@ def test_small_files_that_are_deleted_are_made_again_and_nothing_stops(watched):
     folder.plan.unlink()
     with handled(lambda number, _frame: pytest.fail(f"stopped by {number}")):
         told = list(look())
-        assert {f"{path} was deleted and has been made again" for path in (folder.job, folder.plan)} == set(told)
+        assert {f"{path} was deleted and has been restored" for path in (folder.job, folder.plan)} == set(told)
         assert (folder.job.read_text(), folder.plan.read_text()) == ("[data]\n", "{}")
         shutil.rmtree(folder.ranks)
         (told,) = look()
-        assert "ranks was deleted and has been made again" in told
+        assert "ranks was deleted and has been restored" in told
         assert look() == []
 
 

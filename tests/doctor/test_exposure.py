@@ -35,5 +35,5 @@ def test_without_hosts_a_job_opens_loopback_alone():
     told = run("doctor", "--exposure", "--json")
     assert told.code == 0, told.err
     assert json.loads(told.out)["then"] == [
-        "train, fit and session: ports of loopback alone, for users of this machine"
+        "train, fit and session open ports on loopback only, for users of this machine"
     ]

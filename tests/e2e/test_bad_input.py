@@ -249,7 +249,7 @@ def test_two_runs_never_share_a_folder(tmp_path, capsys):
     with FileLock(place / "ranks" / "lock"):
         code, err = call(capsys, "train", "digits", "mlp", "--out", str(place))
     assert code == 2
-    assert "a run is going on in" in err
+    assert "a run is active in" in err
     assert not (place / "job.toml").exists()
 
 

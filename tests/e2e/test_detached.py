@@ -52,7 +52,7 @@ def test_it_trains_on_without_its_head_and_obeys_a_stop(here):
     again = run("resume", "run")
     assert again.code == 2
     assert_one_screen(again.err)
-    assert "a run is going on" in again.err
+    assert "a run is active" in again.err
     assert "--out" not in again.err
     os.kill(told["pid"], signal.SIGKILL)
     before = measured(here)
@@ -78,13 +78,13 @@ def test_a_run_whose_agent_stands_still_and_whose_command_was_killed_is_listed_a
         finish(process)
     listed = run("ps")
     assert "no launcher" in listed.out
-    assert "goes on" in run("why", "run").out
+    assert "is running" in run("why", "run").out
     stopped = run("stop", "run")
     assert stopped.code == 0, stopped.err
-    assert "run has ended here; what was saved last" in stopped.out
+    assert "run has ended here; the last checkpoint" in stopped.out
     wait_until(lambda: not marked(str(here)))
     assert run("why", "run").out.startswith("run stopped after")
-    assert run("ps").out == "no run goes on\n"
+    assert run("ps").out == "no run is active\n"
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_a_detached_run_without_its_head_is_taken_over_by_a_command_that_waits(h
     begun = run("launch", *ENDLESS, *WHERE, "--json", HERE=str(here))
     assert begun.code == 0, begun.err
     refused = run("resume", "run", "--no-detach")
-    assert (refused.code, "a run is going on" in refused.err) == (2, True)
+    assert (refused.code, "a run is active" in refused.err) == (2, True)
     os.kill(json.loads(begun.out)["pid"], signal.SIGKILL)
     wait_until(lambda: events(here / "run", "saved") or measured(here) > 20)
     with running("resume", "run", "--no-detach", HERE=str(here)) as again:
@@ -122,7 +122,7 @@ def test_what_trains_on_this_machine_alone_is_not_detached(here):
     assert run("train", "digits", "mlp", "--epochs", "1", *QUICK, "--out", "run").code == 0
     ended = run("resume", "run", "--epochs", "2", "--detach")
     assert ended.code == 2
-    assert "only a run that is launched on machines" in ended.err
+    assert "only manyhands launch" in ended.err
 
 
 @pytest.mark.usefixtures("left")

@@ -160,7 +160,7 @@ def test_a_loop_of_ones_own_that_an_agent_has_started_says_it_too():
 
 
 def test_a_session_without_with_is_refused():
-    with pytest.raises(UserError, match="a session is opened by `with`") as refused:
+    with pytest.raises(UserError, match="the session is not open") as refused:
         manyhands.session().prepare(None, None, None, batch=1)
     assert refused.value.where == "session.prepare"
-    assert refused.value.mend == ("with manyhands.session() as here: …",)
+    assert refused.value.mend == ("write with manyhands.session() as here: …",)

@@ -26,7 +26,7 @@ def test_a_run_goes_on_over_a_full_disk_and_its_records_are_whole_afterwards(sma
         wait_until(lambda: events(folder, "saved"), process)
         filler = fill(small_disk)
         for line in process.stderr:
-            if "is full: the run goes on" in line:
+            if "is full: training continues" in line:
                 break
         filler.unlink()
         wait_until(lambda: "no checkpoint at step" in str(events(folder, "warning")), process)

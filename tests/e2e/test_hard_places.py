@@ -166,7 +166,7 @@ def test_of_several_heads_at_once_one_is_obeyed(again, here):
     assert ended.pop(obeyed).code == EXIT_SAVED
     for refused in ended.values():
         assert refused.code == 2
-        assert "manyhands: a run is going on in run\n" in refused.err
+        assert "manyhands: a run is active in run\n" in refused.err
         assert_one_screen(refused.err)
 
 
@@ -236,4 +236,4 @@ def test_too_few_open_files_are_said_in_one_sentence_or_the_limit_is_raised(hard
     assert ended.returncode == (2 if hard else 0), ended.stderr
     if hard:
         assert_one_screen(ended.stderr)
-        assert "may open 18 files here" in ended.stderr
+        assert "but the limit is 18" in ended.stderr

@@ -43,7 +43,7 @@ def test_a_test_folder_beside_train_and_val_is_evaluated_at_the_end(here):
     assert result_object(read)["test_top1"] == run.test.top1
     page = write_report(run.path).read_text()
     assert "test top-1, best weights" in page
-    assert "chosen by these very samples" not in page
+    assert "selected on these samples" not in page
     # Once: what is done for these weights isn't done again.
     manyhands.fit("mlp", str(data), out="run", **FIT)
     assert len(events("run", "tested")) == 1
@@ -67,9 +67,9 @@ def test_the_network_has_its_last_weights_again_afterwards(here):
 def test_without_one_the_best_figure_is_said_to_be_chosen_by(here):
     run = manyhands.fit("mlp", "synthetic:60x1x8x8x3", out="run", **{**FIT, "data__image_size": 8})
     assert run.test is None
-    assert any("chosen by these very samples" in line for line in result_lines(read_run(run.path)))
+    assert any("selected on these samples" in line for line in result_lines(read_run(run.path)))
     assert result_object(read_run(run.path))["test_top1"] is None
-    assert "chosen by these very samples" in write_report(run.path).read_text()
+    assert "selected on these samples" in write_report(run.path).read_text()
 
 
 def test_a_third_data_set_may_be_named(here):

@@ -196,7 +196,7 @@ def test_made_pictures_and_a_later_epoch(here):
     ("words", "says"),
     [
         (["nowhere"], "no folder nowhere/train and no folder nowhere/val"),
-        (["images", "--resume", "missing.pth.tar"], "nothing at missing.pth.tar"),
+        (["images", "--resume", "missing.pth.tar"], "no checkpoint at missing.pth.tar"),
         (["images", "-a", "resnet19"], 'did you mean "torchvision:resnet18"?'),
         pytest.param(["images", "--gpu", "99", "-b", "2"], "no accelerator", marks=pytest.mark.slow),
         pytest.param(["images", "--world-size", "3", "--rank", "0"], "--dist-url tcp://", marks=pytest.mark.slow),

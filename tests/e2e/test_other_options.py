@@ -119,10 +119,10 @@ def test_a_finished_run_of_other_objects_is_not_returned(changes, told):
     assert told in raised.value.what
     longer, another = raised.value.mend
     assert 'fit(…, epochs=2, checkpoint__resume="auto")' in longer
-    assert another == 'train another one, from the start: the same with out="run-2"'
+    assert another == 'to train from scratch, use out="run-2"'
     assert raised.value.where == "out"
     assert contents() == before
-    with pytest.raises(UserError, match=f"nothing would be trained as asked for: {told}"):
+    with pytest.raises(UserError, match=f"the changes would have no effect: {told}"):
         of_objects(**changes, checkpoint__resume="auto")
     assert of_objects(**changes, epochs=2, checkpoint__resume="auto").status == "finished"
     assert of_objects(**changes, epochs=2).status == "finished"
@@ -213,7 +213,7 @@ def test_what_only_a_program_has_goes_on_by_that_program():
     assert refused.code == 2
     assert_one_screen(refused.err)
     assert "only the Python program that trained this run has its network\n" in refused.err
-    assert "start it again: the same program with out='run' goes on\n" in refused.err
+    assert "to resume, run the same program with out='run'\n" in refused.err
     assert Path("run/events.jsonl").read_bytes() == before
     assert "manyhands resume" not in run("stop", "run").err
     Path("net.py").write_text("from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n")

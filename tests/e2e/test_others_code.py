@@ -138,10 +138,10 @@ def shown_logs(folder, **settings):
 
 def test_logs_never_execute_what_a_run_folder_says(strange_run, here):
     said = shown_logs(strange_run, **{"cluster.ssh": "false"})
-    assert "its own cluster.python, which isn't executed unless you say so: --set cluster.python=/x/evil" in said
+    assert "ignoring cluster.python of the run folder; to use this value, add --set cluster.python=/x/evil" in said
     assert "cluster.ssh," not in said
     said = shown_logs(strange_run, **{"cluster.python": "python3", "cluster.workdir": "/"})
-    assert "its own cluster.ssh" in said
+    assert "ignoring cluster.ssh of" in said
     assert not (here / "mark").exists()
 
 
@@ -173,7 +173,7 @@ def test_another_users_job_file_does_not_choose_how_machines_are_reached(strange
     os.chown(strange_run.job, 0, 0)
     job = load_job({}, file=strange_run.job)
     announce_reach(job)
-    assert f"touch {here}/mark; :' to reach the machines, since {strange_run.job} names it" in capsys.readouterr().err
+    assert f"touch {here}/mark; :', as {strange_run.job} specifies" in capsys.readouterr().err
     os.chown(strange_run.job, 12345, 12345)
     announce_reach(load_job({"cluster.ssh": "ssh"}, file=strange_run.job))
 

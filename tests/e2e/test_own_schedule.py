@@ -291,7 +291,7 @@ def other():
         ),
         ({"schedule": max}, "the schedule fails at step 0: TypeError"),
         ({"schedule": lambda optimizer: 3}, "of the optimizer gives a int"),
-        ({"schedule": lambda step: 1.0, "warmup_epochs": 1.0}, "a schedule of your own brings its own warm-up"),
+        ({"schedule": lambda step: 1.0, "warmup_epochs": 1.0}, "a schedule of your own includes its own warm-up"),
     ],
 )
 def test_what_is_no_schedule_is_refused(settings, text, tmp_path):

@@ -57,7 +57,7 @@ def test_training_takes_the_packed_copy_and_ends_with_the_same_weights(folder, t
 def test_an_altered_shard_ends_training_with_one_screen(folder):
     assert "is up to date" not in did("pack", folder).out
     assert "is up to date" in did("pack", folder).out
-    assert "is whole: 22 pictures in 2 shards" in did("pack", folder, "--check").out
+    assert "is intact: 22 pictures in 2 shards" in did("pack", folder, "--check").out
     shard = folder.with_name("宠物.pack") / "train-000000.tar"
     content = shard.read_bytes()
     shard.write_bytes(content[: len(content) // 2] + b"\0" * (len(content) - len(content) // 2))
@@ -85,9 +85,9 @@ def test_a_pack_alone_is_checked_too(folder):
     did("pack", folder, "--size", 20)
     pack = folder.with_name("宠物.pack")
     folder.rename(folder.with_name("away"))
-    assert "is whole: 22 pictures" in did("pack", pack, "--check").out
+    assert "is intact: 22 pictures" in did("pack", pack, "--check").out
     (pack / "val-000000.tar").write_bytes(b"")
-    assert "val-000000.tar isn't what was written" in refused("pack", pack, "--check")
+    assert "val-000000.tar has changed since it was packed" in refused("pack", pack, "--check")
 
 
 @pytest.mark.slow
@@ -112,9 +112,9 @@ def test_a_place_that_cannot_be_written_is_told_with_what_helps(folder, tmp_path
 
 def test_what_cannot_be_packed_is_said(folder, tmp_path):
     assert "there is no folder" in refused("pack", tmp_path / "none")
-    assert "no way to make pictures smaller" in refused("pack", folder, "--quality", 90)
-    assert "no way to make pictures smaller" in refused("pack", folder, "--size", 20, "--quality", 99)
-    assert "among its classes" in refused("pack", folder, "--to", folder / "pack")
+    assert "--size 0 with --quality 90 is not valid" in refused("pack", folder, "--quality", 90)
+    assert "is not valid" in refused("pack", folder, "--size", 20, "--quality", 99)
+    assert "would be inside the folder" in refused("pack", folder, "--to", folder / "pack")
     assert "no packed copy" in refused("pack", folder, "--check")
     (folder / "train/猫/gone.png").symlink_to("nowhere.png")
     assert "gone.png" in refused("pack", folder)

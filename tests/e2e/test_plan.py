@@ -253,4 +253,4 @@ def test_a_plan_by_hand_is_proven_and_timed(plan, here):
     assert ended.code == 0, ended.err
     assert "computes the same" in ended.err
     assert "data parallel" in ended.out
-    assert "ms an update" in ended.out
+    assert "ms per update" in ended.out

@@ -71,7 +71,7 @@ def test_the_picture_is_one_file_that_needs_no_other(plan, here):
     assert 'href="http' not in text
     again = plan(*words)
     assert_one_screen(again.err)
-    assert "is there already" in again.err
+    assert "already exists" in again.err
     assert plan(*words, "--force").code == 0
 
 
@@ -84,11 +84,11 @@ def test_shares_are_timed_here(plan, here):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("-n", "4..1"), "no number of processes"),
-        (("-n", "many"), "no number of processes"),
+        (("-n", "4..1"), "is not a number of processes"),
+        (("-n", "many"), "is not a number of processes"),
         (("-n", "1..8"), "needs the speed of what connects them"),
-        (("-n", "1..8", "--link", "1gbit", "--mesh", "dp=2"), "--mesh is for one number"),
-        (("-n", "1..8", "--link", "1gbit", "--out", "plan.json"), "drawn as .svg"),
+        (("-n", "1..8", "--link", "1gbit", "--mesh", "dp=2"), "--mesh needs one number"),
+        (("-n", "1..8", "--link", "1gbit", "--out", "plan.json"), "must be a .svg or .png file"),
         (("-n", "64..128", "--link", "1gbit"), "at most 32 machines"),
     ],
 )

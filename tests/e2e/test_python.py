@@ -131,6 +131,7 @@ def test_hints_of_fit_are_arguments():
     [
         ("give --out another folder", 'give out="another folder"'),
         ("or another --out", "or another out=…"),
+        ("train.lr: should be a number   [flag --train.lr]", "train.lr: should be a number   [argument lr=…]"),
         ("or give --out a folder on another disk", 'or give out="a folder on another disk"'),
         ("--parallel data --sync allreduce", 'parallel__mode="data" sync__method="allreduce"'),
         ("--batch 40 or more", "batch=40 or more"),
@@ -153,7 +154,7 @@ def test_hints_of_a_session_are_arguments():
     with pytest.raises(UserError) as raised, manyhands.session(out=folder, checkpoint__resume="never"):
         pass
     assert raised.value.where == "out"
-    assert raised.value.mend == ('checkpoint__resume="auto"', "or another out=…")
+    assert raised.value.mend == ('use checkpoint__resume="auto"', "or another out=…")
 
 
 def of_four(output, labels):
@@ -234,6 +235,11 @@ def test_fit_with_processes_raises_the_first_cause(monkeypatch):
         ({"workers": 2}, r"fit has no argument workers[\s\S]*processes=2"),
         ({"batch": 0}, "train.batch"),
         ({"data__worker": 3}, "data.worker"),
+        ({"epochs": "x"}, r"train.epochs: .*\n  where: argument epochs"),
+        ({"learning_rate": 0.1}, r"fit has no argument learning_rate[\s\S]*did you mean lr\?"),
+        ({"parallel": "fsdp"}, r"fit has no argument parallel[\s\S]*did you mean parallel__mode\?"),
+        ({"name": "first"}, r"fit has no argument name[\s\S]*pass network and data to fit\(model, train_set\)"),
+        ({"output_dir": "run"}, r"fit has no argument output_dir[\s\S]*did you mean out\?"),
     ],
 )
 def test_fit_refuses_a_mistake(settings, text):
@@ -266,7 +272,7 @@ def test_a_job_goes_to_evaluate_session_and_find_plan():
 
 
 def test_a_session_moves_the_learning_rate_where_it_knows_how_long():
-    with pytest.raises(manyhands.UserError, match="a schedule needs the number of epochs"):
+    with pytest.raises(manyhands.UserError, match="session has a schedule, but no number of epochs"):
         manyhands.session(schedule="cosine").__enter__()
     for settings, rates in (({}, {0.5}), ({"schedule": "step", "step_epochs": 1, "epochs": 2}, {0.5, 0.05})):
         net, found = nets.Net(), set()
@@ -283,10 +289,10 @@ def test_a_session_moves_the_learning_rate_where_it_knows_how_long():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: manyhands.fit(nets.Net(), tiny(), job={"train": {}}, **QUIET), "a dict is neither a Job nor the path"),
+        (lambda: manyhands.fit(nets.Net(), tiny(), job={"train": {}}, **QUIET), "job is a dict, neither a Job"),
         (lambda: manyhands.fit(nets.Net(), tiny(), job="no.toml", **QUIET), "there is no job file no.toml"),
         (lambda: manyhands.fit(nets.Net(), None, **QUIET), "fit has no training set"),
-        (lambda: manyhands.fit("mlp", "digits", tiny(), **QUIET), "test_set goes with data sets as objects"),
+        (lambda: manyhands.fit("mlp", "digits", tiny(), **QUIET), "test_set needs a train_set that is a Dataset"),
         (lambda: manyhands.evaluate(nets.Net(), tiny(), batch=0), "train.evaluate_batch"),
     ],
 )

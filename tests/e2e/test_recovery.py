@@ -35,7 +35,7 @@ def test_a_killed_process_is_replaced_and_costs_no_update(processes, here):
     fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "13"}
     ended = run("train", *JOB, "-n", processes, "--out", "run", **fault)
     assert ended.code == 0, ended.err
-    assert "WARNING rank 1 was killed by SIGKILL: the run goes on from step" in ended.err
+    assert "WARNING rank 1 was killed by SIGKILL: restarting from step" in ended.err
     (again,) = events("run", "restarted")
     (resumed,) = events("run", "resumed")
     # All but the one that was killed had made the update before; nothing is trained twice.
@@ -133,7 +133,7 @@ def test_a_killed_agent_is_replaced(here):
     before[0].parent().kill()
     ended = finish(training)
     assert ended.code == 0, ended.err
-    assert "the agent that watches the processes failed: it was killed by SIGKILL: the run goes on" in ended.err
+    assert "the agent that watches the processes failed: it was killed by SIGKILL: restarting from" in ended.err
     assert not any(one.is_running() for one in before)
 
 
@@ -146,9 +146,7 @@ def test_a_stopped_process_is_ended_and_replaced(here):
     os.kill(stopped.pid, signal.SIGSTOP)
     ended = finish(training)
     assert ended.code == 0, ended.err
-    assert re.search(
-        r"WARNING rank 1 on \S+ was stopped for \d+ s and was killed: the run goes on from step", ended.err
-    )
+    assert re.search(r"WARNING rank 1 on \S+ was stopped for \d+ s and was killed: restarting from step", ended.err)
     assert not stopped.is_running()
 
 

@@ -102,10 +102,10 @@ def test_ctrl_c_ends_all_of_it(here):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["launch", "own/train.py", "--on", "slurm"], "a job for slurm can't be written for a script"),
+        (["launch", "own/train.py", "--on", "slurm"], "a script of your own can't be submitted to slurm"),
         (["own/none.py"], "there is no script own/none.py"),
         (["own/train.py", "--epochs", "3"], "train.epochs has no effect on a script of your own"),
-        (["digits", "mlp", "more"], '"more" is one word too many'),
+        (["digits", "mlp", "more"], 'unexpected argument "more"'),
     ],
 )
 def test_mistakes_are_one_screen(here, words, what):
@@ -119,5 +119,5 @@ def test_mistakes_are_one_screen(here, words, what):
 def test_under_a_launcher_the_script_itself_is_to_be_started(here):
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
     ended = run("train", "own/train.py", **variables)
-    assert "this process is rank 0 of 2 already" in ended.err
+    assert "this process is already rank 0 of 2" in ended.err
     assert_one_screen(ended.err)

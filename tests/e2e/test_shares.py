@@ -44,7 +44,7 @@ def test_a_run_with_unequal_shares_is_the_undisturbed_run(tmp_path):
     [
         ("[24,9]", (), "cluster.shares [24, 9] add up to 33, and train.batch is 32"),
         ("[32]", (), "cluster.shares are of 1 process(es), and there are 2"),
-        ("[32,0]", (), "cluster.shares: should be machines, equal, auto, or a list of a whole number"),
+        ("[32,0]", (), "cluster.shares: should be machines, equal, auto, or a list of one whole number"),
         ("fast", (), 'found "fast"'),
         pytest.param("[24,8]", ("--sync", "local"), "each process normalises its own", marks=pytest.mark.slow),
         pytest.param("[24,8]", ("--parallel", "semi"), "under semi processes compute each", marks=pytest.mark.slow),

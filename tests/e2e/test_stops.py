@@ -147,7 +147,7 @@ def test_a_launch_that_is_stopped_while_it_prepares_says_so_and_ends(here):
         process.send_signal(signal.SIGTERM)
         ended = finish(process)
     assert ended.code == 130, ended.err
-    assert "stopping: nothing trains yet" in ended.err
+    assert "stopping before training has begun" in ended.err
     assert "stopped before anything was saved" in ended.err
     assert "resume" not in ended.err
     wait_until(lambda: not marked(str(here)))
@@ -250,7 +250,7 @@ def test_a_second_interrupt_kills(here):
         ended = finish(process)
     assert ended.code == 130, ended.err
     assert_one_screen(ended.err, where=False)
-    assert ended.err.count("stopping after the update") == 1
+    assert ended.err.count("stopping after the current update") == 1
     assert "stopped before anything was saved" in ended.err
     wait_until(lambda: not marked(str(here)))
 
@@ -289,7 +289,7 @@ def test_a_killed_worker_is_named_and_the_run_goes_on_to_the_same_bits(processes
     assert re.search(r"WARNING rank 1 on \S+ was killed by SIGKILL; cleaning up", told)
     assert screen.startswith("rank 1 was killed by SIGKILL\n")
     assert "memory" in ended.err
-    assert "manyhands resume run goes on from the last checkpoint" in ended.err
+    assert "resume from the last checkpoint, of step" in ended.err
     assert not marked(str(here))
 
     # The marker is there, so nothing happens any more; one step into the second epoch the run is stopped once more.

@@ -121,7 +121,7 @@ def test_pictures_that_can_not_be_read_are_listed_after_all_others(trained, tmp_
             main([*words, *more])
         assert ended.value.code == 1
         said = capsys.readouterr()
-        listed = said.err[said.err.index("3 of these pictures can't be read:") :].splitlines()[1:]
+        listed = said.err[said.err.index("pictures that can't be read: 3") :].splitlines()[1:]
         assert [line.partition(": ")[0].strip() for line in listed] == list(map(str, bad))
         lines = said.out.splitlines()
         assert len(lines) == (27 if more else 24)
@@ -175,7 +175,7 @@ def test_numbers_of_ones_own_data_set_are_not_normalised_again(tmp_path):
         manyhands.load(run.path)
     network = manyhands.load(run.path, model=Threshold()).network
     assert torch.equal(network.layers[1].weight, manyhands.load(run).network.layers[1].weight)
-    with pytest.raises(UserError, match="data were objects in Python"):
+    with pytest.raises(UserError, match="data of this run was a Python object"):
         evaluate_run(run.path, which="best", flags={})
 
 

@@ -64,13 +64,13 @@ def test_ps_stop_and_logs_of_a_run_on_two_processes(here):
         assert log[-1] in every.out
     assert one.out.splitlines()[-1] == (here / "runs" / "first" / "ranks" / "1.log").read_text().splitlines()[-1]
     assert "rank 0" not in one.out
-    assert run("ps").out == "no run goes on\n"
+    assert run("ps").out == "no run is active\n"
     assert not marked(str(here / "runs"))
 
     late = run("stop", "runs/first")
     assert late.code == 2
     assert_one_screen(late.err)
-    assert "isn't going on" in late.err
+    assert "is not active" in late.err
     after = run("logs", "first", "--rank", "0", "--last", "2")
     assert after.out.splitlines() == (here / "runs" / "first" / "ranks" / "0.log").read_text().splitlines()[-2:]
     assert run("logs", "first", "--rank", "7").code == 2
@@ -112,7 +112,7 @@ def test_stop_now_ends_a_run_that_does_not_listen(here):
         wait_until((here / "asleep").exists, process)
         ended = run("stop", "run", "--now")
         assert ended.code == 0, ended.err
-        assert "without a save" in ended.err
+        assert "without saving" in ended.err
         assert "nothing was saved" in ended.out
         assert "manyhands resume" not in ended.out
         assert finish(process).code == 130

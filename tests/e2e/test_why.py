@@ -63,12 +63,14 @@ def test_a_run_that_failed_names_rank_and_cause(fault, here):
 def test_a_run_that_goes_on_that_was_stopped_and_that_finished(here):
     training = start("train", *ENDLESS, "-n", "2")
     wait_until(lambda: Path("run/metrics.jsonl").exists(), training)
-    told = named(r"run goes on, at step \d+ of 40000; the last news of it came \d+s ago")
+    told = named(r"run is running, at step \d+ of 40000; last record \d+s ago")
     assert "why:" not in told
     training.send_signal(signal.SIGINT)
     finish(training)
     named(
-        r"run stopped after .* at step \d+ of 40000; all was saved", "why: it was asked to", "do: manyhands resume run"
+        r"run stopped after .* at step \d+ of 40000; everything is saved",
+        "why: the run was asked to",
+        "manyhands resume run",
     )
     assert json.loads(why("--json"))["state"] == "stopped"
 
@@ -79,7 +81,7 @@ def test_a_run_that_was_started_again_and_finished(here):
     fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_CALL": "13"}
     ended = run("train", *job, "-n", "2", "--out", "run", **fault)
     assert ended.code == 0, ended.err
-    again = r"done: started again by itself .*rank 1 was killed by SIGKILL: the run goes on from step"
+    again = r"done: restarted .*rank 1 was killed by SIGKILL: restarting from step"
     told = named("run finished after", again)
     assert "why:" not in told
 
@@ -96,8 +98,8 @@ def test_a_run_that_started_again_three_times_names_each(here):
         max(agent.children(), key=lambda one: one.pid).kill()
         wait_until(lambda number=number: len(events("run", "restarted")) > number, training)
         wait_until(lambda before=before: _steps() > before, training)
-    named(r"run goes on", r"done: started again by itself")
-    assert why().count("started again by itself") == 3
+    named(r"run is running", r"done: restarted")
+    assert why().count("done: restarted (") == 3
     training.send_signal(signal.SIGINT)
     finish(training)
 
@@ -125,8 +127,8 @@ def test_a_run_that_was_killed_from_outside_has_no_record_of_an_end(here):
         one.kill()
     finish(training)
     psutil.wait_procs(everybody, timeout=60)  # the system takes a while to end a large process
-    named(r"run ended without a word", "why: nothing says why: no process has left a word")
-    assert "do: manyhands resume run goes on from step" in why()
+    named(r"run ended without a record", "why: no process recorded a reason")
+    assert "do: resume from step" in why()
     # Gone on with, what was done after the last save is marked as undone, and nobody counts it.
     saved, before = max(event["step"] for event in events("run", "saved")), _steps()
     training = start("resume", "run")
@@ -172,7 +174,12 @@ def test_a_machine_that_cannot_be_reached_is_named(here):
     training.send_signal(signal.SIGINT)
     assert finish(training).code == 75
     assert run("resume", "run", "--set", 'cluster.hosts=["n7"]', "--set", "cluster.ssh=/bin/false").code == 3
-    named(r"run failed after .* at step \d+ of", "why: .* on n7", "do: try by hand", "do: manyhands resume run goes on")
+    named(
+        r"run failed after .* at step \d+ of",
+        "why: .* on n7",
+        "do: try by hand",
+        r"do: resume from step \d+: manyhands resume run",
+    )
     found = json.loads(why("--json"))
     assert (found["host"], found["rank"]) == ("n7", None)
 
@@ -220,6 +227,6 @@ def test_a_process_that_is_killed_for_memory_is_reported_as_such(little_memory, 
     fault = {"FAULT_MARKER": str(here / "marker"), "FAULT_GROUP": str(little_memory)}
     ended = run("train", *job, "-n", "2", program=("-c", IN_GROUP), **fault)
     assert ended.code == 0, ended.err
-    named(r"rank 1 was killed by the kernel, out of memory \(limit 4,096 MiB\): the run goes on from step")
+    named(r"rank 1 was killed by the kernel, out of memory \(limit 4,096 MiB\): restarting from step")
     (record,) = [json.loads(one.read_text()) for one in Path("run/ranks/failures/start-0").glob("1.json")]
     assert "or reduce train.micro_batch" in record["mend"]

@@ -337,7 +337,7 @@ def test_004_resnet18_on_three_nodes(lab, type_everywhere, here, real_data):
         "--world-size 3 --rank {k}"
     )
     for k, ended in enumerate(type_everywhere(3, f"{line} --dry-run")):
-        assert f"as rank {k} of 3, meeting at tcp://{lab.address(1)}:8090" in ended.out, ended.out
+        assert f"as rank {k} of 3, rendezvous at tcp://{lab.address(1)}:8090" in ended.out, ended.out
     one, *others = type_everywhere(3, line)
     files = {path.name for path in (here / "n1").iterdir()}
     assert files == {"runs", "checkpoint.pth.tar", "model_best.pth.tar"}

@@ -149,7 +149,7 @@ def test_a_machine_joins_a_run_that_goes_on(lab, here):
         wait_until(begun(), head)
         assert (here / "run" / "head.sock").stat().st_mode & 0o777 == 0o600
         said = lab.run(2, [lab.python, "-m", "manyhands", "join", "run", "--host", "n3"])
-    assert said == "n3 takes part in run\n"
+    assert said == "n3 has joined run\n"
     trained_on(3, head)
     assert machines()[2] == "n3"
     ended_as_undisturbed(head)
@@ -163,7 +163,7 @@ def test_who_can_not_join_is_told_why_and_the_run_goes_on(lab, here):
     lab.down(3)
     with running(*job) as process:
         wait_until(begun(), process)
-        for host, told in [("n2", "n2 takes part already"), ("n1,n2", "one machine is asked for at a time"),
+        for host, told in [("n2", "n2 is already part of the run"), ("n1,n2", "join adds one machine at a time"),
                            ("nowhere", "nowhere can't be resolved to an address")]:  # fmt: skip
             refused = run("join", "run", "--host", host)
             assert refused.code == 1, refused.err
@@ -176,4 +176,4 @@ def test_who_can_not_join_is_told_why_and_the_run_goes_on(lab, here):
         assert finish(process).code == 75
     ended = run("join", "run", "--host", "n3")
     assert ended.code == 2
-    assert "the run isn't going on" in ended.err
+    assert "the run is not active" in ended.err

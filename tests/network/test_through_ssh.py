@@ -93,7 +93,7 @@ def test_machines_that_let_each_other_in_need_no_head_between(rented, here):
     large = ["--set", "model.arguments={hidden = 2048, depth = 2}", "--set", "train.max_steps=30"]
     ended = run("launch", *SHORT, *large, *hosts(rented), "--out", "far")
     assert ended.code == 0, ended.err
-    assert "trying ssh between them" in ended.err
+    assert "trying ssh between the machines" in ended.err
     assert "through ssh, n1:31234–n2:31234, n1:31234–n3:31234, n2:31234–n3:31234 straight" in ended.err
     carried, sent = laptop_bytes(rented) - before[0], sum(map(rented.sent_bytes, rented.hosts)) - before[1]
     assert carried < 0.01 * sent, (carried, sent)

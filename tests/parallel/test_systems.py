@@ -40,7 +40,7 @@ def with_apples_gpu(monkeypatch):
 def test_a_machine_without_apples_gpu_says_so(kind, monkeypatch):
     if kind == "mps:1":
         with_apples_gpu(monkeypatch)
-    with pytest.raises(UserError, match="there is no mps:1" if kind == "mps:1" else "there is no mps device here"):
+    with pytest.raises(UserError, match="there is no mps:1" if kind == "mps:1" else "this machine has no mps device"):
         group.join(Membership(device=kind), "", 60, print)
 
 

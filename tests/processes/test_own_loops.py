@@ -205,7 +205,7 @@ def test_who_leaves_early_has_the_last_epoch_saved(tmp_path):
 
 
 def test_what_a_session_would_leave_unheard_is_refused():
-    with pytest.raises(UserError, match="a session takes no lr"), manyhands.session(lr=0.1):
+    with pytest.raises(UserError, match="session has no argument lr"), manyhands.session(lr=0.1):
         pass
     net = _plain()
     sgd = torch.optim.SGD(net.parameters(), 0.5)

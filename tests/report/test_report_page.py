@@ -161,7 +161,7 @@ def test_a_failed_run_shows_the_first_cause(tmp_path):
     page = write_report(tmp_path).read_text(encoding="utf-8")
     structure(page)
     assert "Failure: rank 1 on n2" in page
-    assert "Ended because of others: 1 process<" in page
+    assert "Ended as a consequence: 1 process<" in page
     assert "--set train.micro_batch=96" in page
     assert result_object(read_run(tmp_path))["status"] == "failed"
 

@@ -36,15 +36,15 @@ def test_nothing_recorded(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "words", "gain"),
     [
-        ([SOUND], "nothing stands in its way", 0),
-        ([SOUND, SOUND], "nothing stands in its way", 0),
-        ([{"compute": 60, "communication": 40}] * 2, "--batch 128 has processes agree half as often", 0.2),
+        ([SOUND], "computation takes", 0),
+        ([SOUND, SOUND], "computation takes", 0),
+        ([{"compute": 60, "communication": 40}] * 2, "use --batch 128 to halve the number of updates", 0.2),
         # A third and less isn't worth it.
-        ([{"compute": 70, "communication": 30}] * 2, "nothing stands in its way", 0),
+        ([{"compute": 70, "communication": 30}] * 2, "computation takes", 0),
         # Who is waited for waits least: agreeing itself takes no time here.
         (
             [{"compute": 50, "communication": 50}, {"compute": 100}],
-            "rank 1 takes 2.00 times as long as the others, who wait for it: --set cluster.shares=[43,21]",
+            "rank 1 takes 2.00 times as long as the other ranks, which wait: use --set cluster.shares=[43,21]",
             0.5,
         ),
         ([{"compute": 50, "data": 50}] * 2, "waiting for data takes 50%", 0.5),
@@ -76,7 +76,7 @@ def test_other_ways_of_agreeing_are_for_several_machines(tmp_path):
 def test_the_load_of_other_programs_is_no_communication(tmp_path):
     tell(on_two_machines(tmp_path), *[{"compute": 47, "communication": 53}] * 2, queued_s=[40, 36])
     found = best_change(read_run(tmp_path))
-    assert "wait for a free processor 38% of the time" in found.what
+    assert "wait for a free CPU core 38% of the time" in found.what
     assert found.gain == pytest.approx(0.38)
 
 
@@ -109,7 +109,7 @@ def test_another_method_that_agrees_long_wants_larger_batches(tmp_path):
     run = FakeRun(tmp_path).begin(batch=64)
     run.folder.job.write_text(run.folder.job.read_text().replace('"allreduce"', '"powersgd"'))
     tell(run, *[{"compute": 50, "communication": 50}] * 2)
-    assert "--batch 128 has processes agree half as often" in best_change(read_run(tmp_path)).what
+    assert "use --batch 128 to halve the number of updates" in best_change(read_run(tmp_path)).what
 
 
 def test_records_add_up_since_the_number_of_processes_is_as_it_is(tmp_path):
@@ -135,7 +135,7 @@ def test_a_rank_that_has_its_share_already_is_left_alone(tmp_path):
     run = FakeRun(tmp_path).begin(batch=64)
     run.folder.job.write_text(run.folder.job.read_text().replace('shares = "machines"', "shares = [48, 16]"))
     tell(run, {"compute": 50, "communication": 50}, {"compute": 100})
-    assert best_change(read_run(tmp_path)).what.endswith("free its machine of other work, or leave it out")
+    assert best_change(read_run(tmp_path)).what.endswith("stop other programs on its machine, or remove the machine")
 
 
 @given(st.lists(st.floats(0.1, 1e4), min_size=2, max_size=8), st.integers(8, 4096))

@@ -79,7 +79,7 @@ def test_first_it_is_said_and_then_it_goes(litter, home, capsys):
     everything = [*litter["goes"], *litter["stays"]]
     code, out, _ = cleaned(capsys)
     assert code == 0
-    assert "would be freed; nothing is removed yet: manyhands clean --yes" in out
+    assert "can be freed; to remove the files, run manyhands clean --yes" in out
     assert all(path.exists() for path in everything)
     code, out, _ = cleaned(capsys, "--json")
     told = json.loads(out)
@@ -90,7 +90,7 @@ def test_first_it_is_said_and_then_it_goes(litter, home, capsys):
     assert " freed" in out
     assert not any(path.exists() for path in litter["goes"])
     assert all(path.exists() for path in litter["stays"])
-    assert cleaned(capsys)[1] == "there is nothing to clean\n"
+    assert cleaned(capsys)[1] == "nothing to clean\n"
 
 
 def test_a_run_goes_only_where_it_is_named_and_never_while_it_goes_on(litter, home, capsys):
@@ -98,7 +98,7 @@ def test_a_run_goes_only_where_it_is_named_and_never_while_it_goes_on(litter, ho
     lock = claim(RunFolder(run), new_holder())
     code, _, err = cleaned(capsys, "first", "--yes")
     assert code == 2
-    assert "a run that goes on can't be removed" in err
+    assert "an active run can't be removed" in err
     assert all(path.exists() for path in [*litter["goes"], *litter["stays"]])
     lock.release()
     code, out, _ = cleaned(capsys, "first")
@@ -116,7 +116,7 @@ def test_what_processes_work_with_stays(litter, home, capsys):
         process.stdout.readline()
         code, out, _ = cleaned(capsys, "--yes")
         assert code == 0
-        assert "kept  1 of the copies of code: processes work in them" in out
+        assert "kept  copies of code that processes use now: 1" in out
         assert "kept  compiled networks, decoded pictures and unpacked archives" in out
         assert [path.exists() for path in litter["goes"]] == [True, True, True, True, False, False]
         process.stdin.close()

@@ -112,23 +112,25 @@ def test_machines_of_the_environment_are_written(hosts, capsys, monkeypatch):
     monkeypatch.setenv("PET_MASTER_ADDR", "job-0")
     code, _, err = _explain(["--write", "kubeflow"], capsys)
     assert code == 2
-    assert "the names of machines 1 are not known" in err
+    assert "does not give the names of machines 1" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--cluster", "hosts", "--write", "hosts"], "hosts is there already"),
+        (["--cluster", "hosts", "--write", "hosts"], "hosts already exists"),
         (["--cluster", "nowhere", "--write", "new"], "nowhere can't be read"),
         (["--cluster", "hosts", "--write", "no/such/folder"], "can't be written"),
         (["--cluster", "empty", "--write", "new"], "the cluster file is empty"),
         (["--cluster", "unsized", "--write", "new.json"], "the number of devices of n1 is unknown"),
+        (["--cluster", "odd", "--write", "new.json"], "where: hostfile odd\n"),
         (["--write", "new"], "no machines are given"),
     ],
 )
 def test_what_cannot_be_written_is_one_screen(arguments, said, hosts, capsys):
     (hosts / "empty").write_text("")
     (hosts / "unsized").write_text("n1\nn2:4\n")
+    (hosts / "odd").write_text("10.0.0.1:2\n10.0.0.2:3\n")
     code, out, err = _explain(arguments, capsys)
     assert (code, out) == (2, "")
     assert said in err
@@ -143,10 +145,10 @@ def test_what_the_clusters_file_asks_of_the_job_is_followed_by_option_alone(tmp_
     assert place_of(load_job(flags, environment={}).job).processes == 2
     said = capsys.readouterr().err
     assert said == (
-        f"manyhands: {file}: mixed_precision: bf16 is not followed; add --train.precision bf16 to follow it\n"
+        f"manyhands: {file}: mixed_precision: bf16 is ignored; to apply this setting, add --train.precision bf16\n"
     )
     place_of(load_job({**flags, "train.precision": "bf16"}, environment={}).job)
     assert not capsys.readouterr().err
     file.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\n")
     place_of(load_job(flags, environment={}).job)
-    assert "distributed_type: DEEPSPEED has no counterpart here and is ignored" in capsys.readouterr().err
+    assert "distributed_type: DEEPSPEED is not supported and is ignored" in capsys.readouterr().err

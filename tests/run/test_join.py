@@ -107,7 +107,7 @@ def short(folder):
 
 def test_a_run_without_a_head_says_so(folder):
     (folder / SOCKET).touch()
-    with pytest.raises(UserError, match="has no head that answers"):
+    with pytest.raises(UserError, match="the launcher of the run does not answer"):
         join_here(str(folder), "n4")
 
 

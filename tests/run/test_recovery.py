@@ -49,7 +49,7 @@ def test_a_run_that_does_not_recover_has_one_start(folder):
 
 @pytest.mark.parametrize("word", ["sometimes", "4:2", "0", "2:", ":3", "1:2:3", "99999"])
 def test_what_elastic_may_be_is_said_in_one_sentence(word):
-    with pytest.raises(UserError, match="should be on, off, the least number of machines"):
+    with pytest.raises(UserError, match="should be on, off, a minimum number of machines"):
         load_job({"cluster.elastic": word}, environment={})
 
 
@@ -57,7 +57,7 @@ def test_what_elastic_may_be_is_said_in_one_sentence(word):
 def test_fewer_or_more_machines_than_are_wanted_begin_nothing(word, hosts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = load_job({"cluster.elastic": word}, environment={}).job
-    with pytest.raises(UserError, match=f"{hosts} machines are named, and {word} are wanted"):
+    with pytest.raises(UserError, match=f"--elastic {word} does not allow {hosts} machines"):
         launch(job, [Machine(f"n{number}") for number in range(hosts)], quiet=True)
     assert not list(tmp_path.iterdir())
 
@@ -123,7 +123,7 @@ def test_what_fails_with_a_machine_that_has_just_come_does_not_end_the_run(folde
     refused = Ending(refused=UserError("that is too much for n4"))
     assert Recovery(load_job({}, environment={}).job, folder, lambda *_: None, Coming(["n4"])).again(refused)
     (line,) = read_lines(folder.events)
-    assert line["message"] == "with n4 there was no start (that is too much for n4): the run goes on from step 10"
+    assert line["message"] == "the start with n4 failed (that is too much for n4): restarting from step 10"
     assert not Recovery(load_job({}, environment={}).job, folder, lambda *_: None, Coming([])).again(refused)
 
 
@@ -157,6 +157,6 @@ def test_the_same_error_at_the_same_line_three_times_ends_the_run(failures, ends
         why = budget.spend(failure(at, line, step, error, rank), script=False)
         assert bool(why) == (number == ends_at)
         if why:
-            assert why == "the same error 3 times within 10 minutes: the run does not go on by itself"
+            assert why == "the same error 3 times within 10 minutes: not restarting"
             return
     assert ends_at is None

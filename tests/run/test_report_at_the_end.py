@@ -9,7 +9,8 @@ from manyhands.run.train import report_on
 
 
 @pytest.mark.parametrize(
-    ("raised", "told"), [(OSError("disk full"), "disk full"), (KeyboardInterrupt, "you stopped it")]
+    ("raised", "told"),
+    [(OSError("disk full"), "disk full"), (KeyboardInterrupt, "to write the report, run manyhands report")],
 )
 def test_a_page_that_is_not_drawn_is_said_and_fails_nothing(raised, told, tmp_path, monkeypatch, capsys):
     (tmp_path / "metrics.jsonl").touch()

@@ -108,12 +108,12 @@ def test_manifests_fit_their_schema(kind, nodes, accelerators):
     ("on", "flags", "said"),
     [
         ("kubernetes", {}, "container image"),
-        ("kubernetes", {"submit.image": "a/b"}, "throws a container's own files away"),
+        ("kubernetes", {"submit.image": "a/b"}, "deletes the files of a container"),
         ("kubernetes", {**IMAGE, "submit.time_limit": "10"}, "is for Slurm"),
-        ("slurm", {"submit.options": ["partition=gpu"]}, "starts with a dash"),
-        ("slurm", {"submit.options": ["--a\n#SBATCH --b"]}, "starts with a dash"),
+        ("slurm", {"submit.options": ["partition=gpu"]}, "must start with a dash"),
+        ("slurm", {"submit.options": ["--a\n#SBATCH --b"]}, "must start with a dash"),
         ("slurm", {"cluster.device": "cpu", "submit.accelerators": 1}, "device is cpu"),
-        ("slurm", {"cluster.processes": 2, "submit.accelerators": 1}, "2 processes and 1 accelerators"),
+        ("slurm", {"cluster.processes": 2, "submit.accelerators": 1}, "2 processes, but 1 accelerators"),
         ("pbs", {}, "no scheduler"),
     ],
 )

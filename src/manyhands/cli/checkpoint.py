@@ -14,10 +14,10 @@ Source = Annotated[
 ]  # fmt: skip
 Target = Annotated[Path, Parameter(help="a new checkpoint folder")]
 MergeTarget = Annotated[
-    Path, Parameter(help="a new checkpoint folder; or the weights alone, where it ends in .safetensors, .pth or .pt")
+    Path, Parameter(help="a new checkpoint folder, or a new .safetensors, .pth or .pt file for the weights alone")
 ]
-Plan = Annotated[Path, Parameter(help="a plan.json with the mesh and each cut tensor's layout")]
-Which = Annotated[Literal["best", "last"], Parameter(help="which checkpoint of a run")]
+Plan = Annotated[Path, Parameter(help="a plan.json with the mesh and the layout of each sharded tensor")]
+Which = Annotated[Literal["best", "last"], Parameter(help="the checkpoint to use if SRC is a run")]
 
 checkpoint = cyclopts.App(name="checkpoint", help_format="plaintext", result_action="return_value")
 
@@ -28,9 +28,9 @@ def info(
     /,
     *,
     which: Which = "last",
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object")] = False,
 ) -> int:
-    """Say what a checkpoint holds: format, step, mesh; each tensor's shape, type, size, and how it is cut."""
+    """Print the format, step and mesh of a checkpoint, and the shape, dtype, size and sharding of each tensor."""
     from manyhands.run.checkpoints import describe_checkpoint
     from manyhands.run.find import find_reference
 
@@ -44,7 +44,7 @@ def info(
 
 @checkpoint.command
 def merge(src: Source, dst: MergeTarget, /, *, which: Which = "best") -> int:
-    """Write a checkpoint whole, as a folder or one file."""
+    """Write a checkpoint unsharded, as a folder or one file."""
     from manyhands.run.checkpoints import merge_checkpoint
     from manyhands.run.find import find_reference
 
@@ -53,7 +53,7 @@ def merge(src: Source, dst: MergeTarget, /, *, which: Which = "best") -> int:
 
 @checkpoint.command
 def split(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -> int:
-    """Cut a whole checkpoint or file into the pieces of a plan."""
+    """Shard an unsharded checkpoint or file by a plan."""
     from manyhands.run.checkpoints import reshard_checkpoint
     from manyhands.run.find import find_reference
 
@@ -62,7 +62,7 @@ def split(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -> 
 
 @checkpoint.command
 def reshard(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -> int:
-    """Cut a checkpoint in pieces in another way, for another plan or number of processes."""
+    """Reshard a checkpoint for another plan or number of processes."""
     return split(src, dst, plan=plan, which=which)
 
 
@@ -92,7 +92,7 @@ def _row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     shape, view = ("x".join(map(str, entry[key])) or "scalar" for key in ("shape", "view"))
     cuts = " ".join(f"{dim}@{','.join(axes)}" for dim, axes in entry["cuts"].items())
     as_view = f"as {view}: " if cuts and shape != view else ""
-    return (name, shape, entry["dtype"], _size(entry["size_bytes"]), as_view + cuts if cuts else "whole")
+    return (name, shape, entry["dtype"], _size(entry["size_bytes"]), as_view + cuts if cuts else "unsharded")
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -10,11 +10,11 @@ from manyhands.core.shown import say, show, show_json
 
 
 def clean(
-    *runs: Annotated[str, Parameter(help="runs to remove too: a folder, its name, the beginning of that, or last")],
-    yes: Annotated[bool, Parameter(negative="", help="remove it; without, only say what would be freed")] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object on stdout")] = False,
+    *runs: Annotated[str, Parameter(help="runs to remove too: a folder, a name, the start of a name, or last")],
+    yes: Annotated[bool, Parameter(negative="", help="remove the files; without --yes only print their sizes")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object")] = False,
 ) -> int:
-    """Say what old copies, caches and leftovers take on this machine, and with --yes remove them; runs only by name."""
+    """List the disk space that old copies, caches and leftovers take; remove them with --yes, and runs by name."""
     from manyhands.run.clean import find_leftovers, remove
 
     found, kept = find_leftovers(runs)
@@ -35,12 +35,12 @@ def clean(
         named = [str(path) for leftover in found if leftover.kind == "run" for path in leftover.paths]
         show_json({"found": content, "runs": named, "kept": kept, "bytes": total, "removed": yes and whole})
     elif not found:
-        show("there is nothing to clean")
+        show("nothing to clean")
     elif yes:
-        show(f"{_size(total)} freed" if whole else "not all of it could be removed")
+        show(f"{_size(total)} freed" if whole else "some files could not be removed")
     else:
         again = shlex.join(["manyhands", "clean", *runs, "--yes"])
-        show(f"{_size(total)} would be freed; nothing is removed yet: {again}")
+        show(f"{_size(total)} can be freed; to remove the files, run {again}")
     return EXIT_OK if whole else EXIT_FAILED
 
 

@@ -21,19 +21,21 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
     model: Model = None,
     /,
     *,
-    hosts: Annotated[str | None, Parameter(help="n1,n2,n3 or n1:4,n2:4; without: this machine")] = None,
+    hosts: Annotated[
+        str | None, Parameter(help="machines, optionally with processes: n1,n2,n3 or n1:4,n2:4; default: this machine")
+    ] = None,
     hostfile: Hostfile = None,
     processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on each machine")] = None,
     interface: Interface = None,
     set_: Settings = None,
     exposure: Annotated[
-        bool, Parameter(negative="", help="only what is open to whom, now and once a job runs")
+        bool, Parameter(negative="", help="only list the open ports and who can reach them, now and while a job runs")
     ] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object on stdout")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object")] = False,
 ) -> int:
-    """Say what would keep a job from training, here or on many machines; takes seconds and changes nothing.
+    """Check whether a job can train, here or on many machines; takes seconds and changes nothing.
 
-    Leaves with 3 where training would fail.
+    Exits with code 3 if training would fail.
     """
     from manyhands.config.load import load_job
     from manyhands.run.doctor import diagnose
@@ -113,7 +115,5 @@ def _summary(diagnosis: "Diagnosis") -> str:
     counts = {word: sum(f.severity == word for f in diagnosis.findings) for word in MARKS}
     where = f"on {len(diagnosis.survey.hosts)} machines" if len(diagnosis.survey.hosts) > 1 else "here"
     if counts["fail"]:
-        return f"training {where} would fail: {counts['fail']} to mend first"
-    return f"nothing keeps training {where} from working" + (
-        f"; {counts['warn']} could be better" if counts["warn"] else ""
-    )
+        return f"training {where} would fail: problems to fix first: {counts['fail']}"
+    return f"training {where} should work" + (f"; warnings: {counts['warn']}" if counts["warn"] else "")

@@ -11,20 +11,20 @@ from manyhands.core.shown import plain, show, show_json
 
 def evaluate(  # noqa: PLR0913 - one argument for each flag
     run: Annotated[
-        str, Parameter(help="a run (its folder, a part of its name, last), a checkpoint, or main.py's .pth.tar")
+        str, Parameter(help="a run (folder, part of its name, or last), a checkpoint, or a .pth.tar file of main.py")
     ],
-    data: Annotated[str | None, Parameter(help="other data than the run's; a plain folder is evaluated whole")] = None,
-    model: Annotated[str | None, Parameter(help="the network, where the file doesn't say")] = None,
+    data: Annotated[str | None, Parameter(help="other data than the run's; all pictures of a plain folder")] = None,
+    model: Annotated[str | None, Parameter(help="the network, if the file does not name one")] = None,
     /,
     *,
-    which: Annotated[Literal["best", "last"], Parameter(help="which checkpoint of a run")] = "best",
+    which: Annotated[Literal["best", "last"], Parameter(help="the checkpoint to use if RUN is a run")] = "best",
     processes: Processes = None,
-    data_dir: Annotated[str | None, Parameter(help="where named data sets lie")] = None,
-    device: Annotated[str | None, Parameter(help="cpu, cuda …")] = None,
+    data_dir: Annotated[str | None, Parameter(help="folder of the named data sets")] = None,
+    device: Annotated[str | None, Parameter(help="cpu, cuda, npu …; default: the accelerator if there is one")] = None,
     set_: Settings = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object")] = False,
 ) -> int:
-    """Evaluate a run or a checkpoint: each test sample exactly once."""
+    """Evaluate a run or a checkpoint on each test sample exactly once."""
     from manyhands.run.evaluate import evaluate_run
     from manyhands.run.find import find_reference
 
@@ -41,7 +41,7 @@ def show_evaluation(found: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         show_json(found)
         return
-    show(plain(found["checkpoint"]) or "no checkpoint: the network as it starts")
+    show(plain(found["checkpoint"]) or "no checkpoint: evaluated the initial weights")
     from manyhands.report.words import FEW_CLASSES, own_figures
 
     fifth = f"top-5 {percentage(found['top5'], 2)}%   " if found["classes"] > FEW_CLASSES else ""

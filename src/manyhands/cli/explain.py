@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import Settings, settings
+from manyhands.cli.flags import Backend, Device, Settings, settings
 from manyhands.core.shown import plain, say, show, show_json
 
 
@@ -13,24 +13,24 @@ def explain(  # noqa: PLR0913 - one argument for each flag
     job: Annotated[Path | None, Parameter(help="a job.toml")] = None,
     /,
     *,
-    processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="as for train")] = None,
-    init: Annotated[str | None, Parameter(help="as for train")] = None,
-    world_size: Annotated[int | None, Parameter(help="as for train")] = None,
-    rank: Annotated[int | None, Parameter(help="as for train")] = None,
-    rank_table: Annotated[str | None, Parameter(help="as for train")] = None,
-    cluster: Annotated[str | None, Parameter(help="as for train")] = None,
-    device: Annotated[str | None, Parameter(help="as for train")] = None,
-    backend: Annotated[str | None, Parameter(help="as for train")] = None,
+    processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on this machine")] = None,
+    init: Annotated[str | None, Parameter(help="rendezvous URL: tcp://HOST:PORT, file:///PATH or env://")] = None,
+    world_size: Annotated[int | None, Parameter(help="with --init: number of processes on all machines")] = None,
+    rank: Annotated[int | None, Parameter(help="with --init: rank of this process, counted from 0")] = None,
+    rank_table: Annotated[str | None, Parameter(help="Ascend rank table that lists this machine")] = None,
+    cluster: Annotated[str | None, Parameter(help="cluster file that lists this machine")] = None,
+    device: Device = None,
+    backend: Backend = None,
     write: Annotated[
         Path | None,
-        Parameter(help="write the machines to a new file and explain nothing: *.json a rank table, else a hostfile"),
+        Parameter(help="write the machines to a new file and exit: *.json is a rank table, others a hostfile"),
     ] = None,
     set_: Settings = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object")] = False,
 ) -> int:
-    """Say what this process would be if it trained: rank, world, master, device, and where each value is from.
+    """Show the rank, world size, master address and device of this process, and where each value comes from.
 
-    Put it in the place of train, such as srun manyhands explain.
+    Run explain in place of train, for example: srun manyhands explain.
     """
     from manyhands.config.load import load_job
     from manyhands.run.explain import explained, write_cluster

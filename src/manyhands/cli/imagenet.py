@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from manyhands.config.load import LoadedJob
 
 RECIPE = "imagenet-main"
-NETWORKS = " | ".join(published_names()) or "a network of torchvision"
+NETWORKS = " | ".join(published_names()) or "a torchvision network"
 
 # train's flags and options, and what main.py calls them.
 _FLAGS = {
@@ -35,37 +35,37 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
     *,
     arch: Annotated[str | None, Parameter(name=["-a", "--arch"], help=f"{NETWORKS}; default: resnet18")] = None,
     workers: Annotated[
-        int | None, Parameter(name=["-j", "--workers"], help="decoding processes of this node; by its cores")
+        int | None, Parameter(name=["-j", "--workers"], help="data loading processes of this node; default: by cores")
     ] = None,
-    epochs: Annotated[int | None, Parameter(help="passes over the training data; 90")] = None,
-    start_epoch: Annotated[int | None, Parameter(help="count epochs from here, without a file")] = None,
+    epochs: Annotated[int | None, Parameter(help="passes over the training data; default: 90")] = None,
+    start_epoch: Annotated[int | None, Parameter(help="number of the first epoch, without a checkpoint")] = None,
     batch_size: Annotated[
-        int | None, Parameter(name=["-b", "--batch-size"], help="samples per update of this node; 256")
+        int | None, Parameter(name=["-b", "--batch-size"], help="samples per update of this node; default: 256")
     ] = None,
     lr: Annotated[
-        float | None, Parameter(name=["--lr", "--learning-rate"], help="falls to a tenth every 30 epochs; 0.1")
+        float | None, Parameter(name=["--lr", "--learning-rate"], help="divided by 10 every 30 epochs; default: 0.1")
     ] = None,
-    momentum: Annotated[float | None, Parameter(help="0.9")] = None,
-    weight_decay: Annotated[float | None, Parameter(name=["--wd", "--weight-decay"], help="0.0001")] = None,
+    momentum: Annotated[float | None, Parameter(help="default: 0.9")] = None,
+    weight_decay: Annotated[float | None, Parameter(name=["--wd", "--weight-decay"], help="default: 0.0001")] = None,
     print_freq: Annotated[
         int | None, Parameter(name=["-p", "--print-freq"], help="updates between lines; default: a live line")
     ] = None,
-    resume: Annotated[str | None, Parameter(help="go on from checkpoint.pth.tar, or a run or checkpoint")] = None,
+    resume: Annotated[str | None, Parameter(help="resume from checkpoint.pth.tar, a run or a checkpoint")] = None,
     evaluate: Annotated[
-        bool, Parameter(name=["-e", "--evaluate"], negative="", help="evaluate on val/; train nothing")
+        bool, Parameter(name=["-e", "--evaluate"], negative="", help="evaluate on val/ and exit")
     ] = False,
-    pretrained: Annotated[bool, Parameter(negative="", help="start from torchvision's weights")] = False,
+    pretrained: Annotated[bool, Parameter(negative="", help="start from torchvision's published weights")] = False,
     world_size: Annotated[int | None, Parameter(help="number of nodes")] = None,
-    rank: Annotated[int | None, Parameter(help="this node, counted from 0")] = None,
-    dist_url: Annotated[str | None, Parameter(help="where nodes meet: tcp://ADDRESS_OF_NODE_0:PORT, env://")] = None,
-    dist_backend: Annotated[str | None, Parameter(help="gloo, nccl …; default: the device's own")] = None,
-    seed: Annotated[int | None, Parameter(help="decides every random choice; 0")] = None,
-    gpu: Annotated[int | None, Parameter(help="use this GPU alone")] = None,
+    rank: Annotated[int | None, Parameter(help="rank of this node, counted from 0")] = None,
+    dist_url: Annotated[str | None, Parameter(help="rendezvous: tcp://ADDRESS_OF_NODE_0:PORT or env://")] = None,
+    dist_backend: Annotated[str | None, Parameter(help="backend: gloo, nccl …; default: the device's own")] = None,
+    seed: Annotated[int | None, Parameter(help="seed of all random numbers; default: 0")] = None,
+    gpu: Annotated[int | None, Parameter(help="use only this GPU")] = None,
     no_accel: Annotated[bool, Parameter(negative="", help="use the CPU")] = False,
     multiprocessing_distributed: Annotated[
-        bool, Parameter(negative="", help="on each of several nodes, one process for each accelerator")
+        bool, Parameter(negative="", help="with several nodes: start one process per accelerator")
     ] = False,
-    dummy: Annotated[bool, Parameter(negative="", help="pictures made by chance, for measuring speed")] = False,
+    dummy: Annotated[bool, Parameter(negative="", help="train on random pictures, to measure speed")] = False,
     sync: Sync = None,
     out: Out = None,
     set_: Settings = None,
@@ -74,7 +74,7 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
-    """Train with the flags of PyTorch's ImageNet example, main.py, and what they mean there.
+    """Train with the flags of main.py, the ImageNet example of PyTorch.
 
     --world-size and --rank count nodes, and -b is the batch of one node. At the end of each epoch checkpoint.pth.tar
     and, if it is the best, model_best.pth.tar are written into the current folder. Every option of the job can be
@@ -124,11 +124,11 @@ def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
     folder = Path(main_py.folder_of(flags)).expanduser()
     missing = [] if flags.dummy else [str(folder / word) for word in ("train", "val") if not (folder / word).is_dir()]
     if missing:
-        mend = ("DIR holds train/ and val/, and each a folder for every class", "or --dummy, or manyhands train DIR")
+        mend = ("name a folder with class folders in train/ and val/", "or use --dummy, or manyhands train DIR")
         raise UserError(f"there is no folder {' and no folder '.join(missing)}", "DIR", mend)
     if flags.resume and nodes.rank == 0 and not Path(flags.resume).expanduser().exists():
         raise UserError(
-            f"there is nothing at {flags.resume}", "--resume", ("leave it out to start afresh", "or name the file")
+            f"there is no checkpoint at {flags.resume}", "--resume", ("name a checkpoint", "or remove --resume")
         )
 
 

@@ -108,10 +108,10 @@ def meeting_of(flags: ImagenetFlags, processes_per_node: int, environment: Mappi
     match = re.fullmatch(r"tcp://(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>\d+)/?", nodes.url)
     if not match:
         _refuse(
-            f"several processes on each node meet at an address or by a file, found {nodes.url or 'one node'}",
+            f"several processes on each node need a tcp:// or file:// URL, found {nodes.url or 'one node'}",
             "--dist-url",
-            "--dist-url tcp://ADDRESS_OF_NODE_0:8090",
-            "or file:///PATH",
+            "use --dist-url tcp://ADDRESS_OF_NODE_0:8090",
+            "or --dist-url file:///PATH",
         )
     return Meeting(sizes, nodes.rank, match["v6"] or match["name"], int(match["port"]))
 
@@ -127,11 +127,11 @@ def notes(flags: ImagenetFlags, nodes: Nodes) -> list[str]:
     found: list[str] = []
     if flags.seed is not None:
         found.append(
-            "--seed decides the start, the order and the augmentation; main.py has it turn on cuDNN's deterministic "
-            "kernels too: here that is --train.deterministic"
+            "--seed seeds the initial weights, the sample order and the augmentation; for deterministic cuDNN kernels, "
+            "which --seed of main.py selects too, add --train.deterministic"
         )
     if flags.dist_url and not nodes.url:
-        found.append("with one node --dist-url isn't used: its processes meet on the loopback interface")
+        found.append("--dist-url has no effect with one node: the processes connect over loopback")
     return found
 
 
@@ -152,52 +152,51 @@ def _check_launcher(flags: ImagenetFlags, variables: Mapping[str, str]) -> None:
         return
     if flags.multiprocessing_distributed:
         _refuse(
-            "--multiprocessing-distributed starts processes, and torchrun has started them already",
+            "--multiprocessing-distributed starts processes, but torchrun has already started them",
             "--multiprocessing-distributed",
-            "leave it out, and give --dist-url env://",
+            "remove --multiprocessing-distributed and add --dist-url env://",
             "or start without torchrun",
         )
     if not (flags.dist_url or "").startswith("env://"):
         _refuse(
-            "torchrun has started this process, and the flags don't say that it is one of several",
+            "torchrun has started this process, but --dist-url is not env://",
             "--dist-url",
-            "--dist-url env://",
+            "add --dist-url env://",
             "or start without torchrun",
         )
 
 
 def _check_place(count: int | None, rank: int | None) -> None:
     if count is None and rank is not None:
-        _refuse(f"--rank {rank} needs --world-size, the number of nodes", "--rank", "--world-size 3")
+        _refuse(f"--rank {rank} needs --world-size, the number of nodes", "--rank", "add --world-size 3, for example")
     if count is None:
         return
     if count < 1:
-        _refuse(f"--world-size is the number of nodes, found {count}", "--world-size", "1 or more")
+        _refuse(f"--world-size must be 1 or more, found {count}", "--world-size", "give the number of nodes")
     if rank is None and count > 1:
-        mend = "--rank 0 on one node, --rank 1 on the next …"
-        _refuse(f"--world-size {count} needs --rank, this node's number", "--rank", mend)
+        mend = "add --rank 0 on one node, --rank 1 on the next …"
+        _refuse(f"--world-size {count} needs --rank, the number of this node", "--rank", mend)
     if rank is not None and not 0 <= rank < count:
         what = f"--rank {rank} is outside 0 … {count - 1}, the nodes of --world-size {count}"
-        _refuse(what, "--rank", f"count from 0: the last node is {count - 1}")
+        _refuse(what, "--rank", f"count nodes from 0: the last node is {count - 1}")
 
 
 def _url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> str:
     """Where several nodes meet, in the words of `--init`."""
     url = flags.dist_url or ""
     if not url:
-        what = (
-            "several nodes need a place to meet, and main.py's own default is a multicast address, which torch refuses"
-        )
-        _refuse(what, "--dist-url", "--dist-url tcp://ADDRESS_OF_NODE_0:8090, the same on every node")
+        what = "several nodes need --dist-url: torch does not support the default of main.py, a multicast address"
+        _refuse(what, "--dist-url", "add --dist-url tcp://ADDRESS_OF_NODE_0:8090, the same on every node")
     if re.fullmatch(r"tcp://.+:\d+/?|file:///.+", url):
         return url
     if not url.startswith("env://"):
-        _refuse(f'"{url}" is no place to meet', "--dist-url", "tcp://ADDRESS:PORT", "or file:///PATH, or env://")
+        _refuse(f'"{url}" is not a rendezvous URL', "--dist-url", "use tcp://ADDRESS:PORT, file:///PATH or env://")
     if not asked and not flags.multiprocessing_distributed:
         return "env://"
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
     if missing:
-        _refuse(f"env:// needs {' and '.join(missing)} in the environment", "environment", "export them", "or tcp://…")
+        what = f"env:// needs {' and '.join(missing)} in the environment"
+        _refuse(what, "environment", "export the missing variables", "or use tcp://ADDRESS:PORT")
     address = variables["MASTER_ADDR"]
     return f"tcp://{f'[{address}]' if ':' in address else address}:{variables['MASTER_PORT']}"
 
@@ -205,11 +204,11 @@ def _url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> 
 def _check_together(flags: ImagenetFlags) -> None:
     """Refuses pairs of which main.py would drop one without a word."""
     both = {
-        ("--gpu", "--multiprocessing-distributed"): "one accelerator, or one process for each of them",
-        ("--gpu", "--no-accel"): "an accelerator, or none",
-        ("--resume", "--start-epoch"): "the file says with which epoch it goes on",
-        ("--resume", "--pretrained"): "each says where the weights come from",
-        ("--dummy", "DIR"): "made pictures, or a folder's",
+        ("--gpu", "--multiprocessing-distributed"): "the first uses one accelerator, the second all of them",
+        ("--gpu", "--no-accel"): "the first uses an accelerator, the second the CPU",
+        ("--resume", "--start-epoch"): "the checkpoint determines the first epoch",
+        ("--resume", "--pretrained"): "both set the initial weights",
+        ("--dummy", "DIR"): "the first trains on random pictures, the second on a folder",
     }
     given = {
         "--gpu": flags.gpu is not None,
@@ -223,7 +222,7 @@ def _check_together(flags: ImagenetFlags) -> None:
     }
     for (one, other), reason in both.items():
         if given[one] and given[other]:
-            _refuse(f"{one} and {other} contradict each other: {reason}", one, f"leave out {one} or {other}")
+            _refuse(f"{one} and {other} contradict each other: {reason}", one, f"remove {one} or {other}")
     for name, value, least in (
         ("-j", flags.workers, 0),
         ("-p", flags.print_freq, 1),
@@ -232,7 +231,7 @@ def _check_together(flags: ImagenetFlags) -> None:
         ("--start-epoch", flags.start_epoch, 0),
     ):
         if value is not None and value < least:
-            _refuse(f"{name} must be {least} or more, found {value}", name, f"{name} {max(least, 1)}")
+            _refuse(f"{name} must be {least} or more, found {value}", name, f"use {name} {max(least, 1)}, for example")
 
 
 def _given(number: int | None) -> int | None:
@@ -243,7 +242,7 @@ def _number(variables: Mapping[str, str], name: str) -> int:
     text = variables.get(name, "")
     if (number := typed_number(text)) is None:
         found = f'found "{text}"' if text else "which isn't set"
-        _refuse(f"env:// needs a number in {name}, {found}", "environment", f"export {name}=0, 1, 2 …")
+        _refuse(f"env:// needs a number in {name}, {found}", "environment", f"export {name} with a whole number")
     return number
 
 

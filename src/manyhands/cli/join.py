@@ -9,17 +9,17 @@ from manyhands.core.shown import show
 
 
 def join(
-    run: Annotated[str, Parameter(name="RUN", help="of this machine's head: its folder, a part of its name, or last")],
+    run: Annotated[str, Parameter(name="RUN", help="a run launched from here: folder, part of its name, or last")],
     /,
     *,
     host: Annotated[
-        str | None, Parameter(help="the machine, as the head reaches it: n4, user@n4, ssh://n4:31234")
+        str | None, Parameter(help="the machine to add, as ssh on this machine reaches it: n4, user@n4, ssh://n4:31234")
     ] = None,
 ) -> int:
-    """Have a run that goes on take up another machine; typed on the machine of the run's head."""
+    """Add a machine to an active run. Run join on the machine that launched the run."""
     from manyhands.run.join import join_here
 
     if not host:
-        raise UserError("no machine is named", "manyhands join", ("--host n4",))
+        raise UserError("no machine is named", "manyhands join", ("name the machine: --host n4",))
     show(join_here(run, host))
     return EXIT_OK

@@ -46,19 +46,19 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     /,
     *arguments: Arguments,
     hosts: Annotated[
-        str | None, Parameter(help="n1,n2,n3, with processes: n1:4,n2:4, with a port: ssh://user@n1:31234")
+        str | None, Parameter(help="machines: n1,n2,n3; with processes: n1:4,n2:4; with a port: ssh://user@n1:31234")
     ] = None,
     hostfile: Hostfile = None,
-    on: Annotated[str | None, Parameter(help="slurm or kubernetes: hand the job over instead")] = None,
+    on: Annotated[str | None, Parameter(help="submit the job to a scheduler: slurm or kubernetes")] = None,
     interface: Interface = None,
     relay: Annotated[
-        bool | None, Parameter(negative="", help="join machines that can't log in to each other by way of this one")
+        bool | None, Parameter(negative="", help="relay between machines that can't log in to each other")
     ] = None,
     detach: Annotated[
-        bool | None, Parameter(negative="", help="go on without this terminal, and without this machine")
+        bool | None, Parameter(negative="", help="keep training when this terminal closes or this machine goes down")
     ] = None,
     sync_code: Annotated[
-        bool | None, Parameter(negative="", help="copy this folder's code to the other machines first")
+        bool | None, Parameter(negative="", help="copy the code in this folder to the other machines first")
     ] = None,
     out: Out = None,
     resume: Resume = None,
@@ -80,13 +80,11 @@ def launch(  # noqa: PLR0913 - one argument for each flag
     debug_rank: DebugRank = None,
     set_: Settings = None,
     show_config: ShowConfig = False,
-    dry_run: Annotated[
-        bool, Parameter(negative="", help="print what would be started, or handed over; start nothing")
-    ] = False,
+    dry_run: Annotated[bool, Parameter(negative="", help="print what would be started or submitted, and exit")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
-    """Train on several machines, started and watched from here over ssh; or hand the job to a scheduler."""
+    """Train on several machines, started and monitored from here over ssh; or submit the job to a scheduler."""
     from manyhands.config.load import load_job
     from manyhands.parallel.options import MODE_OF_PLANS
     from manyhands.run.find import find_start
@@ -126,8 +124,8 @@ def launch(  # noqa: PLR0913 - one argument for each flag
         print_config(loaded)
         return 0
     if loaded.job.cluster.on and loaded.job.run.script:
-        wrong = f"a job for {loaded.job.cluster.on} can't be written for a script of your own"
-        mend = ("name the machines: --hosts n1,n2", "or start it there as you would without manyhands: srun, torchrun")
+        wrong = f"a script of your own can't be submitted to {loaded.job.cluster.on}"
+        mend = ("name the machines: --hosts n1,n2", "or start the script without manyhands: srun, torchrun")
         raise UserError(wrong, "--on", mend)
     if loaded.job.cluster.on:
         from manyhands.run.submit import submit
@@ -136,7 +134,7 @@ def launch(  # noqa: PLR0913 - one argument for each flag
         return 0
     if not loaded.job.cluster.hosts and not loaded.job.cluster.hostfile:
         raise UserError(
-            "no machines are named", "manyhands launch", ("--hosts n1,n2", "or --hostfile FILE", "or --on slurm")
+            "no machines are named", "manyhands launch", ("add --hosts n1,n2 or --hostfile FILE", "or --on slurm")
         )
     from manyhands.cli.training import run
 

@@ -10,20 +10,20 @@ from manyhands.core.shown import say, show
 
 
 def logs(
-    run: Annotated[str, Parameter(help="its folder, any part of the folder's name, or last")],
+    run: Annotated[str, Parameter(help="a run's folder, part of its name, or last")],
     /,
     *,
-    rank: Annotated[int | None, Parameter(help="one process alone, without its rank before each line")] = None,
-    follow: Annotated[bool, Parameter(name=["-f", "--follow"], negative="", help="go on until the run ends")] = False,
-    last: Annotated[int, Parameter(help="so many lines of each process; 0: all")] = 0,
+    rank: Annotated[int | None, Parameter(help="show only this rank, without the rank before each line")] = None,
+    follow: Annotated[bool, Parameter(name=["-f", "--follow"], negative="", help="follow until the run ends")] = False,
+    last: Annotated[int, Parameter(help="number of last lines to show of each process; 0: all")] = 0,
     set_: Settings = None,
 ) -> int:
-    """Show what the processes of a run wrote."""
+    """Show the output of the processes of a run."""
     from manyhands.run.find import find_run
     from manyhands.run.logs import show_logs
 
     if last < 0:
-        raise UserError(f"--last is a number of lines, found {last}", "--last", ("--last 20",))
+        raise UserError(f"--last must be 0 or more, found {last}", "--last", ("use --last 20, for example",))
     try:
         show_logs(find_run(run), rank, last=last, follow=follow, show=show, say=say, settings=settings(set_ or []))
     except KeyboardInterrupt:

@@ -29,28 +29,28 @@ manyhands train ./pets resnet50 --epochs 30  any folder of class folders
 
 COMMANDS = {
     "train": "Train a classifier.",
-    "eval": "Evaluate a run or a checkpoint: each test sample exactly once.",
-    "predict": "Say what is on pictures: the most likely classes of each.",
-    "resume": "Go on with a stopped or broken run, at the exact next sample, on any number of processes.",
-    "report": "Write a run's report.html and its pictures anew; also for a run that is going on or broke.",
-    "ps": "List the runs that go on: where, since when, how far.",
-    "logs": "Show what the processes of a run wrote.",
-    "why": "Say why a run ended, or how it goes on: which rank, machine, step and file; what to do.",
-    "stop": "Have a run that goes on save and stop, and wait for it.",
-    "profile": "Say what a run's time goes to on each process, and which change would help; or trace updates.",
-    "clean": "Say what old copies and caches take on this machine, and remove them with --yes.",
-    "launch": "Train on several machines, started and watched from here over ssh.",
-    "doctor": "Say what would keep a job from training, here or on many machines; changes nothing.",
-    "join": "Have a run that goes on take up another machine.",
-    "explain": "Say what this process would be: rank, world, master, device, and where each value is from.",
-    "plan": "Find how a network's work is best split over processes, and say why; or show, prove, time a plan.",
-    "pack": "Make one packed copy of a folder of pictures, in tar files, that train reads by itself.",
-    "checkpoint": "Look into checkpoints, merge them into one file, and change how they are cut.",
-    "imagenet": "Train with the flags of PyTorch's ImageNet example, main.py, and what they mean there.",
+    "eval": "Evaluate a run or a checkpoint on each test sample exactly once.",
+    "predict": "Print the most likely classes of pictures.",
+    "resume": "Resume a stopped or failed run at the exact next sample, on any number of processes.",
+    "report": "Write the report.html of a run and its pictures again; the run may be active or have failed.",
+    "ps": "List active runs: machine, running time and progress.",
+    "logs": "Show the output of the processes of a run.",
+    "why": "Explain why a run ended, or show its progress: rank, machine, step and file; what to do.",
+    "stop": "Ask an active run to save and stop, and wait for its end.",
+    "profile": "Show where the processes of a run spend their time and which change would help most; or trace updates.",
+    "clean": "List the disk space that old copies and caches take on this machine; remove them with --yes.",
+    "launch": "Train on several machines, started and monitored from here over ssh.",
+    "doctor": "Check whether a job can train, here or on many machines; changes nothing.",
+    "join": "Add a machine to an active run.",
+    "explain": "Show the rank, world size, master address and device of this process, and their sources.",
+    "plan": "Find the best parallel plan for a network and explain the choice; or show, verify and time a plan.",
+    "pack": "Pack a folder of pictures into tar files, which train then reads in place of the pictures.",
+    "checkpoint": "Inspect, merge and reshard checkpoints.",
+    "imagenet": "Train with the flags of main.py, the ImageNet example of PyTorch.",
     "schema": "Print the JSON Schema of job.toml, for editors.",
 }
 # The groups of the commands in --help, each by its first command.
-GROUPS = {"train": "Train, and use what was trained", "ps": "Runs", "launch": "Several machines", "plan": "More"}
+GROUPS = {"train": "Training and inference", "ps": "Runs", "launch": "Several machines", "plan": "More"}
 
 # Words that other programs have for what ours do.
 COMMANDS_ELSEWHERE = {
@@ -83,7 +83,7 @@ def make_app() -> cyclopts.App:
 def _unrounded(kind: Any, tokens: Sequence[cyclopts.Token]) -> Any:
     """A flag's value as cyclopts reads it, but for `--epochs 1.5`, of which it would make 2."""
     if kind is int and any("." in token.value for token in tokens):
-        raise ValueError(f'"{tokens[0].value}" is no whole number')
+        raise ValueError(f'"{tokens[0].value}" is not a whole number')
     return cast(Any, cyclopts.convert(kind, tokens))
 
 
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None, *, heeds_ctrl_c: bool = False) 
         _show(ManyhandsError(what, mend=tuple(filter(None, hint))), as_json="--json" in _own(given))
         code = EXIT_USAGE
     except UnwritableError as error:
-        _show(ManyhandsError(str(error), mend=("make room there, or have it go elsewhere",)), as_json=False)
+        _show(ManyhandsError(str(error), mend=("free disk space, or redirect the output",)), as_json=False)
         code = EXIT_FAILED
     except KeyboardInterrupt:
         Tolerant(sys.stderr).write("\nstopped\n")
@@ -183,7 +183,7 @@ def _meant(error: cyclopts.CycloptsError, given: list[str]) -> str:
     name = (error.token.keyword or error.token.value).partition("=")[0]
     key = meant_key(name.lstrip("-"))
     if key in {"data.name", "model.name"} and "--epochs" in known:
-        return "data set and network are words of their own: manyhands train digits mlp"
+        return "write the data set and the network without flags: manyhands train digits mlp"
     flag = f"--{key.rpartition('.')[2].replace('_', '-')}"
     alike = nearest(name, [each for each in known if each.startswith("--")])
     meant = flag if flag in known else f"--{key}" if key and "--set" in known else alike

@@ -20,15 +20,15 @@ def pack(  # noqa: PLR0913 - one argument for each flag
     folder: Annotated[Path, Parameter(help="a folder of class folders, or one with train/ and val/")],
     /,
     *,
-    size: Annotated[int, Parameter(help="make pictures smaller: pixels of the shorter side; 0: as they are")] = 0,
-    quality: Annotated[int, Parameter(help="of the JPEGs that --size makes, 1 to 95; 0: 90")] = 0,
-    to: Annotated[Path | None, Parameter(help="where to; without, FOLDER.pack, which train takes by itself")] = None,
-    processes: Annotated[int, Parameter(help="that pack at once; 0: by the cores")] = 0,
-    check: Annotated[bool, Parameter(negative="", help="read all of the packed copy and compare digests")] = False,
-    replace: Annotated[bool, Parameter(negative="", help="make a packed copy that is there already anew")] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object on stdout")] = False,
+    size: Annotated[int, Parameter(help="shrink pictures: pixels of the shorter side; 0: keep the original size")] = 0,
+    quality: Annotated[int, Parameter(help="JPEG quality of pictures that --size shrinks, 1 to 95; 0: 90")] = 0,
+    to: Annotated[Path | None, Parameter(help="packed copy to write; default: FOLDER.pack, found by train")] = None,
+    processes: Annotated[int, Parameter(help="parallel packing processes; 0: one per core")] = 0,
+    check: Annotated[bool, Parameter(negative="", help="read an existing packed copy and verify its digests")] = False,
+    replace: Annotated[bool, Parameter(negative="", help="overwrite an existing packed copy")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object")] = False,
 ) -> int:
-    """Make one packed copy of a folder of pictures, in tar files, for fast reading; goes on after an interruption."""
+    """Pack a folder of pictures into tar files for fast reading. An interrupted pack resumes."""
     from manyhands.run.pack import check_pack, request_of
     from manyhands.run.pack import pack as make
 
@@ -40,7 +40,7 @@ def pack(  # noqa: PLR0913 - one argument for each flag
         began = time.perf_counter()
         outcome = make(request, processes=processes, replaced=replace, progress=_Progress())
         content, lines = _packed(outcome, time.perf_counter() - began)
-        lines.append(f"manyhands train {shlex.quote(str(folder if to is None else to))} reads it")
+        lines.append(f"to train on the copy: manyhands train {shlex.quote(str(folder if to is None else to))}")
     if as_json:
         show_json(content)
     else:
@@ -49,7 +49,7 @@ def pack(  # noqa: PLR0913 - one argument for each flag
 
 
 def _checked(found: "PackedSet") -> tuple[dict[str, Any], list[str]]:
-    return _described(found), [f"{found.folder} is whole: {_counts(found)}"]
+    return _described(found), [f"{found.folder} is intact: {_counts(found)}"]
 
 
 def _packed(outcome: "PackOutcome", seconds: float) -> tuple[dict[str, Any], list[str]]:
@@ -63,8 +63,8 @@ def _unreadable(bad: "Sequence[str]", of: int) -> list[str]:
     if not bad:
         return []
     return [
-        f"{len(bad):,} of {of:,} can't be read: {', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}",
-        "mend or remove them and pack again; else train stops at them, or with --data.skip-corrupt leaves them out",
+        f"{len(bad):,} of {of:,} pictures can't be read: {', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}",
+        "repair or remove these pictures and pack again, or train with --data.skip-corrupt to skip them",
     ]
 
 

@@ -25,7 +25,7 @@ WorldSize = Annotated[
     str | None,
     Parameter(
         name=["-n", "--processes", "--world-size"],
-        help="processes; default: the job's, or 2; 1..1024: how speed and cost grow, with --link",
+        help="number of processes, by default the job's, or 2; a range such as 1..1024 predicts scaling",
     ),
 ]
 
@@ -33,44 +33,44 @@ WorldSize = Annotated[
 def plan(  # noqa: PLR0913 - one argument for each flag
     target: Target = None,
     model: Model = None,
-    other_model: Annotated[str | None, Parameter(help="with a plan.json and data: the network")] = None,
+    other_model: Annotated[str | None, Parameter(help="the network, after a plan.json and its data")] = None,
     /,
     *,
     processes: WorldSize = None,
-    mesh: Annotated[str | None, Parameter(help="the only mesh to look at: dp=2,tp=2; default: all")] = None,
-    pin: Annotated[list[str] | None, Parameter(negative="", help='what must be kept: "fc=n@dp o@tp"')] = None,
-    memory: Annotated[str | None, Parameter(help="the most that each process may take: 14GiB")] = None,
+    mesh: Annotated[str | None, Parameter(help="the only mesh to consider, such as dp=2,tp=2; default: all")] = None,
+    pin: Annotated[list[str] | None, Parameter(negative="", help='required sharding of one op: "fc=n@dp o@tp"')] = None,
+    memory: Annotated[str | None, Parameter(help="memory limit of each process, such as 14GiB")] = None,
     link: Annotated[
-        str | None, Parameter(help="speed between machines of one process each: 10mbit; default: this machine")
+        str | None, Parameter(help="network speed between machines of one process each: 10mbit; default: one machine")
     ] = None,
     fill: Annotated[
-        Literal["search", "data"], Parameter(help="what isn't pinned is searched, or shares out samples")
+        Literal["search", "data"], Parameter(help="ops without --pin: search their sharding, or split samples (data)")
     ] = "search",
-    no_measure: Annotated[bool, Parameter(negative="", help="estimate; run nothing")] = False,
+    no_measure: Annotated[bool, Parameter(negative="", help="estimate all times without running anything")] = False,
     out: Annotated[
         Path | None,
-        Parameter(help="where the plan goes, its picture beside it; default: plan.json; of a range: the picture, .svg"),
+        Parameter(help="plan file, with a picture beside it; default: plan.json; of a range: the picture, .svg"),
     ] = None,
-    force: Annotated[bool, Parameter(negative="", help="write over an older plan")] = False,
+    force: Annotated[bool, Parameter(negative="", help="overwrite an existing plan")] = False,
     verify: Annotated[
-        bool, Parameter(negative="", help="prove on real processes here that the plan computes what one process does")
+        bool, Parameter(negative="", help="verify here that the plan computes the same as one process")
     ] = False,
-    measure: Annotated[bool, Parameter(negative="", help="time a plan.json against data parallel, in turns")] = False,
+    measure: Annotated[bool, Parameter(negative="", help="time a plan.json and data parallelism in turns")] = False,
     batch: Batch = None,
     sync: Sync = None,
     elastic: Elastic = None,
     data_dir: DataDir = None,
     device: Device = None,
     device_model: Annotated[
-        str | None, Parameter(help="devices that aren't here, estimated: h100, a100, 910b, rtx4090 …")
+        str | None, Parameter(help="estimate for another device model: h100, a100, 910b, rtx4090 …")
     ] = None,
     set_: Settings = None,
     as_json: AsJson = False,
 ) -> int:
-    """Find how a network's work is best split over processes, and say why; or show, prove and time a plan.
+    """Find the best parallel plan for a network and explain the choice; or show, verify and time a plan.
 
     manyhands plan cifar10 resnet50 -n 4         writes plan.json and plan.png
-    manyhands plan plan.json --verify --measure  shows, proves and times it
+    manyhands plan plan.json --verify --measure  shows, verifies and times the plan
     manyhands plan cifar10 resnet50 --batch 1024 -n 1..1024 --link 10gbit --out growth.svg
     """
     flags: dict[str, Any] = {
@@ -80,13 +80,13 @@ def plan(  # noqa: PLR0913 - one argument for each flag
     }  # fmt: skip
     if target and target.endswith(".json"):
         if model and model.endswith(".json"):
-            raise UserError("one plan at a time", "", ("manyhands plan plan.json",))
+            raise UserError("two plans are named", "", ("name one plan: manyhands plan plan.json",))
         flags |= {"data.name": model, "model.name": other_model}
         return _old(Path(target), flags, verify=verify, measure=measure, as_json=as_json)
     if other_model:
-        raise UserError(f"there is an argument too many: {other_model}", "", ("manyhands plan DATA MODEL",))
+        raise UserError(f"unexpected argument {other_model}", "", ("use manyhands plan DATA MODEL",))
     if measure:
-        raise UserError("--measure is for a plan.json; a search measures anyway", "--measure", ("leave it out",))
+        raise UserError("--measure needs a plan.json; a search always measures", "--measure", ("remove --measure",))
     job_file = Path(target) if target and target.endswith(".toml") else None
     flags |= {"model.name": model, "data.name": None if job_file else target}
     first, last = _counts(processes)
@@ -109,8 +109,8 @@ def _counts(text: str | None) -> tuple[int, int]:
     except ValueError:
         counts = 0, 0
     if not 1 <= counts[0] <= counts[1] <= _MOST_PROCESSES:
-        what = f"{plain(text)} is no number of processes, nor a range of them up to {_MOST_PROCESSES:,}"
-        raise UserError(what, "--world-size", ("--world-size 4", "--world-size 1..1024"))
+        what = f"{plain(text)} is not a number of processes, or a range of numbers, up to {_MOST_PROCESSES:,}"
+        raise UserError(what, "--world-size", ("use --world-size 4", "or --world-size 1..1024"))
     return counts
 
 
@@ -129,15 +129,15 @@ def _grow(
     from manyhands.run.plan import predict_growth
 
     if given := next((name for name, value in alone.items() if value), ""):
-        what = f"{given} is for one number of processes; a range is priced in the mode data"
-        raise UserError(what, given, ("leave it out", "or --world-size 4"))
+        what = f"{given} needs one number of processes; a range is predicted for data parallelism only"
+        raise UserError(what, given, (f"remove {given}", "or use --world-size 4"))
     growth = predict_growth(load_job(flags, file=job_file).job, wishes, out, force=force)
     for note in growth.notes:
         say(note)
     to = sys.stderr if as_json else sys.stdout
     wide(to).print(growth_table(growth.rows))
     if spread := growth.about["spread"]:
-        show(f"the repeats of what was timed here differ by {spread:.0%}", to)
+        show(f"repeated timings on this machine differ by {spread:.0%}", to)
     if out is not None:
         show(str(out), to)
     if as_json:
@@ -188,10 +188,10 @@ def _print_search(planned: "Planned", files: tuple[Path, Path], to: Any) -> None
         say(note)
     answer, *more = advice.reason.splitlines()
     if found.spread:
-        more.append(f"the repeats of what was timed here differ by {found.spread:.0%}")
+        more.append(f"repeated timings on this machine differ by {found.spread:.0%}")
     show(answer, to)
     wide(to, _TABLE_WIDTH).print(candidates_table(planned.candidates, advice.name, "\n".join(more)))
-    show(f"{files[0]} and {files[1]}", to)
+    show(f"wrote {files[0]} and {files[1]}", to)
 
 
 def wide(file: Any, least: int = _WIDTH) -> "Console":
@@ -216,7 +216,7 @@ def _old(path: Path, flags: dict[str, Any], *, verify: bool, measure: bool, as_j
 
         seconds = time_plan(shown)
         for name, values in seconds.items():
-            show(f"{name:<15} {statistics.median(values) * 1e3:8.1f} ms an update, the median of {len(values)} turns",
+            show(f"{name:<15} {statistics.median(values) * 1e3:8.1f} ms per update, median of {len(values)} rounds",
                  sys.stderr if as_json else sys.stdout)  # fmt: skip
         show(pick_measured(seconds).reason, sys.stderr if as_json else sys.stdout)
     return code
@@ -228,7 +228,7 @@ def _print_plan(shown: "Shown") -> None:
     from rich.text import Text
 
     plan = shown.plan
-    show(f"mesh {plan.mesh}, by default {plan.fallback}")
+    show(f"mesh {plan.mesh}, default sharding {plan.fallback}")
     for key in ("mode", "reason"):
         if key in plan.about:
             show(plain(f"{key}: {plan.about[key]}"))
@@ -253,8 +253,8 @@ def _prove(shown: "Shown") -> int:
     from manyhands.run.plan import verify_plan
 
     proof = verify_plan(shown)
-    what = f"the largest difference from one process is {proof['worst']:.1e} of the largest value, in {proof['where']}"
+    what = f"largest difference {proof['worst']:.1e} of the largest value, in {proof['where']}"
     size = shown.plan.mesh.size
-    words = "computes the same" if proof["holds"] else "DOES NOT compute the same"
+    words = "computes the same as one process" if proof["holds"] else "DOES NOT compute the same as one process"
     show(f"on {size} processes the plan {words}: {what} ({proof['compared']} tensors, float64)", sys.stderr)
     return EXIT_OK if proof["holds"] else EXIT_FAILED

@@ -13,19 +13,19 @@ from manyhands.core.shown import plain, say, show, show_json
 
 
 def predict(
-    run: Annotated[str, Parameter(help="a run (its folder, a part of its name, last) or a checkpoint")],
-    pictures: Annotated[list[Path], Parameter(help="picture files, and folders of them")],
+    run: Annotated[str, Parameter(help="a run (folder, part of its name, or last) or a checkpoint")],
+    pictures: Annotated[list[Path], Parameter(help="picture files or folders of pictures")],
     /,
     *,
-    which: Annotated[Literal["best", "last"], Parameter(help="which checkpoint")] = "best",
+    which: Annotated[Literal["best", "last"], Parameter(help="the checkpoint to use if RUN is a run")] = "best",
     processes: Processes = None,
     device: Device = None,
     model: Annotated[
-        str | None, Parameter(help="file.py:object, where the run was given its network in Python")
+        str | None, Parameter(help="the network as file.py:object, if the run was trained on a Python object")
     ] = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON object a line")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object per line")] = False,
 ) -> int:
-    """Say what is on pictures: the most likely classes of each."""
+    """Print the most likely classes of pictures."""
     from manyhands.run.find import find_reference
     from manyhands.run.predict import predict_files
 
@@ -41,7 +41,7 @@ def predict(
         elif not isinstance(guesses, str):
             show(line_of(path, guesses))
     if unreadable:
-        say("\n".join([f"{len(unreadable):,} of these pictures can't be read:", *unreadable]))
+        say("\n".join([f"pictures that can't be read: {len(unreadable):,}", *unreadable]))
     return EXIT_FAILED if unreadable else EXIT_OK
 
 

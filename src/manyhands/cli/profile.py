@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 def profile(  # noqa: PLR0913 - one argument for each flag
     run: Annotated[
-        str | None, Parameter(help="a run's folder, its name's beginning, or last; or a data set or job.toml")
+        str | None, Parameter(help="a run to analyse (folder, start of its name, last), or data or a job.toml to trace")
     ] = None,
     model: Model = None,
     /,
     *,
-    steps: Annotated[int, Parameter(help="updates to trace, where it isn't a run that is named")] = 20,
+    steps: Annotated[int, Parameter(help="number of updates to trace, if RUN is not a run")] = 20,
     processes: Processes = None,
     batch: Batch = None,
     data_dir: DataDir = None,
@@ -51,10 +51,10 @@ def profile(  # noqa: PLR0913 - one argument for each flag
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
-    """Say what a run's time goes to on each process, and the one change that would help most.
+    """Show where each process of a run spends its time, and the change that would help most.
 
-    manyhands profile RUN            reads what the run has recorded
-    manyhands profile DATA MODEL …   makes some updates as train would, and a trace of them for Perfetto
+    manyhands profile RUN            reads the records of the run
+    manyhands profile DATA MODEL …   trains for some updates and writes a trace for Perfetto
     """
     from manyhands.run.profile import read_named, trace
 
@@ -63,7 +63,7 @@ def profile(  # noqa: PLR0913 - one argument for each flag
         _tell(found, as_json=as_json)
         return 0
     if steps < 1:
-        raise UserError(f"{steps} updates can't be traced", "--steps", ("such as --steps 20",))
+        raise UserError(f"--steps must be 1 or more, found {steps}", "--steps", ("use --steps 20, for example",))
     from manyhands.config.load import load_job
 
     job_file = Path(run) if run and run.endswith(".toml") else None
@@ -105,7 +105,7 @@ def _tell(run: "RunData", *, as_json: bool) -> None:
         show_json({"run": str(run.folder.path), "ranks": ranks, "shares": shares, "change": told, **more})
         return
     if not change:
-        show("nothing is recorded yet: that comes with the first epoch's end, or after half a minute")
+        show("the run has no time records yet; the first is written after half a minute or one epoch")
         return
     rows = [(str(rank), one) for rank, one in enumerate(ranks)]
     show(_table([*rows, ("mean", mean_of(ranks))] if len(rows) > 1 else rows))
@@ -113,7 +113,7 @@ def _tell(run: "RunData", *, as_json: bool) -> None:
         show(unequal)
     show(plain(f"would help most: {change_line(run)}"))
     if trace.is_file():
-        say(f"{trace} opens in https://ui.perfetto.dev")
+        say(f"open {trace} in https://ui.perfetto.dev")
 
 
 def _table(rows: "list[tuple[str, dict[str, float]]]") -> list[str]:

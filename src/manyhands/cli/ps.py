@@ -21,11 +21,8 @@ SILENT_S = 60.0
 HEAD = ("run", "state", "pid", "on", "for", "progress", "top-1")
 
 
-def ps(
-    *,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="one JSON array")] = False,
-) -> int:
-    """List the runs that go on: where, since when, how far."""
+def ps(*, as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON array")] = False) -> int:
+    """List active runs: machine, running time and progress."""
     from manyhands.core.registry import headless, registry_folder, running
     from manyhands.report.now import as_object, look
 
@@ -36,16 +33,16 @@ def ps(
         show_json([as_object(record, now) for record, now in found])
         return 0
     if not found:
-        show("no run goes on")
+        show("no run is active")
         return 0
     rows = [HEAD, *(_row(record, now) for record, now in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     for row in rows:
         show("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if any(not record.here for record, _ in found):
-        say(f"a machine that is gone can't take its runs off this list: remove their files in {registry_folder()}")
+        say(f"to remove the runs of a dead machine from this list, delete their entries: files in {registry_folder()}")
     if left:
-        say(f"{NO_LAUNCHER}: manyhands stop RUN has the processes save and end; manyhands why RUN says more")
+        say(f"{NO_LAUNCHER}: to save and stop the processes, run manyhands stop RUN; for details, manyhands why RUN")
     return 0
 
 

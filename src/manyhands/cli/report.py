@@ -7,8 +7,8 @@ from cyclopts import Parameter
 from manyhands.core.shown import show
 
 
-def report(run: Annotated[str, Parameter(help="a run's folder, a part of its name, or last")], /) -> int:
-    """Write a run's report.html and its pictures anew; also for a run that is going on or broke."""
+def report(run: Annotated[str, Parameter(help="a run's folder, part of its name, or last")], /) -> int:
+    """Write the report.html of a run and its pictures again; the run may be active or have failed."""
     from manyhands.report.page import write_report
     from manyhands.run.find import find_reference
 

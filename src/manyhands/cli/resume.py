@@ -8,22 +8,22 @@ from manyhands.cli.flags import AT_LEAST_ONE, AsJson, DebugRank, Quiet, Settings
 
 
 def resume(  # noqa: PLR0913 - one argument for each flag
-    name: Annotated[str, Parameter(name="RUN", help="a run's folder, a part of its name, or last")],
+    name: Annotated[str, Parameter(name="RUN", help="a run's folder, part of its name, or last")],
     /,
     *,
     processes: Annotated[
-        int | None, Parameter(name=["-n", "--processes"], validator=AT_LEAST_ONE, help="may differ from before")
+        int | None, Parameter(name=["-n", "--processes"], validator=AT_LEAST_ONE, help="processes on this machine")
     ] = None,
-    epochs: Annotated[int | None, Parameter(help="train longer than the job said")] = None,
+    epochs: Annotated[int | None, Parameter(help="number of epochs in all, to train longer than the job says")] = None,
     detach: Annotated[
-        bool | None, Parameter(help="as in launch; a run that was detached is again, unless --no-detach says not")
+        bool | None, Parameter(help="keep training without this terminal and machine; default: as at launch")
     ] = None,
     debug_rank: DebugRank = None,
     set_: Settings = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> int:
-    """Go on with a stopped or broken run, at the exact next sample, on any number of processes."""
+    """Resume a stopped or failed run at the exact next sample, on any number of processes."""
     from manyhands.cli.training import run
     from manyhands.config.load import load_job
     from manyhands.core.folder import RunFolder

@@ -59,11 +59,11 @@ def train(  # noqa: PLR0913 - one argument for each flag
     pin: Pin = None,
     sync: Sync = None,
     elastic: Elastic = None,
-    init: Annotated[str | None, Parameter(help="meet other processes: tcp://HOST:PORT, file:///PATH, env://")] = None,
-    world_size: Annotated[int | None, Parameter(help="with --init: processes over all machines")] = None,
-    rank: Annotated[int | None, Parameter(help="with --init: this process, counted from 0")] = None,
-    rank_table: Annotated[str | None, Parameter(help="Ascend's rank table, with this machine in it")] = None,
-    cluster: Annotated[str | None, Parameter(help="a description of the cluster, with this machine in it")] = None,
+    init: Annotated[str | None, Parameter(help="rendezvous URL: tcp://HOST:PORT, file:///PATH or env://")] = None,
+    world_size: Annotated[int | None, Parameter(help="with --init: number of processes on all machines")] = None,
+    rank: Annotated[int | None, Parameter(help="with --init: rank of this process, counted from 0")] = None,
+    rank_table: Annotated[str | None, Parameter(help="Ascend rank table that lists this machine")] = None,
+    cluster: Annotated[str | None, Parameter(help="cluster file that lists this machine")] = None,
     backend: Backend = None,
     device: Device = None,
     pretrained: Pretrained = None,
@@ -77,7 +77,7 @@ def train(  # noqa: PLR0913 - one argument for each flag
 ) -> int:
     """Train a classifier.
 
-    Every option of the job can be given by its path, such as --train.momentum 0.8; --show-config lists them.
+    Every option of the job is also a flag, such as --train.momentum 0.8; --show-config lists all options.
     """
     from manyhands.config.load import load_job
     from manyhands.parallel.options import MODE_OF_PLANS
@@ -135,8 +135,8 @@ def what(data: str | None, model: str | None, arguments: Sequence[str]) -> dict[
 
         pairs = [word.split("=", 1) for word in words]
         flags = " ".join(f"--{meant_key(name) or name} {value}" for name, value in pairs)
-        raise UserError("options are flags here, not key=value", "command line", (f"write {flags}",))
+        raise UserError("options are flags, not key=value", "command line", (f"write {flags}",))
     if arguments:
-        mend = ("arguments are for a script of your own: manyhands train train.py -n 2 -- ARGUMENTS",)
-        raise UserError(f'"{arguments[0]}" is one word too many', "command line", mend)
+        mend = ("pass arguments only to a script of your own: manyhands train train.py -n 2 -- ARGUMENTS",)
+        raise UserError(f'unexpected argument "{arguments[0]}"', "command line", mend)
     return {"model.name": model, "data.name": None if data and data.endswith(".toml") else data}

@@ -85,8 +85,8 @@ def _machines_to_reach(job: Job) -> tuple[Machine, ...]:
 def _check_script(loaded: LoadedJob, *, to_go_on: bool) -> None:
     script = loaded.job.run.script
     if to_go_on:
-        mend = (f"start it again: manyhands train {shlex.join([script[0], '--', *script[1:]])}",)
-        raise UserError(f"{script[0]} saves by itself, if at all", "manyhands resume", mend)
+        mend = (f"start the script again: manyhands train {shlex.join([script[0], '--', *script[1:]])}",)
+        raise UserError(f"{script[0]} is a script of your own, which manyhands can't resume", "manyhands resume", mend)
     check_script(loaded)
 
 
@@ -124,7 +124,7 @@ def describe(loaded: LoadedJob) -> list[str]:
         return [f"would run {shlex.join(job.run.script)}", f"as {who}", into, *starts]
     return [
         f"would train {job.model.name} on {job.data.name}: {job.train.epochs} epochs, {job.train.batch} samples per "
-        f"update, {job.train.optimizer}" + (f" with a peak rate of {job.train.lr}" if job.train.built_in else ""),
+        f"update, {job.train.optimizer}" + (f" with a peak lr of {job.train.lr}" if job.train.built_in else ""),
         *([f"with {data}"] if data else []),
         f"as {who}",
         into,
@@ -144,7 +144,7 @@ def _on_machines(machines: Sequence[Machine], options: ClusterOptions) -> tuple[
 
     starts = [f"{machine.name}: {start(machine)}" for machine in machines]
     script = agent_script(options, Path.cwd()).splitlines()
-    return f"processes on {names}", [*starts, "SCRIPT, by sh:", *(f"  {line}" for line in script)]
+    return f"processes on {names}", [*starts, "SCRIPT, run by sh:", *(f"  {line}" for line in script)]
 
 
 def _taking_part(job: Job) -> str:
@@ -152,12 +152,12 @@ def _taking_part(job: Job) -> str:
     count = place.processes
     if not (count or place.membership or job.run.script):
         count = load_worker("check").processes_here(job)
-    who = f"{count} process{'es' if count > 1 else ''}" if count else "one process, or one for each accelerator"
+    who = f"{count} process{'es' if count > 1 else ''}" if count else "one process, or one per accelerator"
     if place.meeting:
         who += f" on machine {place.meeting.machine} of {len(place.meeting.sizes)}, by {place.origins['size']}"
     elif place.membership:
         found = place.membership
-        by = f"meeting at {found.init}" if found.started_by == "--init" else f"by {found.started_by}"
+        by = f"rendezvous at {found.init}" if found.started_by == "--init" else f"by {found.started_by}"
         who = f"rank {found.rank} of {found.size}, {by}"
     else:
         who += " on this machine"

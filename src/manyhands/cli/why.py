@@ -10,9 +10,9 @@ from manyhands.core.shown import show, show_json
 
 
 def why(
-    run: Annotated[str, Parameter(help="a run's folder, a part of its name, or last")], /, *, as_json: AsJson = False
+    run: Annotated[str, Parameter(help="a run's folder, part of its name, or last")], /, *, as_json: AsJson = False
 ) -> int:
-    """Say why a run ended, or how it goes on: which rank, machine, step and file; what was done; what to do."""
+    """Explain why a run ended, or show its progress: rank, machine, step and file; what was and can be done."""
     from manyhands.run.why import why as told
 
     found = told(run)

@@ -34,79 +34,78 @@ _FIGURES: tuple[str, ...] = ("top1", "top5", "loss", "val_loss", "train_loss", "
 
 
 class TrainOptions(Options):
-    """How the network learns. Nothing here depends on the number of processes."""
+    """Options of the training algorithm, independent of the number of processes."""
 
     epochs: int = Field(default=10, ge=0, le=1_000_000, description="passes over the training data")
     batch: int = Field(default=128, ge=1, description="samples per update over all processes")
     micro_batch: int = Field(
-        default=0, ge=0, description="most samples a process takes in one pass; 0: its whole share"
+        default=0, ge=0, description="samples per pass of a process at most (gradient accumulation); 0: entire share"
     )
     optimizer: str = Field(
-        default="sgd", description="sgd with momentum, adamw, or file.py:function, of the parameters, of your own"
+        default="sgd", description="sgd (with momentum), adamw, or your own file.py:function of the parameters"
     )
-    lr: float = Field(default=0.05, gt=0.0, description="the peak learning rate; an optimizer of your own brings its")
-    momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="for sgd")
-    nesterov: bool = Field(default=True, description="for sgd with momentum")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="for adamw")
-    weight_decay: float = Field(default=5e-4, ge=0.0, description="of weights; see decay_norm_and_bias")
-    decay_norm_and_bias: bool = Field(default=False, description="let weight decay act on biases and norms too")
+    lr: float = Field(default=0.05, gt=0.0, description="peak learning rate; your own optimizer sets its own")
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="momentum of sgd")
+    nesterov: bool = Field(default=True, description="use Nesterov momentum with sgd")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="betas of adamw")
+    weight_decay: float = Field(default=5e-4, ge=0.0, description="weight decay; see also decay_norm_and_bias")
+    decay_norm_and_bias: bool = Field(default=False, description="apply weight decay to biases and norms too")
     bias_rate: float = Field(default=1.0, gt=0.0, description="learning rate of biases and norms, as a multiple of lr")
     schedule: str = Field(
         default="cosine",
-        description="how the learning rate moves over the run: constant, step, cosine, one-cycle, or file.py:function, "
-        "of the step or of the optimizer, of your own",
+        description="learning rate schedule: constant, step, cosine, one-cycle, or your own file.py:function of the "
+        "step or of the optimizer",
     )
-    warmup_epochs: float = Field(default=0.0, ge=0.0, description="linear rise at the start")
-    step_epochs: int = Field(default=30, ge=1, description="for step: the rate falls after so many epochs")
-    step_factor: float = Field(default=0.1, gt=0.0, le=1.0, description="for step: what it falls by")
+    warmup_epochs: float = Field(default=0.0, ge=0.0, description="epochs of linear learning rate warm-up")
+    step_epochs: int = Field(default=30, ge=1, description="for step: epochs between two drops of the rate")
+    step_factor: float = Field(default=0.1, gt=0.0, le=1.0, description="for step: factor of each drop")
     loss: str = Field(default="cross-entropy", description="cross-entropy, nll, or file.py:function")
-    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0, description="for cross-entropy")
-    clip: float = Field(default=0.0, ge=0.0, description="largest norm of all gradients together; 0: no limit")
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0, description="label smoothing of cross-entropy")
+    clip: float = Field(default=0.0, ge=0.0, description="largest global norm of the gradients; 0: no clipping")
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
         default="auto",
-        description="bf16 and fp16 are autocast, fp16 with a loss scaler; fp64 is for tests; auto: bf16 where all "
-        "machines compute it natively and a short measurement shows 1.3 times the speed, else fp32",
+        description="bf16 and fp16 use autocast, fp16 with a loss scaler; fp64 is for tests; auto: bf16 if all "
+        "machines support bf16 natively and a short measurement shows 1.3 times the speed, else fp32",
     )
     channels_last: bool | Literal["auto"] = Field(
         default="auto",
-        description="memory format of the network and its pictures; auto: where a short measurement shows 1.05 times "
-        "the speed",
+        description="use the channels_last memory format; auto: if a short measurement shows 1.05 times the speed",
     )
-    compile: bool = Field(default=False, description="torch.compile the network's training passes")
+    compile: bool = Field(default=False, description="compile the training passes with torch.compile")
     norm_group: int | Literal["global", "local"] = Field(
         default=32,
-        description="samples of the global batch that BatchNorm takes its statistics over; global: all of them; "
-        "local: whatever a process has, so that the result depends on the number of processes",
+        description="samples of the global batch over which BatchNorm computes its statistics; global: all samples; "
+        "local: the samples of each process, so that the result depends on the number of processes",
     )
     stop_after_bad: int = Field(
         default=3,
         ge=1,
-        description="end the run at so many updates in a row whose loss or gradients aren't finite; those before are "
-        "left out by all processes alike; 1: at the first",
+        description="end the run after this many consecutive updates with a non-finite loss or gradient; all processes "
+        "skip the updates before; 1: end at the first",
     )
-    drop_last: bool = Field(default=False, description="leave out an epoch's last, smaller batch")
+    drop_last: bool = Field(default=False, description="skip the last batch of an epoch if incomplete")
     metrics: tuple[str, ...] = Field(
         default=(),
-        description="more figures of each evaluation: file.py:function of outputs and labels that gives one value per "
-        "sample, or an object that adds up; shown under that name",
+        description="your own metrics of each evaluation: file.py:name of a function of outputs and labels that "
+        "returns one value per sample, or of an object with update and compute",
     )
     best: str = Field(
         default=BY_TOP1,
-        description="which evaluation is the best, whose weights are kept: highest or lowest, and the name of one of "
-        "your metrics; highest top1, highest top5, lowest loss",
+        description="criterion of the best evaluation, whose weights are kept: highest top1, highest top5, lowest "
+        "loss, or highest or lowest and the name of one of your metrics",
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="decides every random choice")
-    deterministic: bool = Field(default=False, description="only torch's deterministic algorithms")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of all random numbers")
+    deterministic: bool = Field(default=False, description="use only torch's deterministic algorithms")
     evaluate_every: float = Field(default=1.0, ge=0.0, description="epochs between evaluations; 0: only at the end")
-    evaluate_batch: int = Field(default=256, ge=1, description="samples in one pass of an evaluation")
+    evaluate_batch: int = Field(default=256, ge=1, description="samples per pass of an evaluation")
     evaluate_views: Literal[1, 2, 6] = Field(
         default=1,
-        description="views of each picture over which an evaluation averages the network's outputs; 2: the picture and "
-        "its mirror image; 6: both, also shifted by a pixel to either corner",
+        description="views of each picture whose outputs an evaluation averages; 2: the picture and its mirror image; "
+        "6: both, also shifted by one pixel toward two corners",
     )
-    audit_every: int = Field(default=500, ge=0, description="steps between proofs that replicas are equal; 0: never")
-    max_steps: int = Field(default=0, ge=0, description="stop after so many updates; 0: no limit")
-    start_epoch: int = Field(default=0, ge=0, description="a fresh start counts its epochs from here")
+    audit_every: int = Field(default=500, ge=0, description="steps between checks that replicas are equal; 0: never")
+    max_steps: int = Field(default=0, ge=0, description="stop after this many updates; 0: no limit")
+    start_epoch: int = Field(default=0, ge=0, description="number of the first epoch without a checkpoint")
 
     @property
     def built_in(self) -> bool:
@@ -158,7 +157,7 @@ class TrainOptions(Options):
             if not is_object_reference(word) and not (kind == OBJECT and name.isidentifier()):
                 raise ValueError("should be a list of file.py:function")
             if name in names:
-                raise ValueError(f"two figures can't be called {name}")
+                raise ValueError(f"the name {name} belongs to another metric")
             names.append(name)
         return words
 
@@ -168,9 +167,9 @@ class TrainOptions(Options):
             raise ValueError("norm_group must be at least 2 samples: BatchNorm needs a variance")
         if (self.schedule == "one-cycle" or self.own_schedule) and self.warmup_epochs:
             which = "a schedule of your own" if self.own_schedule else self.schedule
-            raise ValueError(f"{which} brings its own warm-up; leave warmup_epochs out")
+            raise ValueError(f"{which} includes its own warm-up; remove warmup_epochs")
         if self.start_epoch > self.epochs:
-            raise ValueError(f"start_epoch {self.start_epoch} is beyond the last of {self.epochs} epochs")
+            raise ValueError(f"start_epoch {self.start_epoch} is greater than epochs {self.epochs}")
         self._refuse_best()
         return self
 
@@ -180,61 +179,61 @@ class TrainOptions(Options):
         may_be = [f"{way} {name}" for name, way in _BETTER.items()]
         may_be += [f"{way} {name}" for name in own for way in ("highest", "lowest")]
         if self.best not in may_be:
-            raise ValueError(f'best is "{self.best}"; it should be one of: {", ".join(may_be)}')
+            raise ValueError(f'best should be one of: {", ".join(may_be)}; found "{self.best}"')
 
 
 class ClusterOptions(Options):
-    """Which processes take part."""
+    """Processes and machines of a run, and how they connect."""
 
-    processes: int = Field(default=0, ge=0, le=1024, description="on this machine; 0: one per accelerator, else one")
+    processes: int = Field(default=0, ge=0, le=1024, description="processes here; 0: one per accelerator, else one")
     init: str = Field(
-        default="", pattern=r"^($|tcp://.+|file://.+|env://.*)", description="meet by hand: tcp://, file://, env://"
+        default="", pattern=r"^($|tcp://.+|file://.+|env://.*)", description="rendezvous URL: tcp://, file:// or env://"
     )
-    world_size: int = Field(default=0, ge=0, description="processes over all machines, with init")
-    rank: int = Field(default=-1, ge=-1, description="this process's place, with init")
-    backend: str = Field(default="auto", description="gloo, nccl, hccl, xccl …; auto: the device's own")
+    world_size: int = Field(default=0, ge=0, description="with init: processes on all machines")
+    rank: int = Field(default=-1, ge=-1, description="with init: rank of this process")
+    backend: str = Field(default="auto", description="collectives: gloo, nccl, hccl, xccl …; auto: the device's own")
     device: str = Field(default="auto", description="cpu, cuda, npu, xpu, mps; auto: the accelerator if there is one")
     threads: int = Field(default=0, ge=0, description="CPU threads for each process; 0: cores divided by processes")
     hosts: tuple[str, ...] = Field(
         default=(), description='machines to launch on, over ssh: "n1", "user@n2:4", "ssh://user@n3:31234"'
     )
-    hostfile: str = Field(default="", description='a file of machines to launch on: "n1 slots=4 port=22" a line')
-    file: str = Field(default="", description="a description of the cluster, in any known format (--cluster FILE)")
-    rank_table: str = Field(default="", description="Ascend's rank table; this machine finds itself in it")
-    on: Literal["", "slurm", "kubernetes"] = Field(default="", description="hand the job to this scheduler")
+    hostfile: str = Field(default="", description='file of machines to launch on, one per line: "n1 slots=4 port=22"')
+    file: str = Field(default="", description="cluster file, in any supported format (--cluster FILE)")
+    rank_table: str = Field(default="", description="Ascend rank table that lists this machine")
+    on: Literal["", "slurm", "kubernetes"] = Field(default="", description="submit the job to this scheduler")
     shares: Literal["machines", "equal", "auto"] | tuple[int, ...] = Field(
         default="machines",
-        description="samples of each update that each process takes, by rank: [24, 8]; they add up to train.batch; "
-        "auto: what suits each one's measured speed; machines: auto where kinds of machines differ, else equal",
+        description="samples of each update per process, by rank: [24, 8], with the sum train.batch; auto: in "
+        "proportion to the measured speeds; machines: auto if machines differ in kind, else equal",
     )
     interface: str = Field(
         default="",
-        description="network interface between the machines; empty: found by trying; ssh: through ssh, between "
-        "machines that let each other in",
+        description="network interface between the machines; empty: detected; ssh: tunnels through ssh, between "
+        "machines that can log in to each other",
     )
     relay: bool = Field(
         default=False,
-        description="machines that can't log in to each other are joined by way of the one that launches them",
+        description="connect machines that can't log in to each other through the launching machine",
     )
     detach: bool = Field(
         default=False,
-        description="launch goes on without its terminal, and the machines without the one that launched them",
+        description="keep training when the terminal closes or the launching machine goes down",
     )
-    ssh: str = Field(default="ssh", description="the ssh command, with any options of your own")
-    python: str = Field(default="", description="Python on the other machines; empty: found by trying")
-    workdir: str = Field(default="", description="folder to work in on the other machines; empty: the same as here")
-    sync_code: bool = Field(default=False, description="copy this folder's code to the other machines first")
+    ssh: str = Field(default="ssh", description="ssh command, with any options")
+    python: str = Field(default="", description="Python on the other machines; empty: detected")
+    workdir: str = Field(default="", description="working folder on the other machines; empty: the same as here")
+    sync_code: bool = Field(default=False, description="copy the code in this folder to the other machines")
     elastic: str = Field(
         default="on",
-        description="a run that loses a process or a machine goes on by itself; off: it ends; 2:4: with at least two "
-        "machines, and at most four",
+        description="restart automatically after losing a process or a machine; off: end the run; 2:4: restart with "
+        "two to four machines only",
     )
-    join_warn_s: float = Field(default=30.0, gt=0.0, description="name the missing processes after so long")
-    join_timeout_s: float = Field(default=600.0, gt=0.0, description="give up waiting for them after so long")
-    collective_timeout_s: float = Field(default=600.0, gt=0.0, description="give up on a silent peer after so long")
+    join_warn_s: float = Field(default=30.0, gt=0.0, description="seconds until missing processes are named")
+    join_timeout_s: float = Field(default=600.0, gt=0.0, description="seconds to wait for missing processes")
+    collective_timeout_s: float = Field(default=600.0, gt=0.0, description="seconds a collective waits for a peer")
 
-    debug_rank: int = Field(default=-1, ge=-1, description="run this rank under debugpy; it waits for an editor")
-    debug_port: int = Field(default=5678, ge=1, le=65535, description="port of 127.0.0.1 that debugpy listens on")
+    debug_rank: int = Field(default=-1, ge=-1, description="start this rank under debugpy; -1: none")
+    debug_port: int = Field(default=5678, ge=1, le=65535, description="port of debugpy on 127.0.0.1")
 
     def mark_flags(self, names: Iterable[str]) -> None:
         """Records which options were given by a flag or a Python argument; not part of the stored job."""
@@ -278,7 +277,7 @@ class ClusterOptions(Options):
         least, colon, most = given.partition(":")
         numbers = [int(one) for one in (least, most) if re.fullmatch(r"[1-9]\d{0,3}", one)]
         if given not in {"on", "off"} and (len(numbers) != 1 + bool(colon) or numbers != sorted(numbers)):
-            raise ValueError("should be on, off, the least number of machines, or that and the most: 2:4")
+            raise ValueError("should be on, off, a minimum number of machines (2), or a range (2:4)")
         return given
 
     @field_validator("shares", mode="before")
@@ -289,52 +288,55 @@ class ClusterOptions(Options):
             return given
         numbers: list[object] = list(cast(Any, given)) if isinstance(given, list | tuple) else []
         if not numbers or not all(type(one) is int and one > 0 for one in numbers):
-            raise ValueError("should be machines, equal, auto, or a list of a whole number for each process: [24, 8]")
+            raise ValueError("should be machines, equal, auto, or a list of one whole number per process: [24, 8]")
         return tuple(numbers)
 
 
 class SubmitOptions(Options):
-    """What a scheduler is asked for when it is handed the job (`launch --on`)."""
+    """Resources requested from a scheduler (`launch --on`)."""
 
-    nodes: int = Field(default=1, ge=1, le=100_000, description="machines")
-    accelerators: int = Field(default=0, ge=0, le=1024, description="on each machine; one process for each of them")
+    nodes: int = Field(default=1, ge=1, le=100_000, description="number of machines")
+    accelerators: int = Field(default=0, ge=0, le=1024, description="accelerators per machine, each with one process")
     time_limit: str = Field(
         default="",
         pattern=r"^[0-9:-]*$",
-        description="in Slurm's way: minutes, H:MM:SS or D-HH; what is saved before goes on",
+        description="Slurm time limit: minutes, H:MM:SS or D-HH; the next job resumes the run",
     )
-    options: tuple[str, ...] = Field(default=(), description='more words for sbatch: "--partition=gpu"')
-    image: str = Field(default="", description="for Kubernetes: a container image with manyhands and the data in it")
+    options: tuple[str, ...] = Field(default=(), description='more options of sbatch: "--partition=gpu"')
+    image: str = Field(default="", description="Kubernetes: container image with manyhands and the data")
     kind: Literal["TrainJob", "PyTorchJob"] = Field(
-        default="TrainJob", description="for Kubernetes: Kubeflow Trainer's, or the older training operator's"
+        default="TrainJob", description="Kubernetes: resource of Kubeflow Trainer, or of the older training operator"
     )
-    runtime: str = Field(default="torch-distributed", description="for Kubernetes: the runtime of a TrainJob")
-    namespace: str = Field(default="", description="for Kubernetes; empty: the current one")
+    runtime: str = Field(default="torch-distributed", description="Kubernetes: runtime of a TrainJob")
+    namespace: str = Field(default="", description="Kubernetes namespace; empty: the current one")
 
 
 class RunOptions(Options):
-    """Where the run is kept and how it speaks."""
+    """Run folder, progress records and report."""
 
-    out: str = Field(default="", description="the run folder; empty: runs/<date>-<data>-<model>")
+    out: str = Field(default="", description="run folder; empty: runs/<date>-<data>-<model>")
     log_every_s: float = Field(
-        default=0.5, gt=0.0, le=60.0, description="about how often progress is recorded, and a wish to stop is heard"
+        default=0.5,
+        gt=0.0,
+        le=60.0,
+        description="seconds between progress records, and between checks for a stop request",
     )
     log_steps: int = Field(
         default=0,
         ge=0,
-        description="a line on the screen at an epoch's first update and each so many after; 0: by time",
+        description="print a line at the first update of an epoch and every N updates; 0: by time",
     )
     report: bool = Field(default=True, description="write report.html at the end")
     trace_steps: int = Field(
-        default=0, ge=0, le=1000, description="end after so many updates, and write trace.json of them; 0: train"
+        default=0, ge=0, le=1000, description="end after this many updates and write their trace.json; 0: train"
     )
     script: tuple[str, ...] = Field(
-        default=(), description="a training script of your own and its arguments, run in place of all above"
+        default=(), description="your own training script and its arguments, run in place of the built-in training"
     )
 
 
 class Job(Options):
-    """Everything that decides what a run does.
+    """The complete configuration of a run.
 
     Flags win over the environment, the environment over job.toml, job.toml over a recipe, a recipe over defaults.
     """
@@ -354,9 +356,9 @@ class Job(Options):
         optimizer, schedule = self.train.optimizer, self.train.schedule
         if self.checkpoint.pth_tar and (optimizer != "sgd" or schedule not in {"constant", "step"}):
             raise ValueError(
-                f"checkpoint.pth_tar is for imagenet main.py, which knows sgd and the step schedule alone, not "
-                f"{optimizer} and {schedule}; --set 'checkpoint.pth_tar=\"\"' leaves its files out"
+                f"checkpoint.pth_tar writes files for main.py, which supports sgd with the step schedule only, not "
+                f"{optimizer} with {schedule}; to write no such files, add --set 'checkpoint.pth_tar=\"\"'"
             )
         if self.checkpoint.pth_tar and self.train.best != BY_TOP1:
-            raise ValueError(f"checkpoint.pth_tar is for imagenet main.py, whose best is the {BY_TOP1}; leave best out")
+            raise ValueError(f"checkpoint.pth_tar writes files for main.py, whose best is the {BY_TOP1}; remove best")
         return self

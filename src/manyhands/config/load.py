@@ -141,8 +141,9 @@ def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
         recipe.pop(f"train.{name}", None)
         origin = origins.get(f"train.{name}", "")
         if origin in {"flag", "job"} or origin.startswith("environment"):
-            what = f"train.{name} is for sgd and adamw, and train.optimizer is your own"
-            raise UserError(what, origin, ("say it where the optimizer is made", f"leave train.{name} out"))
+            what = f"train.{name} applies to sgd and adamw, not to an optimizer of your own"
+            where = f"flag --train.{name}" if origin == "flag" else origin
+            raise UserError(what, where, (f"remove train.{name}", f"set {name} where the optimizer is made"))
 
 
 def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJob:
@@ -155,8 +156,8 @@ def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJo
         return load_job(flags, file=Path(base).expanduser())
     given: Any = base
     if given is not None and not isinstance(given, Job):
-        mend = ("job=manyhands.Job(train=manyhands.TrainOptions(epochs=3))", 'job="job.toml"')
-        raise UserError(f"a {type(given).__name__} is neither a Job nor the path of a job.toml", "job", mend)
+        mend = ("pass job=manyhands.Job(train=manyhands.TrainOptions(epochs=3))", 'or job="job.toml"')
+        raise UserError(f"job is a {type(given).__name__}, neither a Job nor the path of a job.toml", "job", mend)
     return load_job(flags, job=base)
 
 
@@ -215,7 +216,7 @@ def _from_environment(environment: Mapping[str, str]) -> Values:
             found[word.replace("__", ".", 1)] = parse_value(text)
         elif meant := [key for key in known_keys() if word in (key.partition(".")[2], key.replace(".", "_"))]:
             hint = " or ".join(f"{_variable(key)}={text}" for key in meant)
-            raise UserError(f"{name} sets no option of the job", "environment", (hint, f"or: unset {name}"))
+            raise UserError(f"{name} sets no option of the job", "environment", (f"write {hint}", f"or unset {name}"))
         else:
             say(f"{name} sets no option of the job and is ignored; options are written like {_variable('train.lr')}")
     return found
@@ -290,7 +291,7 @@ def meant_key(word: str) -> str:
 
 def _unknown(key: str, origins: dict[str, str]) -> Problem:
     name, meant = key.rpartition(".")[2], meant_key(key)
-    hint = f'did you mean "{meant}"?' if meant else "--show-config lists all keys"
+    hint = f'did you mean "{meant}"?' if meant else "list all options with --show-config"
     if name in ONE_WORD and meant == f"{name}.{ONE_WORD[name]}":
         hint = f"write {name} = … above the first [section], or [{name}] with {ONE_WORD[name]} = … below it"
     return f"there is no option {shortened(key)}", origins.get(key, ""), hint
@@ -300,9 +301,9 @@ def _unwritable(value: Any) -> Iterator[str]:
     """What is wrong with a text that neither a path nor job.toml can hold."""
     words = cast(list[Any], value) if isinstance(value, list | tuple) else [value]
     if any(isinstance(word, str) and "\0" in word for word in words):
-        yield "has a NUL character in it, which no name can have"
+        yield "contains a NUL character"
     elif any(isinstance(word, str) and re.search("[\ud800-\udfff]", word) for word in words):
-        yield "is not UTF-8, which job.toml is written in"
+        yield "is not valid UTF-8"
 
 
 def _too_long_a_name(key: str, value: Any) -> Iterator[str]:
@@ -310,7 +311,7 @@ def _too_long_a_name(key: str, value: Any) -> Iterator[str]:
     if key in NAMES_OF_FILES and isinstance(value, str):
         parts = [len(part.encode(errors="replace")) for part in value.split("/")]
         if max(parts) > _MOST_NAME_BYTES or sum(parts) + len(parts) > _MOST_PATH_BYTES:
-            yield f"is longer than a file's name can be: {shortened(value)}"
+            yield f"is too long for a file name: {shortened(value)}"
 
 
 def _explained(error: ValidationError, origins: dict[str, str]) -> list[Problem]:
@@ -396,11 +397,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def _as_utf8(path: Path, problem: str) -> tuple[str, ...]:
     if "UTF-8" not in problem:
-        return ("name a job.toml: a file of some lines of text",)
+        return ("name a job.toml, which is a small text file",)
     encoding = "GBK" if "GBK" in problem else "ITS_ENCODING"
     return (
-        "save it as UTF-8 in your editor",
-        f"or: iconv -f {encoding} -t UTF-8 {path.name} > job-utf8.toml",
+        "save the file as UTF-8 in your editor",
+        f"or run iconv -f {encoding} -t UTF-8 {path.name} > job-utf8.toml",
     )
 
 
@@ -413,7 +414,7 @@ def _word_and_table(text: str, path: Path) -> UserError | None:
             lines = [text.count("\n", 0, found.start()) + 1 for found in (word, table)]
             value = word["value"].strip()[:80]
             return UserError(
-                f"{section} is a name on line {lines[0]} and a table on line {lines[1]}; TOML takes one or the other",
+                f"{section} is a name on line {lines[0]} and a table on line {lines[1]}; TOML allows only one",
                 f"{path}, line {lines[0]}",
                 (
                     f"write the name into the table: [{section}], and below it {main} = {value}",

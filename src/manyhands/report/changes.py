@@ -79,9 +79,9 @@ def refuse_changes(
         return
     if not to_go_on and "checkpoint.resume" not in loaded.origins:
         raise UserError(
-            f"the run in {folder.path} has finished, and something else is to be trained: {_listed(found)}",
+            f"the run in {folder.path} has finished, but the job has changed: {_listed(found)}",
             "--out",
-            (*_go_on(folder, job, found), f"train another one, from the start: the same with --out {_another(folder)}"),
+            (*_go_on(folder, job, found), f"to train from scratch, use --out {_another(folder)}"),
         )
     longer = any(change.key in {"train.max_steps", "train.batch"} or _more_epochs(change) for change in found)
     if run.steps and not longer:
@@ -107,10 +107,10 @@ def refuse_idle(folder: RunFolder, found: list[Change], step: int, total: int) -
     deciding = [change for change in found if change.decides]
     if deciding:
         raise UserError(
-            f"this run has made {step} updates, and its job has no more than {total}, so that nothing would be trained "
-            f"as asked for: {_listed(deciding)}",
+            f"this run has made {step} updates and its job has {total}, so the changes would have no effect: "
+            f"{_listed(deciding)}",
             str(folder.path),
-            ("train longer: a larger --epochs", "or another --out trains from the start"),
+            ("increase --epochs to train longer", "or use another --out to train from scratch"),
         )
 
 
@@ -122,13 +122,13 @@ def _go_on(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
     before = former if isinstance(former, int) else job.train.epochs
     epochs = job.train.epochs if job.train.epochs > before else 2 * max(1, before)
     if job.data.name == OBJECTS:
-        return [f'train this one longer: fit(…, epochs={epochs}, checkpoint__resume="auto")']
+        return [f'to train this run longer: fit(…, epochs={epochs}, checkpoint__resume="auto")']
     lost = () if job.train.built_in else KEYS_OF_BUILT_IN_OPTIMIZERS
     rest = [each for each in found if each.old is not None and each.key not in {"train.epochs", *lost}]
     words = ["manyhands", "resume", str(folder.path), "--epochs", str(epochs)]
     for change in rest:
         words += ["--set", f"{change.key}={json.dumps(change.new, ensure_ascii=False)}"]
-    return [f"train this one longer: {shlex.join(words)}"]
+    return [f"to train this run longer: {shlex.join(words)}"]
 
 
 def _another(folder: RunFolder) -> str:

@@ -111,7 +111,7 @@ def throughput(run: RunData) -> "Figure | None":
         rows[1].set_ylim(0, max(20.0, min(100.0, 110 * max(step.data_share for step in run.steps))))
         rows[1].set_title("waiting for data, % of the time")
         rows[1].grid(axis="y")
-    rows[-1].set_xlabel(f"time worked, {unit}")
+    rows[-1].set_xlabel(f"training time, {unit}")
     rows[-1].set_xlim(0, max(times) * 1.01 or 1)
     return figure
 
@@ -180,7 +180,7 @@ def time_stack(run: RunData) -> "Figure | None":
         axes.bar(places, heights, widths, bottoms, color=colour, label=phase)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.set_xlabel("epoch")
-    axes.set_ylabel(f"{unit} an epoch")
+    axes.set_ylabel(f"{unit} per epoch")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(numbers[0] - 0.6, numbers[-1] + 0.6)
     axes.grid(axis="y")

@@ -25,16 +25,18 @@ _FEW = 7
 def refuse_file(file: Path, *, force: bool) -> None:
     """Raises UserError where the picture can't be written there, or would overwrite something."""
     if file.suffix.lower() not in _ENDINGS:
-        what = f"growth is drawn as {' or '.join(_ENDINGS)}, not {file.name}"
-        raise UserError(what, "--out", ("--out growth.svg", "and --json for its figures"))
+        what = f"the picture must be a {' or '.join(_ENDINGS)} file, found {file.name}"
+        raise UserError(what, "--out", ("use --out growth.svg", "or --json for the figures"))
     if file.exists() and not force:
-        raise UserError(f"{file} is there already", str(file), ("--force writes it anew", "or another file"))
+        raise UserError(
+            f"{file} already exists", str(file), ("overwrite the file with --force", "or choose another file")
+        )
 
 
 def growth_table(rows: Rows) -> Table:
     """A line for each number of processes."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    heads = ("processes", "samples each", "step ms", "compute", "images/s", "efficiency", "s an epoch")
+    heads = ("processes", "samples per process", "step ms", "compute", "images/s", "efficiency", "s per epoch")
     for name in (*heads, "process-hours"):
         table.add_column(name, justify="right")
     table.add_column("gradients")
@@ -72,7 +74,7 @@ def _figure(rows: Rows, title: str) -> "Figure":
     counts = [row["processes"] for row in rows]
     speeds = [row["images_per_s"] for row in rows]
     straight = [speeds[0] * count / counts[0] for count in counts]
-    speed.plot(counts, straight, color=GREY, linewidth=1, linestyle="--", label="in proportion")
+    speed.plot(counts, straight, color=GREY, linewidth=1, linestyle="--", label="linear")
     speed.plot(counts, speeds, "o-", color=BLUE, markersize=4, label="predicted")
     speed.set_title("images per second")
     speed.legend()
@@ -80,7 +82,7 @@ def _figure(rows: Rows, title: str) -> "Figure":
     efficiency.set_ylim(bottom=0)
     efficiency.set_title("efficiency, %")
     cost.plot(counts, [row["process_hours"] for row in rows], "o-", color=VERMILION, markersize=4)
-    cost.set_title("process-hours of an epoch")
+    cost.set_title("process-hours per epoch")
     for axes in (speed, cost):
         axes.set_yscale("log")
         # Mathematical text is off; so powers of ten are written out.

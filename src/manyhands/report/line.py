@@ -91,7 +91,7 @@ def _fields(progress: ScreenProgress, now: float) -> list[tuple[str, int]]:
     fields = [(f"loss {number(step.loss)}", 0), (f"acc {percent(step.top1)}", 1)]
     silent = now - (progress.heard or now)
     if silent > _SILENT_S:
-        fields.append((f"last news {ago(silent)}", 3))
+        fields.append((f"last record {ago(silent)}", 3))
     else:
         fields.append((f"{rate(step.images_per_s)} img/s", 3))
     left = progress.left_s(now)

@@ -19,7 +19,7 @@ from manyhands.report.time_shares import change_line, slow_rank, unequal_line
 if TYPE_CHECKING:
     from jinja2 import Template
 
-_NO_FONT = "no font on this machine has {}, so the pictures show boxes there; install one (fonts-noto-cjk, say)"
+_NO_FONT = "no font on this machine has {}, so the pictures show boxes instead; install a font such as fonts-noto-cjk"
 # A longer table is folded, with its first rows in sight.
 _ROWS_IN_SIGHT = 20
 
@@ -120,12 +120,12 @@ def facts(run: RunData) -> list[tuple[str, str]]:
     speed, evaluation = summary.images_per_s(run), summary.final_evaluation(run)
     found: list[tuple[str, str | None]] = [
         ("images/s", words.rate(speed) if speed is not None else None),
-        ("time worked", words.duration(summary.seconds(run)) if run.sessions else None),
+        ("training time", words.duration(summary.seconds(run)) if run.sessions else None),
         ("epochs", _epochs(run)),
         ("processes", _first(run, "processes", "world_size", "size")),
         ("device", _first(run, "device", "devices")),
         ("mode", _first(run, "mode")),
-        ("updates left out", str(len(run.counted("left-out")) or "")),
+        ("updates skipped", str(len(run.counted("left-out")) or "")),
         ("pictures replaced", str(len(summary.bad_pictures(run)) or "")),
         ("evaluation samples", f"{evaluation.count:,}".replace(",", "\u202f") if evaluation else None),
     ]

@@ -34,7 +34,7 @@ PICTURES = (
     Picture("learning-rate", "Learning rate", learning_rate),
     Picture("throughput", "Speed", throughput),
     Picture("time", "Where the time goes", time_stack),
-    Picture("confusion", "What is taken for what", confusion),
+    Picture("confusion", "Confusion matrix", confusion),
     Picture("classes", "Recall by class", per_class),
 )
 

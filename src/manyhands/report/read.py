@@ -226,9 +226,9 @@ def _read_toml(file: Path) -> dict[str, Any]:
 
 def no_run(path: Path) -> UserError:
     """The error for a folder that holds no run, with the newest runs nearby."""
-    what = f"{path} holds no run: it has no job.toml" if path.is_dir() else f"there is no folder {path}"
+    what = f"{path} holds no run: job.toml is missing" if path.is_dir() else f"there is no folder {path}"
     near = [str(run) for run in newest_runs((path, path.parent, Path("runs")))]
-    mend = ("newest runs: " + ", ".join(near),) if near else ("name a run's folder; manyhands train makes one",)
+    mend = ("newest runs: " + ", ".join(near),) if near else ("name a run folder, which manyhands train creates",)
     return UserError(what, str(path), mend)
 
 

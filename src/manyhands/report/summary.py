@@ -104,8 +104,8 @@ def _finite(value: float) -> float | None:
 
 # What is to be known of a best figure where nothing was held out.
 CHOSEN = (
-    "the best epoch was chosen by these very samples; for figures of others: "
-    "--data.held-out FOLDER, or test/ beside train/ and val/"
+    "the best epoch was selected on these samples; for an independent test, "
+    "use --data.held-out FOLDER, or test/ beside train/ and val/"
 )
 
 
@@ -124,17 +124,17 @@ def result_lines(run: RunData) -> list[str]:
     else:
         lines.append("no evaluation was made")
     if left_out := run.counted("left-out"):
-        lines.append(f"left out  {len(left_out)} updates, whose loss or gradients weren't finite")
+        lines.append(f"skipped  {len(left_out)} updates with non-finite loss or gradients")
     if bad := bad_pictures(run):
         lines.append(f"replaced  {len(bad)} pictures that could not be read, such as {plain(bad[0])}")
     took = duration(seconds(run)) + (f", {rate(speed)} images/s" if speed is not None else "")
     ends = {"finished": f"finished in {took}", "stopped": f"stopped after {took}", "failed": f"failed after {took}"}
-    lines.append(ends.get(status(run), f"worked for {took}"))
+    lines.append(ends.get(status(run), f"trained for {took}"))
     lines.append(f"run    {run.folder.path}")
     if run.folder.report.is_file():
         lines.append(f"report {run.folder.report}")
     if status(run) != "finished":
-        lines.append(f"go on  {going_on(run.folder.path)}")
+        lines.append(f"resume {going_on(run.folder.path)}")
     return lines
 
 

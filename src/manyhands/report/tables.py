@@ -55,7 +55,7 @@ def _became(run: RunData, section: str, row: ReportRow) -> str:
     found = run.plan.resolved.get(f"{section}.{row.name}")
     if found is None or row.value == plain(shown(found)):
         return row.value
-    return f"{plain(shown(found))} (chosen; asked for: {row.value})"
+    return f"{plain(shown(found))} (chosen; requested: {row.value})"
 
 
 def _meanings(section: str) -> dict[str, str]:

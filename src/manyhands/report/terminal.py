@@ -197,10 +197,10 @@ class Screen:
         self._disk_at = self._clock()
         full = is_full(self.folder)
         if full and not self._disk_full:
-            words = "the run goes on; records wait for room, and checkpoints are left out"
+            words = "training continues, but records are delayed and checkpoints are skipped"
             self.say(f"the disk of {self.folder} is full: {words}", "WARNING")
         elif self._disk_full and not full:
-            self.say(f"the disk of {self.folder} has room again")
+            self.say(f"the disk of {self.folder} has free space again")
         self._disk_full = full
 
     def _tell(self, level: str, message: str) -> None:

@@ -112,8 +112,8 @@ def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
     others_s = statistics.median([*own_s[:slowest], *own_s[slowest + 1 :]] or [own_s[slowest]])
     if own_s[slowest] > _SLOW * others_s > 0:
         who, times = f"rank {slowest}{_host(run, slowest)}", own_s[slowest] / others_s
-        mend = _suiting_shares(run, own_s) or "free its machine of other work, or leave it out"
-        what = f"{who} takes {times:.2f} times as long as the others, who wait for it: {mend}"
+        mend = _suiting_shares(run, own_s) or "stop other programs on its machine, or remove the machine"
+        what = f"{who} takes {times:.2f} times as long as the other ranks, which wait: {mend}"
         yield Improvement(what, (own_s[slowest] - others_s) / sum(ranks[slowest].values()))
 
 
@@ -128,7 +128,7 @@ def _suiting_shares(run: RunData, own_s: Sequence[float]) -> str:
     shares = [max(1, int(batch * speed / sum(speeds))) for speed in speeds]
     shares[own_s.index(min(own_s))] += batch - sum(shares)
     written = ",".join(map(str, shares))
-    return f"--set cluster.shares=[{written}] gives each what it makes in the same time" if min(shares) > 0 else ""
+    return f"use --set cluster.shares=[{written}] to balance the load" if min(shares) > 0 else ""
 
 
 def _host(run: RunData, rank: int) -> str:
@@ -142,7 +142,7 @@ def _agreeing(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
     # A process that waits for a processor keeps the others waiting, which they count as communication.
     whole = sum(map(sum, (value for record in run.phases if record.queued_s for value in record.seconds.values())))
     busy = min(1.0, sum(sum(record.queued_s) for record in run.phases) / whole) if whole else 0.0
-    what = f"the processes wait for a free processor {busy:.0%} of the time: end other programs, or use fewer processes"
+    what = f"processes wait for a free CPU core {busy:.0%} of the time: end other programs, or use fewer processes"
     yield Improvement(what, busy)
     # Who waits least waits for nobody: that is what agreeing itself takes.
     share = min(shares_of(one)["communication"] for one in ranks) - busy
@@ -151,12 +151,14 @@ def _agreeing(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
     usual, apart = SyncOptions().method, any(_host(run, rank) for rank in range(len(ranks)))
     if apart and _option(run, "sync", "method", usual) == usual:
         what = (
-            f"agreeing takes {share:.0%} of the time: --sync auto sends less or less often, as the link wants it "
-            "(bf16, powersgd or local)"
+            f"gradient synchronization takes {share:.0%} of the time: use --sync auto to send less data, or to send "
+            "less often (bf16, powersgd or local)"
         )
         yield Improvement(what, share)
     else:
-        what = f"agreeing takes {share:.0%} of the time: {_larger(run)} has processes agree half as often"
+        what = (
+            f"gradient synchronization takes {share:.0%} of the time: use {_larger(run)} to halve the number of updates"
+        )
         yield Improvement(what, share / 2)
 
 
@@ -165,16 +167,16 @@ def _data(run: RunData, mean: Seconds) -> Iterator[Improvement]:
     if Path(name).expanduser().is_dir() and not Path(f"{name.rstrip('/')}.pack").expanduser().is_dir():
         place = shlex.quote(name)
         what = (
-            f"waiting for data takes {share:.0%} of the time: manyhands pack {place} makes a copy that is read faster"
+            f"waiting for data takes {share:.0%} of the time: run manyhands pack {place} for a copy that loads faster"
         )
     elif _option(run, "data", "workers", -1) == 0:
         what = (
-            f"waiting for data takes {share:.0%} of the time: --set data.workers=-1 has processes of their own prepare "
-            "pictures"
+            f"waiting for data takes {share:.0%} of the time: use --set data.workers=-1 to decode pictures in extra "
+            "processes"
         )
     else:
         what = (
-            f"waiting for data takes {share:.0%} of the time: give data.workers more cores, or choose smaller pictures "
+            f"waiting for data takes {share:.0%} of the time: increase data.workers, or use smaller pictures "
             "(data.image_size) or a simpler data.augment"
         )
     yield Improvement(what, share)
@@ -185,14 +187,14 @@ def _between_updates(run: RunData, mean: Seconds) -> Iterator[Improvement]:
     share, every = mean["evaluation"], _option(run, "train", "evaluate_every", 1.0)
     if isinstance(every, int | float) and every > 0:
         rarer = f"--set train.evaluate_every={2 * every:g}"
-        yield Improvement(f"evaluating takes {share:.0%} of the time: {rarer} evaluates half as often", share / 2)
+        yield Improvement(f"evaluation takes {share:.0%} of the time: use {rarer} to evaluate half as often", share / 2)
     share, every = mean["saving"], _option(run, "checkpoint", "every", "")
-    what = f"saving takes {share:.0%} of the time: a longer checkpoint.every (now {every}) saves less often"
+    what = f"saving takes {share:.0%} of the time: increase checkpoint.every (now {every}) to save less often"
     yield Improvement(what, share / 2)
     share = mean["update"] + mean["records"] + mean["other"]
     what = (
-        f"what each update takes beside computing is {share:.0%} of the time: {_larger(run)} has half as many of them, "
-        "with a learning rate that suits it"
+        f"the overhead of updates takes {share:.0%} of the time: use {_larger(run)}, with an adjusted learning rate, "
+        "for half as many updates"
     )
     yield Improvement(what, share / 2)
 
@@ -206,9 +208,7 @@ def _computing(run: RunData, mean: Seconds) -> Improvement:
     share = mean["compute"] + mean["update"]
     if _option(run, "train", "precision", "fp32") == "fp32":
         return Improvement(
-            f"nothing stands in its way: computing takes {share:.0%} of the time; --set train.precision=bf16 where the "
-            "processor knows it, or more processes, would make it shorter"
+            f"computation takes {share:.0%} of the time: try --set train.precision=bf16, if the processor supports "
+            "bf16, or more processes"
         )
-    return Improvement(
-        f"nothing stands in its way: computing takes {share:.0%} of the time; more processes would make it shorter"
-    )
+    return Improvement(f"computation takes {share:.0%} of the time: try more processes")

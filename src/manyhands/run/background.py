@@ -58,9 +58,9 @@ class Background:
             return 0
         show(
             [
-                f"{run} goes on without this terminal; what the head says is in {run / LOG}",
-                f"stop  manyhands stop {run}",
-                f"go on  {going_on(run)}, typed on a machine of the run, should this one be lost",
+                f"{run} keeps training without this terminal; launcher log: {run / LOG}",
+                f"to stop: manyhands stop {run}",
+                f"to resume on another machine of the run, if this machine is lost: {going_on(run)}",
             ]
         )
         return 0

@@ -55,18 +55,18 @@ def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]
     copies = list(_own(user_cache_path("manyhands") / "code"))
     used = [copy for copy in copies if any(place and Path(place).is_relative_to(copy) for place in places)]
     if used:
-        kept.append(f"{len(used)} of the copies of code: processes work in them")
+        kept.append(f"copies of code that processes use now: {len(used)}")
     made = {name: list(_own(cache_folder() / name)) for name in ("compiled", "decoded", "unpacked")}
     if any(made.values()) and (at_work or running()):
         made = {name: list[Path]() for name in made}
-        kept.append("compiled networks, decoded pictures and unpacked archives: a process of yours may be reading them")
+        kept.append("compiled networks, decoded pictures and unpacked archives, which your processes may be using")
     found = [
-        _leftover("code", "copies of code that launches brought (--sync-code)", set(copies) - set(used)),
-        _leftover("compiled", "compiled networks, made anew when needed", made["compiled"]),
-        _leftover("decoded", "decoded pictures, made anew when needed", made["decoded"]),
-        _leftover("unpacked", "unpacked archives, made anew when needed", made["unpacked"]),
-        _leftover("parts", "halves of files whose writer is gone", _parts(cache_folder())),
-        _leftover("temporary", f"folders of killed processes in {tempfile.gettempdir()}", _temporary()),
+        _leftover("code", "copies of code made by launch --sync-code", set(copies) - set(used)),
+        _leftover("compiled", "compiled networks, compiled again when needed", made["compiled"]),
+        _leftover("decoded", "decoded pictures, decoded again when needed", made["decoded"]),
+        _leftover("unpacked", "unpacked archives, unpacked again when needed", made["unpacked"]),
+        _leftover("parts", "incomplete files of ended processes", _parts(cache_folder())),
+        _leftover("temporary", f"temporary folders of killed processes in {tempfile.gettempdir()}", _temporary()),
         *(_leftover("run", f"the run {path}", [path]) for path in map(_run, runs)),
     ]
     return [leftover for leftover in found if leftover.paths], kept
@@ -134,8 +134,8 @@ def _run(word: str) -> Path:
     try:
         lock = claim(folder, new_holder())
     except Timeout:
-        mend = (f"manyhands stop {shlex.quote(word)}", "or wait for its end")
-        raise UserError("a run that goes on can't be removed", str(folder.path), mend) from None
+        mend = (f"stop the run: manyhands stop {shlex.quote(word)}", "or wait for its end")
+        raise UserError("an active run can't be removed", str(folder.path), mend) from None
     if lock:
         lock.release()
     return folder.path

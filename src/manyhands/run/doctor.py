@@ -30,7 +30,7 @@ from manyhands.core.scratch import scratch
 
 # Machines that have just reached each other need no more for so little.
 COLLECTIVE_S = 30.0
-LISTENING = "for some seconds each machine listens on all its addresses, and answers those alone that know a token"
+LISTENING = "for some seconds each machine listens on all its addresses and answers only connections with a token"
 LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -173,7 +173,7 @@ def _add_up(job: Job, crew: Crew, survey: Survey, say: Callable[[str], object]) 
         met = orders[0].meeting
         store = "" if met.address == LOOPBACK[0] else f"port {met.port} of {met.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
-        say(f"for the all-reduce {store}a free port on each of {where} are open, without a password")
+        say(f"during the all-reduce test {store}a free port on each of {where} are open, without a password")
         ending = supervise(crew.links, orders, Watch())
     if ending.ok:
         return AllReduceTest("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))

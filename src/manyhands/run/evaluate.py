@@ -40,12 +40,12 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
     job, path = job_of(reference, flags), resolve_checkpoint(reference, which)
     _announce_code(job, path, {key for key, value in flags.items() if value is not None})
     if job.data.name == OBJECTS:
-        mend = ("name a folder of pictures: manyhands eval RUN FOLDER", "or manyhands.evaluate(NETWORK, TEST_SET)")
-        raise UserError("this run's data were objects in Python, which only that program has", str(reference), mend)
+        mend = ("name a folder of pictures: manyhands eval RUN FOLDER", "or call manyhands.evaluate(MODEL, TEST_SET)")
+        raise UserError("the data of this run was a Python object of its own program", str(reference), mend)
     given = [key for key, value in flags.items() if value is not None]
     whole = "data.name" in given and load_worker("check").is_plain_folder(job.data.name)
     if whole and _is_own_data(reference, job.data.name):
-        say(f"{job.data.name} is what this run was trained on, most of it; without it the held-back part is evaluated")
+        say(f"{job.data.name} contains training pictures of this run; to evaluate held-back pictures only, omit DATA")
     found = _evaluate(job, path, {"given": given, "whole": whole})
     return {**found, "data": job.data.name if whole else f"the evaluation split of {job.data.name}"}
 
@@ -61,7 +61,7 @@ def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
         announce(job.train.metrics, path, record, "manyhands eval RUN --set train.metrics={}")
     for word in job.train.metrics:
         if word.startswith(f"{OBJECT}:"):
-            say(f"without {word.removeprefix(f'{OBJECT}:')}, a metric that was an object in Python")
+            say(f"skipping the metric {word.removeprefix(f'{OBJECT}:')}, which was a Python object")
 
 
 def _is_own_data(reference: Path, name: str) -> bool:
@@ -109,7 +109,7 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
         return _following(job, run)
     if not flags.get("data.name"):
         raise UserError(
-            f"{reference} is in no run folder, so the data must be named", "", ("manyhands eval FILE DATA MODEL",)
+            f"{reference} is in no run folder", "", ("name data and network: manyhands eval FILE DATA MODEL",)
         )
     return load_job(dict(flags)).job
 
@@ -142,7 +142,7 @@ def resolve_checkpoint(reference: Path, which: str) -> Path:
         away = next((place for place in read_places(folder) if place.has(0) and not place.local), None)
         if away:
             raise UserError(
-                f"the checkpoints of {reference} are on {away.machine.name}, where rank 0 was",
+                f"the checkpoints of {reference} are on {away.machine.name}, where rank 0 ran",
                 f"{away.host}:{away.folder}/checkpoints",
                 (copied_by(away.machine, f"{away.folder}/checkpoints", f"{reference}/"),),
             )

@@ -69,7 +69,7 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
     rows = [ExplainedValue(row.key, row.value, _from_option(row.origin, loaded), row.said) for row in rows]
     rows += [_device(loaded, index, found.origins.get("device", "")), _backend(loaded, many=many), *_shares(loaded)]
     if "overridden" in found.origins:
-        rows.append(ExplainedValue("not_followed", found.origins["overridden"], "what is above wins"))
+        rows.append(ExplainedValue("not_followed", found.origins["overridden"], "the values above take precedence"))
     return rows
 
 
@@ -89,20 +89,24 @@ def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] 
     given, named = given_cluster(at_once, variables), machines_of(at_once)
     cluster = given[0] if given else Cluster(named) if named else described_cluster(variables) or slurm.nodes(variables)
     if cluster is None:
-        hints = ("--cluster FILE: a hostfile, a rank table or accelerate's file", "or run it inside a Slurm job")
-        raise UserError("no machines are given that could be written down", "--write", hints)
+        hints = ("name a hostfile, rank table or accelerate's file: --cluster FILE", "or run explain in a Slurm job")
+        raise UserError("no machines are given", "--write", hints)
     if unnamed := [str(place) for place, machine in enumerate(cluster.machines) if not machine.host]:
-        message = f"the names of machines {', '.join(unnamed)} are not known: {cluster.source} doesn't have them"
-        raise UserError(message, "--write", ("list the machines in a hostfile, n1 slots=4 a line",))
-    text, notes = (rank_table if file.suffix == ".json" else hostfile).write(cluster)
+        message = f"{cluster.source} does not give the names of machines {', '.join(unnamed)}"
+        raise UserError(message, "--write", ("list the machines in a hostfile, one per line: n1 slots=4",))
+    try:
+        text, notes = (rank_table if file.suffix == ".json" else hostfile).write(cluster)
+    except UserError as error:
+        error.where = cluster.source  # not a line of the file that isn't written
+        raise
     try:
         with file.open("x", encoding="utf-8") as new:
             new.write(text)
     except FileExistsError as error:
-        hints = ("choose another name, or remove it first",)
-        raise UserError(f"{file} is there already", "--write", hints) from error
+        hints = ("choose another name, or remove the file first",)
+        raise UserError(f"{file} already exists", "--write", hints) from error
     except OSError as error:
-        hints = ("choose another place",)
+        hints = ("choose another folder",)
         raise UserError(f"{file} can't be written: {error.strerror}", "--write", hints) from error
     return notes
 
@@ -121,7 +125,7 @@ def _member(membership: Membership, origins: Mapping[str, str], variables: Mappi
     by_hand = membership.started_by == "--init"
     known = {} if by_hand else {"local_rank": membership.local_rank, "local_size": membership.local_size}
     rows = [
-        ExplainedValue("started_by", membership.started_by, said="by hand, each process by itself" if by_hand else ""),
+        ExplainedValue("started_by", membership.started_by, said="by hand, one command per process" if by_hand else ""),
         ExplainedValue("rank", membership.rank, origins["rank"]),
         ExplainedValue("world_size", membership.size, origins["size"]),
         *(ExplainedValue(key, known.get(key), origins.get(key, ""), "" if key in known else "?") for key in
@@ -141,13 +145,11 @@ def _machine(meeting: Meeting, origins: Mapping[str, str]) -> list[ExplainedValu
     first, own = sum(meeting.sizes[: meeting.machine]), meeting.sizes[meeting.machine]
     known = all(meeting.sizes)
     ranks = [first, first + own - 1] if known else None
-    said = "by the devices of each machine" if not known else f"{first} … {first + own - 1}" if own > 1 else f"{first}"
+    said = "by each machine's devices" if not known else f"{first} … {first + own - 1}" if own > 1 else f"{first}"
     return [
-        ExplainedValue("started_by", "manyhands", said="manyhands, on each machine its own processes"),
+        ExplainedValue("started_by", "manyhands", said="manyhands, one command per machine"),
         ExplainedValue("machine", meeting.machine, origins["machine"], f"{meeting.machine} of {len(meeting.sizes)}"),
-        ExplainedValue(
-            "processes", own or None, origins["processes"], "" if own else "one for each accelerator, or one"
-        ),
+        ExplainedValue("processes", own or None, origins["processes"], "" if own else "one per accelerator, or one"),
         ExplainedValue("ranks", ranks, origins["size"], said),
         ExplainedValue("world_size", sum(meeting.sizes) if known else None, origins["size"], "" if known else "?"),
         ExplainedValue("master_address", meeting.address, origins["master_address"]),
@@ -158,12 +160,10 @@ def _machine(meeting: Meeting, origins: Mapping[str, str]) -> list[ExplainedValu
 def _here(found: Participation) -> list[ExplainedValue]:
     count = found.processes or None
     return [
-        ExplainedValue("started_by", "manyhands", said="manyhands, on this machine alone"),
-        ExplainedValue(
-            "processes", count, found.origins["processes"], "" if count else "one for each accelerator, or one"
-        ),
-        ExplainedValue("master_address", "127.0.0.1", "one machine alone"),
-        ExplainedValue("master_port", None, "found at the start", "a free one"),
+        ExplainedValue("started_by", "manyhands", said="manyhands, on this machine only"),
+        ExplainedValue("processes", count, found.origins["processes"], "" if count else "one per accelerator, or one"),
+        ExplainedValue("master_address", "127.0.0.1", "a single machine"),
+        ExplainedValue("master_port", None, "chosen at start", "a free port"),
     ]
 
 
@@ -177,7 +177,7 @@ def _device(loaded: LoadedJob, index: int | None, index_origin: str) -> Explaine
     driver = next((word for pattern, word in DEVICE_FILES.items() if any(Path("/dev").glob(pattern))), "")
     if not driver:
         return ExplainedValue("device", None, origin, "cpu or accelerator, decided at start")
-    which = f"{driver}:{index}" if index is not None else f"{driver}, one for each process"
+    which = f"{driver}:{index}" if index is not None else f"{driver}, one per process"
     return ExplainedValue("device", None, index_origin or "files in /dev", f"{which} if torch can use it, else cpu")
 
 
@@ -185,7 +185,7 @@ def _shares(loaded: LoadedJob) -> list[ExplainedValue]:
     """What processes take of each update, where it is asked that they don't simply take the same."""
     shares, origin = loaded.job.cluster.shares, loaded.origins.get("cluster.shares", "default")
     if shares == "auto":
-        return [ExplainedValue("shares", None, origin, "what suits each one's measured speed")]
+        return [ExplainedValue("shares", None, origin, "in proportion to measured speed")]
     if isinstance(shares, str):
         return []
     return [ExplainedValue("shares", list(shares), origin, f"{', '.join(map(str, shares))} samples of each update")]

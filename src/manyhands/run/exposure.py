@@ -15,7 +15,7 @@ from manyhands.run.doctor import LISTENING, facts_wanted, survey_crew
 from manyhands.run.preflight import public_addresses
 
 HERE = "this machine"
-ALONE = "train, fit and session: ports of loopback alone, for users of this machine"
+ALONE = "train, fit and session open ports on loopback only, for users of this machine"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Exposure:
         """For people."""
         found = [f"{host}: {what}" for host, what in self.why_not.items()]
         for host, ports in self.now.items():
-            found += [f"{host}: {_told(port)}" for port in ports] or [f"{host}: nothing of manyhands listens"]
+            found += [f"{host}: {_told(port)}" for port in ports] or [f"{host}: manyhands has no open port"]
         return [*found, "a job would open:", *(f"  {line}" for line in self.then)]
 
 
@@ -62,21 +62,21 @@ def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
 def _then(job: Job, hosts: tuple[str, ...], chosen: dict[str, tuple[str, str]]) -> tuple[str, ...]:
     through_ssh = job.cluster.through_ssh or (public_addresses(chosen) and not job.cluster.interface)
     if len(hosts) == 1 or through_ssh or len(chosen) < len(hosts):
-        return ("ports of loopback alone, for users of the machines; what is between machines goes through ssh",)
+        return ("ports on loopback only, for users of the machines; traffic between machines goes through ssh",)
     return (
-        f"{hosts[0]}: the store, on loopback; on the others a port of loopback from which ssh leads to it",
-        *(f"{host}: a free port of {address} ({interface}) for each process and group: to whoever reaches that address "
-          "while processes meet, then to nobody (with NCCL, or where not all machines are Linux, as long as it runs)"
+        f"{hosts[0]}: the store, on loopback; other machines: a loopback port that ssh forwards to the store",
+        *(f"{host}: a free port of {address} ({interface}) for each process and group, open to every host during the "
+          "rendezvous, then closed to new connections (with NCCL, or without Linux: open until the run ends)"
           for host, (interface, address) in chosen.items()),
-        "what is sent between these addresses is not encrypted; --interface ssh encrypts it",
+        "traffic between these addresses is not encrypted; use --interface ssh to encrypt all traffic",
     )  # fmt: skip
 
 
 def _told(port: OpenPort) -> str:
     where = f"process {port.pid} listens on {port.address} port {port.port}"
     if not port.lets_in:
-        return f"{where}, and lets nobody in any more"
+        return f"{where}, closed to new connections"
     address = ip_address(port.address)
     if address.is_loopback:
-        return f"{where}: to users of the machine"
-    return f"{where}: to whoever reaches {'any of its addresses' if address.is_unspecified else 'that address'}"
+        return f"{where}, open to users of the machine"
+    return f"{where}, open to every host that reaches {'the machine' if address.is_unspecified else 'the address'}"

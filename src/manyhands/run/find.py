@@ -42,13 +42,13 @@ def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolde
         names = named_by(word, [path.name for path in paths], parts=parts)
         found = [path for path in paths if path.name in names]
         if len(found) > 1:
-            raise UserError(f'"{word}" may mean {len(found)} runs', word, tuple(map(str, found)))
+            raise UserError(f'"{word}" matches {len(found)} runs', word, tuple(map(str, found)))
         if found:
             return RunFolder(found[0])
     if "/" in word or Path(word).exists():
         raise no_run(Path(word))
     names = list(dict.fromkeys(sorted(path.name for path in known)))
-    listed = f"runs: {', '.join(names[:8])}" if names else "manyhands ps lists the runs that go on: none now"
+    listed = f"runs: {', '.join(names[:8])}" if names else "start a run with manyhands train"
     mend = (did_you_mean(word, names), listed)
     raise UserError(f'no run is called "{word}"', word or "RUN", tuple(filter(None, mend)))
 
@@ -94,13 +94,13 @@ def head_of_active(folder: RunFolder) -> Running:
     run = shlex.quote(str(folder.path))
     if agents_work(folder.ranks):
         mend = (
-            f"manyhands why {run} says what takes its place",
-            f"manyhands stop {run} has the processes save and end",
+            f"to take over the run, see manyhands why {run}",
+            f"or save and stop the processes: manyhands stop {run}",
         )
-        raise UserError("the run's launcher is gone, and its processes work on", str(folder.path), mend)
+        raise UserError("the launcher of the run is gone, but its processes still train", str(folder.path), mend)
     mend = (
-        f"manyhands why {run} says how it ended",
-        f"{going_on(folder.path)} goes on with it",
-        "manyhands ps lists the runs that go on",
+        f"to see how the run ended: manyhands why {run}",
+        f"to resume the run: {going_on(folder.path)}",
+        "to list active runs: manyhands ps",
     )
-    raise UserError("the run isn't going on", str(folder.path), mend)
+    raise UserError("the run is not active", str(folder.path), mend)

@@ -61,7 +61,7 @@ class FolderWatch:
                 else:
                     continue
                 if not self._deleted:
-                    self._warn(f"{self._name / path.name} was deleted and has been made again")
+                    self._warn(f"{self._name / path.name} was deleted and has been restored")
             files = (folder.job, folder.plan, folder.network, folder.environment)
             self._contents |= {file: file.read_bytes() for file in files if file.is_file()}
         elif place := self._new_place():
@@ -82,7 +82,7 @@ class FolderWatch:
             self._path.rename(free_name(place, "written-while-moved"))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.symlink_to(place)
-        self._warn(f"{self._name} was moved to {place}: the run continues there, and a link is in its old place")
+        self._warn(f"{self._name} was moved to {place}; the run continues there, with a link at the old path")
 
     def _make_again(self, folder: RunFolder) -> None:
         folder.failures.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ RECORDS_S = 120.0
 OPEN_S = 30.0
 # Processes of a detached run make way for a new head.
 TAKE_OVER_S = 200.0
-REPLACED = "another head has taken the run over"
+REPLACED = "another launcher has taken over the run"
 
 
 class FoldersOfRun:

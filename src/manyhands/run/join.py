@@ -87,7 +87,7 @@ class FrontDoor:
         except ManyhandsError as error:
             tell("; ".join([error.what, *error.mend]), False)
         except ValueError:
-            tell("one machine is asked for at a time", False)
+            tell("join adds one machine at a time", False)
 
     def _let_go(self, one: socket.socket) -> None:
         self._open.pop(one, None)
@@ -108,7 +108,7 @@ def front_door(
     try:
         door = FrontDoor(folder, admit)
     except OSError as error:
-        say(f"no machine can be added with manyhands join: {error.strerror} ({folder / SOCKET})", "WARNING")
+        say(f"manyhands join can't add machines to this run: {error.strerror} ({folder / SOCKET})", "WARNING")
         yield lambda: None
         return
     try:
@@ -140,15 +140,15 @@ def join_here(run: str, host: str) -> str:
     found = find_run(run, active=True)
     folder = found.path
     if not (folder / SOCKET).exists() and not (head := head_of_active(found)).here:
-        mend = (f"on {head.host}: manyhands join {shlex.quote(run)} --host {host}",)
-        raise UserError(f"{head.name} is watched from {head.host}", head.run, mend)
+        mend = (f"run this on {head.host}: manyhands join {shlex.quote(run)} --host {host}",)
+        raise UserError(f"{head.name} was launched from {head.host}", head.run, mend)
     with socket.socket(socket.AF_UNIX) as head:
         try:
             with _short(folder / SOCKET) as short:
                 head.connect(short)
         except OSError:
-            mend = ("only a run that `manyhands launch` started, and that goes on, takes machines",)
-            raise UserError("the run has no head that answers", str(folder), mend) from None
+            mend = ("name an active run that was started by manyhands launch",)
+            raise UserError("the launcher of the run does not answer", str(folder), mend) from None
         head.sendall(encode(AskToJoin(host)))
         lines = Lines()
         while received := head.recv(1 << 16):
@@ -157,4 +157,4 @@ def join_here(run: str, host: str) -> str:
                     return message.text
                 if isinstance(message, JoinTold):
                     raise RunError(message.text, host)
-    raise RunError(f"the run has ended before {host} could take part", str(folder))
+    raise RunError(f"the run ended before {host} joined", str(folder))

@@ -35,7 +35,7 @@ from manyhands.run.recovery import Recovery
 from manyhands.run.script import shown
 from manyhands.run.train import Outcome, check_names, conclude, run_folder, watch_on
 
-NOT_BEGUN = "stopping: nothing trains yet"
+NOT_BEGUN = "stopping before training has begun"
 # What a slow line needs for the code of a folder.
 CODE_S = 120.0
 
@@ -54,16 +54,16 @@ def launch(
     if not job.run.script:
         check_names(job, data=False)
     if len(machines) not in job.cluster.machines_wanted:
-        what = f"{len(machines)} machines are named, and {job.cluster.elastic} are wanted"
-        raise UserError(what, "--elastic", ("name as many, or other numbers: --elastic LEAST:MOST",))
+        what = f"--elastic {job.cluster.elastic} does not allow {len(machines)} machines"
+        raise UserError(what, "--elastic", ("name another number of machines, or change --elastic MIN:MAX",))
     if job.cluster.detach and job.cluster.relay:
-        what = "a relayed run ends with the machine that relays, so it can't be detached"
-        raise UserError(what, "--detach", ("leave one of --detach and --relay out",))
+        what = "a run with --relay can't be detached, because this machine relays its traffic"
+        raise UserError(what, "--detach", ("remove --detach or --relay",))
     with run_folder(job) as folder:
         receiver, earlier = Receiver(folder.path), len(starts_and_stops(folder))
         with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet, lines=job.cluster.detach)) as screen:
             names = ", ".join(machine.name for machine in machines)
-            screen.say(f"reaching {names}, and starting there; this takes some seconds")
+            screen.say(f"connecting to {names} and starting agents; this takes some seconds")
             if job.cluster.debugging:
                 screen.say(attach_notice(job.cluster))
             if len(machines) > 1 and not job.cluster.through_ssh:
@@ -111,7 +111,7 @@ def _absent(job: Job, folder: RunFolder, crew: Crew, machines: Sequence[Machine]
     if not (goes_on and there and len(there) >= job.cluster.machines_wanted.start):
         crew.require_all()
     for contact in crew.contacts.values():
-        screen.say(f"{contact.what}: the run goes on without it", "WARNING")
+        screen.say(f"{contact.what}: continuing without this machine", "WARNING")
     crew.contacts.clear()
     return [machine for machine in machines if machine not in there]
 
@@ -129,8 +129,8 @@ class _Keeper:
             self._receiver.take(piece)
         except (OSError, ValueError) as error:
             self._works = False
-            what = f"the records of the run can't be kept here any more: {error}"
-            self._screen.say(f"{what}; they are on {self._source}, and the run goes on", "WARNING")
+            what = f"the records of the run can't be written here any more: {error}"
+            self._screen.say(f"{what}; new records are on {self._source} only", "WARNING")
 
 
 def _ready(
@@ -164,12 +164,12 @@ def _refuse_devices(job: Job, devices: Sequence[str]) -> None:
     """Only gloo goes through ssh. Raises UserError: the processes would talk by something else."""
     if any(device != "cpu" for device in devices) and job.cluster.backend != "gloo":
         others = ", ".join(sorted({*devices} - {"cpu"}))
-        what = f"only ssh joins these machines, and what {others} devices exchange by can't go through it"
+        what = f"only ssh connects these machines, and collectives of {others} devices can't go through ssh"
         mend = (
-            "--backend gloo, which copies through the processor's memory",
+            "use --backend gloo, which copies through CPU memory",
             "or --device cpu",
-            "or put them into one network",
-            "or --interface NAME: a network of theirs that you trust, though its addresses are public",
+            "or put the machines into one network",
+            "or name a trusted network with public addresses: --interface NAME",
         )
         raise UserError(what, "cluster.backend", mend)
 
@@ -184,18 +184,18 @@ def _refuse_another_run(job: Job, folder: RunFolder, crew: Crew, opened: Sequenc
     for link, answer in zip(crew.links, opened, strict=True):
         name, place = link.machine.name, answer.folder
         if answer.taken:
-            mend = ("wait for its end, or stop it where it was started", "or name another: --out runs/NAME")
-            raise UserError(f"a run is going on in {name}:{place}", "--out", mend)
+            mend = ("wait for its end, or stop the run where it was launched", "or choose another --out runs/NAME")
+            raise UserError(f"a run is active in {name}:{place}", "--out", mend)
         if link.here or answer.shared or not answer.checkpoints:
             continue
         found = answer.run
         if found and found != run_id(folder):
             copy = copied_by(link.machine, place, str(folder.path))
-            mend = ("name another: --out runs/NAME", f"to go on with it: {copy}, into a folder that isn't there yet")
-            raise UserError(f"{name} holds another run in {place}, and {folder.path} is not its folder", "--out", mend)
+            mend = ("choose another --out runs/NAME", f"or, to resume that run, copy it to a new folder: {copy}")
+            raise UserError(f"{name} holds another run in {place} than {folder.path}", "--out", mend)
         if not found and not goes_on:
-            mend = ("name another: --out runs/NAME", "or --out that --resume auto goes on with it")
-            raise UserError(f"{name} holds a run in {place} already", "--out", mend)
+            mend = ("choose another --out runs/NAME", "or resume that run: name its folder with --out")
+            raise UserError(f"{name} already holds a run in {place}", "--out", mend)
 
 
 def _refuse_lost_checkpoints(job: Job, folder: RunFolder, crew: Crew, opened: RunOpened) -> None:
@@ -209,10 +209,10 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, crew: Crew, opened: Ru
     if saved and job.checkpoint.resume == "auto" and not opened.checkpoints:
         had = next((place.host for place in read_places(folder)), "")
         raise UserError(
-            f"{link.machine.name} has no checkpoint of {folder.path}, which was saved last at step {saved[-1]}"
+            f"{link.machine.name} has no checkpoint of {folder.path}; the last checkpoint is of step {saved[-1]}"
             + (f" on {had}" if had else ""),
             f"{link.machine.name}:{opened.folder}/checkpoints",
-            ("name first the machine that has them", "or copy the folder there", "or start afresh: another --out"),
+            ("name the machine with the checkpoint first", "or copy the folder there", "or choose another --out"),
         )
 
 

@@ -71,7 +71,7 @@ class LogFile:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.path.name} can't be read: {error}", str(self.path), ("remove it",)) from error
+            raise UserError(f"{self.path.name} can't be read: {error}", str(self.path), ("remove the file",)) from error
 
 
 @dataclass
@@ -134,7 +134,7 @@ def show_logs(
             for file, line in _grown(folder, files, rank):
                 show(_with_rank(line, file.rank, rank))
     if not files:
-        say(f"nothing is kept in {folder.ranks}: under torchrun or --init the output goes where each process began")
+        say(f"{folder.ranks} has no logs: under torchrun or --init each process writes to its own terminal")
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def _far_files(
             contact = crew.contacts.get(place.machine.name)
             if contact:
                 who = f"ranks {place.ranks[0]} to {sum(place.ranks) - 1}"
-                say(f"{contact.what}; {who} are in {place.folder}/ranks there")
+                say(f"{contact.what}; the logs of {who} are in {place.folder}/ranks there")
         links = {link.machine.name: link for link in crew.links}
         yield [
             FarFile(each, f"{place.folder}/ranks/{each}.log", links[place.machine.name])
@@ -195,7 +195,7 @@ def _reach(folder: RunFolder, settings: Mapping[str, Any], say: Callable[[str], 
         wanted = said.get(f"cluster.{name}", getattr(own, name))
         if name not in given and wanted != getattr(own, name):
             words = shlex.quote(f"cluster.{name}={wanted}")
-            say(f"the run folder names its own cluster.{name}, which isn't executed unless you say so: --set {words}")
+            say(f"ignoring cluster.{name} of the run folder; to use this value, add --set {words}")
     return own
 
 
@@ -218,10 +218,11 @@ def read_places(folder: RunFolder) -> list[LogPlace]:
         return []
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "it"
-        raise UserError(f"{path.name} is damaged: {place}: {first['msg']}", str(path), ("remove it",)) from error
+        place = ".".join(map(str, first["loc"])) or "content"
+        raise UserError(f"{path.name} is damaged: {place}: {first['msg']}", str(path), ("remove the file",)) from error
     except (OSError, ValueError) as error:
-        raise UserError(f"{path.name} is damaged: {str(error).splitlines()[0]}", str(path), ("remove it",)) from error
+        what = f"{path.name} is damaged: {str(error).splitlines()[0]}"
+        raise UserError(what, str(path), ("remove the file",)) from error
 
 
 def _check_rank(folder: RunFolder, places: list[LogPlace], rank: int | None) -> None:
@@ -230,7 +231,7 @@ def _check_rank(folder: RunFolder, places: list[LogPlace], rank: int | None) -> 
     known = [file.rank for file in log_files(folder)]
     if known and rank not in known and not any(place.has(rank) for place in places):
         have = ", ".join(map(str, known))
-        raise UserError(f"rank {rank} has left no log", str(folder.ranks), (f"these have: {have}",))
+        raise UserError(f"there is no log of rank {rank}", str(folder.ranks), (f"choose one of the ranks {have}",))
 
 
 def _grown(

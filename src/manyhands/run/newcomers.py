@@ -23,7 +23,7 @@ PAUSE, LEAST_S, MOST_S = 0.02, 1.0, 5.0
 # An agent that says nothing for so long is given up, and another one is tried; importing torch may take most of it.
 CONTACT_S = 300.0
 # Waiting for it: the agent of a machine that was cut off has its processes still.
-BUSY = "it ends its processes of before"
+BUSY = "is still ending its earlier processes"
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Newcomers:
         newcomer.close()
         self._all = [one for one in self._all if one is not newcomer]
         mend = f" ({'; or '.join(error.mend)})" if error.mend else ""
-        text = f"{newcomer.name} does not take part: {error.what}{mend}"
+        text = f"{newcomer.name} can't join: {error.what}{mend}"
         self._say(text, "WARNING")
         newcomer.tell(text, False)
 
@@ -145,7 +145,7 @@ class Newcomers:
         """Lets go of all."""
         for one in self._all:
             one.close()
-            one.tell(f"the run has ended before {one.name} could take part", False)
+            one.tell(f"the run ended before {one.name} joined", False)
         self._all = []
 
     def _go_on(self, one: Newcomer) -> None:
@@ -186,19 +186,19 @@ class Newcomers:
         seen: RunSeen = yield LookAtRun(part.folder, part.machine, part.generation, run, self.term)
         if self.term and seen.run == run and seen.term > self.term:
             self.replaced_on = one.name
-            raise TimeoutError(f"{one.name} obeys another head")
+            raise TimeoutError(f"{one.name} belongs to another launcher")
         if seen.busy:
             raise TimeoutError(f"{one.name} {BUSY}")
         if seen.checkpoints and seen.run != run:
-            what = f"it holds another run in {part.folder}"
-            raise RefusedError(what, mend=("move that away there",))
+            what = f"{part.folder} on that machine holds another run"
+            raise RefusedError(what, mend=("move that folder away",))
         if self.code and not link.here:
             yield TakeCode(dict(self.code))
         slots = one.machine.slots
         prepared = yield Prepare(slots, self._job.cluster.threads, self._job.cluster.device)
         if slots > prepared.count and prepared.device not in {"cpu", "mps"}:
             raise RefusedError(
-                f"it has {prepared.count} {prepared.device} devices, and {slots} processes are asked for"
+                f"{slots} processes are requested, but the machine has {prepared.count} {prepared.device} devices"
             )
         return prepared.device, slots or prepared.count
 
@@ -222,4 +222,4 @@ def _make_sure(one: Newcomer, link: AgentConnection) -> None:
     """Raises TimeoutError: a machine that was ready is lost again."""
     link.read()
     if link.closed or (not link.here and time.monotonic() - link.last_received > SILENT_S):
-        raise TimeoutError(f"{one.name} is lost again")
+        raise TimeoutError(f"{one.name} was lost again")

@@ -112,7 +112,7 @@ class OnMachines(Company):
             return f"{REPLACED} on {self.newcomers.replaced_on}"
         if left + len(self.newcomers.can_come) >= least:
             return ""
-        return f"{left} of its machines are left, and --elastic {self._cluster.elastic} wants {least}"
+        return f"{left} machines are left, but --elastic {self._cluster.elastic} needs {least}"
 
     @property
     def _left(self) -> int:
@@ -153,14 +153,14 @@ class OnMachines(Company):
         """
         wanted = f"--elastic {self._cluster.elastic}"
         if machine.name in {link.machine.name for link in self.crew.links}:
-            raise UserError(f"{machine.name} takes part already")
+            raise UserError(f"{machine.name} is already part of the run")
         if machine.name in self.newcomers.names():
-            raise UserError(f"{machine.name} was lost, and takes part again as soon as it answers")
+            raise UserError(f"{machine.name} was lost, and rejoins the run as soon as it answers")
         if self._script or not self._cluster.recovers:
             what = "a script of your own" if self._script else f"a run with {wanted}"
-            raise UserError(f"{what} keeps the machines that it began with")
+            raise UserError(f"{what} can't add machines")
         if self.room < 1:
-            raise UserError(f"{self._left} machines take part, and {wanted} wants no more")
+            raise UserError(f"the run has {self._left} machines, and {wanted} allows no more")
         self.newcomers.add(Newcomer(machine, self.folders.part_of(machine.name), tell, asked_for=True))
 
     def heed(self, ending: Ending) -> None:
@@ -169,14 +169,14 @@ class OnMachines(Company):
         if self.on_trial() and not ending.regrouped and not from_outside(cause):
             what = cause.what if cause else ending.refused.what if ending.refused else ending.broken
             for one in list(self._trial):
-                self._refuse(one, RefusedError(f"the start with it failed: {what}"))
+                self._refuse(one, RefusedError(f"the start with this machine failed: {what}"))
             return
         step, rank = saved_step(self._folder) or 0, failed_rank(ending)
         for name in [*ending.lost] or ([] if rank is None else [self._machine_of(rank)]):
             pause_s = self._setbacks.fails(name, step)
             link = next((link for link in self.crew.links if link.machine.name == name), None)
             if link and not link.closed and pause_s and self._left > self._cluster.machines_wanted.start:
-                self._say(f"{name} is set aside for {pause_s:.0f} s: it failed again soon")
+                self._say(f"{name} failed again soon: excluding this machine for {pause_s:.0f} s")
                 self._wait_for(link, pause_s)
             elif link and link.closed:
                 self._wait_for(link, pause_s)
@@ -264,7 +264,7 @@ class OnMachines(Company):
             if too_few := self.too_few():
                 self._say(f"{error.what}: {too_few}")
                 raise
-            self._say(f"{error.what}: the run goes on without {lost}")
+            self._say(f"{error.what}: continuing without {lost}")
             new = next((one for one in self._trial if one.link is link), None)
             if new and isinstance(error, NoWayError):
                 self._refuse(new, error)
@@ -308,7 +308,7 @@ class OnMachines(Company):
         try:
             answer = self.folders.open_on(one.link)
             if answer.taken:
-                raise RefusedError(f"a run is going on in its {answer.folder}")
+                raise RefusedError(f"a run is active in {answer.folder} on that machine")
         except LinkClosed:
             one.close()
             self.newcomers.add(one)
@@ -323,7 +323,7 @@ class OnMachines(Company):
         try:
             addresses = self._look_over(self.crew)
             if self._addresses and not addresses and not began_alone:
-                raise RunError("only ssh reaches it, and the others reach each other directly")
+                raise RunError("only ssh reaches this machine, but the other machines connect directly")
         except RunError as error:
             lost = [link for link in self.crew.links if link.closed and link not in [one.link for one in came]]
             for one in came:
@@ -341,7 +341,7 @@ class OnMachines(Company):
         self.folders.open(output=self._script, records=False)
         newest, told = self.folders.saved, saved_step(self._folder)
         if newest < 0 and told is not None and not self._script:
-            raise LostWorkError(f"no machine that is left has a checkpoint, of which the newest is of step {told}")
+            raise LostWorkError(f"no remaining machine has a checkpoint; the newest checkpoint is of step {told}")
         self.folders.give_records(*self.folders.newest_first())
         self.folders.open(output=self._script)
 
@@ -378,7 +378,7 @@ class OnMachines(Company):
         self.copy = copy_of_records(self._folder, self.crew.links, self.folders.opened, self.folders.estranged)
         for one in self._trial:
             one.asked_for = False
-            one.tell(f"{one.name} takes part in {self._folder.path}", True)
+            one.tell(f"{one.name} has joined {self._folder.path}", True)
         write_places(self._folder, self.crew, self.sizes, self.addresses, self.folders.opened)
 
 

@@ -69,7 +69,7 @@ def announce_reach(loaded: LoadedJob) -> None:
             continue
         refuse_other_users(shlex.quote(wanted), file, file, f"--set cluster.{name}={shlex.quote(wanted)}")
         if RunFolder(file.parent).ranks.is_dir():
-            say(f"running {shlex.quote(wanted)} to reach the machines, since {file} names it")
+            say(f"reaching the machines with {shlex.quote(wanted)}, as {file} specifies")
 
 
 def _refuse_objects(folder: RunFolder, loaded: LoadedJob) -> None:
@@ -77,6 +77,6 @@ def _refuse_objects(folder: RunFolder, loaded: LoadedJob) -> None:
     lost = [what for what in in_python(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
     if lost:
         longer = 'to train longer: here.epochs(20), or fit(…, epochs=20, checkpoint__resume="auto")'
-        mend = (f"start it again: {going_on(folder.path)} goes on", longer)
+        mend = (f"to resume, run {going_on(folder.path)}", longer)
         what = f"only the Python program that trained this run has its {' and '.join(lost)}"
         raise UserError(what, str(folder.path), mend)

@@ -29,14 +29,14 @@ def request_of(root: Path, target: Path | None, size: int, quality: int) -> Pack
     if not root.is_dir():
         raise UserError(f"there is no folder {root}", str(root), ("name a folder of class folders",))
     if is_pack(root):
-        raise UserError(f"{root} is a packed copy already", str(root), (f"manyhands train {shlex.quote(str(root))}",))
+        raise UserError(f"{root} is already a packed copy", "", (f"run manyhands train {shlex.quote(str(root))}",))
     if size < 0 or not 0 <= quality <= MOST_QUALITY or (quality and not size):
-        mend = (f"--size: pixels, such as 256; --quality: 1 to {MOST_QUALITY}, together with --size",)
-        raise UserError(f"--size {size} --quality {quality} is no way to make pictures smaller", "--size", mend)
+        mend = (f"give --size in pixels, such as 256, and --quality from 1 to {MOST_QUALITY} only with --size",)
+        raise UserError(f"--size {size} with --quality {quality} is not valid", "--size", mend)
     target = target or place_of_pack(root)
     if target.resolve().is_relative_to(root.resolve()):
-        mend = ("name a place outside of it; without --to it goes beside the folder",)
-        raise UserError("the packed copy would lie in the folder itself, among its classes", str(target), mend)
+        mend = ("name a folder outside with --to, or remove --to",)
+        raise UserError("the packed copy would be inside the folder of pictures", str(target), mend)
     return PackRequest(root, target, size, (quality or USUAL_QUALITY) if size else 0)
 
 
@@ -60,10 +60,10 @@ def check_pack(folder: Path, target: Path | None) -> PackedSet:
     """Reads all of a pack, named itself or by its folder. Raises UserError: there is none, or it was altered."""
     place = target or (folder if is_pack(folder) else place_of_pack(folder))
     if not is_pack(place):
-        raise UserError(f"there is no packed copy at {place}", str(place), ("manyhands pack FOLDER makes one",))
+        raise UserError(f"there is no packed copy at {place}", str(place), ("run manyhands pack FOLDER",))
     pack = open_pack(place)
     bad = altered_shards(pack)
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise altered(place / bad[0], f"{bad[0]}{more} isn't what was written")
+        raise altered(place / bad[0], f"{bad[0]}{more} has changed since it was packed")
     return pack

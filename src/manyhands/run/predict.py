@@ -75,11 +75,11 @@ def list_pictures(named: Iterable[Path]) -> list[Path]:
             )
             inside = [file for file in inside if not any(map(is_junk, file.relative_to(path).parts))]
             if not inside:
-                mend = (f"pictures end in {', '.join(sorted(PICTURE_SUFFIXES))}",)
+                mend = (f"name a folder with pictures that end in {', '.join(sorted(PICTURE_SUFFIXES))}",)
                 raise UserError(f"there is no picture in {path}", str(path), mend)
             found += inside
         elif path.is_file():
             found.append(path)
         else:
-            raise UserError(f"there is no picture {path}", "", ("name picture files, or folders of them",))
+            raise UserError(f"there is no picture {path}", "", ("name picture files or folders of pictures",))
     return found

@@ -35,14 +35,14 @@ def look_over(job: Job, say: Callable[[str, str], object], crew: Crew) -> list[A
     allowed = not job.cluster.interface or (apart and job.cluster.relay)
     through_ssh = job.cluster.through_ssh or (bool(apart or public) and allowed)
     if apart and through_ssh:
-        say(f"{worst[0].what}: trying ssh between them", "INFO")
+        say(f"{worst[0].what}: trying ssh between the machines", "INFO")
     elif worst:
         others = [f"also: {finding.what}" for finding in worst[1:]]
         error = RunError(worst[0].what, ", ".join(worst[0].hosts), (*worst[0].mend, *others))
         error.exit_code = EXIT_DOCTOR
         raise error
     if public and through_ssh and not job.cluster.through_ssh:
-        say(f"{public}: they are joined through ssh; --interface NAME has what is sent go there in the open", "INFO")
+        say(f"{public}: connecting through ssh; to connect unencrypted, use --interface NAME", "INFO")
     for finding in found:
         if finding.severity == "warn" and finding.check not in MOMENTARY:
             say(finding.what, "WARNING")
@@ -52,7 +52,7 @@ def look_over(job: Job, say: Callable[[str, str], object], crew: Crew) -> list[A
 def public_addresses(chosen: Mapping[str, tuple[str, str]]) -> str:
     """Says which machines reach each other only at addresses of the Internet; nothing where none do."""
     public = [f"{name} at {address}" for name, (_, address) in chosen.items() if ip_address(address).is_global]
-    return f"between them is only the Internet ({', '.join(public)})" if public else ""
+    return f"only the Internet connects the machines ({', '.join(public)})" if public else ""
 
 
 def judge(job: Job, crew: Crew, machine: Machine, facts: Facts) -> None:

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.config.job import OBJECT, Job, TrainOptions
-from manyhands.config.load import is_switch, known_keys, load_on
+from manyhands.config.load import ONE_WORD, is_switch, known_keys, load_on, meant_key
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError, UserError
 from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.going_on import OBJECTS
 from manyhands.core.named_code import announce
-from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.stops import RECEIVED
 from manyhands.core.world import Membership
@@ -51,12 +50,12 @@ JobLike = Job | str | Path | None
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended, read from its folder.
+    """A finished run, read from its folder.
 
     Attributes:
         path: the run folder.
-        status: "finished"; a run that is stopped raises instead of being returned.
-        model: the network, where `fit` was given an object.
+        status: "finished"; `fit` raises an exception for a stopped run.
+        model: the trained network, if `fit` was given an object.
     """
 
     path: Path
@@ -70,7 +69,7 @@ class Run:
 
     @property
     def best(self) -> EvaluationMetrics:
-        """The evaluation that is the best by what train.best says."""
+        """The best evaluation by the criterion train.best."""
         noted = [record for record in self._evaluated() if record.best]
         return noted[-1] if noted else max(self._evaluated(), key=lambda record: record.top1)
 
@@ -81,16 +80,16 @@ class Run:
 
     @property
     def test(self) -> EvaluationDetail | None:
-        """What the best weights made of samples that decided nothing; None where none were held out."""
+        """The final test of the best weights on held-out samples; None if no samples were held out."""
         return read_run(self.path).tests.get("best")
 
     @property
     def shares(self) -> list[int]:
-        """Samples of each update that each process took at last, by rank."""
+        """Samples of each update per process, by rank, at the end of the run."""
         return samples_of_each(read_run(self.path))
 
     def report(self) -> Path:
-        """Writes report.html and its pictures, and says where."""
+        """Writes report.html and its pictures, and returns the path of report.html."""
         return write_report(self.path)
 
     def _evaluated(self) -> list[EvaluationMetrics]:
@@ -130,7 +129,7 @@ def _as_arguments(line: str, bare: str = "=…") -> str:
             value = f'"{value}"'
         return f"{name}={value}" if value else f"{name}{bare}"
 
-    return line if "manyhands " in line else _FLAG.sub(argument, line)
+    return line if "manyhands " in line else _FLAG.sub(argument, line.replace("flag --", "argument --"))
 
 
 @contextlib.contextmanager
@@ -160,41 +159,40 @@ def fit(  # noqa: PLR0913 - all but three are named
     quiet: bool = False,
     **settings: Any,
 ) -> Run:
-    """Trains a classifier and returns its run; `model` holds the trained weights afterwards.
+    """Trains a classifier and returns the finished run. Afterwards `model` holds the trained weights.
 
     Args:
-        model: a network, or a name such as "resnet18"; None for the job's.
-        train_set: a torch Dataset of (x, y), or a name or folder such as "cifar10"; None for the job's.
-        test_set: the same, for evaluation; without it a tenth of train_set is kept for that. The best epoch is chosen
-            by it.
-        job: a Job or the path of a job.toml; what is given beside it wins over what it says.
-        held_out_set: the same as test_set, for a test: evaluated once at the end, with the best and the last weights.
-        processes: how many to start on this machine; None: as many as the job says, or this process, or the place
-            that torchrun gave it.
-        loss: function (output, labels) of the mean loss or one per sample; cross-entropy if None. Or what train.loss
-            may be.
-        optimizer: function of the list of parameters that gives a torch.optim.Optimizer, such as torch.optim.RMSprop;
-            its learning rate is moved by the schedule. Or what train.optimizer may be.
-        schedule: function of the update's number, from 0, that gives the part of the peak learning rate at it, or
-            function of the optimizer (its first parameter has that name) that gives one of torch's schedulers. Either
-            may ask for total_steps and steps_per_epoch by these names. Or what train.schedule may be.
-        metrics: more figures of each evaluation, by name: functions (outputs [n, C], labels [n]) of one value per
-            sample, or objects with update(outputs, labels), which gives sums, and compute(sums). Or what train.metrics
-            may be.
-        at_epoch_end: function (EpochEnd) that is called on rank 0 after each epoch and its evaluation, while the other
-            processes wait; what it raises ends the run.
+        model: a torch.nn.Module, or the name of a network such as "resnet18"; None: the network of the job.
+        train_set: a torch Dataset of (x, y), or a name or folder such as "cifar10"; None: the data of the job.
+        test_set: a Dataset to evaluate on, which also selects the best epoch; None: a tenth of train_set, held back.
+        job: a Job or the path of a job.toml. Other arguments override the values of the job.
+        held_out_set: a Dataset for the final test, evaluated once at the end, with the best and with the last weights.
+        processes: number of processes to start on this machine; None: the number in the job, or this process alone,
+            or this process as a rank of the group that torchrun started.
+        loss: function of (output, labels) that returns the mean loss or one loss per sample, or a value of train.loss;
+            None: cross-entropy.
+        optimizer: function of the list of parameters that returns a torch.optim.Optimizer, such as torch.optim.RMSprop,
+            or a value of train.optimizer. The schedule scales the learning rate of the optimizer.
+        schedule: function of the update number, from 0, that returns the fraction of the peak learning rate, or
+            function of one parameter named optimizer that returns a torch scheduler. Both may take total_steps and
+            steps_per_epoch by these names. Or a value of train.schedule.
+        metrics: additional evaluation metrics by name: functions of (outputs [n, C], labels [n]) that return one value
+            per sample, or objects with update(outputs, labels), which returns sums, and compute(sums). Or a value of
+            train.metrics.
+        at_epoch_end: function of an EpochEnd, called on rank 0 after each epoch and its evaluation, while the other
+            processes wait. An exception ends the run.
         out: the run folder.
-        quiet: no progress on standard error.
+        quiet: print no progress on standard error.
         settings: options of the train section (epochs, batch, lr …), or of any section as section__name.
 
     Raises:
-        ManyhandsError: the run failed, or an argument is wrong.
-        KeyboardInterrupt: after Ctrl-C, once the run is saved.
-        SystemExit: with code 75, after SIGTERM or another request to stop, once the run is saved.
+        ManyhandsError: an argument is wrong, or the run failed.
+        KeyboardInterrupt: Ctrl-C was pressed, and the run is saved.
+        SystemExit: SIGTERM or another request to stop arrived, and the run is saved; the exit code is 75.
     """
     if job is None and (model is None or train_set is None):
         what = "network" if model is None else "training set"
-        raise UserError(f"fit has no {what}", "fit", ("fit(model, train_set)", "or a job that names both: fit(job=…)"))
+        raise UserError(f"fit has no {what}", "fit", ("call fit(model, train_set)", "or fit(job=…)"))
     named = _options_of(model)
     if train_set is not None:
         named["data.name"] = str(train_set) if isinstance(train_set, str | Path) else OBJECTS
@@ -205,9 +203,9 @@ def fit(  # noqa: PLR0913 - all but three are named
     given["train.metrics"] = metric_words(metrics)
     loaded = load_on(job, {**_flags(settings, "fit"), **named, **given})
     if at_epoch_end is not None and not callable(at_epoch_end):
-        raise UserError("at_epoch_end is not a function", "fit", ("at_epoch_end=lambda end: print(end.epoch)",))
+        raise UserError("at_epoch_end is not a function", "fit", ("such as at_epoch_end=lambda end: print(end.epoch)",))
     if not (optimizer is None or isinstance(optimizer, str) or callable(optimizer)):
-        mend = ("give what makes it of the parameters: optimizer=torch.optim.RMSprop",)
+        mend = ("pass a function of the parameters, such as optimizer=torch.optim.RMSprop",)
         raise UserError(f"the optimizer is a {type(optimizer).__name__}, not a function", "fit", mend)
     live: dict[str, Any] = {name: one for name, one in own.items() if not isinstance(one, str)}
     objects = Objects(None if isinstance(model, str) else model, at_epoch_end=at_epoch_end, **live)
@@ -228,7 +226,7 @@ def fit(  # noqa: PLR0913 - all but three are named
         load_worker("own_process").load_weights(objects.model, outcome.folder.path)
     if outcome.status == "stopped":
         if signal.SIGINT in RECEIVED:
-            raise KeyboardInterrupt(f"saved in {outcome.folder.path}; the same program resumes there")
+            raise KeyboardInterrupt(f"saved in {outcome.folder.path}; run the same program again to resume")
         raise SystemExit(EXIT_SAVED)
     return Run(outcome.folder.path, outcome.status, objects.model)
 
@@ -240,7 +238,7 @@ def _options_of(model: Any) -> dict[str, Any]:
     if isinstance(model, type) or not hasattr(model, "named_parameters"):
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise UserError(
-            f"model is {kind}, not a network", "model", ("give a torch.nn.Module, such as nn.Linear(64, 10)",)
+            f"model is {kind}, not a network", "model", ("pass a torch.nn.Module, such as nn.Linear(64, 10)",)
         )
     # A float64 network is given its inputs unchanged, as in a session; one of several types keeps its types.
     double = {str(one.dtype) for one in model.parameters()} == {"torch.float64"}
@@ -262,10 +260,12 @@ def _flags(settings: dict[str, Any], function: str) -> dict[str, Any]:
 
 def _meant(name: str, value: Any) -> tuple[str, ...]:
     if name == "workers":
-        return (f"fit(processes={value}) starts processes", f"data__workers={value}: the loader's, of each process")
-    known = next((key for key in known_keys() if key.endswith(f".{name}")), "")
-    section = f"did you mean {known.replace('.', '__')}?" if known else "options of other sections: section__name"
-    return (did_you_mean(name, TrainOptions.model_fields) or section,)
+        return (f"to start processes, pass processes={value}", f"for the data loader, pass data__workers={value}")
+    key = f"{name}.{ONE_WORD[name]}" if name in ONE_WORD else meant_key(name)
+    if key in {"data.name", "model.name"}:
+        return ("pass network and data to fit(model, train_set), or to prepare of a session",)
+    argument = {"run.out": "out"}.get(key, key.removeprefix("train.").replace(".", "__"))
+    return (f"did you mean {argument}?" if key else "write options of other sections as section__name",)
 
 
 def _refuse_what_is_lost(name: str | None, test_set: Any, held_out_set: Any) -> None:
@@ -273,11 +273,11 @@ def _refuse_what_is_lost(name: str | None, test_set: Any, held_out_set: Any) -> 
     if name == OBJECTS:
         return
     for word, given, mend in (
-        ("test_set", test_set, "with a name: the data's own test split, or data__validation=0.1 for a share"),
-        ("held_out_set", held_out_set, 'with a name: data__held_out="./folder"'),
+        ("test_set", test_set, "use the test split of the named data set, or data__validation=0.1 for a part of it"),
+        ("held_out_set", held_out_set, 'pass a name or folder: data__held_out="./folder"'),
     ):
         if given is not None:
-            raise UserError(f"{word} goes with data sets as objects", word, (mend,))
+            raise UserError(f"{word} needs a train_set that is a Dataset, not a name", word, (mend,))
 
 
 def _start(job: Job, objects: Objects, asked: int | None, started: int | None, *, quiet: bool) -> tuple[Outcome, bool]:
@@ -294,8 +294,8 @@ def _start(job: Job, objects: Objects, asked: int | None, started: int | None, *
     if started is None or (standing and asked is None):
         return train_in_process(job, _place_of(job), quiet=quiet, objects=objects), False
     if standing:
-        mend = ("leave processes out: the group's own train together", "or call it before the group is made")
-        raise UserError("processes=N starts processes, and this process is in a group of some already", "fit", mend)
+        mend = ("remove processes to train with this group", "or call fit before the group is created")
+        raise UserError("fit can't start processes: this process is already in a process group", "fit", mend)
     # A launcher's place wins over the job's number of processes.
     elsewhere = place_of(job).membership is None
     return train(job, quiet=quiet, objects=objects), elsewhere
@@ -326,20 +326,20 @@ def evaluate(
     metrics: Mapping[str, Any] | None = None,
     job: JobLike = None,
 ) -> "Evaluation":
-    """Evaluates a network on a data set in this process (or with the other processes of a launcher).
+    """Evaluates a network on a data set in this process, or in all processes of a launcher.
 
-    8-bit pictures are normalized with the mean and deviation of the set that the network was trained on, which `fit`,
-    `load` and `Session.prepare` note for the network. Float tensors are used unchanged.
+    8-bit pictures are normalized with the mean and standard deviation of the training data, which `fit`, `load` and
+    `Session.prepare` attach to the network. Float tensors are used unchanged.
 
     Args:
-        model: the network; or what `fit` returned, a run folder, or a checkpoint, whose best weights are evaluated.
+        model: a network; or a Run, a run folder or a checkpoint, of which the best weights are evaluated.
         test_set: a torch Dataset of (x, y).
-        batch: samples in one pass; None for what the job says, or 256.
-        metrics: more figures by name, as `fit` takes them.
+        batch: samples per pass; None: the value in the job, or 256.
+        metrics: additional metrics by name, as in `fit`.
         job: a Job or the path of a job.toml.
 
     Raises:
-        UserError: a sample doesn't suit the network, its normalization is unknown, or an argument is wrong.
+        UserError: a sample does not fit the network, the normalization is unknown, or an argument is wrong.
     """
     if isinstance(model, Run | str | Path):
         model = load(model).network
@@ -352,25 +352,25 @@ def evaluate(
 def load(
     run: Run | str | Path, which: str = "best", *, model: "nn.Module | str | None" = None, device: str = "cpu"
 ) -> "Trained":
-    """The network that a run has trained, ready for use.
+    """Loads the trained network of a run, ready for inference.
 
         network, transform, classes = manyhands.load("runs/pets")
         scores = network(transform("cat.jpg")[None])
         print(classes[scores.argmax()])
 
     Args:
-        run: what `fit` returned, a run folder, or a checkpoint.
-        which: "best" or "last", for a run.
-        model: the network, where the run was given an object; it takes the weights. Or the name of one.
-        device: torch's name of where the network is to be.
+        run: a Run, a run folder or a checkpoint.
+        which: "best" or "last", if `run` is a run.
+        model: a network to load the weights into, needed if the run was trained on an object; or a network name.
+        device: torch device of the network.
 
     Returns:
-        A Trained, of three. network: in evaluation mode. transform: makes of a picture (a path, a PIL image, 8-bit
-        pixels) what the network wants, [C, S, S]; numbers of a data set of one's own pass as they are. classes: a name
-        for each output.
+        A Trained with three fields. network: the network in evaluation mode. transform: function that turns a picture
+        (a path, a PIL image or 8-bit pixels) into an input tensor [C, S, S]; tensors of your own data pass unchanged.
+        classes: the class name of each output.
 
     Raises:
-        UserError: there is no such run, or its network can't be made again without `model`.
+        UserError: the run does not exist, or its network can't be rebuilt without `model`.
     """
     live = copy.deepcopy(run.model) if isinstance(run, Run) and model is None else model
     path = resolve_checkpoint(_place(run), which)
@@ -384,16 +384,16 @@ def load(
 def predict(
     run: Run | str | Path, pictures: Any, *, which: str = "best", model: "nn.Module | str | None" = None
 ) -> list[list[tuple[str, float]]]:
-    """The most likely classes of pictures: for each a list of (class name, probability).
+    """Returns the most likely classes of each picture, as a list of (class name, probability).
 
     Args:
-        run: what `fit` returned, a run folder, or a checkpoint.
-        pictures: paths of files and folders, PIL images, 8-bit pixels, or tensors as the run's own data set gave them.
-        which: "best" or "last", for a run.
-        model: as `load` takes it.
+        run: a Run, a run folder or a checkpoint.
+        pictures: paths of files and folders, PIL images, 8-bit pixels, or tensors as in the training data.
+        which: "best" or "last", if `run` is a run.
+        model: the network, as in `load`.
 
     Raises:
-        UserError: a picture can't be read, or how the run's own data set made its samples isn't known.
+        UserError: a picture can't be read, or the preprocessing of the training data is unknown.
     """
     tensors = load_worker("own_process")
     if isinstance(pictures, str | Path) or not hasattr(pictures, "__iter__") or tensors.as_picture(pictures):
@@ -417,18 +417,18 @@ def session(
     out: str | Path | None = None,
     **settings: Any,
 ) -> "contextlib.AbstractContextManager[Session]":
-    """This process among all of a run, for a training loop of the user's own.
+    """Opens a session for your own training loop: `with manyhands.session() as here`.
 
     Args:
-        job: a Job or the path of a job.toml; what is given beside it wins over what it says.
-        metrics: more figures of each evaluation, by name, as `fit` takes them.
-        out: the run folder, in which each epoch is saved, and from which a loop over `epochs` goes on; None for none.
+        job: a Job or the path of a job.toml. Other arguments override the values of the job.
+        metrics: additional evaluation metrics by name, as in `fit`.
+        out: the run folder, in which each epoch is saved and from which a loop over `epochs` resumes; None: no folder.
         settings: options of the train section (seed, norm_group, micro_batch, precision, clip …), or of any section as
-            section__name. The learning rate is the user's own, unless schedule is given, with epochs.
+            section__name. The loop sets the learning rate itself, unless schedule and epochs are given.
 
     Returns:
-        What `with` makes a Session of: rank, size, device, collectives, new_group, prepare, epochs, backward, evaluate,
-        save.
+        A context manager that gives a Session with rank, size, device, collectives, new_group, prepare, epochs,
+        backward, evaluate and save.
     """
     return SessionBlock(_session(job, metrics, out, settings))
 
@@ -440,8 +440,8 @@ def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[
         if in_vain := sorted(
             {"train.batch", "train.lr", "train.optimizer", "train.weight_decay", "train.momentum"} & set(flags)
         ):
-            what = f"a session takes no {in_vain[0].partition('.')[2]}"
-            raise UserError(what, "session", ("optimizer and batch are what prepare is given",))
+            what = f"session has no argument {in_vain[0].partition('.')[2]}"
+            raise UserError(what, "session", ("pass optimizer and batch to prepare of the session",))
         named = {"data.name": OBJECTS, "run.out": str(out) if out else None, "train.metrics": metric_words(metrics)}
         loaded = load_on(job, {**flags, **named})
         settled = loaded.job
@@ -449,8 +449,8 @@ def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[
         given = {key for key, origin in loaded.origins.items() if not origin.startswith("recipe")}
         scheduled = "train.schedule" in given
         if scheduled and settled.train.schedule != "constant" and "train.epochs" not in given:
-            mend = (f"session(schedule={settled.train.schedule!r}, epochs=30)",)
-            raise UserError("a schedule needs the number of epochs", "session", mend)
+            mend = (f"pass epochs too: session(schedule={settled.train.schedule!r}, epochs=30)",)
+            raise UserError("session has a schedule, but no number of epochs", "session", mend)
         program = os.path.basename(sys.argv[0]).replace(" ", "_")  # noqa: PTH119 - sys.argv[0] may be "-c"
         place = _place_of(settled)
         open_session = load_worker("own_process").opened

@@ -86,7 +86,7 @@ class Recovery:
         trial = "" if from_outside(cause) else " and ".join(self._company.on_trial())
         if trial:
             what = cause.what if cause else ending.refused.what if ending.refused else ending.broken
-            return self._go_on("restarted", cause, f"with {trial} there was no start ({what})")
+            return self._go_on("restarted", cause, f"the start with {trial} failed ({what})")
         if ending.refused:
             return False
         useless, too_few = self._budget.spend(cause, script=bool(self.job.run.script)), self._company.too_few()
@@ -105,12 +105,12 @@ class Recovery:
             self._say(why, "WARNING")
             return False
         self._budget.begin()
-        return self._go_on("regrouped", None, f"{' and '.join(self._company.coming())} can take part")
+        return self._go_on("regrouped", None, f"{' and '.join(self._company.coming())} can join")
 
     def _go_on(self, kind: str, cause: Failure | None, what: str) -> bool:
         step = saved_step(self._folder)
-        going_on = "begins again" if step is None else f"goes on from step {step}"
-        _note(self._folder, kind, cause, self.number, f"{what}: the run {going_on}", step)
+        restart = "restarting from the beginning" if step is None else f"restarting from step {step}"
+        _note(self._folder, kind, cause, self.number, f"{what}: {restart}", step)
         self.number += 1
         if step != self._before:
             self.job = gone_on_with(self.job)
@@ -182,24 +182,24 @@ class RestartBudget:
         own = cause is not None and not from_outside(cause)
         # What we could name ourselves, such as a loss that is no number or a full disk, comes again.
         if cause is not None and (cause.exit_code != EXIT_FAILED or cause.error == RunError.__name__):
-            return "a new start would not mend that"
+            return "a restart would not fix this error"
         if own and (script or not self._trained_since(began)):
-            return "it failed before its first update, so a new start would fail as well"
+            return "the run failed before its first update, so a restart would fail too"
         saved = saved_step(self._folder)
         this = (cause.error, cause.rank, saved or 0) if cause and own else None
         if this and self._last and this[:2] == self._last[:2] and this[2] - self._last[2] < SOON_UPDATES:
-            return f"the same error twice within {SOON_UPDATES} updates: the run does not go on by itself"
+            return f"the same error twice within {SOON_UPDATES} updates: not restarting"
         self._last = this
         if cause and own and not cause.consequence:
             times = self._times.setdefault(_raised_at(cause), [])
             times.append(cause.time)
             if len(times) >= MOST_ALIKE and times[-1] - times[-MOST_ALIKE] < ALIKE_S:
                 limit = f"{MOST_ALIKE} times within {ALIKE_S / 60:.0f} minutes"
-                return f"the same error {limit}: the run does not go on by itself"
+                return f"the same error {limit}: not restarting"
         self._in_vain = 0 if saved != self._saved else self._in_vain + 1
         self._saved = saved
         if self._in_vain >= MOST_IN_VAIN:
-            return f"{MOST_IN_VAIN} starts in a row saved nothing new: the run does not go on by itself"
+            return f"{MOST_IN_VAIN} starts in a row saved nothing new: not restarting"
         return ""
 
     def _trained_since(self, began: float) -> bool:

@@ -31,14 +31,14 @@ def check_script(loaded: LoadedJob) -> None:
     script = job.run.script[0]
     given = [key for key, origin in loaded.origins.items() if origin == "flag" and not key.startswith(_SECTIONS)]
     if given:
-        mend = (f"what is meant for the script comes last: manyhands train {script} -n 2 -- --its-own-option 3",)
+        mend = (f"put options of the script after --: manyhands train {script} -n 2 -- --its-own-option 3",)
         raise UserError(f"{given[0]} has no effect on a script of your own", f"flag --{given[0]}", mend)
     if not machines_of(job.cluster) and not Path(script).is_file():
-        raise UserError(f"there is no script {script}", str(Path.cwd()), ("write its path from here",))
+        raise UserError(f"there is no script {script}", str(Path.cwd()), ("write the path relative to this folder",))
     found = participate(job.cluster).membership
     if found:
-        what = f"this process is rank {found.rank} of {found.size} already, by {found.started_by}"
-        mend = (f"under a launcher start the script itself: {script}", f"or without it: manyhands train {script} -n 2")
+        what = f"this process is already rank {found.rank} of {found.size}, by {found.started_by}"
+        mend = (f"start {script} without manyhands", f"or without a launcher: manyhands train {script} -n 2")
         raise UserError(what, script, mend)
 
 
@@ -57,7 +57,7 @@ def shown(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> Callab
 
 def stopping(job: Job, usual: str) -> str:
     """What is said at a wish to stop: a script of the user's is not known to save."""
-    return f"stopping {job.run.script[0]}; Ctrl-C again kills it" if job.run.script else usual
+    return f"stopping {job.run.script[0]}; press Ctrl-C again to kill the script" if job.run.script else usual
 
 
 def note_end(job: Job, folder: RunFolder, ending: Ending) -> None:
@@ -72,7 +72,8 @@ def note_end(job: Job, folder: RunFolder, ending: Ending) -> None:
             append(folder.events, Event(time=time.time(), kind=kind))
     if ending.interrupted:
         error = ManyhandsError(
-            f"{job.run.script[0]} was stopped", mend=(f"what it wrote: manyhands logs {shlex.quote(str(folder.path))}",)
+            f"{job.run.script[0]} was stopped",
+            mend=(f"for its output: manyhands logs {shlex.quote(str(folder.path))}",),
         )
         error.exit_code = EXIT_INTERRUPTED
         raise error

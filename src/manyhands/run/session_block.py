@@ -28,4 +28,4 @@ class SessionBlock(AbstractContextManager["Session"]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise UserError("a session is opened by `with`", f"session.{name}", ("with manyhands.session() as here: …",))
+        raise UserError("the session is not open", f"session.{name}", ("write with manyhands.session() as here: …",))

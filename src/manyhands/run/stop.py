@@ -39,7 +39,7 @@ def stop_headless(folder: RunFolder, say: Callable[[str], None], *, now: bool) -
     if not known_gone or headed_here(run) or not agents_work(ranks):
         return False
     how = "ending the processes" if now else "asked the processes"
-    say(f"{how} of {run}{'' if now else ' to save and stop'}; the command that watched them isn't here")
+    say(f"{how} of {run}{'' if now else ' to save and stop'}; the launcher is not on this machine")
     if term != Term():
         raise_term(ranks, Term(term.head + 1))
     # A stopped one (SIGSTOP) can't have noticed that its head is gone; its processes end with it.
@@ -63,13 +63,13 @@ def stop_run(record: Running, say: Callable[[str], None], *, now: bool) -> Event
     """
     if not record.here:
         raise UserError(
-            f"{record.name} is watched from {record.host}",
+            f"{record.name} was launched from {record.host}",
             record.run,
-            (f"on {record.host}: manyhands stop {shlex.quote(record.name)}",),
+            (f"run this on {record.host}: manyhands stop {shlex.quote(record.name)}",),
         )
     signal_head(record, signal.SIGTERM)
     if now:
-        say(f"ending {record.name} (pid {record.pid}) without a save")
+        say(f"ending {record.name} (pid {record.pid}) without saving")
         _end(record, say)
     else:
         say(f"asked {record.name} (pid {record.pid}) to save and stop")
@@ -81,10 +81,10 @@ def _wait_for_save(record: Running, say: Callable[[str], None]) -> None:
     asked, told = time.monotonic(), ""
     while goes_on(record):
         stopping = look(record).state == "stopping"
-        words = "waiting for its last checkpoint" if stopping else "waiting for the update that goes on"
+        words = "waiting for the last checkpoint" if stopping else "waiting for the current update"
         if words != told and time.monotonic() - asked > QUIET_S:
             told = words
-            say(f"{words}; --now ends it at once")
+            say(f"{words}; use --now to end the run at once")
         time.sleep(POLL_S)
 
 
@@ -94,10 +94,10 @@ def _end(record: Running, say: Callable[[str], None]) -> None:
     signal_head(record, signal.SIGINT)
     if _wait_until_gone(record, KILL_S):
         return
-    say(f"it didn't end in {KILL_S:.0f} s and is killed")
+    say(f"{record.name} did not end within {KILL_S:.0f} s: killing the run")
     signal_head(record, signal.SIGKILL)
     if not _wait_until_gone(record, KILL_S):
-        raise RunError(f"{record.name} can't be ended", f"pid {record.pid}", (f"kill -9 {record.pid}",))
+        raise RunError(f"{record.name} can't be ended", f"pid {record.pid}", (f"run kill -9 {record.pid}",))
 
 
 def _wait_until_gone(record: Running, limit_s: float) -> bool:

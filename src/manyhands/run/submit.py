@@ -37,16 +37,16 @@ def submit(job: Job, job_file: Path | None, on: str, *, dry_run: bool) -> str:
     """
     if on == "slurm":
         text, program = slurm.script(_for_slurm(job, job_file)), ["sbatch"]
-        mend = "run it on the cluster's login machine"
+        mend = "run this command on the login machine of the cluster"
     elif on == "kubernetes":
         text, program = kubernetes.manifest(_for_kubernetes(job)), ["kubectl", "apply", "-f", "-"]
-        mend = "install kubectl and point it to the cluster (kubectl config use-context …)"
+        mend = "install kubectl and select the cluster (kubectl config use-context …)"
     else:
-        raise UserError(f'no scheduler is called "{on}"', "--on", ("known: slurm, kubernetes",))
+        raise UserError(f'no scheduler is called "{on}"', "--on", ("choose slurm or kubernetes",))
     if dry_run:
         return text
     if not shutil.which(program[0]):
-        raise UserError(f"{program[0]} is not on this machine", f"--on {on}", (mend, "--dry-run shows what it is for"))
+        raise UserError(f"{program[0]} is not on this machine", f"--on {on}", (mend, "or print the job: --dry-run"))
     done = subprocess.run(program, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
@@ -56,7 +56,7 @@ def submit(job: Job, job_file: Path | None, on: str, *, dry_run: bool) -> str:
 
 def _mend(said: str) -> tuple[str, ...]:
     """Everything the program said, where it is more than one line, and how to look at what it was given."""
-    return (*said.splitlines()[:-1][:8], "--dry-run shows what it was given")
+    return (*said.splitlines()[:-1][:8], "to see the submitted job, use --dry-run")
 
 
 def _for_slurm(job: Job, job_file: Path | None) -> Submission:
@@ -64,7 +64,7 @@ def _for_slurm(job: Job, job_file: Path | None) -> Submission:
     out = job.run.out or f"runs/slurm-{JOB}"
     if job.submit.options and any("\n" in option or not option.startswith("-") for option in job.submit.options):
         raise UserError(
-            "an option for sbatch starts with a dash", "submit.options", ('submit.options = ["--partition=gpu"]',)
+            "an option of sbatch must start with a dash", "submit.options", ('such as ["--partition=gpu"]',)
         )
     return _submission(job, ("manyhands", "train", *_words(job, job_file), "--out", out))
 
@@ -74,14 +74,14 @@ def _for_kubernetes(job: Job) -> Submission:
         raise UserError(
             "Kubernetes needs a container image with manyhands in it",
             "submit.image",
-            ("--submit.image registry/name:tag",),
+            ("add --submit.image registry/name:tag",),
         )
     for key in ("time_limit", "options"):
         if getattr(job.submit, key):
-            raise UserError(f"submit.{key} is for Slurm", f"submit.{key}", ("leave it out with --on kubernetes",))
+            raise UserError(f"submit.{key} is for Slurm", f"submit.{key}", (f"remove submit.{key}",))
     if not job.run.out:
-        mend = ("--out /data/runs/first, where /data is a volume that the runtime mounts",)
-        raise UserError("Kubernetes throws a container's own files away, and the run with them", "--out", mend)
+        mend = ("add --out /data/runs/first, where /data is a volume that the runtime mounts",)
+        raise UserError("Kubernetes deletes the files of a container, and with them the run", "--out", mend)
     return _submission(job, ("manyhands", "train", *_words(job, None), "--out", job.run.out))
 
 
@@ -89,15 +89,15 @@ def _submission(job: Job, command: tuple[str, ...]) -> Submission:
     wanted, cluster = job.submit, job.cluster
     accelerators = wanted.accelerators
     if cluster.device == "cpu" and accelerators:
-        raise UserError("accelerators are asked for, and the device is cpu", "submit.accelerators", ("leave one out",))
+        raise UserError("submit.accelerators is set, but the device is cpu", "--device", ("remove one of the two",))
     if cluster.device not in {"cpu", "auto"} and not accelerators:
         accelerators = cluster.processes or 1
     processes = cluster.processes or accelerators or 1
     if accelerators and processes != accelerators:
         raise UserError(
-            f"{processes} processes and {accelerators} accelerators on each machine",
+            f"each machine has {processes} processes, but {accelerators} accelerators",
             "-n and submit.accelerators",
-            ("give one process to each accelerator",),
+            ("use one process per accelerator",),
         )
     return Submission(
         name=_name(job),

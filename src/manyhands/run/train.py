@@ -73,7 +73,7 @@ from manyhands.run.recovery import Recovery
 from manyhands.run.script import note_end, shown, stopping
 from manyhands.sync.choose import check_method
 
-STOPPING = "stopping after the update that goes on; Ctrl-C again ends at once, unsaved"
+STOPPING = "stopping after the current update; press Ctrl-C again to end at once without saving"
 RUNS = Path("runs")
 LOOPBACK = "127.0.0.1"
 # Processes of a detached run, which save and leave for a new head.
@@ -108,8 +108,8 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
     """
     participation = Participation(None, meeting=meeting) if meeting else place_of(job)
     if job.cluster.detach:
-        mend = ("manyhands launch --detach --hosts localhost …", "or leave it out")
-        raise UserError("only a run that is launched on machines can be detached", "cluster.detach", mend)
+        mend = ("use manyhands launch --detach --hosts localhost …", "or remove cluster.detach")
+        raise UserError("only manyhands launch can detach a run", "cluster.detach", mend)
     if participation.membership:
         end_early()
         return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
@@ -143,8 +143,8 @@ def _refuse_few_files(processes: int) -> None:
     """Raises UserError where the system lets a process open too few files for a run."""
     needed = FILES + FILES_EACH * processes
     if (most := raise_file_limit(needed)) < needed:
-        mend = (f"ulimit -n {needed}, in a shell whose hard limit allows it",)
-        raise UserError(f"a process may open {most} files here, and this run needs {needed}", "ulimit -n", mend)
+        mend = (f"raise the limit: ulimit -n {needed}",)
+        raise UserError(f"this run opens up to {needed} files per process, but the limit is {most}", "ulimit -n", mend)
 
 
 def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
@@ -174,8 +174,8 @@ def _refuse_missing(job: Job, objects: Any) -> None:
     if job.run.script:
         return
     if job.cluster.device.partition(":")[0] == "gpu":
-        mend = ("leave it out: an accelerator is found", "or --device cuda (NVIDIA, AMD), npu, xpu, mps or cpu")
-        raise UserError("there is no gpu device here", "cluster.device", mend)
+        mend = ("remove --device to detect the accelerator", "or use --device cuda (NVIDIA, AMD), npu, xpu, mps or cpu")
+        raise UserError("there is no device type gpu", "cluster.device", mend)
     check_names(job, data=job.data.name != OBJECTS, model=getattr(objects, "model", None) is None)
     code = {"data.name": job.data.name, "model.name": job.model.name, "train.loss": job.train.loss}
     for where, word in code.items():
@@ -201,9 +201,9 @@ def place_of(job: Job) -> Participation:
     for words, option, value in found.requests:
         section, _, name = option.partition(".")
         if not option:
-            say(f"{job.cluster.file}: {words} has no counterpart here and is ignored")
+            say(f"{job.cluster.file}: {words} is not supported and is ignored")
         elif getattr(getattr(job, section), name) != value:
-            say(f"{job.cluster.file}: {words} is not followed; add --{option} {value} to follow it")
+            say(f"{job.cluster.file}: {words} is ignored; to apply this setting, add --{option} {value}")
     return found
 
 
@@ -211,7 +211,7 @@ def _among_machines(job: Job, meeting: Meeting, *, quiet: bool) -> Job:
     """This machine's part of a job whose processes meet those that other machines start; rank 0's keeps the run."""
     if meeting.machine == 0 and not meeting.file:
         # Said only of what can be opened; the agent opens it.
-        listen(meeting.address, meeting.port, "MASTER_ADDR and MASTER_PORT, or the description").close()
+        listen(meeting.address, meeting.port, "MASTER_ADDR and MASTER_PORT, or the cluster file").close()
         if not quiet:
             say(describe_exposure(meeting.address, meeting.port))
     if meeting.machine == 0:
@@ -304,7 +304,7 @@ def _with_line(error: ManyhandsError, folder: RunFolder) -> ManyhandsError:
 def _go_on(folder: RunFolder) -> tuple[str, ...]:
     """The line that goes on with a run that has failed, where something was saved."""
     step = kept_step(folder)
-    told = f"{going_on(folder.path)} goes on from the last checkpoint, of step {step}, and takes other options too"
+    told = f"resume from the last checkpoint, of step {step}, with the same or other options: {going_on(folder.path)}"
     return (told,) if step is not None else ()
 
 
@@ -317,9 +317,9 @@ def report_on(job: Job, folder: RunFolder) -> None:
     try:
         write_report(folder.path)
     except (OSError, ValueError, RuntimeError) as error:
-        say(f"no report: {error}")
+        say(f"report.html could not be written: {error}")
     except KeyboardInterrupt:  # the run itself has ended, and is told of as it has
-        say(f"no report, since you stopped it: manyhands report {shlex.quote(str(folder.path))} writes it")
+        say(f"report.html is not written; to write the report, run manyhands report {shlex.quote(str(folder.path))}")
 
 
 @contextmanager
@@ -363,7 +363,7 @@ def open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     else:
         folder = use_run_folder(Path(job.run.out).expanduser())
         if folder.exists() and job.checkpoint.resume == "never":
-            raise UserError(f"{folder.path} holds a run already", "--out", ("--resume auto", "or another --out"))
+            raise UserError(f"{folder.path} already holds a run", "--out", ("use --resume auto", "or another --out"))
     with writing_into(folder.path):
         # `resume --no-detach` takes a detached run over too.
         detached = "detach" in job.cluster.flags and folder.exists() and read_toml(folder.job).get("cluster", {})
@@ -376,8 +376,8 @@ def open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
 
 def goes_on_already(folder: RunFolder, *more: str) -> UserError:
     """What is said of a folder that a run is at work in."""
-    mend = (f"wait for its end, or stop it: manyhands stop {shlex.quote(str(folder.path))}", *more)
-    return UserError(f"a run is going on in {folder.path}", "--out" if more else str(folder.path), mend)
+    mend = (f"wait for its end, or stop the run: manyhands stop {shlex.quote(str(folder.path))}", *more)
+    return UserError(f"a run is active in {folder.path}", "--out" if more else str(folder.path), mend)
 
 
 def _claim(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
@@ -388,7 +388,7 @@ def _claim(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
             raise_term(folder.ranks, Term(term_in(folder.ranks).head + 1))
         lock = claim(folder, new_holder(), *((TAKE_OVER_S, TAKE_OVER_S) if takes_over else ()))
     except Timeout:
-        raise goes_on_already(folder, "or another --out") from None
+        raise goes_on_already(folder, "or choose another --out") from None
     if not run_id(folder):
         set_run_id(folder)
     folder.failures.mkdir(exist_ok=True)

@@ -29,13 +29,13 @@ def describe(
     first = addresses[0].address
     if places.why_open:
         lines.append(
-            f"{places.why_open}; so the store listens on {first} port {places.ends[0][1]}, open to whoever reaches it, "
-            "without a password"
+            f"{places.why_open}; so the store listens on {first} port {places.ends[0][1]}, open without a password to "
+            "every host that reaches the port"
         )
     lines.append(
-        f"between them: {where}; {'' if places.why_open else 'the store listens on loopback alone, through ssh, and '}"
-        "each process on free ports of its machine's address: open to whoever reaches them, without a password; "
-        "gradients travel unencrypted"
+        f"network: {where}; {'' if places.why_open else 'the store listens on loopback only, through ssh; '}"
+        "each process listens on free ports of its machine's address, open without a password to every host that "
+        "reaches the ports; gradients are sent unencrypted"
     )
     return lines
 

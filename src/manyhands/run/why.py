@@ -33,7 +33,7 @@ class Why:
 
     Attributes:
         run: its folder.
-        state: "going on", "finished", "stopped", "interrupted" (at once, unsaved), "failed", "killed" (without a word).
+        state: "running", "finished", "stopped", "interrupted" (at once, unsaved), "failed", "killed" (without a word).
         told: how far it is or came, in a sentence.
         cause: the first cause, in a sentence.
         rank: that it was on; None where it was on none, or isn't known.
@@ -83,20 +83,20 @@ def explained(run: RunData, head: Running | None = None) -> Why:
     state = _state(run, head)
     folder = str(run.folder.path)
     done, do = _done(run), []
-    if state not in {"going on", "finished"}:
+    if state not in {"running", "finished"}:
         do = [_go_on(run)]
-    if state == "going on" and head:
-        ours = "" if head.here else f" on {head.host}, if that machine is still up"
-        told = f"{folder} goes on{ours}, {_place(run)}{_heard(run)}"
-        do = [f"manyhands logs {folder} --follow shows what processes write"]
+    if state == "running" and head:
+        ours = "" if head.here else f" on {head.host}, unless that machine is down"
+        told = f"{folder} is running{ours}, {_place(run)}{_heard(run)}"
+        do = [f"to see the output of the processes: manyhands logs {folder} --follow"]
         return Why(folder, state, told, machines=_machines(run), done=done, do=do)
-    if state == "going on":
-        told = f"{folder} goes on, {_place(run)}{_heard(run)}; what launched it isn't on this machine, or is lost"
-        do = [f"manyhands stop {folder} has all save and end, typed where it was launched"]
+    if state == "running":
+        told = f"{folder} is running, {_place(run)}{_heard(run)}; the launcher is on another machine, or lost"
+        do = [f"to save and stop, run on the launching machine: manyhands stop {folder}"]
         if term_in(run.folder.ranks) != Term():  # it is detached
             do = [
-                f"{going_on(run.folder.path)} takes its place, if that is lost",
-                f"manyhands stop {folder} has all save",
+                f"to take over from a lost launcher: {going_on(run.folder.path)}",
+                f"to save and stop: manyhands stop {folder}",
             ]
         return Why(folder, state, told, done=done, do=do)
     took = f"after {duration(summary.seconds(run))} of work, {_place(run)}"
@@ -106,20 +106,20 @@ def explained(run: RunData, head: Running | None = None) -> Why:
         end = next(event for event in reversed(run.events) if event.kind == state)
         how, cause = "was ended at once" if state == "interrupted" else "stopped", plain(end.message)
         if state == "stopped" and not end.data.get("rankless"):
-            took += "; all was saved"
-            cause = "it was asked to (Ctrl-C, manyhands stop, a signal), or the command that watched it had gone"
+            took += "; everything is saved"
+            cause = "the run was asked to stop (Ctrl-C, manyhands stop, a signal), or lost its launcher"
         last = next((event for event in reversed(run.events) if event.kind in {REPLACED, *summary.STARTS}), None)
         if last and last.kind == REPLACED:
             cause = plain(last.message)
-            do = [f"manyhands why {folder}, typed there, says how it goes on", *(f"{line}, here again" for line in do)]
+            do = [f"for the progress, run there: manyhands why {folder}", *(f"or, here: {line}" for line in do)]
         return Why(folder, state, f"{folder} {how} {took}", cause, done=done, do=do)
     if state == "killed":
         cause = (
-            "nothing says why: no process has left a word. All were killed from outside, or the machine of the command "
-            "that watched them went down"
+            "no process recorded a reason: all processes were killed from outside, or the machine of the launcher went "
+            "down"
         )
-        told = f"{folder} ended without a word {took}{_heard(run)}"
-        do = ["dmesg | tail says whether the system ended it for memory; last -x whether the machine went down", *do]
+        told = f"{folder} ended without a record {took}{_heard(run)}"
+        do = ["look for out-of-memory kills with dmesg | tail, and for a shutdown of the machine with last -x", *do]
         return Why(folder, state, told, cause, done=done, do=do)
     return _failed(run, f"{folder} failed {took}", done, do)
 
@@ -150,8 +150,8 @@ def _failed(run: RunData, told: str, done: list[str], do: list[str]) -> Why:
         cause, rank = f"{_who(first)}: {shortened(plain(first.what), _LONGEST)}", first.rank
     file = _file(first)
     if first.consequence:
-        cause = f"no process says why. What came first is a mere consequence, on {cause}"
-        do = ["the logs of all processes, in ranks/, may say more; so may the machine that isn't among them", *do]
+        cause = f"no process recorded the first cause; the earliest failure is a consequence: {cause}"
+        do = ["look at the logs of all processes in ranks/, and at any machine without a log", *do]
     elif file and file not in cause:
         cause += f" ({file})"
     return Why(
@@ -164,7 +164,7 @@ def _state(run: RunData, head: Running | None) -> str:
     word = summary.status(run)
     last = next((e.kind for e in reversed(run.events) if e.kind in {"interrupted", *summary.ENDS, *summary.STARTS}), "")
     if (head or agents_work(run.folder.ranks)) and word != "finished":
-        return "going on"
+        return "running"
     if last == "interrupted":
         return last
     return "killed" if word == "unfinished" else word
@@ -188,13 +188,13 @@ def _others(run: RunData, first: Failure) -> str:
     """What the other processes were doing as it came about."""
     rest = [one for one in run.failures if one is not first and one.rank != first.rank]
     told = "; ".join(
-        f"{_who(one)} {'ended since another had' if one.consequence else 'failed as well: ' + shortened(one.what)}"
+        f"{_who(one)} {'ended after another failed' if one.consequence else 'failed as well: ' + shortened(one.what)}"
         for one in rest[:_SHOWN]
     )
     size = run.environment.get("processes")
     unknown = size - 1 - len(rest) if isinstance(size, int) else 0
-    more = f"{len(rest) - _SHOWN} more like them" if len(rest) > _SHOWN else ""
-    silent = f"{unknown} of {size} processes were ended by us before they could say anything" if unknown > 0 else ""
+    more = f"{len(rest) - _SHOWN} more processes likewise" if len(rest) > _SHOWN else ""
+    silent = f"{unknown} of {size} processes were ended before recording an error" if unknown > 0 else ""
     return plain("; ".join(filter(None, (told, more, silent))))
 
 
@@ -205,15 +205,15 @@ def _done(run: RunData) -> list[str]:
     for event in starts[-_SHOWN:]:
         # Who has which rank by now says nothing of then.
         at = f"{event.data['host']}, " if event.data.get("host") else ""
-        how = "started again by itself" if event.kind == "restarted" else "took up a machine"
+        how = "restarted" if event.kind == "restarted" else "restarted with another machine"
         found.append(f"{how} ({at}{ago(time.time() - event.time)}): {_both_ends(event.message)}")
     if len(starts) > _SHOWN:
-        found.insert(0, f"{len(starts)} further starts in all; the last {_SHOWN}:")
+        found.insert(0, f"{len(starts)} restarts in all; the last {_SHOWN}:")
     found += [event.message for event in run.events if event.kind == "undone"][-_SHOWN:]
-    for kind, words in (("left-out", "updates were left out"), ("replaced", "times a picture was replaced")):
+    for kind, words in (("left-out", "updates were skipped"), ("replaced", "times a picture was replaced")):
         events = run.counted(kind)
         if events:
-            found.append(f"{len(events)} {words}, the last one: {events[-1].message}")
+            found.append(f"{len(events)} {words}; the last: {events[-1].message}")
     slow = slow_rank(run)
     found += [f"{slow}"] if slow else []
     for kind in ("slow", "stall"):
@@ -237,9 +237,9 @@ def _go_on(run: RunData) -> str:
     step = kept_step(run.folder)
     if step is None:
         if any(event.kind == "saved" for event in run.events):
-            return f"no checkpoint is left in {run.folder.checkpoints}: restore one, or give another --out"
-        return "nothing was saved yet: the same command begins anew"
-    return f"{going_on(run.folder.path)} goes on from step {step}"
+            return f"restore a checkpoint in {run.folder.checkpoints}, where none is left, or use another --out"
+        return "nothing was saved: run the same command to start from scratch"
+    return f"resume from step {step}: {going_on(run.folder.path)}"
 
 
 def _place(run: RunData) -> str:
@@ -251,7 +251,7 @@ def _place(run: RunData) -> str:
 
 def _heard(run: RunData) -> str:
     times = [record.time for record in (*run.steps[-1:], *run.evaluations[-1:], *run.events[-1:])]
-    return f"; the last news of it came {ago(time.time() - max(times))}" if times else ""
+    return f"; last record {ago(time.time() - max(times))}" if times else ""
 
 
 def _who(failure: Failure) -> str:
