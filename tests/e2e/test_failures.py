@@ -97,7 +97,7 @@ def test_a_full_disk_costs_the_checkpoints_and_not_the_run(small_disk):
     ended = run("train", "digits", "mlp", "--out", small_disk / "run", *LONG, *big)
     # It trained to its end, and says that the end could not be kept.
     assert ended.code == 1, ended.err
-    assert "the run came to step 69, which could not be saved" in ended.err
+    assert "step 69 could not be saved" in ended.err
     assert ended.err.count("evaluated=360") == 3
     assert "the disk is full" in ended.err
     warnings = [event["message"] for event in events(small_disk / "run", "warning")]

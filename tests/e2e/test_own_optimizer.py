@@ -174,7 +174,7 @@ def test_a_file_of_the_users_trains_several_processes_and_goes_on_at_another_num
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"optimizer": lambda parameters: 3}, "gives a int"),
+        ({"optimizer": lambda parameters: 3}, "returned a int"),
         ({"optimizer": torch.optim.SGD(network().parameters(), 0.1)}, "the optimizer is a SGD, not a function"),
         ({"optimizer": "opt.py:RATE"}, "opt.py:RATE is a float, not a function"),
         (
@@ -183,8 +183,8 @@ def test_a_file_of_the_users_trains_several_processes_and_goes_on_at_another_num
         ),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss again"),
         ({"optimizer": lambda _: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])}, "isn't a trainable parameter"),
-        ({"optimizer": lambda own: torch.optim.SGD(own[-1:], 0.1)}, "leaves .* out, which is a trainable parameter"),
-        ({"optimizer": lambda own: torch.optim.SGD(own, lr=0.0)}, "no learning rate"),
+        ({"optimizer": lambda own: torch.optim.SGD(own[-1:], 0.1)}, "doesn't have the trainable parameter .*"),
+        ({"optimizer": lambda own: torch.optim.SGD(own, lr=0.0)}, "no usable learning rate"),
         ({"optimizer": torch.optim.RMSprop, "lr": 0.1}, "train.lr is for sgd and adamw"),
         ({"optimizer": "sdg"}, 'did you mean "sgd"'),
         ({"optimizer": "opt.py:missing"}, "opt.py has no object missing"),

@@ -101,8 +101,8 @@ def test_machines_that_only_ssh_reaches_have_a_slower_link(plan, here):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("-n", 3, "--elastic", "1:3", "--set", "train.norm_group=4"), "takes 12 samples at a time, as on all 3"),
-        (("-n", 4, "--link", "1gbit"), "takes 32 samples at a time, 8 on all 4, since BatchNorm takes 32 together"),
+        (("-n", 3, "--elastic", "1:3", "--set", "train.norm_group=4"), "computes 12 samples in one pass, as with all 3"),
+        (("-n", 4, "--link", "1gbit"), "computes 32 samples in one pass, instead of 8 with all 4, because BatchNorm needs groups of 32"),
         (("-n", 4, "--link", "1gbit", "--elastic", "off"), ""),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_short_stall_is_an_event_and_a_hung_run_ends_soon_with_the_step_that_w
         worker.resume()
         (healed,) = wait_until(lambda: events("run", "stall"), process)
         assert healed["data"]["seconds"] > 3
-        assert "training stood still for" in healed["message"]
+        assert "training stalled for" in healed["message"]
         worker.suspend()
         process.send_signal(signal.SIGTERM)
         ended = finish(process)

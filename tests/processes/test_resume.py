@@ -172,7 +172,7 @@ def test_a_run_whose_end_cannot_be_saved_has_failed(size, tmp_path, monkeypatch)
 
     monkeypatch.setattr(saving, "commit", full)
     for text in run_on_ranks(_failure, size, str(tmp_path)):
-        assert f"came to step {SAVED}, which could not be saved" in text
+        assert f"step {SAVED} could not be saved" in text
 
 
 def _failure(world, folder):

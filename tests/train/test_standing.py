@@ -54,7 +54,7 @@ def test_a_third_of_the_time_and_less_goes_unsaid():
 
 def test_where_auto_would_change_nothing_that_is_said():
     ((_, text, _, _),) = heeded(standing("100gbit"), 0.9, 1.0, 9)
-    assert "--sync auto would keep allreduce" in text
+    assert "--sync auto would also choose allreduce" in text
     assert "resume" not in text
 
 

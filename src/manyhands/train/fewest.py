@@ -25,10 +25,10 @@ def passes_of_fewest(cut: BatchSharing, least: int, batch: int) -> tuple[int, st
     try:
         then = cut.on_fewer(least, batch)
     except UserError as error:
-        return 0, f"can't go on: {error.what}"
-    why = f", since BatchNorm takes {cut.group} together (train.norm_group)"
-    beside = f"{most} on all {cut.processes}{why}" if then > most else f"as on all {cut.processes}"
-    return then, f"takes {then} samples at a time, {beside}"
+        return 0, f"can't continue: {error.what}"
+    why = f", because BatchNorm needs groups of {cut.group} (train.norm_group)"
+    beside = f"instead of {most} with all {cut.processes}{why}" if then > most else f"as with all {cut.processes}"
+    return then, f"computes {then} samples in one pass, {beside}"
 
 
 def held_bytes(device: str) -> int:
@@ -48,7 +48,7 @@ def tell_of_fewest(trainer: Trainer) -> None:
     _, passes = passes_of_fewest(cut, least, min(order.batch, order.length))
     held = held_bytes(world.device)
     told = (
-        f"should machines be lost, down to {least} of {world.size} processes (--elastic), each process {passes}; "
-        f"rank 0 has held {held / 2**30:.2g} GiB so far"
+        f"after a loss of machines down to {least} of {world.size} processes (--elastic), each process {passes}; "
+        f"rank 0 has used {held / 2**30:.2g} GiB so far"
     )
     trainer.journal.event("note", told, trainer.progress.step, held_bytes=held)

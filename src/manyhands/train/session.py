@@ -139,11 +139,11 @@ class Session(Subgroup):
             UserError: they don't fit together, or not the processes, or the run folder holds another training already.
         """
         if self._folder and self._trainer:
-            mend = ("a session of its own, with another out=…, for each training",)
-            raise UserError("prepare was called before, and a run folder holds one training", "session.prepare", mend)
+            mend = ("open another session with another out=… for each training",)
+            raise UserError("prepare was called twice, but a run folder holds one training", "session.prepare", mend)
         if scheduler and self._scheduled:
-            mend = ("leave one of them out",)
-            raise UserError("session(schedule=…) and a scheduler would both move the rate", "session.prepare", mend)
+            mend = ("remove schedule= or scheduler=",)
+            raise UserError("both session(schedule=…) and scheduler=… set the learning rate", "session.prepare", mend)
         self.close()
         job = self.job.model_copy(update={"train": self.job.train.model_copy(update={"batch": batch})})
         split = None if plan is None else as_plan(plan)
@@ -173,8 +173,8 @@ class Session(Subgroup):
         trainer = self._ready()
         trainer.total_steps = self._last_step = count * trainer.feed.order.steps_per_epoch
         if self._concluded >= count and self._changed:
-            what = f"the {self._concluded} epochs of this run are trained, and {self._changed[0]} changed"
-            mend = (f"train longer: epochs({2 * self._concluded})", "or train another run: session(out=…)")
+            what = f"the {self._concluded} epochs of this run are complete, but {self._changed[0]} changed"
+            mend = (f"train longer: epochs({2 * self._concluded})", "or start another run: session(out=…)")
             raise UserError(what, str(trainer.folder.path), mend)
         while self._concluded < count:
             epoch = self._concluded
@@ -207,7 +207,7 @@ class Session(Subgroup):
         if trainer.stopped:
             step = trainer.progress.step
             tell_of_time(trainer)
-            trainer.journal.event("stopped", f"saved at step {step}; the same program goes on from there", step)
+            trainer.journal.event("stopped", f"saved at step {step}; start the same program again to resume", step)
             raise SystemExit(EXIT_SAVED)
 
     def backward(self, loss: Tensor, weight: Tensor | float | None = None) -> None:
@@ -220,10 +220,10 @@ class Session(Subgroup):
         """
         self._ready()
         if loss.numel() != 1:
-            what = f"the loss is a tensor of {list(loss.shape)}"
-            raise UserError(what, "session.backward", ("its mean over samples: loss.mean()",))
+            what = f"the loss is a tensor of shape {list(loss.shape)}"
+            raise UserError(what, "session.backward", ("pass the mean over samples: loss.mean()",))
         if self._own is None:
-            raise UserError("backward was called outside of the loop over samples", "session.backward")
+            raise UserError("session.backward was called outside the loop over samples", "session.backward")
         added, counts = self._own.take_loss(loss.reshape(()), weight)
         self._loss = [torch.stack([added.to(counts.dtype), counts]) + sum(self._loss)]
 
@@ -251,9 +251,9 @@ class Session(Subgroup):
         """
         trainer = self._ready()
         if not self._folder:
-            raise UserError("this session has no run folder", "session.save", ('manyhands.session(out="runs/mine")',))
+            raise UserError("this session has no run folder", "session.save", ('open session(out="runs/mine")',))
         if self._unfinished():
-            raise UserError("an update is under way", "session.save", ("save after optimizer.step()",))
+            raise UserError("save was called within an update", "session.save", ("save after optimizer.step()",))
         if trainer.progress.step_in_epoch:
             save(trainer)
             settle(trainer)
@@ -333,8 +333,8 @@ class Session(Subgroup):
             UserError: a label is beyond; of labels that must be read, when its sample is.
         """
         if has_targets(data):
-            mend = ("add up a figure of your own: here.all_reduce(sums)",)
-            raise UserError("evaluate counts right classes, and here y is no whole number", "session.evaluate", mend)
+            mend = ("add up your own metric with session.all_reduce(sums)",)
+            raise UserError("evaluate needs class numbers, but y is not a whole number", "session.evaluate", mend)
         splits = from_objects(data, data, DataOptions(name="objects"))
         if classes and splits.train.labels is not None:
             check_labels(splits.train.labels, classes, "the data set")
@@ -356,10 +356,10 @@ class Session(Subgroup):
             if noted and not noted.own:
                 pixels = pixels_of(noted)
             elif isinstance(splits.test, ImagesInMemory) and not (own.mean and own.std):
-                what = "the mean and deviation that this network's pictures are normalized with are unknown"
+                what = "the mean and standard deviation of the network's pictures are unknown"
                 mend = (
-                    "manyhands.evaluate(run, test_set)",
-                    'or give them: job=Job(data={"mean": [0.5], "std": [0.25]})',
+                    "call manyhands.evaluate(run, test_set)",
+                    'or set them: job=Job(data={"mean": [0.5], "std": [0.25]})',
                 )
                 raise UserError(what, "evaluate", mend)
         return resolve_pixels(own, pixels)
@@ -376,7 +376,7 @@ class Session(Subgroup):
 
     def _ready(self) -> Trainer:
         if self._trainer is None:
-            raise UserError("call session.prepare(model, optimizer, train_set, batch=…) first", "session")
+            raise UserError("session.prepare was not called", "session", ("call prepare before training",))
         return self._trainer
 
     def _unfinished(self) -> bool:
@@ -384,12 +384,12 @@ class Session(Subgroup):
 
     def _finish(self, trainer: Trainer) -> None:
         if self._trainer not in (trainer, None):
-            mend = ("one network in a session at a time: put several into one nn.Module",)
+            mend = ("put several networks into one nn.Module",)
             raise UserError(
-                "session.prepare was called again since this optimizer was prepared", "optimizer.step", mend
+                "session.prepare was called again after this optimizer was prepared", "optimizer.step", mend
             )
         if self._own is None:
-            raise UserError("optimizer.step() was called outside of the loop over samples", "optimizer.step")
+            raise UserError("optimizer.step() was called outside the loop over samples", "optimizer.step")
         if self._own.finish():
             self._ready().count_update()
 
