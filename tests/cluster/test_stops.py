@@ -213,7 +213,7 @@ def test_a_second_wish_and_a_process_that_hangs_leave_unsaved_work(tmp_path):
     folder, job = RunFolder(tmp_path), load_job({"data.name": "digits"}).job
     (folder.checkpoints / "step-00000040").mkdir(parents=True)
     for ending in (Ending(interrupted=2, failed={0: -9}), Ending(interrupted=1, hung="rank 1 is stopped")):
-        with pytest.raises(ManyhandsError, match="stopped without saving") as raised:
+        with pytest.raises(ManyhandsError, match="stopped without a save") as raised:
             conclude(job, folder, ending)
         assert raised.value.exit_code == 130
 

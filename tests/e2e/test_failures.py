@@ -140,7 +140,7 @@ def test_in_a_loop_of_ones_own_all_say_the_first_cause(processes, kept, tmp_path
     assert 'raise KeyError("the user\'s own mistake")' in failed
     assert "RunError" not in failed
     for told in others:
-        assert re.search(rf"RunError: rank {processes - 1} on \S+ failed first; it says: KeyError: \"the user's", told)
+        assert re.search(rf"RunError: rank {processes - 1} on \S+ failed first: KeyError: \"the user's", told)
         assert "gloo" not in told
         assert "closed by peer" not in told
     if kept:

@@ -183,10 +183,10 @@ def test_a_run_whose_metric_was_an_object_says_so():
     told = manyhands.fit("mlp", "synthetic:60x1x8x8x10", metrics={"third": top3}, out="run", **OPTIONS)
     refused = run("resume", told.path, "--epochs", 2)
     assert refused.code == 2
-    assert "this run's metric third was an object in Python" in refused.err
+    assert "this run's metric third was a Python object" in refused.err
     shown = run("eval", told.path)
     assert shown.code == 0, shown.err
-    assert "without third, a metric that was an object in Python" in shown.err
+    assert "without third, a metric that was a Python object" in shown.err
     Path("own.py").write_text(OWN)
     more = run("resume", told.path, "--epochs", 2, "--set", 'train.metrics=["own.py:top3"]')
     assert more.code == 0, more.err
@@ -251,7 +251,7 @@ def test_what_a_metric_writes_into_its_inputs_is_not_for_the_next():
 
 @pytest.mark.parametrize("metric", [FailsAtTheEnd(), NoNumber()])
 def test_a_figure_that_cannot_be_made_is_refused_before_anything_is_trained(metric, tmp_path):
-    with pytest.raises(UserError, match=r"the metric last (fails on outputs|gives a Tensor)"):
+    with pytest.raises(UserError, match=r"the metric last (failed on outputs|returned a Tensor)"):
         manyhands.fit(network(), DATA, DATA, metrics={"last": metric}, out=tmp_path / "run", **OPTIONS)
     metrics = tmp_path / "run" / "metrics.jsonl"
     assert not metrics.exists() or not metrics.read_text()
@@ -260,9 +260,9 @@ def test_a_figure_that_cannot_be_made_is_refused_before_anything_is_trained(metr
 @pytest.mark.parametrize(
     ("metrics", "text"),
     [
-        ({"mean": lambda outputs, labels: outputs.mean()}, r"the metric mean gives a tensor \[\] for 8 samples"),
-        ({"number": lambda outputs, labels: 0.5}, "the metric number gives a float"),
-        ({"more": lambda outputs, labels: outputs}, r"the metric more gives a tensor \[8, 10\]"),
+        ({"mean": lambda outputs, labels: outputs.mean()}, r"the metric mean returned a tensor \[\] for 8 samples"),
+        ({"number": lambda outputs, labels: 0.5}, "the metric number returned a float"),
+        ({"more": lambda outputs, labels: outputs}, r"the metric more returned a tensor \[8, 10\]"),
         ({"third": lambda outputs: outputs}, "the metric third failed on outputs .*: TypeError"),
         ({"nan": lambda outputs, labels: labels / 0}, "the metric nan is inf|the metric nan is nan"),
         ({"state": KeepsItsState()}, "update of the metric state returned a NoneType"),

@@ -246,7 +246,7 @@ def test_a_run_whose_schedule_was_an_object_does_not_go_on_with_another():
     )
     refused = run("resume", told.path, "--epochs", 2)
     assert refused.code == 2
-    assert "this run's schedule was an object in Python" in refused.err
+    assert "this run's schedule was a Python object" in refused.err
     Path("own.py").write_text(OWN)
     assert run("resume", told.path, "--epochs", 2, "--set", "train.schedule=own.py:half").code == 0
 
@@ -269,7 +269,7 @@ def other():
         ({"schedule": "own.py:RATE"}, "the schedule is a float, not a function"),
         ({"schedule": "own.py:missing"}, "own.py has no object missing"),
         ({"schedule": "cosin"}, 'did you mean "cosine"'),
-        ({"schedule": "object"}, "was an object in Python"),
+        ({"schedule": "object"}, "was a Python object"),
         ({"schedule": lambda step, epochs: 1.0}, "the schedule has an unknown parameter: epochs"),
         ({"schedule": lambda: 1.0}, "the schedule has no parameter"),
         ({"schedule": lambda step: "high"}, "the schedule returned a str at step 0"),
@@ -282,7 +282,7 @@ def other():
             {"schedule": functools.partial(lr_scheduler.ReduceLROnPlateau, mode="max")},
             "monitors the loss, but has mode=",
         ),
-        ({"schedule": Keeps}, "the scheduler Keeps keeps a deque in seen, which a checkpoint can't hold"),
+        ({"schedule": Keeps}, "the scheduler Keeps has a deque in seen, which a checkpoint can't hold"),
         ({"schedule": lr_scheduler.StepLR}, "the schedule has an unknown parameter: step_size"),
         ({"schedule": lambda optimizer: lr_scheduler.StepLR(optimizer)}, "the schedule failed with this optimizer: T"),
         (

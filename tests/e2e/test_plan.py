@@ -71,7 +71,7 @@ def test_a_slow_link_shows_what_agreeing_costs(plan, here):
     assert {row["method"] for row in sync["methods"]} == {"allreduce", "bf16", "powersgd", "local"}
     (chosen,) = (row for row in sync["methods"] if row["chosen"])
     assert chosen["method"] == "local"
-    assert f"--sync auto would take another way: {sync['reason']}" in " ".join(ended.err.split())
+    assert f"--sync auto would choose another method: {sync['reason']}" in " ".join(ended.err.split())
     asked = plan(*job, "--link", "1mbit", "--no-measure", "--sync", "auto", "--out", "asked.json")
     assert asked.code == 0, asked.err
     (arrow,) = (line for line in asked.out.splitlines() if "→" in line)
@@ -101,8 +101,11 @@ def test_machines_that_only_ssh_reaches_have_a_slower_link(plan, here):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("-n", 3, "--elastic", "1:3", "--set", "train.norm_group=4"), "computes 12 samples in one pass, as with all 3"),
-        (("-n", 4, "--link", "1gbit"), "computes 32 samples in one pass, instead of 8 with all 4, because BatchNorm needs groups of 32"),
+        (("-n", 3, "--elastic", "1:3", "--set", "train.norm_group=4"), "12 samples in one pass, as with all 3"),
+        (
+            ("-n", 4, "--link", "1gbit"),
+            "computes 32 samples in one pass, instead of 8 with all 4, because BatchNorm needs groups of 32",
+        ),
         (("-n", 4, "--link", "1gbit", "--elastic", "off"), ""),
     ],
 )

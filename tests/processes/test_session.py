@@ -375,5 +375,5 @@ def test_a_plain_mistake_is_said_in_words():
     with pytest.raises(UserError, match=r"step\(\) was not called"):
         next(samples)
     other = torch.optim.SGD(_network().parameters(), 0.1)
-    with pytest.raises(UserError, match="not the network's"):
+    with pytest.raises(UserError, match="don't belong to the network"):
         s.prepare(net, other, _data(), batch=17)

@@ -89,7 +89,7 @@ def check_combination(method: str, mode: str) -> None:
         taking = [name for name in (USUAL_MODE, *module_names(MODES)) if need in offers_of(name)]
         what = f"the parallel mode {mode} can't be combined with {method}, which {need.reason}"
         raise UserError(
-            what, "sync.method", (*(f"choose --parallel {name}" for name in taking[:1]), f"choose --sync {EXACT}")
+            what, "sync.method", (*(f"set --parallel {name}" for name in taking[:1]), f"set --sync {EXACT}")
         )
 
 

@@ -31,7 +31,7 @@ ASK_S, MOST_BLOCKS = 1.0, 1000
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
         count: samples evaluated, the length of the split.
@@ -40,8 +40,8 @@ class Evaluation:
         top5: share of samples whose label is among the first five guesses.
         cells: int64 [cells, 3]: true class, guessed class, samples; of the confusion matrix where it isn't zero.
         classes: rows and columns of that matrix: the classes, and outputs beyond them up to the last that was guessed.
-        seconds: how long it took.
-        metrics: figures of the user's own, by name.
+        seconds: the duration of the evaluation.
+        metrics: the user's metrics, by name.
     """
 
     count: int

@@ -50,7 +50,7 @@ OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use"
 def describe_failure(error: BaseException, *, rank: int, step: int | None, phase: str) -> Failure:
     """The record of a failure on this process."""
     if isinstance(error, KeyboardInterrupt):
-        error = ManyhandsError("stopped without saving")
+        error = ManyhandsError("stopped without a save")
         error.exit_code = EXIT_INTERRUPTED
     known = error if isinstance(error, ManyhandsError) else None
     text = "".join(traceback.format_exception(error))

@@ -191,9 +191,7 @@ def refuse_uncuttable(job: Job, plan: Plan | None, mode: str, journal: Journal, 
     if plan is None and not takes_mesh(mode):
         idle = [name for name in ("pin", "mesh", "plan") if getattr(job.parallel, name)]
         if idle and mode != MODE_ALONE and not job.parallel.searches:
-            journal.event(
-                "warning", f"parallel.{idle[0]} has no effect with --parallel {mode}, only with semi and auto"
-            )
+            journal.event("warning", f"parallel.{idle[0]} has no effect under {mode}, only under semi and auto")
         return
     if job.checkpoint.pth_tar:
         mend = ("remove checkpoint.pth_tar, and after training run: manyhands checkpoint merge RUN weights.pth",)

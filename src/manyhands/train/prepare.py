@@ -196,7 +196,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
 
 
 def _start(trainer: Trainer, found: Resumable | None, own: OwnParts) -> dict[str, Any]:
-    """Puts the trainer where it was, if it was anywhere; what the session had noted then."""
+    """Restores the trainer from the checkpoint, if there is one; returns the session's saved notes."""
     noted = _go_on(trainer, found, own) if found else {}
     CLOCK.take()
     trainer.status_round.reset(trainer.progress.step)
@@ -213,7 +213,7 @@ def _not_by_itself(*_: object) -> Any:
 
 
 def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan | None]:
-    """The parallel mode, and how ops are split: as `prepare` is told, or as the job says; a collective."""
+    """Returns the parallel mode and the plan, from the argument of `prepare` or from the job; a collective."""
     if job.cluster.shares == "auto" and not world.alone and world.device != "cpu":
         mend = ("set the shares, such as --set cluster.shares=[24,8]", "or remove cluster.shares")
         what = "sessions can't measure the speed of an accelerator, which cluster.shares = auto needs"

@@ -242,7 +242,7 @@ def save_last(trainer: Trainer) -> None:
 
 
 def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
-    """Writes the checkpoint; once more where the run folder was moved meanwhile, unless that takes all processes."""
+    """Writes the checkpoint. Retries once if the run folder was moved, unless the checkpoint is sharded."""
     trainer.saver.has_run |= trainer.folder.exists()
     moves = trainer.saver.has_run and not trainer.network.layouts
     try:

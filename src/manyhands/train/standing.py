@@ -79,4 +79,4 @@ class Standing:
             return f"{said}; --sync auto would also choose {EXACT}: {choice.reason}"
         resume = going_on(Path(self.run), "--set sync.method=auto", 'sync__method="auto"')
         change = f"manyhands stop {shlex.quote(self.run)}, then {resume}"
-        return f"{said}; --sync auto needs about {chosen.step_s:.3g} s ({words_of(chosen)}) (do: {change})"
+        return f"{said}; --sync auto needs about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"

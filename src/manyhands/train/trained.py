@@ -108,9 +108,9 @@ class Trained(NamedTuple):
     """A trained network, ready for use on one process.
 
     Attributes:
-        network: in evaluation mode, on its device.
-        transform: a picture as the network wants it.
-        classes: a name for each output.
+        network: the network on its device, in evaluation mode.
+        transform: converts a picture to the network's input.
+        classes: the class name of each output.
     """
 
     network: nn.Module

@@ -37,15 +37,15 @@ _SLOW_S = 0.1
 
 @dataclass(frozen=True)
 class UnderMode:
-    """What became of a network."""
+    """A network under its parallel mode, with its sync method."""
 
     network: ParallelNetwork  # under its mode
-    synced: ChosenSync  # how processes agree
-    rehearsed: RehearsalResult  # what was learnt of it before
+    synced: ChosenSync  # the sync method and its choice
+    rehearsed: RehearsalResult  # results of the trial step
     restore_norms: Callable[[], None]  # gives the network its own BatchNorm back
 
     def watcher(self, world: World) -> Watcher | None:
-        """What says who is slow, and has the method keep in time with the link; a collective."""
+        """Returns the watcher that reports slow ranks and adapts the method to the link; a collective."""
         if self.synced.synchronizer.timed is None:
             return None
         return Watcher(self.synced.synchronizer, self.synced.cost, world, gather_plain(platform.node(), world))

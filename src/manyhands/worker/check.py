@@ -36,9 +36,9 @@ def check_names(job: Job) -> None:
         parse_mesh(job.parallel.mesh).check_size(job.cluster.processes)
     if job.cluster.processes > job.train.batch:
         raise UserError(
-            f"train.batch is {job.train.batch}, and there are {job.cluster.processes} processes to share it",
+            f"train.batch ({job.train.batch}) is smaller than the number of processes ({job.cluster.processes})",
             "train.batch",
-            (f"--batch {job.cluster.processes} or more", "or fewer processes"),
+            (f"set --batch {job.cluster.processes} or higher", "or start fewer processes"),
         )
 
 

@@ -114,9 +114,9 @@ def _rescue(mine: GroupMember, *, consequence: bool) -> None:
     mine.trainer.saver.wait()
     try:
         if rescue(mine.trainer):
-            mine.trainer.journal.line(f"saved step {mine.trainer.progress.step} for the run to go on from")
+            mine.trainer.journal.line(f"saved step {mine.trainer.progress.step} for the restart")
     except Exception as error:  # noqa: BLE001 - of somebody's state too; what ended the process is what is raised
-        mine.trainer.journal.line(f"could not save for the run to go on from: {error}")
+        mine.trainer.journal.line(f"could not save for the restart: {error}")
 
 
 def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: Say) -> Any:
@@ -124,8 +124,8 @@ def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: 
     if mine.membership.started_by not in {OUR_HEAD, MET}:
         mine.folder = share_folder(world, mine.folder)
     if job.cluster.debug_rank >= world.size:
-        message = f"there is no rank {job.cluster.debug_rank} to debug: the ranks are 0 … {world.size - 1}"
-        raise UserError(message, "--debug-rank", ("count from 0",))
+        message = f"rank {job.cluster.debug_rank} doesn't exist: the ranks are 0 … {world.size - 1}"
+        raise UserError(message, "--debug-rank", ("choose one of these ranks",))
     wait_for_editor(world.rank, job.cluster)
     mine.trainer = _build(_from_where_rank_0_says(job, world, say), mine.folder, world, argument)
     return mine.trainer
@@ -142,7 +142,7 @@ def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
     own = job.checkpoint.resume
     said = broadcast_plain(own, world)
     if own not in {said, CheckpointOptions().resume}:
-        say(f"--resume {own} has no effect on rank {world.rank}: rank 0 says {said}")
+        say(f"--resume {own} has no effect on rank {world.rank}: rank 0 uses {said}")
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": said})})
 
 
@@ -184,7 +184,7 @@ def _tell_of_unused_accelerators(journal: Journal) -> None:
 
     told = unused_here()
     if told:
-        journal.event("warning", f"{told[0]}: training on the CPU (do: {told[1][0]}; or give --device cpu)")
+        journal.event("warning", f"{told[0]}: training on the CPU (do: {told[1][0]}; or set --device cpu)")
 
 
 def _settle_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any, measurements: list[Any]) -> Any:

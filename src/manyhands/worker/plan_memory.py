@@ -41,6 +41,6 @@ def memory_of_fewest(job: Job, found: SearchResult, network: dict[str, Any], mod
     now, widest = cut.largest_share(batch), -(-batch // least)
     more = (whole - here) * max(0, samples - now) / max(1, widest - now)
     own = 0.0 if found.wish.accelerator else _PROCESS_GIB
-    takes = f"{own + (here + more) / _GIB:.3g} GiB each, on all {own + here / _GIB:.3g}"
-    takes += f", {own} of it without a network" if own else ""
+    takes = f"{own + (here + more) / _GIB:.3g} GiB per process, instead of {own + here / _GIB:.3g} with all {count}"
+    takes += f", including {own} without a network" if own else ""
     return f"data parallel on {least} of {count} processes (--elastic) takes {takes}; each process {passes}"
