@@ -258,7 +258,7 @@ class Session(Subgroup):
     def evaluate(
         self, model: nn.Module, test_set: Any, classes: int | None = None, metrics: Mapping[str, Any] | None = None
     ) -> Evaluation:
-        """Evaluates on all processes, counting each sample once. The run folder records the prepared model's results."""
+        """Evaluates on all processes, counting each sample once. The run folder records the model's results."""
         trainer = self._of_prepared(model)
         network = trainer.network if trainer else None
         evaluated = network.evaluated if network else model
