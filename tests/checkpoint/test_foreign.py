@@ -159,7 +159,7 @@ def test_names_that_do_not_fit_are_shown_as_the_file_has_them(tmp_path: Path):
 
 def test_layers_with_equal_ends_of_names_are_not_taken_for_each_other():
     one, other = nn.ModuleDict({"head": nn.Linear(2, 3)}), nn.ModuleDict({"tail": nn.Linear(2, 3)})
-    with pytest.raises(UserError, match="is of another network"):
+    with pytest.raises(UserError, match="belongs to another network"):
         fit_snapshot(Snapshot(dict(one.state_dict())), other, "here")
 
 
@@ -238,7 +238,7 @@ def test_extra_state_gets_its_name_with_the_weights_and_one_that_the_network_lac
     assert journal.notes == []
     for file in ("w.pth", "tensor.pth"):
         begin_with(lacks, tmp_path / file, 2, journal)
-        assert journal.notes.pop() == "0._extra_state: left out, since the network has no such extra state"
+        assert journal.notes.pop() == "0._extra_state: ignored, because the network has no such extra state"
         assert torch.equal(lacks[0].weight, model[0].weight)
 
 

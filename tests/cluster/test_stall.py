@@ -120,9 +120,9 @@ def test_an_update_that_took_much_longer_than_usual_is_told_of(monkeypatch):
         clock.now += seconds
         said.append(one.updated(step))
     assert [bool(text) for text in said] == [False] * 4 + [True] + [False] * 2
-    assert said[4] == "training stood still for 8 s, for another process (usual: 0.1 s)"
+    assert said[4] == "training stalled for 8 s, waiting for another process (usual: 0.1 s)"
     one.linked = True
-    assert "for the link or another process" in one.too_long(8.0)
+    assert "waiting for the network or another process" in one.too_long(8.0)
 
 
 def test_pulses_of_a_real_process_are_read_and_one_that_is_stopped_is_seen(tmp_path, monkeypatch):

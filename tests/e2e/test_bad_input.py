@@ -204,7 +204,7 @@ def test_another_networks_checkpoint_is_refused(trained, capsys):
     code, err = call(capsys, "train", "digits", "cnn", "--resume", trained)
     assert code == 2
     assert_one_screen(err)
-    assert "the checkpoint is of another network" in err
+    assert "the checkpoint belongs to another network" in err
     assert not Path("runs").exists()
 
 

@@ -97,7 +97,7 @@ def test_a_full_disk_costs_the_checkpoints_and_not_the_run(small_disk):
     ended = run("train", "digits", "mlp", "--out", small_disk / "run", *LONG, *big)
     # It trained to its end, and says that the end could not be kept.
     assert ended.code == 1, ended.err
-    assert "the run came to step 69, which could not be saved" in ended.err
+    assert "step 69 could not be saved" in ended.err
     assert ended.err.count("evaluated=360") == 3
     assert "the disk is full" in ended.err
     warnings = [event["message"] for event in events(small_disk / "run", "warning")]
@@ -140,7 +140,7 @@ def test_in_a_loop_of_ones_own_all_say_the_first_cause(processes, kept, tmp_path
     assert 'raise KeyError("the user\'s own mistake")' in failed
     assert "RunError" not in failed
     for told in others:
-        assert re.search(rf"RunError: rank {processes - 1} on \S+ failed first; it says: KeyError: \"the user's", told)
+        assert re.search(rf"RunError: rank {processes - 1} on \S+ failed first: KeyError: \"the user's", told)
         assert "gloo" not in told
         assert "closed by peer" not in told
     if kept:

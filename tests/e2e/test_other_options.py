@@ -173,7 +173,7 @@ def test_a_finished_session_of_another_network_is_not_returned():
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(finished):
     shutil.rmtree(RUN / "checkpoints")
     metrics = (RUN / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match="this run saved step 3, and has no checkpoint now"):
+    with pytest.raises(UserError, match="step 3 was saved, but the run has no checkpoint now"):
         fit()
     assert (RUN / "metrics.jsonl").read_bytes() == metrics
 

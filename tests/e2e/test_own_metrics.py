@@ -183,7 +183,7 @@ def test_a_run_whose_metric_was_an_object_says_so():
     told = manyhands.fit("mlp", "synthetic:60x1x8x8x10", metrics={"third": top3}, out="run", **OPTIONS)
     refused = run("resume", told.path, "--epochs", 2)
     assert refused.code == 2
-    assert "this run's metric third was an object in Python" in refused.err
+    assert "this run's metric third was a Python object" in refused.err
     shown = run("eval", told.path)
     assert shown.code == 0, shown.err
     assert "skipping the metric third, which was a Python object" in shown.err
@@ -251,7 +251,7 @@ def test_what_a_metric_writes_into_its_inputs_is_not_for_the_next():
 
 @pytest.mark.parametrize("metric", [FailsAtTheEnd(), NoNumber()])
 def test_a_figure_that_cannot_be_made_is_refused_before_anything_is_trained(metric, tmp_path):
-    with pytest.raises(UserError, match=r"the metric last (fails on outputs|gives a Tensor)"):
+    with pytest.raises(UserError, match=r"the metric last (failed on outputs|returned a Tensor)"):
         manyhands.fit(network(), DATA, DATA, metrics={"last": metric}, out=tmp_path / "run", **OPTIONS)
     metrics = tmp_path / "run" / "metrics.jsonl"
     assert not metrics.exists() or not metrics.read_text()
@@ -260,24 +260,24 @@ def test_a_figure_that_cannot_be_made_is_refused_before_anything_is_trained(metr
 @pytest.mark.parametrize(
     ("metrics", "text"),
     [
-        ({"mean": lambda outputs, labels: outputs.mean()}, r"the metric mean gives a tensor \[\] for 8 samples"),
-        ({"number": lambda outputs, labels: 0.5}, "the metric number gives a float"),
-        ({"more": lambda outputs, labels: outputs}, r"the metric more gives a tensor \[8, 10\]"),
-        ({"third": lambda outputs: outputs}, "the metric third fails on outputs .*: TypeError"),
+        ({"mean": lambda outputs, labels: outputs.mean()}, r"the metric mean returned a tensor \[\] for 8 samples"),
+        ({"number": lambda outputs, labels: 0.5}, "the metric number returned a float"),
+        ({"more": lambda outputs, labels: outputs}, r"the metric more returned a tensor \[8, 10\]"),
+        ({"third": lambda outputs: outputs}, "the metric third failed on outputs .*: TypeError"),
         ({"nan": lambda outputs, labels: labels / 0}, "the metric nan is inf|the metric nan is nan"),
-        ({"state": KeepsItsState()}, "the update of the metric state gives a NoneType"),
-        ({"widths": OtherWidths()}, "the update of the metric widths gives 7 sums, and gave 8 before"),
+        ({"state": KeepsItsState()}, "update of the metric state returned a NoneType"),
+        ({"widths": OtherWidths()}, "update of the metric widths returned 7 sums, but 8 before"),
         ({"kind": MacroRecall}, "the metric kind is a class"),
         ({"three": 3}, "the metric three is a int, not a function"),
         ({"top5": top3}, "the name top5 belongs to another metric"),
-        ({"a b": top3}, "'a b' is no name of a metric"),
-        ({"top-3": top3}, "'top-3' is no name of a metric"),
-        ({3: top3}, "3 is no name of a metric"),
+        ({"a b": top3}, "'a b' is not a valid name for a metric"),
+        ({"top-3": top3}, "'top-3' is not a valid name for a metric"),
+        ({3: top3}, "3 is not a valid name for a metric"),
         (["own.py:top3", "own.py:top3"], "the name top3 belongs to another metric"),
         ("own.py:top4", "own.py has no object top4"),
         ("own.py:COUNT", "the metric COUNT is a int, not a function"),
         (["top3"], "should be a list of file.py:function"),
-        (top3, "metrics is a function that names none"),
+        (top3, "metrics is a function, not a dict"),
     ],
 )
 def test_what_is_no_metric_is_refused(metrics, text, tmp_path):

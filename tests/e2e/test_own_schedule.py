@@ -188,7 +188,7 @@ def test_a_scheduler_s_state_that_nobody_saved_is_refused_with_its_checkpoint(tr
     for change in changes:
         shutil.rmtree(path)
         save(path.parent, 1, dataclasses.replace(good, state={**good.state, **change}))
-        with pytest.raises(UserError, match="the scheduler's state in this checkpoint can't be used") as caught:
+        with pytest.raises(UserError, match="the scheduler's state in the checkpoint can't be restored") as caught:
             train(tmp_path)
         assert caught.value.where == str(path)
 
@@ -246,7 +246,7 @@ def test_a_run_whose_schedule_was_an_object_does_not_go_on_with_another():
     )
     refused = run("resume", told.path, "--epochs", 2)
     assert refused.code == 2
-    assert "this run's schedule was an object in Python" in refused.err
+    assert "this run's schedule was a Python object" in refused.err
     Path("own.py").write_text(OWN)
     assert run("resume", told.path, "--epochs", 2, "--set", "train.schedule=own.py:half").code == 0
 
@@ -269,28 +269,28 @@ def other():
         ({"schedule": "own.py:RATE"}, "the schedule is a float, not a function"),
         ({"schedule": "own.py:missing"}, "own.py has no object missing"),
         ({"schedule": "cosin"}, 'did you mean "cosine"'),
-        ({"schedule": "object"}, "was an object in Python"),
-        ({"schedule": lambda step, epochs: 1.0}, "the schedule asks for epochs, which isn't known"),
-        ({"schedule": lambda: 1.0}, "the schedule takes nothing"),
-        ({"schedule": lambda step: "high"}, "the schedule gives a str at step 0"),
-        ({"schedule": lambda step: None}, "the schedule gives a NoneType at step 0"),
-        ({"schedule": lambda step: -0.1}, "the schedule gives -0.1 at step 0"),
-        ({"schedule": lambda step: float("nan") if step == 2 else 1.0}, "the schedule gives nan at step 2"),
-        ({"schedule": lambda o: lr_scheduler.StepLR(o, 3)}, "the schedule fails at step 0: TypeError"),
-        ({"schedule": lr_scheduler.ReduceLROnPlateau, "evaluate_every": 0}, "the schedule waits for evaluations"),
+        ({"schedule": "object"}, "was a Python object"),
+        ({"schedule": lambda step, epochs: 1.0}, "the schedule has an unknown parameter: epochs"),
+        ({"schedule": lambda: 1.0}, "the schedule has no parameter"),
+        ({"schedule": lambda step: "high"}, "the schedule returned a str at step 0"),
+        ({"schedule": lambda step: None}, "the schedule returned a NoneType at step 0"),
+        ({"schedule": lambda step: -0.1}, "the schedule returned -0.1 at step 0"),
+        ({"schedule": lambda step: float("nan") if step == 2 else 1.0}, "the schedule returned nan at step 2"),
+        ({"schedule": lambda o: lr_scheduler.StepLR(o, 3)}, "the schedule failed at step 0: TypeError"),
+        ({"schedule": lr_scheduler.ReduceLROnPlateau, "evaluate_every": 0}, "the schedule needs evaluations"),
         (
             {"schedule": functools.partial(lr_scheduler.ReduceLROnPlateau, mode="max")},
-            "is given the loss, which is bett",
+            "monitors the loss, but has mode=",
         ),
-        ({"schedule": Keeps}, "the scheduler Keeps keeps a deque in seen, which a checkpoint can't hold"),
-        ({"schedule": lr_scheduler.StepLR}, "the schedule asks for step_size"),
-        ({"schedule": lambda optimizer: lr_scheduler.StepLR(optimizer)}, "the schedule fails with this optimizer: T"),
+        ({"schedule": Keeps}, "the scheduler Keeps has a deque in seen, which a checkpoint can't hold"),
+        ({"schedule": lr_scheduler.StepLR}, "the schedule has an unknown parameter: step_size"),
+        ({"schedule": lambda optimizer: lr_scheduler.StepLR(optimizer)}, "the schedule failed with this optimizer: T"),
         (
             {"schedule": lambda optimizer: lr_scheduler.StepLR(other(), 3)},
-            "the schedule's StepLR is of another optimizer",
+            "the schedule's StepLR belongs to another optimizer",
         ),
-        ({"schedule": max}, "the schedule fails at step 0: TypeError"),
-        ({"schedule": lambda optimizer: 3}, "of the optimizer gives a int"),
+        ({"schedule": max}, "the schedule failed at step 0: TypeError"),
+        ({"schedule": lambda optimizer: 3}, "the schedule function returned a int"),
         ({"schedule": lambda step: 1.0, "warmup_epochs": 1.0}, "a schedule of your own includes its own warm-up"),
     ],
 )

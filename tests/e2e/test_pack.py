@@ -44,7 +44,7 @@ def test_training_takes_the_packed_copy_and_ends_with_the_same_weights(folder, t
     pack = folder.with_name("宠物.pack")
     assert told["pack"] == str(pack)
     ended = did("train", folder, *JOB, "--out", tmp_path / "from-pack", "-n", 2)
-    assert "read from the packed copy 宠物.pack" in ended.err
+    assert "reading pictures from the packed copy 宠物.pack" in ended.err
     folder.rename(tmp_path / "away")
     did("train", pack, *JOB, "--out", tmp_path / "from-pack-alone", "-n", 1)
     expected = final_weights(tmp_path / "from-folder")

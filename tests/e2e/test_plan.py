@@ -71,7 +71,7 @@ def test_a_slow_link_shows_what_agreeing_costs(plan, here):
     assert {row["method"] for row in sync["methods"]} == {"allreduce", "bf16", "powersgd", "local"}
     (chosen,) = (row for row in sync["methods"] if row["chosen"])
     assert chosen["method"] == "local"
-    assert f"--sync auto would take another way: {sync['reason']}" in " ".join(ended.err.split())
+    assert f"--sync auto would choose another method: {sync['reason']}" in " ".join(ended.err.split())
     asked = plan(*job, "--link", "1mbit", "--no-measure", "--sync", "auto", "--out", "asked.json")
     assert asked.code == 0, asked.err
     (arrow,) = (line for line in asked.out.splitlines() if "→" in line)

@@ -35,7 +35,7 @@ def test_numbers_of_machines_up_to_the_batch_and_what_they_cost(plan, here):
     ended = plan(*DATA, "-n", "1..1024", *ESTIMATED)
     rows = rows_of(ended)
     assert [row["processes"] for row in rows] == [1, 2, 3, 4, 8, 16, 32]
-    assert "at most 32 machines share it" in ended.err
+    assert "at most 32 machines can share an update" in ended.err
     assert "efficiency" in ended.err, "the table goes where JSON doesn't"
     assert not list(here.iterdir()), "nobody named a file"
     for row in rows:
@@ -86,7 +86,7 @@ def test_shares_are_timed_here(plan, here):
     [
         (("-n", "4..1"), "is not a number of processes"),
         (("-n", "many"), "is not a number of processes"),
-        (("-n", "1..8"), "needs the speed of what connects them"),
+        (("-n", "1..8"), "needs a link speed"),
         (("-n", "1..8", "--link", "1gbit", "--mesh", "dp=2"), "--mesh needs one number"),
         (("-n", "1..8", "--link", "1gbit", "--out", "plan.json"), "must be a .svg or .png file"),
         (("-n", "64..128", "--link", "1gbit"), "at most 32 machines"),

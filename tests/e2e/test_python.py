@@ -123,7 +123,7 @@ def test_what_is_no_network_is_refused(model):
 def test_hints_of_fit_are_arguments():
     with pytest.raises(UserError, match=r"output is \[2, 4\]") as raised:
         manyhands.fit(nets.Net(num_classes=4), tiny(), **QUIET)
-    assert raised.value.mend[1] == "model__num_classes=4 if that is meant"
+    assert raised.value.mend[1] == "or add model__num_classes=4"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_network_of_float64_computes_in_float64(settings):
     Path("double.py").write_text(
         "from torch import nn\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()\n"
     )
-    with pytest.raises(UserError, match="the network is float64, and the precision is fp32"):
+    with pytest.raises(UserError, match=r"the network is float64, but train.precision is fp32"):
         manyhands.fit("double.py:net", tiny(), epochs=1, batch=20, precision="fp32", **{**QUIET, "out": "other"})
     Path("mixed.py").write_text(
         "import torch\nfrom torch import nn\n\nclass Mixed(nn.Sequential):\n"
@@ -397,7 +397,7 @@ def test_cells_of_a_notebook_train_in_processes_of_their_own():
 
 
 def test_a_network_with_too_few_outputs():
-    with pytest.raises(UserError, match=r"the network's output is \[2, 3\] for 2 pictures of 10 classes"):
+    with pytest.raises(UserError, match=r"the network's output has the shape \[2, 3\] for 2 pictures and 10 classes"):
         manyhands.fit(nets.Net(num_classes=3), tiny(), **QUIET)
 
 
@@ -435,7 +435,7 @@ def test_evaluation_normalizes_as_the_training_did(processes, tmp_path):
 
 def test_evaluation_of_pictures_whose_normalization_is_unknown_is_refused():
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
-    with pytest.raises(UserError, match=r"normalized with are unknown[\s\S]*evaluate\(run, test_set\)"):
+    with pytest.raises(UserError, match=r"pictures are unknown[\s\S]*evaluate\(run, test_set\)"):
         manyhands.evaluate(net, BRIGHT)
     job = manyhands.Job(data={"mean": [0.4], "std": [0.1]})
     assert manyhands.evaluate(net, BRIGHT, job=job).count == 101

@@ -35,20 +35,20 @@ def test_a_run_with_unequal_shares_is_the_undisturbed_run(tmp_path):
 
     ended = run("resume", uneven, "-n", "3", "--epochs", "2", *QUICK)
     assert ended.code == 0, ended.err
-    assert "cluster.shares are of 2 process(es), and there are 3, which share equally" in ended.err
+    assert "cluster.shares has 2 number(s) for 3 processes; using equal shares" in ended.err
     assert shared(uneven) == [[10, 11, 11]]
 
 
 @pytest.mark.parametrize(
     ("shares", "more", "what"),
     [
-        ("[24,9]", (), "cluster.shares [24, 9] add up to 33, and train.batch is 32"),
-        ("[32]", (), "cluster.shares are of 1 process(es), and there are 2"),
+        ("[24,9]", (), "the sum of cluster.shares [24, 9] is 33, but train.batch is 32"),
+        ("[32]", (), "cluster.shares has 1 number(s) for 2 processes"),
         ("[32,0]", (), "cluster.shares: should be machines, equal, auto, or a list of one whole number"),
         ("fast", (), 'found "fast"'),
-        pytest.param("[24,8]", ("--sync", "local"), "each process normalises its own", marks=pytest.mark.slow),
-        pytest.param("[24,8]", ("--parallel", "semi"), "under semi processes compute each", marks=pytest.mark.slow),
-        pytest.param("auto", ("--parallel", "fsdp"), "its own speed can't be measured", marks=pytest.mark.slow),
+        pytest.param("[24,8]", ("--sync", "local"), "normalises each process's own", marks=pytest.mark.slow),
+        pytest.param("[24,8]", ("--parallel", "semi"), "--parallel semi splits each batch", marks=pytest.mark.slow),
+        pytest.param("auto", ("--parallel", "fsdp"), "their speed can't be measured", marks=pytest.mark.slow),
         pytest.param("auto", ("--parallel", "semi"), "under semi processes compute", marks=pytest.mark.slow),
     ],
 )

@@ -129,7 +129,7 @@ def test_a_short_stall_is_an_event_and_a_hung_run_ends_soon_with_the_step_that_w
             if healed := next((event for event in events("run", "stall") if event["data"]["seconds"] > 3), None):
                 break
         assert healed, events("run", "stall")
-        assert "training stood still for" in healed["message"]
+        assert "training stalled for" in healed["message"]
         worker.suspend()
         process.send_signal(signal.SIGTERM)
         ended = finish(process)

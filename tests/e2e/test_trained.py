@@ -169,7 +169,7 @@ def test_numbers_of_ones_own_data_set_are_not_normalised_again(tmp_path):
     guesses = manyhands.predict(run, [data[number][0] for number in range(60)])
     assert [int(found[0][0]) for found in guesses] == data.tensors[1].tolist()
     Image.new("L", (4, 4), 200).save(tmp_path / "grey.png")
-    with pytest.raises(UserError, match="how it makes them of a picture file isn't known"):
+    with pytest.raises(UserError, match="a picture file can't be converted"):
         manyhands.predict(run, [tmp_path / "grey.png"])
     with pytest.raises(UserError, match="Threshold, was an object in Python"):
         manyhands.load(run.path)
@@ -209,13 +209,13 @@ def test_weights_of_other_classes_give_the_body_and_the_last_layer_is_new(tmp_pa
             "cnn", colours(2, 8), colours(2, 8), out=tmp_path / str(number), model__weights=str(weights), **options
         )
         told = [event.message for event in read_run(more.path).events if event.kind == "note"]
-        assert any("new, since" in text and "is for 3 classes, not 2" in text for text in told), told
+        assert any("is new, because" in text and "has 3 classes, not 2" in text for text in told), told
         first, *_ = body
         assert torch.allclose(manyhands.load(more).network.state_dict()[first], body[first], atol=1e-6)
-    with pytest.raises(UserError, match="the checkpoint is of another network") as raised:
+    with pytest.raises(UserError, match="the checkpoint belongs to another network") as raised:
         manyhands.fit("mlp", colours(2, 8), out=tmp_path / "x", model__weights=str(run.path), **options)
     assert "--out" not in " ".join(raised.value.mend)
-    with pytest.raises(UserError, match="has 3 outputs, and the data has 2 classes") as raised:
+    with pytest.raises(UserError, match="has 3 outputs, but the data has 2 classes") as raised:
         manyhands.fit(
             "cnn", colours(2, 8), out=tmp_path / "y", checkpoint__resume=str(tmp_path / "three.pth"), **options
         )

@@ -79,11 +79,9 @@ class Slow(torch.nn.Module):
 
 def test_a_slow_network_is_announced_with_the_time_of_an_epoch_before_its_first_update():
     manyhands.fit(Slow(), tiny(1000), epochs=1, batch=30, train__max_steps=1, **QUIET)
-    notes = [event["message"] for event in told("note") if "is expected to take" in event["message"]]
+    notes = [event["message"] for event in told("note") if "expected time" in event["message"]]
     assert len(notes) == 1
-    update, epoch = re.fullmatch(
-        r"an update is expected to take about ([\d.]+) s, and an epoch (\d+) min", notes[0]
-    ).groups()
+    update, epoch = re.fullmatch(r"expected time: ([\d.]+) s for an update, (\d+) min for an epoch", notes[0]).groups()
     assert 3 <= float(update) < 10
     assert 1 <= int(epoch) < 6
     assert told("note")[-1]["time"] < told("first-step")[0]["time"]
@@ -202,7 +200,7 @@ def test_what_nobody_can_learn_top5_of_few_classes_and_a_run_that_has_finished(c
     assert "top-5" not in "".join(result_lines(read_run(Path("run"))))
     manyhands.fit(nets.Net(5), few, epochs=1, batch=10, **QUIET)
     again = "the same program with out='run', epochs=2, checkpoint__resume=\"auto\""
-    left = f"all 4 updates of this run have been made: nothing is left to train ({again})"
+    left = f"all 4 updates of this run are complete (to train longer: {again})"
     assert told("resumed")[-1]["message"] == left
 
 

@@ -43,7 +43,7 @@ def named(*words):
 FAULTS = {
     "Raises": ([], (r"why: rank 1 on \S+ at step \d+ \(train\): KeyError", r"nets\.py:\d+")),
     "Leaves": ([], (r"why: rank 1 on \S+ .*ended with exit code 3",)),
-    "NotANumber": ([], (r"why: rank \d .*the loss is not finite: the output of the network is NaN", "of the last 3")),
+    "NotANumber": ([], (r"why: rank \d .*the loss is not finite: the output of the network is NaN", "the last 3")),
     "Hungry": (["--batch", "128"], (r"out of memory at 64 pictures", "do: --set train.micro_batch=16")),
 }
 

@@ -95,7 +95,7 @@ def test_a_run_whose_first_machine_dies_with_its_disk_goes_on_from_the_copy(mode
         ended = finish(process)
         gone(apart)
     assert ended.code == 0, ended.err
-    assert "each checkpoint is written on n1 and on n2, which don't share a disk" in ended.err
+    assert "each checkpoint is saved on both n1 and n2, because they don't share a disk" in ended.err
     resumed = events("run", "resumed")
     assert resumed
     assert all(event["step"] >= 100 for event in resumed)

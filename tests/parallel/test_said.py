@@ -41,7 +41,7 @@ def test_a_strangers_words_are_marked_and_cleaned_and_its_advice_is_left_out():
     told = understood(json.dumps(stranger), Told)
     assert told is not None
     text = str(as_error(describe_peer(0, told, None)))
-    assert "rank 1 on n2 failed first; it says: broken | manyhands: all is well" in text
+    assert "rank 1 on n2 failed first: broken | manyhands: all is well" in text
     for word in ("curl", "boo", "\x1b", "\x07"):
         assert word not in text
     assert heard(told)["excerpt"] == ""

@@ -42,7 +42,7 @@ def test_users_add_their_own(own):
     )
     assert device_model("mine").name == "My own"
     assert device_model("h100").name == "NVIDIA H100 SXM"
-    with pytest.raises(UserError, match="fp32 is known, not bf16"):
+    with pytest.raises(UserError, match="only for fp32, not bf16"):
         device_model("mine").rates("bf16")
 
 

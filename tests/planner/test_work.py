@@ -47,7 +47,7 @@ def test_an_op_that_can_not_be_timed_is_priced_by_its_size_and_named(tmp_path):
     times = OpTimes(folder=tmp_path)
     found = find(graph_of(Draws(), size=8, channels=4), SearchRequest(2, 8), times)
     (note,) = found.notes
-    assert note.startswith("bernoulli can't be timed by itself, so it is priced by its size (RuntimeError: ")
+    assert note.startswith("bernoulli can't be timed; the cost is estimated from the size (RuntimeError: ")
     assert (len(times.failed), times.estimated) == (1, 1)
     times.save()
     assert all("bernoulli" not in line for line in times.file.read_text().splitlines())

@@ -84,10 +84,10 @@ def _found(world, between=None, mode="single", **settings):
 CASES = [
     (lambda share: StochasticDepth(share, "row"), ["Stochastic depth draws"]),
     (DropPath, ["Stochastic depth draws"]),
-    (nn.Dropout, ["Dropout draws"]),
-    (Functional, ["The network draws random numbers"]),
-    (Attention, ["Attention's dropout draws"]),
-    (_encoder, ["Dropout draws", "Attention's dropout draws"]),
+    (nn.Dropout, ["Dropout masks"]),
+    (Functional, ["The network's random numbers"]),
+    (Attention, ["Attention dropout masks"]),
+    (_encoder, ["Dropout masks", "Attention dropout masks"]),
     (Mixed, ["1 BatchNorm layer(s) normalise rows"]),
 ]
 

@@ -114,7 +114,7 @@ def test_a_network_is_prepared_again_and_an_older_optimizer_refused():
             optimizer.step()
         assert here.mean_loss() > 0
         assert not torch.equal(before["1.weight"], net[1].weight)
-        with pytest.raises(UserError, match="a scheduler was made"):
+        with pytest.raises(UserError, match="a scheduler was created"):
             torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
@@ -190,7 +190,7 @@ def test_the_mean_loss_of_an_epoch_goes_on_with_it(stop_at, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         _losses(tmp_path / "broken", stop_at=stop_at)
     assert ended.value.code == EXIT_SAVED
-    assert f"saved at step {stop_at}; the same program goes on from there" in capsys.readouterr().err
+    assert f"saved at step {stop_at}; start the same program again to resume" in capsys.readouterr().err
     assert "stopped" in (tmp_path / "broken" / "report.html").read_text()
     assert _losses(tmp_path / "broken") == {epoch: whole[epoch] for epoch in (1, 2)}
 
@@ -211,7 +211,7 @@ def test_what_a_session_would_leave_unheard_is_refused():
     sgd = torch.optim.SGD(net.parameters(), 0.5)
     halves = torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
     with manyhands.session(schedule="cosine", epochs=2) as here:
-        with pytest.raises(UserError, match="would both move the rate"):
+        with pytest.raises(UserError, match="set the learning rate"):
             here.prepare(net, sgd, _data(), batch=16, scheduler=halves)
         with pytest.raises(UserError, match='no operation "avg"'):
             here.all_reduce(torch.ones(1), "avg")

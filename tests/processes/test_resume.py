@@ -155,7 +155,7 @@ def test_a_machine_without_the_checkpoint_is_given_it():
 def test_a_run_is_not_turned_back_below_its_own_checkpoints(tmp_path):
     _train(World(), tmp_path, 8, {})
     # 103 samples in batches of 103: two epochs are 2 updates, and step-00000008 would always be the newest.
-    with pytest.raises(UserError, match=r"go on from step 2, .* step-00000008"):
+    with pytest.raises(UserError, match=r"resume from step 2, .* step-00000008"):
         _train(World(), tmp_path, 9, {"train.batch": 103})
     assert newest(tmp_path / "checkpoints")[0] == tmp_path / "checkpoints" / "step-00000008"
 
@@ -172,7 +172,7 @@ def test_a_run_whose_end_cannot_be_saved_has_failed(size, tmp_path, monkeypatch)
 
     monkeypatch.setattr(saving, "commit", full)
     for text in run_on_ranks(_failure, size, str(tmp_path)):
-        assert f"came to step {SAVED}, which could not be saved" in text
+        assert f"step {SAVED} could not be saved" in text
 
 
 def _failure(world, folder):

@@ -73,14 +73,14 @@ def test_a_machine_without_the_test_split(tmp_path, size):
     shutil.copytree(tmp_path / "one", tmp_path / "other")
     shutil.rmtree(tmp_path / "other/test")
     said = told(settings=lambda rank: {"data.name": str(tmp_path / ("other" if rank else "one"))})
-    assert said == "rank 1 sees other splits and kinds of data than rank 0"
+    assert said == "rank 1 has different splits and kinds of data than rank 0"
 
 
 def test_a_machine_with_files_where_another_has_pixels(tmp_path):
     make_folder(tmp_path / "one", 8)
     make_folder(tmp_path / "other", 80)
     said = told(settings=lambda rank: {"data.name": str(tmp_path / ("other" if rank else "one"))})
-    assert said == "rank 1 sees other splits and kinds of data than rank 0"
+    assert said == "rank 1 has different splits and kinds of data than rank 0"
 
 
 def _tensors(rank, *, x=0, y=0):
@@ -113,13 +113,13 @@ class Own(Dataset):
     ("train", "said"),
     [
         (_tensors, ""),
-        (lambda rank: _tensors(rank, x=1), "rank 1 sees other training samples than rank 0"),
-        (lambda rank: _tensors(rank, y=-1), "rank 1 sees other training data than rank 0"),
+        (lambda rank: _tensors(rank, x=1), "rank 1 has different training samples than rank 0"),
+        (lambda rank: _tensors(rank, y=-1), "rank 1 has different training data than rank 0"),
         (Own, ""),
         (lambda rank: Own(rank, own_generator=True), ""),
-        (lambda rank: Own(rank, x=1), "rank 1 sees other training samples than rank 0"),
-        (lambda rank: Own(rank, label=1), "rank 1 sees other training samples than rank 0"),
-        (lambda rank: Own(rank, label=1, named=False), "rank 1 sees other training data than rank 0"),
+        (lambda rank: Own(rank, x=1), "rank 1 has different training samples than rank 0"),
+        (lambda rank: Own(rank, label=1), "rank 1 has different training samples than rank 0"),
+        (lambda rank: Own(rank, label=1, named=False), "rank 1 has different training data than rank 0"),
     ],
 )
 def test_data_sets_of_ones_own(train, said, machines):

@@ -385,7 +385,7 @@ def test_a_plain_mistake_is_said_in_words():
     with pytest.raises(UserError, match=r"call session\.prepare"):
         s.backward(torch.zeros(()))
     model, optimizer, batches = s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=17)
-    with pytest.raises(UserError, match="outside of the loop"):
+    with pytest.raises(UserError, match="outside the loop"):
         optimizer.step()
     with pytest.raises(UserError, match="no run folder"):
         s.save()
@@ -399,5 +399,5 @@ def test_a_plain_mistake_is_said_in_words():
     with pytest.raises(UserError, match=r"step\(\) was not called"):
         next(samples)
     other = torch.optim.SGD(_network().parameters(), 0.1)
-    with pytest.raises(UserError, match="not the network's"):
+    with pytest.raises(UserError, match="don't belong to the network"):
         s.prepare(net, other, _data(), batch=17)

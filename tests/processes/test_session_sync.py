@@ -193,10 +193,10 @@ def _refused(world, settings, match, network=SyncedNetwork):
 @pytest.mark.parametrize(
     ("settings", "network", "match", "line"),
     [
-        ({"parallel.mode": "auto"}, SyncedNetwork, "the loss is yours", "find_plan"),
+        ({"parallel.mode": "auto"}, SyncedNetwork, "sessions have their own loss", "find_plan"),
         ({"sync.method": "powersgd", "parallel.mode": "fsdp"}, SyncedNetwork, "fsdp can't be combined", "--parallel"),
         ({"sync.method": "powersgd", "train.precision": "fp16"}, SyncedNetwork, "doesn't support fp16", "bf16"),
-        ({"sync.method": "bf16"}, lambda: nn.Linear(64, 5), "tries the network on two samples", "shape x"),
+        ({"sync.method": "bf16"}, lambda: nn.Linear(64, 5), "failed on the two test samples", "model"),
     ],
     ids=["auto", "mode", "precision", "shape"],
 )

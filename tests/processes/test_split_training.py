@@ -75,7 +75,7 @@ def _train(world, updates, plan, settings, folder="", resume=False):
     return losses, saved, (evaluation.confusion, evaluation.loss)
 
 
-@pytest.mark.parametrize(("mode", "why"), [("single", "nothing to cut"), ("data", "splits no ops")])
+@pytest.mark.parametrize(("mode", "why"), [("single", "nothing to split"), ("data", "splits no ops")])
 def test_a_pin_under_a_mode_that_splits_nothing_is_refused(mode, why, tmp_path):
     job = _job("samples", {"parallel.mode": "data"})
     with pytest.raises(UserError, match=why):

@@ -189,9 +189,9 @@ def test_what_a_user_says_of_the_pace_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(("others_s", "named"), [
-    ((0.16,), "rank 1 on host-1 takes 0.16 s a step, others 0.1 s"),
-    ((0.1, 0.5), "rank 2 on host-2 takes 0.5 s a step, others 0.1 s"),
-    ((0.04, 0.04), "rank 0 on host-0 takes 0.1 s a step, others 0.04 s"),
+    ((0.16,), "rank 1 on host-1 takes 0.16 s a step, the other ranks 0.1 s"),
+    ((0.1, 0.5), "rank 2 on host-2 takes 0.5 s a step, the other ranks 0.1 s"),
+    ((0.04, 0.04), "rank 0 on host-0 takes 0.1 s a step, the other ranks 0.04 s"),
     ((0.12, 0.11), ""),
 ])  # fmt: skip
 def test_who_is_slow_is_named_once(others_s, named, tmp_path):

@@ -65,7 +65,7 @@ def _trained(world, name, micro_batch=0, out=None, plan=None):
                 seen.append((x, target))
             losses.append(here.mean_loss())
         if world is None or world.alone:
-            with pytest.raises(UserError, match="here y is no whole number"):
+            with pytest.raises(UserError, match="y is not a whole number"):
                 here.evaluate(model, data)
     return losses, {key: tensor.clone() for key, tensor in net.state_dict().items()}, seen
 

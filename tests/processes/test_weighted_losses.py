@@ -217,7 +217,7 @@ NOT_SUMS = {
 @pytest.mark.parametrize("name", NOT_SUMS)
 def test_a_loss_that_does_not_add_up_is_named(name):
     _, _, (named, warned), _ = _train(World(), NOT_SUMS[name], "single")
-    assert "isn't the mean over its samples' losses" in named
+    assert "is not the mean of its samples' losses" in named
     assert "CrossEntropyLoss(weight=…) itself" in warned
 
 
@@ -282,7 +282,7 @@ def test_what_cannot_be_tried_is_named_with_its_words():
     locked.lock = threading.Lock()
     assert "cannot pickle '_thread.lock'" in _settled(locked).dependent
     told = _settled(lambda output, labels: F.cross_entropy(output * torch.rand(len(output), 1), labels)).dependent
-    assert "other values each time" in told
+    assert "different values for the same outputs" in told
 
 
 def test_a_batch_of_ignored_samples_moves_nothing():
@@ -294,8 +294,8 @@ def test_a_batch_of_ignored_samples_moves_nothing():
     ("loss", "words"),
     [
         (nn.CrossEntropyLoss, "the loss CrossEntropyLoss is a class"),
-        (lambda output, labels: 0.0, "the loss gives a float"),
-        (lambda output, labels: output[:1].sum(1), r"the loss gives a tensor \[1\]"),
+        (lambda output, labels: 0.0, "the loss function returned a float"),
+        (lambda output, labels: output[:1].sum(1), r"the loss function returned a tensor \[1\]"),
     ],
 )
 def test_what_is_no_loss_is_said_in_a_line(loss, words):

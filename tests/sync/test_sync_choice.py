@@ -173,7 +173,7 @@ def test_what_the_table_and_the_plan_say_is_what_was_estimated():
         assert row["sent_mb"] * 1e6 == pytest.approx(cost.sent_bytes)
         assert row["chosen"] == (cost is choice.chosen)
     assert plain["reason"] == choice.reason
-    assert with_sync("kept", plain) == f"kept\n--sync auto would take another way: {choice.reason}"
+    assert with_sync("kept", plain) == f"kept\n--sync auto would choose another method: {choice.reason}"
     assert with_sync("kept", {**plain, "asked": choice.chosen.method}) == "kept"
 
 

@@ -76,7 +76,7 @@ def test_where_nothing_better_is_learnt_the_librarys_words_stay(soon):
     finally:
         listening.close()
     assert "ncclRemoteError" in record.what
-    assert record.what.startswith("another process has gone")
+    assert record.what.startswith("another process ended")
 
 
 def test_a_causes_words_reach_the_others(soon, monkeypatch):
@@ -163,5 +163,5 @@ def test_on_an_accelerator_the_listener_writes_the_record_and_aborts(started_by,
         waiting.cause.close()
     record = json.loads((folder.failures / "1.json").read_text())
     assert record["consequence"]
-    assert "rank 0 on n1 failed first; it says: KeyError: mine" in record["what"]
+    assert "rank 0 on n1 failed first: KeyError: mine" in record["what"]
     assert "KeyError: mine" in capsys.readouterr().err

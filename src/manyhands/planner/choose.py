@@ -71,7 +71,7 @@ def pick_measured(seconds: dict[str, list[float]]) -> Pick:
     """
     counts = {len(values) for values in seconds.values()}
     if len(counts) != 1 or min(counts) < LEAST_ROUNDS:
-        raise UserError(f"plans are compared over {LEAST_ROUNDS} rounds or more, as many for each", "plan")
+        raise UserError(f"each plan needs the same number of rounds, at least {LEAST_ROUNDS}", "plan")
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     base = seconds.get(DATA_PARALLEL, [math.inf])
     if not all(map(math.isfinite, base)):
@@ -116,7 +116,7 @@ def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mappin
     Raises UserError: there is no finalist.
     """
     if not predicted_seconds:
-        raise UserError("no plan is left to choose from", "plan", ("allow more memory", "loosen a pin"))
+        raise UserError("no plan is allowed", "plan", ("raise the memory limit", "or loosen a pin"))
     best = min(predicted_seconds, key=lambda name: (predicted_seconds[name], name))
     if DATA_PARALLEL not in predicted_seconds:
         return Pick(best, f"{best} is chosen: data parallel can't run here", {}, {})
@@ -127,6 +127,6 @@ def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mappin
     gain = gains[best][0]
     doubt = (doubtful_seconds or {}).get(best, 0.0) / max(predicted_seconds[best], 1e-12)
     if gain < max(LEAST_PREDICTED_GAIN, 1 + doubt):
-        reason = f"data parallel is kept: {best} is predicted {gain:.2f}x as fast, less than predictions can tell"
+        reason = f"data parallel is kept: {best} is predicted {gain:.2f}x as fast, within the error of predictions"
         return Pick(DATA_PARALLEL, reason, {}, gains)
     return Pick(best, f"{best} is chosen: predicted {gain:.2f}x as fast as data parallel, not measured", {}, gains)

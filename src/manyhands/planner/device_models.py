@@ -33,16 +33,16 @@ class DeviceModel:
         """(operations, bytes) per second that are assumed to be reached. Raises UserError: none for this precision."""
         if precision not in self.operations:
             known = ", ".join(self.operations)
-            mend = tuple(f"--set train.precision={one}" for one in self.operations)
-            raise UserError(f"of {self.name} only {known} is known, not {precision}", "--device-model", mend)
+            mend = tuple(f"add --set train.precision={one}" for one in self.operations)
+            raise UserError(f"{self.name} has speeds only for {known}, not {precision}", "--device-model", mend)
         return REACHED_OPERATIONS * self.operations[precision], REACHED_BANDWIDTH * self.bandwidth
 
     def said(self, precision: str) -> str:
         """A sentence on where predictions are from."""
         return (
-            f"estimated for {self.name}, measured nowhere: {REACHED_OPERATIONS:.0%} of "
+            f"times are estimated for {self.name}, at {REACHED_OPERATIONS:.0%} of "
             f"{self.operations[precision] / 1e12:.4g} TFLOP/s in {precision} and {REACHED_BANDWIDTH:.0%} of "
-            f"{self.bandwidth / 1e9:.4g} GB/s are assumed to be reached ({self.source})"
+            f"{self.bandwidth / 1e9:.4g} GB/s ({self.source})"
         )
 
 
@@ -65,7 +65,7 @@ def device_model(name: str) -> DeviceModel:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} can't be read: {error}", str(path)) from error
     if name.lower() not in known:
-        mend = (f"known: {', '.join(sorted(known))}", f"or add it to {path}, as the guide on planning shows")
+        mend = (f"choose one of: {', '.join(sorted(known))}", f"or add the model to {path}")
         raise UserError(f"no device model is called {name}", "--device-model", mend)
     content, where = known[name.lower()]
     return _read(name.lower(), content, where)
@@ -83,11 +83,11 @@ def _read(key: str, content: Any, where: str) -> DeviceModel:
             str(content["source"]),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        mend = ("needed: name, memory, bandwidth, within, operations (by precision), source",)
-        raise UserError(f"the device model {key} isn't whole: {error}", f"{where}, {key}", mend) from error
+        mend = ("define name, memory, bandwidth, within, operations (by precision) and source",)
+        raise UserError(f"the device model {key} is invalid: {error}", f"{where}, {key}", mend) from error
 
 
 def _positive(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ValueError(f"{value!r} is no rate")
+        raise ValueError(f"{value!r} is not a rate")
     return float(value)

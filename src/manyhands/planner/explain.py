@@ -115,10 +115,10 @@ def draw_plan(layers: Sequence[Layer], mesh: Mesh, file: Path, title: str = "") 
     """Draws layers × devices: a colour a letter, a stripe an axis. Raises UserError: no PNG or SVG, or odd letters."""
     ending = file.suffix.lower()
     if ending not in (".png", ".svg"):
-        raise UserError(f'a picture ends in .png or .svg, not "{ending}"', str(file), ("plan.png", "plan.svg"))
+        raise UserError(f'unknown picture format "{ending}"', str(file), ("choose plan.png or plan.svg",))
     for layer in layers:
         if len(layer.loops) != len(mesh.axes):
-            raise UserError(f"{layer.name} has {len(layer.loops)} letters on the mesh {mesh}", "plan")
+            raise UserError(f"{layer.name} has {len(layer.loops)} placements for the mesh {mesh}", "plan")
     figure = _figure(layers, mesh, title)
     with replacing(file) as part:
         figure.savefig(part, format=ending[1:], dpi=120)
@@ -141,7 +141,7 @@ def _figure(layers: Sequence[Layer], mesh: Mesh, title: str) -> "Figure":
     axes = figure.add_axes((left / width, 0.7 / height, 1 - (left + right) / width, 1 - 1.1 / height))
     _cells(axes, layers, mesh, letters, list(colours.values()))
     axes.set_title(title or f"mesh {mesh}", loc="left", parse_math=False)
-    axes.set_xlabel("device" if len(mesh.axes) == 1 else f"device; its stripes are {', '.join(mesh.names)}")
+    axes.set_xlabel("device" if len(mesh.axes) == 1 else f"device (stripes: {', '.join(mesh.names)})")
     patches = [Patch(color=colours[letter], label=f"{letter}: {_WORDS.get(letter, 'cut')}") for letter in letters]
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return figure

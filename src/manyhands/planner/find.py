@@ -97,7 +97,7 @@ class SearchResult:
         return MODE_OF_SEARCHES if self.wish.fill == SEARCH else MODE_OF_PLANS
 
     def plan_of(self, option: Option) -> Plan:
-        """Any of the plans, as its file says it."""
+        """Returns an option as the plan of a plan file."""
         default, ops = concise(option.letters, self.graph, option.mesh)
         about: dict[str, Any] = {
             "mode": USUAL_MODE if option.name == DATA_PARALLEL else self._mode,
@@ -117,7 +117,7 @@ class SearchResult:
         return Plan(option.mesh, ops, default, kept, layouts, about)
 
     def with_pick(self, pick: Pick) -> "SearchResult":
-        """The same after plans have been timed."""
+        """Returns a copy with another pick, after plans were timed."""
         return replace(self, pick=pick)
 
     def repicked(self, seconds: float) -> "SearchResult":
@@ -210,18 +210,18 @@ def _untimed(reasons: Mapping[str, str]) -> list[str]:
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
     return [
-        f"{alike[0]}{f' and {len(alike) - 1} more' if len(alike) > 1 else ''} can't be timed by itself, so it is "
-        f"priced by its size ({reason})"
+        f"{alike[0]}{f' and {len(alike) - 1} more' if len(alike) > 1 else ''} can't be timed; the cost is "
+        f"estimated from the size ({reason})"
         for reason, alike in names.items()
     ]
 
 
 def _check(request: SearchRequest) -> None:
     if request.world_size < 2:
-        raise UserError("a plan is for two processes or more", "--world-size", ("--world-size 2",))
+        raise UserError("a plan needs two or more processes", "--world-size", ("set --world-size 2 or higher",))
     if request.batch < request.world_size:
-        what = f"an update has {request.batch} samples, and {request.world_size} processes are to share it"
-        raise UserError(what, "train.batch", (f"--batch {request.world_size} or more", "fewer processes"))
+        what = f"train.batch ({request.batch}) is smaller than the number of processes ({request.world_size})"
+        raise UserError(what, "train.batch", (f"set --batch {request.world_size} or higher", "or use fewer processes"))
     if request.mesh is not None:
         request.mesh.check_size(request.world_size, "--mesh")
 
@@ -348,11 +348,11 @@ def _pick(
     if not able:
         least = min(one.prediction.memory_bytes for one in options) / _GIB
         limit = (request.memory_limit_bytes or 0) / _GIB
-        what = f"no plan that was found fits into {limit:.4g} GiB on each process; the smallest takes {least:.4g} GiB"
-        raise NoPlanError(what, "--memory", ("allow more memory", "use more processes", "make the batch smaller"))
+        what = f"no plan found fits into {limit:.4g} GiB on each process; the smallest takes {least:.4g} GiB"
+        raise NoPlanError(what, "--memory", ("raise the memory limit", "use more processes", "or reduce the batch"))
     doubtful = {one.name: spread * one.prediction.compute_seconds for one in options}
     pick = pick_predicted(able, doubtful)
     if not options[0].allowed:
-        reason = f"{pick.name} is chosen: the best that keeps your pins; data parallel is shown to compare with"
+        reason = f"{pick.name} is chosen: the best plan with your pins; data parallel is listed for comparison"
         return replace(pick, reason=reason)
     return pick

@@ -121,8 +121,8 @@ class OpTimes:
         busy = max((one.busy for one in self._used.values()), default=0.0)
         if busy > BUSY:
             found.append(
-                f"others took {busy:.0%} of this machine's processors while ops were timed, so times may be too long; "
-                "they are taken anew once the machine is idle"
+                f"other programs used {busy:.0%} of the processors while ops were timed, so times may be too long; "
+                "manyhands times these ops again on an idle machine"
             )
         return found
 
@@ -168,7 +168,7 @@ class OpTimes:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            self.notes.append(f"the cache of op times {self._file} can't be read ({error}); ops are measured anew")
+            self.notes.append(f"the cache of op times {self._file} can't be read ({error}); measuring ops again")
             return {}
 
     def _measure(self, make: Callable[[], Callable[[], object]]) -> OpTime:
@@ -207,10 +207,10 @@ class OpTimes:
 def _checked(content: Any, environment: dict[str, str]) -> dict[str, OpTime]:
     """The times in a file that aren't too old. Raises ValueError: it isn't such a file."""
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("environment") != environment:
-        raise ValueError("it has another form")
+        raise ValueError("another format or environment")
     times = content.get("times")
     if not isinstance(times, dict):
-        raise ValueError("it has no times")
+        raise ValueError("the times are missing")
     found = {str(key): _op_time(value) for key, value in times.items()}
     if wrong := [key for key, one in found.items() if one is None]:
         raise ValueError(f'"{wrong[0]}" has no time')

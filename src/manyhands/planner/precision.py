@@ -88,12 +88,12 @@ def choose_variant(wished: WishedPrecision, kinds: Sequence[KindOfMachine]) -> t
 def _said_of_half(kinds: Sequence[KindOfMachine], half: Variant, gained: float) -> list[str]:
     without = [kind.name for kind in kinds if not kind.bf16]
     if without:
-        return [f"train.precision is fp32: {without[0]} doesn't compute bf16 itself"]
+        return [f"train.precision is fp32: {without[0]} has no native bf16"]
     if not gained:
         return [f"train.precision is fp32: {why}" for why in _why_not(kinds, half)]
     if gained >= LEAST_GAIN:
         return [f"train.precision is bf16: {gained:.2f} times as fast as fp32 in a short measurement"]
-    return [f"train.precision is fp32: bf16 is {gained:.2f} times as fast, and only {LEAST_GAIN} pays"]
+    return [f"train.precision is fp32: bf16 is {gained:.2f} times as fast, below the threshold of {LEAST_GAIN}"]
 
 
 def _said_of_layout(kinds: Sequence[KindOfMachine], other: Variant, gained: float) -> list[str]:
@@ -101,13 +101,13 @@ def _said_of_layout(kinds: Sequence[KindOfMachine], other: Variant, gained: floa
         return [f"train.channels_last is false: {why}" for why in _why_not(kinds, other)]
     if gained >= LEAST_GAIN_OF_LAYOUT:
         return [f"train.channels_last is true: {gained:.2f} times as fast in a short measurement"]
-    return [f"train.channels_last is false: true is {gained:.2f} times as fast, and only {LEAST_GAIN_OF_LAYOUT} pays"]
+    return [f"train.channels_last is false: true is {gained:.2f} times as fast, below {LEAST_GAIN_OF_LAYOUT}"]
 
 
 def _why_not(kinds: Sequence[KindOfMachine], variant: Variant) -> list[str]:
     """Nothing where it wasn't tried, or where nothing runs: then that is said where the network is built."""
     why = [kind.failed[str(variant)] for kind in kinds if str(variant) in kind.failed and kind.seconds]
-    return [f"the network can't run otherwise ({one})" for one in why[:1]]
+    return [f"the alternative failed ({one})" for one in why[:1]]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, f
                 if torch.isfinite(loss):
                     seconds[str(variant)] = first
                 else:
-                    failed[str(variant)] = "its loss isn't a number then"
+                    failed[str(variant)] = "the loss is not finite"
             except Exception as error:  # noqa: BLE001 - whatever a network says of a layout or type it doesn't know
                 failed[str(variant)] = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
         left = [(str(variant), trial) for variant, trial in trials.items() if str(variant) not in failed]

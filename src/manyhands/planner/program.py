@@ -12,7 +12,7 @@ from manyhands.planner.problem import Matrix, NoPlanError, Problem, Solution, ev
 
 TOLERANCE = 1e-9
 _INF = highspy.kHighsInf
-_HINTS = ("loosen a pin", "choose another mesh")
+_HINTS = ("loosen a pin", "or choose another mesh")
 # HiGHS exceeds a row by its tolerance, so an assignment may exceed the memory limit by some bytes.
 _MOST_RETRIES = 30
 Pair = tuple[int, int]
@@ -54,7 +54,7 @@ class Program:
         for pair, both in edges.items():
             if not np.isfinite(both[0] + nodes[pair[0]][0][:, None] + nodes[pair[1]][0]).any():
                 names = " and ".join(problem.name(node) for node in pair)
-                raise NoPlanError(f"no choice is left that is allowed for {names}", "plan", _HINTS)
+                raise NoPlanError(f"no strategy is allowed for {names}", "plan", _HINTS)
             count = self._add_edge(pair, both, count)
         seconds, self._bytes = np.hstack([*self._costs, np.array([[0.0], [0.0]])])
         allowed = np.isfinite(seconds)
@@ -179,12 +179,12 @@ def _nodes(problem: Problem) -> list[Matrix]:
     for number, node in enumerate(problem.nodes):
         name = problem.name(number)
         if not node:
-            raise NoPlanError(f"{name} has no choice at all", "plan", _HINTS)
+            raise NoPlanError(f"{name} has no strategy", "plan", _HINTS)
         columns = [(one.seconds, one.memory_bytes, one.gradient_seconds, one.hideable_seconds) for one in node]
         seconds, memory, gradient, hideable = numbers = np.array(columns, dtype=float).T
         _check(name, seconds, numbers[1:])
         if not np.isfinite(seconds).any():
-            raise NoPlanError(f"no choice is left that is allowed for {name}", "plan", _HINTS)
+            raise NoPlanError(f"no strategy is allowed for {name}", "plan", _HINTS)
         nodes.append(np.stack([seconds, memory, gradient - problem.overlap * hideable]))
     return nodes
 
@@ -208,4 +208,4 @@ def _edges(problem: Problem) -> dict[Pair, Matrix]:
 def _check(name: str, seconds: Matrix, others: Matrix) -> None:
     # Negative costs would be fine for the search, but they come from mistakes only: no op takes less than no time.
     if np.isnan(seconds).any() or (seconds < 0).any() or not np.isfinite(others).all() or (others < 0).any():
-        raise UserError(f"a cost of {name} is negative or no number", "plan", ("measure anew",))
+        raise UserError(f"a cost of {name} is negative or not a number", "plan", ("measure again",))

@@ -132,11 +132,11 @@ def least_memory_bytes(problem: Problem) -> float:
 
 
 def _stopped() -> SearchStoppedError:
-    return SearchStoppedError("no plan was found in time", "plan", ("search longer", "allow more memory"))
+    return SearchStoppedError("no plan was found in time", "plan", ("search longer", "or raise the memory limit"))
 
 
 def _contradiction() -> NoPlanError:
-    return NoPlanError("the ops' choices contradict each other: no plan is allowed", "plan", ("loosen a pin",))
+    return NoPlanError("no plan is allowed: the ops' strategies contradict each other", "plan", ("loosen a pin",))
 
 
 def _too_large(problem: Problem, least_bytes: float) -> NoPlanError:
@@ -144,7 +144,7 @@ def _too_large(problem: Problem, least_bytes: float) -> NoPlanError:
     error = NoPlanError(
         f"no plan fits into {limit / _GIB:.4g} GiB on each process; the smallest takes {least_bytes / _GIB:.4g} GiB",
         "memory",
-        ("allow more memory", "use more processes", "make the batch smaller"),
+        ("raise the memory limit", "use more processes", "or reduce the batch"),
     )
     error.least_memory_bytes = least_bytes
     return error

@@ -165,8 +165,8 @@ def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
     if job.parallel.mesh and count and not (job.cluster.hosts or job.cluster.hostfile or job.cluster.world_size):
         parse_mesh(job.parallel.mesh).check_size(count)
     if count > job.train.batch:
-        message = f"train.batch is {job.train.batch}, and there are {count} processes to share it"
-        raise UserError(message, "train.batch", (f"--batch {count} or more", "or fewer processes"))
+        message = f"train.batch ({job.train.batch}) is smaller than the number of processes ({count})"
+        raise UserError(message, "train.batch", (f"set --batch {count} or higher", "or start fewer processes"))
 
 
 def _refuse_missing(job: Job, objects: Any) -> None:

@@ -88,7 +88,9 @@ def check_combination(method: str, mode: str) -> None:
     if need:
         taking = [name for name in (USUAL_MODE, *module_names(MODES)) if need in offers_of(name)]
         what = f"the parallel mode {mode} can't be combined with {method}, which {need.reason}"
-        raise UserError(what, "sync.method", (*(f"--parallel {name}" for name in taking[:1]), f"--sync {EXACT}"))
+        raise UserError(
+            what, "sync.method", (*(f"set --parallel {name}" for name in taking[:1]), f"set --sync {EXACT}")
+        )
 
 
 def _offers_of_mode(mode: str) -> set[Need]:
@@ -126,7 +128,7 @@ def _asked(job: Job, mode: str) -> Cost | None:
         return None
     need = refused(method, _offers(job, mode))
     if need:
-        raise UserError(f"{method} {need.reason}", need.option, (*need.mend, f"or --sync {EXACT}"))
+        raise UserError(f"{method} {need.reason}", need.option, (*need.mend, f"or choose --sync {EXACT}"))
     return Cost(method, 0.0, 0.0) if agrees_in_every_update(method) else methods()[method].asked(job.sync)
 
 

@@ -69,7 +69,7 @@ def compiled(trainer: Trainer) -> Trainer:
     began = time.monotonic()
     if not network.norms.shared_sizes:
         trainer.journal.event(
-            "note", "compiling the network, which may take some minutes; what was made before is kept"
+            "note", "compiling the network, which may take some minutes; compiled code is cached for the next run"
         )
     with left_as_it_was(network.inner, network.norms), drawn:
         for shares in feed.cut.micro_batches(count):
@@ -81,7 +81,7 @@ def compiled(trainer: Trainer) -> Trainer:
     if calls.used:
         trainer.journal.event("note", f"compiled the network in {short_time(time.monotonic() - began)}")
     else:
-        trainer.journal.event("note", "nothing is compiled: processes share groups of BatchNorm (train.norm_group)")
+        trainer.journal.event("note", "torch.compile is skipped: processes share BatchNorm groups (train.norm_group)")
 
     def release_both() -> None:
         network.inner._compiled_call_impl = None

@@ -83,7 +83,7 @@ def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False
         splits = open_whole(job.data) if whole else open_data(job.data)
     for word, split in splits.named():
         if not len(split):
-            mend = ("give more samples", "or another share for evaluation, such as --set data.validation=0.3")
+            mend = ("add samples", "or change the share for evaluation, such as --set data.validation=0.3")
             raise UserError(f"the {word} split holds no samples", "data.name", mend)
     refuse_other_data(splits, world)
     return splits
@@ -106,9 +106,9 @@ def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
     wanted = job.model.num_classes or outputs
     if not names and not wanted:
         raise UserError(
-            "the data does not say how many classes it has",
+            "the number of classes is unknown",
             "model.num_classes",
-            ("--set model.num_classes=10", "or give the data set an attribute `classes`"),
+            ("set the number, such as --set model.num_classes=10", "or give the data set an attribute `classes`"),
         )
     return name_outputs(names, wanted)
 
@@ -130,7 +130,7 @@ def check_labels(splits: Splits, classes: int) -> None:
                 f"{word} sample {sample} has label {int(source.labels[sample])}; "
                 f"the network has outputs 0 to {classes - 1}",
                 f"{word} data, {len(bad)} such sample(s)",
-                (f"--set model.num_classes={int(source.labels.max()) + 1}", "or mend the labels"),
+                (f"add outputs: --set model.num_classes={int(source.labels.max()) + 1}", "or correct the labels"),
             )
 
 
@@ -154,14 +154,14 @@ def missing_classes(splits: Splits) -> list[str]:
 def tell_of_skipped(splits: Splits, journal: Journal) -> None:
     """Says which pictures can't be read, whether they are packed, and what else isn't as it looks."""
     if splits.packed:
-        journal.event("note", f"pictures are read from the packed copy {splits.packed}")
+        journal.event("note", f"reading pictures from the packed copy {splits.packed}")
     if isinstance(splits.train, ImageFiles) and decode_jpeg is None:
-        journal.event("note", "Pillow alone decodes JPEGs, which takes longer: pip install simplejpeg")
+        journal.event("note", "Pillow decodes JPEGs, slower than simplejpeg (do: pip install simplejpeg)")
     for note in splits.notes:
         journal.event("warning", note)
     if splits.skipped:
         check_bad_pictures(splits.skipped, len(splits.train) + len(splits.test), UserError)
-        left_out = f"{len(splits.skipped)} picture(s) can't be read and are left out: {some_pictures(splits.skipped)}"
+        left_out = f"{len(splits.skipped)} unreadable picture(s) are skipped: {some_pictures(splits.skipped)}"
         journal.event("warning", left_out)
 
 
@@ -169,7 +169,7 @@ def check_bad_pictures(bad: Collection[str], samples: int, kind: type[ManyhandsE
     """Refuses a data set of which more than ten pictures, and than 0.1 %, can't be read; raises a `kind`."""
     most = max(_MOST_BAD, int(samples * _MOST_BAD_SHARE))
     if len(bad) > most:
-        mend = (f"mend or remove them; at most {most} of {samples:,} may be bad", "is the disk well? see dmesg | tail")
+        mend = (f"repair or remove the pictures (limit: {most} of {samples:,})", "check the disk: dmesg | tail")
         raise kind(f"{len(bad)} pictures can't be read, such as {some_pictures(bad)}", "data.skip_corrupt", mend)
 
 

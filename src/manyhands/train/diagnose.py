@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 MEND = (
     ADVICE,
-    "with fp16, try bf16 or fp32",
+    "replace fp16 by bf16 or fp32",
 )
-MEND_INPUT = ("look at these samples (counted from 0 in the training split), and at what prepares them",)
+MEND_INPUT = ("check these samples (counted from 0 in the training split) and the code that prepares samples",)
 
 
 def explain_left_out(
@@ -61,7 +61,7 @@ def explain_loss(
     spoilt = batch.samples[~_finite_samples(batch.images)] if len(batch.images) == len(batch.samples) else batch.samples
     where = f"rank {world.rank}, step {step}, samples {_some(spoilt if len(spoilt) else batch.samples)}"
     if not _finite(batch.images):
-        return RunError("the loss is not finite: the input pictures already hold NaN or infinity", where, MEND_INPUT)
+        return RunError("the loss is not finite, because the input pictures contain NaN or infinity", where, MEND_INPUT)
     found = f": {_first_bad(network.inner, batch.images)}" if closely and network.runs_alone else ""
     return RunError(f"the loss is not finite{found}", where, MEND)
 
@@ -92,7 +92,7 @@ def _first_bad(model: nn.Module, images: Tensor) -> str:
         model.train()
         for hook in hooks:
             hook.remove()
-    return found[0] if found else "the loss itself, from finite outputs"
+    return found[0] if found else "all outputs are finite, so the loss function is the cause"
 
 
 def explain_gradient(updater: "Updater", update: UpdateShare, step: int, *, alone: bool = False) -> RunError:
@@ -109,7 +109,7 @@ def explain_gradient(updater: "Updater", update: UpdateShare, step: int, *, alon
     if not alone:
         everybody = told(updater.synchronizer, mine, updater.world)
     rank = next((rank for rank, text in everybody.items() if text), min(everybody))
-    what = everybody[rank] or "a gradient is not finite once all processes' parts are added up"
+    what = everybody[rank] or "a gradient is not finite after the all-reduce"
     return RunError(what, f"rank {rank}, step {step}", MEND)
 
 
@@ -133,11 +133,11 @@ def explain_lost(network: ParallelNetwork, world: World, measured: "StepSums") -
     for name, buffer in network.inner.named_buffers():
         if not lost and name not in network.endless and not _finite(buffer):
             lost = f"buffer {name}"
-    mend = (*MEND, "the last checkpoint is from before, and the run goes on from it")
+    mend = (*MEND, "resume from the last checkpoint, which was saved before this error")
     if not math.isfinite(step):
-        what = f"{lost or 'a part of the network'} is not finite, and no loss was before"
+        what = f"{lost or 'a part of the network'} is not finite, although every loss was finite"
         return RunError(what, "an update", mend)
-    what = f"; by now {lost} is not finite either" if lost else ""
+    what = f", and {lost} is not finite either" if lost else ""
     return RunError(f"{spoilt} is not finite{what}", f"rank {rank}, step {step:.0f}", mend)
 
 

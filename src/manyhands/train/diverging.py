@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 # So many times what the loss began at, so many records in a row: a high rate's first steps may throw it up for once.
 TIMES, RECORDS = 3.0, 3
-ADVICE = "a smaller train.lr, some train.warmup_epochs, or train.clip = 1.0 often helps"
+ADVICE = "reduce train.lr, set train.warmup_epochs = 1, or set train.clip = 1.0"
 
 
 @dataclass
@@ -27,4 +27,4 @@ class Divergence:
         if self._high < RECORDS or self._told:
             return ""
         self._told = True
-        return f"the loss is {loss:.4g} and began at {self._began:.4g}: training diverges (do: {ADVICE})"
+        return f"training diverges: the loss rose from {self._began:.4g} to {loss:.4g} (do: {ADVICE})"

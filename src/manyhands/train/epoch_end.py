@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """Where a run is at the end of an epoch. To look at: nothing in it changes the training.
+    """The state of a run at the end of an epoch. Changing this object does not change the training.
 
     Attributes:
-        epoch: epochs that are complete, counted from 1.
-        step: updates made.
-        evaluation: made after this epoch; None where none was due.
+        epoch: the number of complete epochs.
+        step: the number of complete updates.
+        evaluation: the evaluation after this epoch, or None.
         path: the run folder.
     """
 

@@ -31,7 +31,7 @@ ASK_S, MOST_BLOCKS = 1.0, 1000
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
         count: samples evaluated, the length of the split.
@@ -40,8 +40,8 @@ class Evaluation:
         top5: share of samples whose label is among the first five guesses.
         cells: int64 [cells, 3]: true class, guessed class, samples; of the confusion matrix where it isn't zero.
         classes: rows and columns of that matrix: the classes, and outputs beyond them up to the last that was guessed.
-        seconds: how long it took.
-        metrics: figures of the user's own, by name.
+        seconds: the duration of the evaluation.
+        metrics: the user's metrics, by name.
     """
 
     count: int
@@ -263,9 +263,9 @@ class Evaluator:
         hits, count = tallies.tolist()
         if count != self.length:
             raise RunError(
-                f"the evaluation counted {count} samples, and the split has {self.length}",
+                f"the evaluation counted {count} samples, but the split has {self.length}",
                 "evaluation",
-                ("do all processes see the same data? compare the folders on each machine",),
+                ("check that all machines have the same data",),
             )
         labels, guesses = pairs.cpu()
         columns = max(self.classes, 1 + int(guesses.max()))
@@ -296,7 +296,7 @@ def averaged(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
         return main_and_auxiliary(model(pictures))[0]
     if pictures.ndim != 4 or min(pictures.shape[2:]) < 2:
         shape = "x".join(map(str, pictures.shape[1:]))
-        raise UserError(f"samples of the shape {shape} can't be mirrored", "train.evaluate_views", ("set it to 1",))
+        raise UserError(f"samples of shape {shape} can't be mirrored", "train.evaluate_views", ("set the option to 1",))
     outputs = [(weight, main_and_auxiliary(model(view))[0]) for weight, view in _views(pictures, count)]
     precise = torch.promote_types(outputs[0][1].dtype, torch.float32)
     return torch.stack([weight * output.to(precise) for weight, output in outputs]).sum(0)

@@ -27,12 +27,12 @@ def _of_norms(trainer: Trainer) -> list[str]:
         return []
     local = trainer.job.train.norm_group == "local" or trainer.synchronizer.own_statistics
     if local or not normalises_in_groups(trainer.mode):
-        return ["BatchNorm takes its statistics over what each process has (norm_group = local)."]
+        return ["BatchNorm computes statistics over each process's own samples (norm_group = local)."]
     unknown = sum(not layer.rows_per_sample for layer in trainer.network.norms.layers)
     if unknown:
         return [
-            f"{unknown} BatchNorm layer(s) normalise rows that can't be told apart by sample: they take their "
-            "statistics over what each process has."
+            f"{unknown} BatchNorm layer(s) normalise rows that can't be assigned to samples; their statistics are over "
+            "each process's own rows."
         ]
     return []
 
@@ -45,9 +45,9 @@ def exception_of_buffers(names: list[str]) -> str:
 
 def _of_draws(trainer: Trainer) -> list[str]:
     """Random numbers: each process draws its own, so other samples meet other ones at another number of processes."""
-    found = [f"{kind} draws other masks at another number of processes." for kind in _dropping(trainer.network.inner)]
+    found = [f"{kind} masks depend on the number of processes." for kind in _dropping(trainer.network.inner)]
     if not found and (trainer.draws or trainer.network.draws):
-        found.append("The network draws random numbers in training: other ones at another number of processes.")
+        found.append("The network's random numbers in training depend on the number of processes.")
     return found
 
 
@@ -58,7 +58,7 @@ def _dropping(network: nn.Module) -> Iterable[str]:
     if any(_drops_branches(module) for module in modules):
         yield "Stochastic depth"
     if any(_attention_dropout(module) > 0 for module in modules):
-        yield "Attention's dropout"
+        yield "Attention dropout"
 
 
 def _drops_branches(module: nn.Module) -> bool:
@@ -81,6 +81,6 @@ def _of_sync(trainer: Trainer) -> list[str]:
     found = list(filter(None, [exception_of(trainer.sync.method)]))
     if not trainer.job.parallel.gradients_mean:
         found.append(
-            "Gradients are the sum of all processes' means: larger with more of them (gradients_mean = false)."
+            "Gradients are summed over processes and grow with the number of processes (gradients_mean = false)."
         )
     return found

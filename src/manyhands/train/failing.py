@@ -103,27 +103,27 @@ def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
     if evaluating:
         taken = options.evaluate_batch
         fits = _largest_that_fits(trainer, taken, _try_evaluation)
-        mend = [f"--set train.evaluate_batch={fits}"] if fits else []
+        mend = [f"reduce the batch: --set train.evaluate_batch={fits}"] if fits else []
     else:
         share = max(trainer.feed.samples_of_each())
         taken = min(options.micro_batch or share, share)
         fits = _largest_that_fits(trainer, taken, _try_update)
-        mend = [f"--set train.micro_batch={fits}: the global batch stays {options.batch}"] if fits else []
+        mend = [f"add --set train.micro_batch={fits}; the global batch stays {options.batch}"] if fits else []
         if fits and trainer.network.norms.layers and isinstance(options.norm_group, int) and fits < options.norm_group:
-            mend.append(f"with --set train.norm_group={max(2, fits)}, since BatchNorm needs a group in one pass")
-    halved = "" if options.precision in AUTOCAST else ", or --set train.precision=bf16"
+            mend.append(f"also add --set train.norm_group={max(2, fits)}: BatchNorm needs a group in one pass")
+    halved = "" if options.precision in AUTOCAST else ", or add --set train.precision=bf16"
     return RunError(
         f"out of memory at {taken} pictures in one pass{' of the evaluation' * evaluating}: {_first_line(error)}",
         f"rank {trainer.world.rank} on {socket.gethostname()}, {trainer.world.device}",
-        (*mend, f"{'or ' * bool(mend)}a smaller data.image_size{halved}"),
+        (*mend, f"{'or ' * bool(mend)}reduce data.image_size{halved}"),
     )
 
 
 def explain_early_memory(error: BaseException) -> RunError:
     """The error for a lack of memory before the first update."""
     mend = (
-        "a smaller network or data.image_size",
-        "or --parallel fsdp over several processes, which share the network",
+        "choose a smaller network or a smaller data.image_size",
+        "or shard the network over several processes: --parallel fsdp",
     )
     return RunError(f"out of memory before the first update: {_first_line(error)}", socket.gethostname(), mend)
 

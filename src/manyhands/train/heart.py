@@ -70,7 +70,7 @@ class Heart:
         time.sleep(PULSE_S)
         if moved_bytes() - before > _MOVES_BYTES or time.process_time() - spent > _BUSY_S:
             return ""
-        return f"this process has waited for {stood_s:.0f} s, and nothing moves"
+        return f"this process has been waiting for {stood_s:.0f} s without progress"
 
     @contextlib.contextmanager
     def beating(self, phase: Callable[[], str]) -> Generator[None]:
@@ -137,8 +137,8 @@ def shut_connections() -> None:
 
 def stood_still(took_s: float, usual_s: float, *, linked: bool = True) -> str:
     """What is said of a pause that is much longer than usual; `linked`: several machines take part."""
-    waited = "the link or another process" if linked else "another process"
-    return f"training stood still for {took_s:.3g} s, for {waited} (usual: {usual_s:.2g} s)"
+    waited = "the network or another process" if linked else "another process"
+    return f"training stalled for {took_s:.3g} s, waiting for {waited} (usual: {usual_s:.2g} s)"
 
 
 def collectives_begun() -> int:

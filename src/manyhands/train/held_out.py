@@ -36,12 +36,12 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
         last = describe(trainer.test(lambda: stop), trainer)
     best = _of_the_best(trainer, last, stop)
     trainer.journal.detail(LAST, last)
-    told = f"test, {last.count:,} samples that decided nothing: "
+    told = f"test on {last.count:,} held-out samples: "
     of_last = percentage(last.top1, 2)
     if best:
         trainer.journal.detail(BEST, best)
         of_best = percentage(best.top1, 2)
-        told += f"top-1 {of_best}% with the best weights (step {best.step}), {of_last}% with the last"
+        told += f"top-1 {of_best}% with the best weights (step {best.step}), {of_last}% with the last weights"
     else:
         told += f"top-1 {of_last}% with the last weights"
     step = trainer.progress.step
@@ -64,7 +64,7 @@ def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> 
     paths = [folder / layout.step_name(step) for step in (progress.best_step, progress.step)]
     if progress.best_step < 0 or not broadcast_plain(all(map(_is_sound, paths)), trainer.world):
         step = progress.step
-        trainer.journal.event("warning", "the best checkpoint can't be read, so the test is of the last weights", step)
+        trainer.journal.event("warning", "the best checkpoint can't be read; the test uses the last weights", step)
         return None
     assert trainer.test is not None
     epoch = _load(trainer, progress.best_step)

@@ -97,10 +97,10 @@ class SaveInterval:
     def tell(self, seconds: float, journal: Journal, step: int) -> None:
         """Records what was chosen, and again where it is another by far; says it once, when it has an effect."""
         save_s, fails_s = statistics.median(self._saves_s), self._between_failures_s()
-        seen = f"{self.failures} seen" if self.failures else "none seen: a guess"
+        seen = f"{self.failures} seen" if self.failures else "none seen; assumed"
         told = (
-            f"a checkpoint every {seconds:.0f} s, since one holds training up for {save_s:.2g} s and a failure may "
-            f"come every {fails_s / 3600:.2g} h ({seen})"
+            f"a checkpoint every {seconds:.0f} s, because each delays training by {save_s:.2g} s and failures are "
+            f"expected every {fails_s / 3600:.2g} h ({seen})"
         )
         if not self._told_s or max(seconds / self._told_s, self._told_s / seconds) >= _TOLD:
             self._told_s = seconds

@@ -177,19 +177,19 @@ def refuse_uncuttable(job: Job, plan: Plan | None, mode: str, journal: Journal, 
     What an earlier start of the run was pinned to has no effect under another mode, which is said.
     """
     if plan is None and job.parallel.pin and not goes_on:
-        why = "one process has nothing to cut" if one_process(mode) else f"the mode {mode} splits no ops"
-        mend = ("--parallel semi, on two processes or more", "leave --pin out")
-        raise UserError(f"the pin {job.parallel.pin[0]} can't be kept: {why}", "parallel.pin", mend)
+        why = "one process has nothing to split" if one_process(mode) else f"the mode {mode} splits no ops"
+        mend = ("start two or more processes with --parallel semi", "or remove --pin")
+        raise UserError(f"the pin {job.parallel.pin[0]} can't be applied: {why}", "parallel.pin", mend)
     if plan is None and not takes_mesh(mode):
         idle = [name for name in ("pin", "mesh", "plan") if getattr(job.parallel, name)]
         if idle and mode != MODE_ALONE and not job.parallel.searches:
-            journal.event("warning", f"parallel.{idle[0]} has no effect under {mode}: it is for semi and auto")
+            journal.event("warning", f"parallel.{idle[0]} has no effect under {mode}, only under semi and auto")
         return
     if job.checkpoint.pth_tar:
-        mend = ("leave it out; then: manyhands checkpoint merge RUN weights.pth",)
-        raise UserError("main.py's files hold a whole network, and here it is cut", "checkpoint.pth_tar", mend)
+        mend = ("remove checkpoint.pth_tar, and after training run: manyhands checkpoint merge RUN weights.pth",)
+        raise UserError("main.py's files can't hold a sharded network", "checkpoint.pth_tar", mend)
     if job.train.compile:
-        raise UserError("torch.compile doesn't go with a network that is cut", "train.compile", ("leave it out",))
+        raise UserError("torch.compile doesn't support sharded networks", "train.compile", ("remove train.compile",))
 
 
 def _settle_loss(
@@ -205,7 +205,7 @@ def _settle_loss(
 def _tell_of_mode(network: ParallelNetwork, classes: int, journal: Journal) -> None:
     """Says which parts stay whole, and how gradients are averaged; refuses outputs that don't fit the data."""
     if network.outputs and network.outputs < classes:
-        mend = (f"--set model.num_classes={classes}",)
+        mend = (f"add outputs: --set model.num_classes={classes}",)
         raise UserError(f"the network has {network.outputs} outputs for {classes} classes", "model.name", mend)
     if network.averages:
         journal.event("averaging", network.averages, 0)
@@ -216,7 +216,7 @@ def _tell_of_mode(network: ParallelNetwork, classes: int, journal: Journal) -> N
 def _name_all(classes: tuple[str, ...], outputs: int, journal: Journal) -> tuple[str, ...]:
     """A name for each output; says where there are some that no class stands for."""
     if outputs > len(classes):
-        told = f"the network has {outputs:,} outputs for {len(classes):,} classes; a guess beyond them counts as wrong"
+        told = f"the network has {outputs:,} outputs for {len(classes):,} classes; extra outputs count as wrong"
         journal.event("note", told)
     return name_outputs(classes, outputs)
 
@@ -267,7 +267,7 @@ def say_expected(sample_s: float, trainer: Trainer) -> None:
     update_s = sample_s * order.batch / trainer.world.size
     epoch_s = update_s * order.steps_per_epoch
     if epoch_s >= _LONG_EPOCH_S:
-        told = f"an update is expected to take about {short_time(update_s)}, and an epoch {epoch_s / 60:,.0f} min"
+        told = f"expected time: {short_time(update_s)} for an update, {epoch_s / 60:,.0f} min for an epoch"
         trainer.journal.event("note", told)
     trainer.heart.expected_s = update_s
 
@@ -291,10 +291,10 @@ def resume(trainer: Trainer, found: Resumable) -> None:
     for note in (*found.notes, *found.snapshot.notes, *filter(None, [anew])):
         trainer.journal.event("warning", note, trainer.progress.step)
     step = trainer.progress.step
-    told = f"goes on from step {step} of {where}"
+    told = f"resuming from step {step} of {where}"
     if trainer.done():
         epochs = 2 * max(1, trainer.job.train.epochs, trainer.progress.epoch)
         in_python = f'epochs={epochs}, checkpoint__resume="auto"'
         more = going_on(trainer.folder.path, f"--epochs {epochs}", in_python)
-        told = f"all {trainer.total_steps:,} updates of this run have been made: nothing is left to train ({more})"
+        told = f"all {trainer.total_steps:,} updates of this run are complete (to train longer: {more})"
     trainer.journal.event("resumed", told, step, path=where, processes=trainer.world.size)

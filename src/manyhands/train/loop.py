@@ -34,7 +34,7 @@ def fit(trainer: Trainer) -> str:
             ended = _train(trainer, stop)
         except Interrupted:
             trainer.journal.event(
-                "stopping", "saving; the evaluation is made when the run goes on", trainer.progress.step
+                "stopping", "saving; the evaluation follows when the run resumes", trainer.progress.step
             )
             save_last(trainer)
             ended = "stopped"

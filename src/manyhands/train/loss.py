@@ -71,7 +71,7 @@ def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
     if options.loss == "cross-entropy":
         return _taken_apart(F.cross_entropy, {"label_smoothing": options.label_smoothing})
     if options.label_smoothing:
-        raise UserError("label smoothing goes with cross-entropy only", "train.label_smoothing", ("set it to 0",))
+        raise UserError("label smoothing needs cross-entropy", "train.label_smoothing", ("set the option to 0",))
     if options.loss == "nll":
         return _taken_apart(F.nll_loss, {})
     if (function := brought("train.loss", options.loss, None)) is not None:
@@ -82,7 +82,7 @@ def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
 def _of_function(function: Any) -> LossFn:
     if isinstance(function, type) and issubclass(function, nn.Module):
         name = function.__name__
-        raise UserError(f"the loss {name} is a class", "train.loss", (f"make one of it: {name}()",))
+        raise UserError(f"the loss {name} is a class", "train.loss", (f"pass an instance: {name}()",))
     known = _settings_of(function)
     if known:
         return _taken_apart(*known)
@@ -145,5 +145,5 @@ def summed(function: Function, output: Tensor, labels: Tensor) -> Tensor:
     if isinstance(loss, Tensor) and (loss.ndim == 0 or len(loss) == len(labels)):
         return summed_over_samples(loss, len(labels))
     given = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    mend = ("give one value per sample, or their mean",)
-    raise UserError(f"the loss gives {given} for {len(labels)} samples", "train.loss", mend)
+    mend = ("return one value per sample, or the mean over the samples",)
+    raise UserError(f"the loss function returned {given} for {len(labels)} samples", "train.loss", mend)

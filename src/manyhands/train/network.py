@@ -39,8 +39,8 @@ def make_model(
     if job.train.precision == "fp64":
         model = model.double()
     elif {one.dtype for one in model.parameters()} == {torch.float64}:
-        what = f"the network is float64, and the precision is {job.train.precision}"
-        raise UserError(what, "train.precision", ("--set train.precision=fp64", "or make the network float32"))
+        what = f"the network is float64, but train.precision is {job.train.precision}"
+        raise UserError(what, "train.precision", ("add --set train.precision=fp64", "or make the network float32"))
     model = model.to(world.device)
     if job.train.channels_last is True:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - missing in its types
@@ -86,12 +86,12 @@ def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal
     head = _other_head(saved, live, classes)
     if head:
         outputs = len(saved[head[0]])
-        journal.event("note", f"{', '.join(head)}: new, since {path.name} is for {outputs:,} classes, not {classes:,}")
+        journal.event("note", f"{', '.join(head)} is new, because {path.name} has {outputs:,} classes, not {classes:,}")
         saved.update({name: live[name] for name in head})
     try:
         load_snapshot(snapshot, model, "model.weights", renames=False)
     except UserError as error:
-        mend = ("name the network that these weights are of", "its last layer alone may be of other classes")
+        mend = ("choose the network of these weights; only the last layer may have a different number of classes",)
         raise UserError(error.what, f"model.weights: {path}", mend) from None
     for note in snapshot.notes:
         journal.event("note", note)
@@ -108,10 +108,10 @@ def refuse_other_head(snapshot: Snapshot, model: nn.Module, classes: int, where:
     if head:
         outputs = len(saved[head[0]])
         mend = (
-            f"begin with its weights and a new last layer: --model.weights {where}",
-            f"or resume with all its outputs: --set model.num_classes={outputs}",
+            f"start from these weights with a new last layer: --model.weights {where}",
+            f"or keep all outputs: --set model.num_classes={outputs}",
         )
-        raise UserError(f"this network has {outputs:,} outputs, and the data has {classes:,} classes", where, mend)
+        raise UserError(f"the network has {outputs:,} outputs, but the data has {classes:,} classes", where, mend)
 
 
 def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int) -> list[str]:

@@ -45,14 +45,14 @@ class OwnMetric:
         if self._adds_up:
             if not isinstance(value, Tensor):
                 mend = (
-                    "update(outputs, labels) returns sums over these samples, compute(sums) makes the figure of them",
-                    "what keeps its state to itself can't be added up over processes",
+                    "return sums over the samples from update(outputs, labels), and the metric from compute(sums)",
+                    "don't keep state in the object, because manyhands adds sums over processes",
                 )
-                raise UserError(f"the update of the metric {self.name} gives {given}, not a tensor", _WHERE, mend)
+                raise UserError(f"update of the metric {self.name} returned {given}, not a tensor", _WHERE, mend)
             return value.to(dtype).flatten()
         if not isinstance(value, Tensor) or value.shape != labels.shape:
-            mend = ("give one value per sample, [n]; their mean is the figure",)
-            raise UserError(f"the metric {self.name} gives {given} for {len(labels)} samples", _WHERE, mend)
+            mend = ("return one value per sample, [n]; the metric is their mean",)
+            raise UserError(f"the metric {self.name} returned {given} for {len(labels)} samples", _WHERE, mend)
         return value.to(dtype).sum()[None]
 
     def number(self, sums: Tensor, count: int) -> float:
@@ -61,8 +61,8 @@ class OwnMetric:
         try:
             return float(value)
         except (TypeError, ValueError) as error:
-            what = f"the metric {self.name} gives a {type(value).__name__}, not a number"
-            raise UserError(what, _WHERE, ("compute(sums) returns one number",)) from error
+            what = f"compute of the metric {self.name} returned a {type(value).__name__}, not a number"
+            raise UserError(what, _WHERE, ("return one number from compute(sums)",)) from error
 
     def figure(self, sums: Tensor, count: int) -> float:
         """The figure of sums [k] over so many samples.
@@ -72,7 +72,7 @@ class OwnMetric:
         """
         figure = self.number(sums, count)
         if not math.isfinite(figure):
-            mend = ("such as 0 where there is nothing to divide by: torch.nan_to_num", "or leave it out")
+            mend = ("return a finite number, such as 0 for a division by 0: torch.nan_to_num", "or remove this metric")
             raise UserError(f"the metric {self.name} is {figure}", _WHERE, mend)
         return figure
 
@@ -110,8 +110,8 @@ class FigureSums:
         found = [metric.sums(logits.clone(), labels.clone(), self._dtype) for metric in self._metrics]
         for metric, sums, width in zip(self._metrics, found, self._widths, strict=True):
             if len(sums) != width:
-                mend = ("give as many sums of any samples",)
-                what = f"the update of the metric {metric.name} gives {len(sums)} sums, and gave {width} before"
+                mend = ("return the same number of sums for any samples",)
+                what = f"update of the metric {metric.name} returned {len(sums)} sums, but {width} before"
                 raise UserError(what, _WHERE, mend)
         return torch.cat(found)
 
@@ -132,8 +132,8 @@ def _tried(metric: OwnMetric, logits: Tensor, labels: Tensor, dtype: torch.dtype
         raise
     except Exception as error:
         shapes = f"{list(logits.shape)} and labels {list(labels.shape)}"
-        what = f"the metric {metric.name} fails on outputs {shapes}: {type(error).__name__}: {error}"
-        raise UserError(what, users_line(error) or _WHERE, ("it takes a batch of outputs and its labels",)) from error
+        what = f"the metric {metric.name} failed on outputs {shapes}: {type(error).__name__}: {error}"
+        raise UserError(what, users_line(error) or _WHERE, ("accept a batch of outputs and its labels",)) from error
 
 
 def make_metrics(
@@ -160,15 +160,15 @@ def make_metrics(
             continue
         else:
             mend = (
-                f'go on in Python: fit(…, metrics={{"{name}": …}})',
-                f"or name it: --set 'train.metrics=[\"file.py:{name}\"]'",
-                "or go without: --set 'train.metrics=[]'",
+                f'resume in Python: fit(…, metrics={{"{name}": …}})',
+                f"or name the code: --set 'train.metrics=[\"file.py:{name}\"]'",
+                "or resume without metrics: --set 'train.metrics=[]'",
             )
-            raise UserError(f"this run's metric {name} was an object in Python, which isn't here", _WHERE, mend)
+            raise UserError(f"this run's metric {name} was a Python object, now unavailable", _WHERE, mend)
         if not callable(own) and not hasattr(own, "update"):
-            mend = ("name a function of outputs and labels that gives one value per sample",)
+            mend = ("name a function of outputs and labels that returns one value per sample",)
             raise UserError(f"the metric {name} is a {type(own).__name__}, not a function", _WHERE, mend)
         if isinstance(own, type):
-            raise UserError(f"the metric {name} is a class", _WHERE, (f"make one of it: {own.__name__}()",))
+            raise UserError(f"the metric {name} is a class", _WHERE, (f"pass an instance: {own.__name__}()",))
         found.append(OwnMetric(name, own))
     return tuple(found)

@@ -30,7 +30,7 @@ def own_maker(options: TrainOptions, given: MakeOptimizer | None) -> MakeOptimiz
     """
     make: Any = brought(_WHERE, options.optimizer, given)
     if make is not None and not callable(make):
-        mend = ("name a function of the parameters that gives a torch.optim.Optimizer",)
+        mend = ("name a function of the parameters that returns a torch.optim.Optimizer",)
         raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, mend)
     return cast(MakeOptimizer | None, make)
 
@@ -44,24 +44,24 @@ def make_own(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = make(list(parameters))
     if not isinstance(optimizer, torch.optim.Optimizer):
-        mend = ("give a torch.optim.Optimizer of the parameters: lambda parameters: torch.optim.RMSprop(parameters)",)
-        raise UserError(f"the optimizer's function gives a {type(optimizer).__name__}", _WHERE, mend)
+        mend = ("return a torch.optim.Optimizer, such as lambda parameters: torch.optim.RMSprop(parameters)",)
+        raise UserError(f"the optimizer function returned a {type(optimizer).__name__}", _WHERE, mend)
     kind = type(optimizer).__name__
     needed = inspect.signature(optimizer.step).parameters.get("closure")
     if needed is not None and needed.default is inspect.Parameter.empty:
-        what = f"{kind} computes the loss again within a step, which isn't done here"
-        raise UserError(what, _WHERE, ("an optimizer whose step() needs no closure",))
+        what = f"{kind} needs a closure that computes the loss again, which manyhands doesn't support"
+        raise UserError(what, _WHERE, ("choose an optimizer whose step() needs no closure",))
     known = {id(parameter) for parameter in parameters}
     if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
-        raise UserError(f"{kind} was given what isn't a trainable parameter of the network", _WHERE)
+        raise UserError(f"{kind} has a parameter that isn't a trainable parameter of the network", _WHERE)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left_out = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in held]
     if left_out:
-        mend = ("give it all parameters", "or freeze what isn't to learn: parameter.requires_grad = False")
-        raise UserError(f"{kind} leaves {left_out[0]} out, which is a trainable parameter", _WHERE, mend)
+        mend = ("pass all parameters to the optimizer", "or freeze the parameter: parameter.requires_grad = False")
+        raise UserError(f"{kind} doesn't have the trainable parameter {left_out[0]}", _WHERE, mend)
     rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
     if not all(isinstance(rate, int | float) for rate in rates) or max(rates, default=0.0) <= 0:
-        raise UserError(f"{kind} has no learning rate that a schedule could move: {rates}", _WHERE, ("give it an lr",))
+        raise UserError(f"{kind} has no usable learning rate: {rates}", _WHERE, ("pass lr=… above 0",))
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group[_OF_PEAK] = rate / max(rates)
     _start_momentum(optimizer)
@@ -78,7 +78,7 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
             continue
         if group["dampening"]:
             what = "fused SGD with dampening starts from uninitialized momentum if its first update is skipped"
-            raise UserError(what, _WHERE, ("leave fused=True out", "or dampening"))
+            raise UserError(what, _WHERE, ("remove fused=True", "or remove dampening"))
         for parameter in group["params"]:
             if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -127,7 +127,7 @@ def restore_own(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.
     groups, entries = saved.get("param_groups", []), saved["state"]
     kind = type(optimizer).__name__
     if entries and (not groups or (set(groups[0]) ^ set(optimizer.param_groups[0])) - _OF_SCHEDULERS):
-        return f"the state of {kind} starts anew: the checkpoint holds another optimizer's"
+        return f"the state of {kind} is reset; the checkpoint has another optimizer's"
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {

@@ -58,16 +58,16 @@ def make_schedule(
         if of_optimizer:
             scheduler = OwnScheduler(function(optimizer, **asked), optimizer)
             if scheduler.waits and not options.evaluate_every:
-                what = "the schedule waits for evaluations, and evaluate_every=0 makes none before the end"
-                raise UserError(what, _WHERE, ("evaluate_every=1, or another schedule",))
+                what = "the schedule needs evaluations, but evaluate_every=0 evaluates only at the end"
+                raise UserError(what, _WHERE, ("set --train.evaluate-every 1, or choose another schedule",))
             return scheduler
         set_rates(0)
     except UserError:
         raise
     except Exception as error:
         given = "with this optimizer" if of_optimizer else "at step 0"
-        what = f"the schedule fails {given}: {type(error).__name__}: {error}"
-        mend = () if of_optimizer else ("what makes a torch scheduler calls its first parameter optimizer",)
+        what = f"the schedule failed {given}: {type(error).__name__}: {error}"
+        mend = () if of_optimizer else ("for a torch scheduler, name the function's first parameter optimizer",)
         raise UserError(what, users_line(error) or _WHERE, mend) from error
     return set_rates
 
@@ -77,8 +77,8 @@ def _asked_for(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[b
     if not callable(function):
         kind = type(function).__name__
         mend = (
-            "give a function of the step: schedule=lambda step: 0.99 ** step",
-            "or what makes a torch scheduler: schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9)",
+            "pass a function of the step: schedule=lambda step: 0.99 ** step",
+            "or of the optimizer: schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9)",
         )
         raise UserError(f"the schedule is a {kind}, not a function", _WHERE, mend)
     try:
@@ -86,15 +86,15 @@ def _asked_for(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[b
     except ValueError:  # of what is written in C it isn't always known
         return False, {}
     if first is _NOTHING:
-        raise UserError("the schedule takes nothing", _WHERE, ("a function of the step: lambda step: 0.99 ** step",))
+        raise UserError("the schedule has no parameter", _WHERE, ("pass a function: lambda step: 0.99 ** step",))
     known = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
     needed = [
         one.name for one in others if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     ]
     missing = [name for name in needed if name not in known]
     if missing:
-        mend = ("it may ask for total_steps and steps_per_epoch, by these names",)
-        raise UserError(f"the schedule asks for {missing[0]}, which isn't known", _WHERE, mend)
+        mend = ("use only the further parameters total_steps and steps_per_epoch",)
+        raise UserError(f"the schedule has an unknown parameter: {missing[0]}", _WHERE, mend)
     names = {one.name for one in others}
     return first.name == _OF_OPTIMIZER, {name: value for name, value in known.items() if name in names}
 
@@ -104,11 +104,11 @@ def _part(value: Any, step: int) -> float:
     try:
         part = float(value)
     except (TypeError, ValueError):
-        mend = ("give a number: the part of the peak learning rate",)
-        raise UserError(f"the schedule gives a {type(value).__name__} at step {step}", _WHERE, mend) from None
+        mend = ("return a number, the factor of the peak learning rate",)
+        raise UserError(f"the schedule returned a {type(value).__name__} at step {step}", _WHERE, mend) from None
     if not math.isfinite(part) or part < 0:
-        mend = ("give the part of the peak learning rate, from 0 on",)
-        raise UserError(f"the schedule gives {part} at step {step}", _WHERE, mend)
+        mend = ("return the factor of the peak learning rate, 0 or higher",)
+        raise UserError(f"the schedule returned {part} at step {step}", _WHERE, mend)
     return part
 
 
@@ -125,15 +125,15 @@ class OwnScheduler:
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         kind = self._kind = type(scheduler).__name__
         if not isinstance(scheduler, LRScheduler):
-            mend = ("give a torch.optim.lr_scheduler.LRScheduler of the optimizer",)
-            raise UserError(f"the schedule's function of the optimizer gives a {kind}", _WHERE, mend)
+            mend = ("return a torch.optim.lr_scheduler.LRScheduler of the optimizer",)
+            raise UserError(f"the schedule function returned a {kind}", _WHERE, mend)
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-            mend = ("make it of the optimizer that the function is given",)
-            raise UserError(f"the schedule's {kind} is of another optimizer", _WHERE, mend)
+            mend = ("create the scheduler from the function's argument",)
+            raise UserError(f"the schedule's {kind} belongs to another optimizer", _WHERE, mend)
         self.waits = isinstance(scheduler, ReduceLROnPlateau)
         self._scheduler: Any = scheduler
         if self.waits and self._scheduler.mode != "min":
-            raise UserError(f"{kind} is given the loss, which is better the lower it is", _WHERE, ('mode="min"',))
+            raise UserError(f'{kind} monitors the loss, but has mode="max"', _WHERE, ('set mode="min"',))
         self._optimizer, self._made = optimizer, 0
         self._as_made = self._now()
 

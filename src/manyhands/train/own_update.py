@@ -71,10 +71,10 @@ class OwnUpdate:
             with updater.gradients.own_forward(last=last):
                 yield inputs, labels
             if self._open:
-                raise UserError("the loop's body ended without session.backward", "samples", _LOOP)
+                raise UserError("the loop body ended without a call of session.backward", "samples", _LOOP)
             self._gradients = last
         if not self.made:
-            raise UserError("an update's gradients are there, and optimizer.step() was not called", "samples", _LOOP)
+            raise UserError("the loop body didn't call optimizer.step() after the last micro-batch", "samples", _LOOP)
 
     def saw(self, output: Any) -> None:
         """Notes what the network gave for this micro-batch, so that right guesses can be counted."""
@@ -109,7 +109,7 @@ class OwnUpdate:
             counts = share * bool(reported)
             self._weights.append(counts)
         if last and len(self._weights) not in (0, len(self._update.micro_batches)):
-            raise UserError("only some micro-batches of an update were given a weight", "session.backward")
+            raise UserError("only some micro-batches of an update have a weight", "session.backward")
         detached = torch.where(counts > 0, detached, torch.zeros_like(detached))
         if reported:
             updater.note(part, self._step, detached * reported, reported)
@@ -157,8 +157,8 @@ class OwnUpdate:
     def _refuse_changes(self) -> None:
         """Raises UserError where the loop changed gradients that are a part of the update's, scaled or in pieces."""
         if any(one.grad is not grad or grad._version != version for one, grad, version in self._added):
-            mend = ("clip: manyhands.session(clip=1.0)", "zero: optimizer.zero_grad(), not the network's")
-            raise UserError("the loop changed gradients of an update that is not complete", "samples", mend)
+            mend = ("to clip, use manyhands.session(clip=1.0)", "to reset gradients, call optimizer.zero_grad()")
+            raise UserError("the loop changed gradients before the update was complete", "samples", mend)
         self._added.clear()
 
     def finish(self) -> bool:

@@ -34,7 +34,7 @@ class Watcher:
     def timed(self) -> Timed:
         """What this process waits for."""
         if self.synchronizer.timed is None:
-            raise ValueError("nothing is waited for")
+            raise ValueError("the sync method never waits")
         return self.synchronizer.timed
 
     def mine(self, seconds: float, steps: int) -> list[float]:
@@ -90,7 +90,8 @@ class Watcher:
         if len(self._slow) >= _TIMES and set(self._slow[-_TIMES:]) == {slowest} and slowest not in self._told:
             self._told.add(slowest)
             what = (
-                f"rank {slowest} on {self.hosts[slowest]} takes {speeds[slowest]:.3g} s a step, others {usual_s:.3g} s"
+                f"rank {slowest} on {self.hosts[slowest]} takes {speeds[slowest]:.3g} s a step, "
+                f"the other ranks {usual_s:.3g} s"
             )
             lost = 1 - usual_s / speeds[slowest]
-            journal.event("slow", f"{what}: they stand still {lost:.0%} of the time", step, rank=slowest)
+            journal.event("slow", f"{what}, so the other ranks are idle {lost:.0%} of the time", step, rank=slowest)

@@ -69,5 +69,5 @@ def _stack(images: list[Tensor]) -> Tensor:
     shapes = {tuple(image.shape) for image in images}
     if len(shapes) > 1:
         shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
-        raise UserError(f"these samples have several shapes: {shown}", "", ("give one shape at a time",))
+        raise UserError(f"the samples have different shapes: {shown}", "", ("pass samples of one shape per call",))
     return torch.stack(images)

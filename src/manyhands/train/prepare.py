@@ -97,7 +97,7 @@ def as_plan(plan: PlanLike) -> Plan:
     if not isinstance(given, Mapping) or not all(
         isinstance(word, str) for word in (given.get("mesh"), *given.values())
     ):
-        raise UserError("a plan is a plan.json or a dict", "plan", ('such as {"mesh": "dp=2", "fc": "o@dp"}',))
+        raise UserError("unknown type of plan", "plan", ('pass plan.json or {"mesh": "dp=2", "fc": "o@dp"}',))
     return Plan(parse_mesh(plan["mesh"]), {name: text for name, text in plan.items() if name != "mesh"})
 
 
@@ -145,8 +145,8 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         mark_own(own.optimizer)
     set_rates = make_schedule(own.optimizer, job.train, order.steps_per_epoch) if own.scheduled else lambda _step: None
     if isinstance(set_rates, OwnScheduler) and set_rates.waits:
-        mend = ("session.prepare(…, scheduler=scheduler), and step it: scheduler.step(loss)",)
-        raise UserError("in a loop of your own nothing evaluates unasked", "train.schedule", mend)
+        mend = ("pass the scheduler to session.prepare(…, scheduler=scheduler), and call scheduler.step(loss)",)
+        raise UserError("this schedule needs evaluations, which sessions don't make", "train.schedule", mend)
     update = Updater(
         network,
         own.optimizer,
@@ -193,7 +193,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
 
 
 def _start(trainer: Trainer, found: Resumable | None, own: OwnParts) -> dict[str, Any]:
-    """Puts the trainer where it was, if it was anywhere; what the session had noted then."""
+    """Restores the trainer from the checkpoint, if there is one; returns the session's saved notes."""
     noted = _go_on(trainer, found, own) if found else {}
     CLOCK.take()
     trainer.status_round.reset(trainer.progress.step)
@@ -202,21 +202,21 @@ def _start(trainer: Trainer, found: Resumable | None, own: OwnParts) -> dict[str
 
 
 def _not_by_itself(*_: object) -> Any:
-    raise AssertionError("in a loop of the user's own, nothing is evaluated unasked")
+    raise AssertionError("sessions don't evaluate by themselves")
 
 
 def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan | None]:
-    """The parallel mode, and how ops are split: as `prepare` is told, or as the job says; a collective."""
+    """Returns the parallel mode and the plan, from the argument of `prepare` or from the job; a collective."""
     if job.cluster.shares == "auto" and not world.alone:
-        mend = ("--set cluster.shares=[24,8]", "or leave it out")
+        mend = ("set the shares, such as --set cluster.shares=[24,8]", "or remove cluster.shares")
         raise UserError("cluster.shares = auto is not available in a session", "cluster.shares", mend)
     mode = MODE_OF_PLANS if plan else resolve_mode(job.parallel.mode, world)
     check_combination(job.sync.method, mode)
     if plan or not follows_plan(mode):
         return mode, plan
     if job.parallel.searches:
-        what = f"{mode} times plans with a loss that the job names, and in a loop of your own the loss is yours"
-        mend = ("session.prepare(…, plan=manyhands.find_plan(net, x, world_size=here.size))",)
+        what = f"--parallel {mode} times plans with the job's loss, but sessions have their own loss"
+        mend = ("call session.prepare(…, plan=manyhands.find_plan(net, x, world_size=here.size))",)
         raise UserError(what, "parallel.mode", mend)
     return mode, shared_plan(job.parallel, world)
 
@@ -246,8 +246,8 @@ def _follow_parameters(own: OwnParts, names: dict[int, str]) -> None:
     live = dict(own.model.named_parameters())
     for group in own.optimizer.param_groups:
         if any(id(parameter) not in names for parameter in group["params"]):
-            mend = ("make it of model.parameters(), before session.prepare",)
-            raise UserError("the optimizer has parameters that are not the network's", "session.prepare", mend)
+            mend = ("create the optimizer from model.parameters() before session.prepare",)
+            raise UserError("the optimizer has parameters that don't belong to the network", "session.prepare", mend)
         group["params"] = [live[names[id(parameter)]] for parameter in group["params"]]
 
 

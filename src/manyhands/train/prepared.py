@@ -32,8 +32,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "step":  # a scheduler puts its own count around it
-            mend = ("make it of the optimizer before, and session.prepare(…, scheduler=scheduler)",)
-            raise UserError("a scheduler was made of an optimizer that is prepared", "session.prepare", mend)
+            mend = ("create the scheduler first, and pass session.prepare(…, scheduler=scheduler)",)
+            raise UserError("a scheduler was created from a prepared optimizer", "session.prepare", mend)
         setattr(self._inner, name, value)
 
     def __repr__(self) -> str:
@@ -42,8 +42,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @override
     def step(self, closure: Any = None) -> Any:  # None; torch's own type names a closure's value
         if closure is not None:
-            mend = ("leave the closure out: session.backward(loss), then optimizer.step()",)
-            raise UserError("an optimizer that computes the loss again can't be used here", "optimizer.step", mend)
+            mend = ("call session.backward(loss), then optimizer.step() without a closure",)
+            raise UserError("sessions don't support closures, which compute the loss again", "optimizer.step", mend)
         self._finish()
 
     @override
@@ -61,8 +61,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        mend = ("add it before session.prepare",)
-        raise UserError("an optimizer can't be given more parameters once it is prepared", "add_param_group", mend)
+        mend = ("add the parameter group before session.prepare",)
+        raise UserError("a prepared optimizer doesn't accept more parameters", "add_param_group", mend)
 
 
 def as_given(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

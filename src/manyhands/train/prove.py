@@ -23,7 +23,7 @@ MOST_VALUES, ROUNDING = 1 << 22, 1e-4
 # Shares of a batch that is tried: uneven, and none of one sample alone, which some losses can't take.
 PARTS = (0.15, 0.6)
 MEAN, SUM, NEITHER = "mean", "sum", "neither"
-BETTER_LOSS = 'give torch.nn.CrossEntropyLoss(weight=…) itself, or one value per sample (reduction="none")'
+BETTER_LOSS = 'pass torch.nn.CrossEntropyLoss(weight=…) itself, or return one value per sample (reduction="none")'
 
 
 def settle_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype: torch.dtype) -> LossFn:
@@ -65,10 +65,10 @@ def _try(own: Function, outputs: int, classes: int, device: str, dtype: torch.dt
             if found <= {MEAN, SUM} and len(found) == 1:
                 return found.pop(), ""
             return NEITHER, (
-                "The loss of a batch isn't the mean over its samples' losses, but something like a weighted mean: it "
-                "depends on the number of processes and on train.micro_batch."
+                "The loss of a batch is not the mean of its samples' losses, so training depends on the number of "
+                "processes and on train.micro_batch."
             )
-    return NEITHER, f"Whether the loss adds up over samples couldn't be tried ({failed})."
+    return NEITHER, f"The loss could not be checked for being a mean over samples ({failed})."
 
 
 def _copied(own: Function) -> Function:
@@ -101,9 +101,9 @@ def _ways(function: Function, values: Tensor, labels: Tensor) -> set[str]:
     """
     whole = _gradient(function, values, labels)
     if not bool(torch.isfinite(whole).all()):
-        raise ValueError("the gradient of made-up outputs isn't finite")
+        raise ValueError("the gradient for test outputs is not finite")
     if not torch.equal(whole, _gradient(function, values, labels)):
-        raise ValueError("it gives other values each time")
+        raise ValueError("the loss function returns different values for the same outputs")
     count = len(labels)
     first, second = (round(part * count) for part in PARTS)
     edges = [0, max(2, first), max(4, second), count]

@@ -89,9 +89,9 @@ def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
     wrong = {flag: found[flag] for flag, value in asked.items() if flag in found and _differ(found[flag], value)}
     if wrong:
         told = ", ".join(f"{flag} {value}, not {asked[flag]}" for flag, value in wrong.items())
-        mend = "go on with " + " ".join(f"{flag} {str(value).lower()}" for flag, value in wrong.items())
+        mend = "resume with " + " ".join(f"{flag} {str(value).lower()}" for flag, value in wrong.items())
         raise UserError(
-            f"{Path(where).name} was trained with {told}", where, (mend, "or `manyhands train --resume` to change it")
+            f"{Path(where).name} was trained with {told}", where, (mend, "or use `manyhands train --resume`")
         )
 
 
@@ -155,7 +155,7 @@ def _make_room(path: Path, trainer: Trainer) -> None:
     while (aside := path.with_name(f"{stem}-{number}.pth.tar")).exists():
         number += 1
     path.rename(aside)
-    trainer.journal.event("note", f"{path.name} was there before this run; it is kept as {aside.name}")
+    trainer.journal.event("note", f"{path.name} existed before this run and is now {aside.name}")
 
 
 def _remember(trainer: Trainer, written: list[Path]) -> None:

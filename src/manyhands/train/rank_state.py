@@ -47,7 +47,7 @@ def save_rank_state(trainer: Trainer) -> None:
         said = error.what
     for rank, word in enumerate(gather_plain(said, trainer.world)):
         if word:
-            trainer.journal.event("warning", f"rank {rank} could not save its own state: {word}", step)
+            trainer.journal.event("warning", f"rank {rank} could not save its rank state: {word}", step)
 
 
 def prune_rank_states(trainer: Trainer) -> None:
@@ -72,7 +72,7 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
     words = gather_plain(said, trainer.world)
     missing = [rank for rank, word in enumerate(words) if word]
     if missing or not found:
-        what = f"goes on from the agreed network; rank {missing[0]} has not what it alone had: {words[missing[0]]}"
+        what = f"resuming without the rank state of rank {missing[0]}: {words[missing[0]]}"
         trainer.journal.event("warning", what, trainer.progress.step)
         return
     trainer.synchronizer.load(found.model, {key: int(value) for key, value in found.state["numbers"].items()})
@@ -90,7 +90,7 @@ def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
     path = next((folder / checkpoint.name for folder in folders if (folder / checkpoint.name).is_dir()), None)
     belongs_to, own = _belongs_to(trainer), trainer.synchronizer.own
     if path is None:
-        return None, f"there is no {folders[0] / checkpoint.name}"
+        return None, f"{folders[0] / checkpoint.name} doesn't exist"
     try:
         found = load(path)
     except (UserError, OSError) as error:
@@ -99,9 +99,9 @@ def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
         return None, f"{path} belongs to another checkpoint"
     before = found.state.get("own", {})
     changed = [
-        f"{key} was {before.get(key)}, and is {value} now" for key, value in own.items() if before.get(key) != value
+        f"{key} changed from {before.get(key)} to {value}" for key, value in own.items() if before.get(key) != value
     ]
-    return found, f"{path} was made otherwise: {'; '.join(changed)}" if changed else ""
+    return found, f"{path} has other settings: {'; '.join(changed)}" if changed else ""
 
 
 def _belongs_to(trainer: Trainer) -> list[Any]:

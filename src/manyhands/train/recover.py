@@ -98,17 +98,17 @@ def _find(job: Job, folder: RunFolder, *, in_pieces: bool) -> Resumable | None:
     if resume == "auto":
         path, passed_over = newest(folder.checkpoints)
         if path is None and passed_over:
-            mend = (*passed_over[:3], "another --out starts afresh")
+            mend = (*passed_over[:3], "start a new run in another folder: --out DIR")
             raise UserError("no checkpoint of this run can be read", str(folder.checkpoints), mend)
         saved = None if path else saved_step(folder)
         if saved is not None:
-            mend = ("put them back, from a copy or the machine that rank 0 ran on", "another --out starts afresh")
-            raise UserError(f"this run saved step {saved}, and has no checkpoint now", str(folder.checkpoints), mend)
+            mend = ("restore checkpoints/ from a copy or from rank 0's machine", "or start a new run: --out DIR")
+            raise UserError(f"step {saved} was saved, but the run has no checkpoint now", str(folder.checkpoints), mend)
         return _open(path, tuple(passed_over), in_pieces=in_pieces) if path else None
     reference = Path(resume).expanduser()
     if not reference.exists():
         raise UserError(
-            f"there is nothing at {resume}", "--resume", ("auto, never, a run folder, a checkpoint or a file",)
+            f"{resume} doesn't exist", "--resume", ("choose auto, never, a run folder, a checkpoint or a file",)
         )
     path = resolve(reference, "last")
     if path.is_dir():
@@ -161,9 +161,9 @@ def check_position(
         return
     if state.get("step_in_epoch", 0):
         raise UserError(
-            "this checkpoint lies within an epoch, and train.batch, train.seed or the data have changed since",
+            "the checkpoint is from the middle of an epoch, but train.batch, train.seed or the data changed",
             where,
-            ("use the same batch, seed and data", "or resume from a checkpoint at an epoch's end"),
+            ("restore the batch, seed and data", "or resume from a checkpoint at the end of an epoch"),
         )
     state["step"] = int(state.get("epoch", 0)) * steps_per_epoch
 
@@ -182,7 +182,7 @@ def refuse_later_checkpoints(folder: Path, step: int) -> None:
     path = newest(folder)[0] if later else None
     if path in later:  # those that are torn are passed over by everybody
         raise UserError(
-            f"this run would go on from step {step}, and its folder holds a checkpoint of a later one, {path.name}",
+            f"the run would resume from step {step}, but its folder has a later checkpoint, {path.name}",
             str(folder),
-            ("go on in another folder: --out NEW --resume CHECKPOINT", "or use the batch that the run began with"),
+            ("resume in another folder: --out NEW --resume CHECKPOINT", "or restore the run's first train.batch"),
         )

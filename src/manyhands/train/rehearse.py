@@ -73,9 +73,9 @@ def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> Re
         shape = found.logits.shape
         if len(shape) != 2 or shape[0] != count or shape[1] < classes:
             raise UserError(
-                f"the network's output is {list(shape)} for {count} pictures of {classes} classes",
+                f"the network's output has the shape {list(shape)} for {count} pictures and {classes} classes",
                 "model.name",
-                (f"it should be [{count}, {classes}]", f"--set model.num_classes={shape[-1]} if that is meant"),
+                (f"return outputs of shape [{count}, {classes}]", f"or add --set model.num_classes={shape[-1]}"),
             )
 
     with left_as_it_was(model, rehearsal.groups), drawing(seed, device) as drawn:
@@ -186,7 +186,7 @@ def first_samples(loader: Loader, count: int) -> Batch:
     """The first so many of the training samples, as in epoch 0."""
     batch = next(iter(loader.batches(0, [torch.arange(count)])))
     if len(batch.labels) != count:
-        raise RunError(f"the data gave {len(batch.labels)} samples where {count} were asked for", "data")
+        raise RunError(f"the data set returned {len(batch.labels)} samples instead of {count}", "data")
     return batch
 
 

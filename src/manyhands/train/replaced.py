@@ -17,6 +17,6 @@ def tell_of_replaced(trainer: Trainer) -> None:
     mine.clear()
     trainer.bad_pictures |= found
     step = trainer.progress.step
-    told = f"{len(found)} picture(s) could not be read, and others took their place: {some_pictures(found)}"
+    told = f"{len(found)} unreadable picture(s) were replaced by other pictures: {some_pictures(found)}"
     trainer.journal.event("replaced", told, step, count=len(found), pictures=sorted(found))
     check_bad_pictures(trainer.bad_pictures, trainer.feed.order.length, RunError)

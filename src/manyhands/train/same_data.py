@@ -38,11 +38,11 @@ def refuse_other_data(splits: Splits, world: World) -> None:
     if drift:
         name, ranks = drift
         raise UserError(
-            f"rank {', '.join(map(str, ranks))} sees other {name} than rank 0",
+            f"rank {', '.join(map(str, ranks))} has different {name} than rank 0",
             "data.name",
             (
-                "copy the same data to every machine; rsync -c compares what is in the files",
-                "a data set of your own: the same samples in every process; seed what it draws",
+                "copy the same data to every machine; rsync -c compares file contents",
+                "for a custom data set, return the same samples in every process and seed random numbers",
             ),
         )
 

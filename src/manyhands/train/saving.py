@@ -160,8 +160,8 @@ def settle(trainer: Trainer, *, written: int | None = None) -> None:
         prune_rank_states(trainer)
     for rank, outcome in outcomes.items():
         if outcome.word != SAVED:
-            which = f"second copy of the checkpoint on rank {rank}'s machine" if rank else "checkpoint"
-            trainer.journal.event("warning", f"no {which} at step {step}: {outcome.what}", step)
+            which = f"checkpoint copy on rank {rank}'s machine" if rank else "checkpoint"
+            trainer.journal.event("warning", f"the {which} was not saved at step {step}: {outcome.what}", step)
     _compare(trainer, step, outcomes)
     took_s = time.perf_counter() - started
     trainer.status_round.leave_out(took_s)
@@ -235,14 +235,14 @@ def save_last(trainer: Trainer) -> None:
     settle(trainer)
     if trainer.progress.saved_step != trainer.progress.step:
         raise RunError(
-            f"the run came to step {trainer.progress.step}, which could not be saved; the warning before says why",
+            f"step {trainer.progress.step} could not be saved; the last warning gives the reason",
             str(trainer.folder.checkpoints),
-            (f"make room, then go on from the last checkpoint: {going_on(trainer.folder.path)}",),
+            (f"free disk space, then resume from the last checkpoint: {going_on(trainer.folder.path)}",),
         )
 
 
 def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
-    """Writes the checkpoint; once more where the run folder was moved meanwhile, unless that takes all processes."""
+    """Writes the checkpoint. Retries once if the run folder was moved, unless the checkpoint is sharded."""
     trainer.saver.has_run |= trainer.folder.exists()
     moves = trainer.saver.has_run and not trainer.network.layouts
     try:

@@ -26,8 +26,8 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
             found.update({} if _is_constant(value) else {name: as_plain_data(value)})
         except TypeError as error:
             kind = type(scheduler).__name__
-            mend = ("numbers, texts, lists and dicts", "or a state_dict of its own that gives those")
-            what = f"the scheduler {kind} keeps a {error} in {name}, which a checkpoint can't hold"
+            mend = ("store only numbers, strings, lists and dicts", "or return only those from state_dict")
+            what = f"the scheduler {kind} has a {error} in {name}, which a checkpoint can't hold"
             raise UserError(what, f"{kind}.state_dict", mend) from None
     return found
 
@@ -51,8 +51,8 @@ def reading_of(where: str) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        what = f"the scheduler's state in this checkpoint can't be used: {type(error).__name__}: {error}"
-        mend = ("remove the checkpoint: the run goes on from the one before", "another run folder starts afresh")
+        what = f"the scheduler's state in the checkpoint can't be restored: {type(error).__name__}: {error}"
+        mend = ("remove this checkpoint to resume from the previous one", "or start a new run in another folder")
         raise UserError(what, where, mend) from error
 
 
@@ -108,7 +108,7 @@ def as_plain_data(value: Any) -> Any:
 def from_plain_data(value: Any) -> Any:
     """What `as_plain_data` was given. Raises ValueError, TypeError, KeyError: nothing that it gives."""
     if isinstance(value, list):
-        raise TypeError("a list of no kind")
+        raise TypeError("unsupported list")
     if not isinstance(value, dict):
         return value
     ((kind, entries),) = value.items()

@@ -50,11 +50,11 @@ from manyhands.train.trainer import Trainer
 
 
 class Session(Subgroup):
-    """This process among all of a run; made by `manyhands.session()`.
+    """One process of a training run, as `manyhands.session()` returns it.
 
     Attributes:
-        world: rank, size, device and so on.
-        job: the settings in force.
+        world: rank, size, device and backend of this process.
+        job: the resolved settings.
     """
 
     def __init__(
@@ -97,16 +97,16 @@ class Session(Subgroup):
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         return torch.device(self.world.device)
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which should do the printing."""
+        """True on rank 0."""
         return self.world.is_main
 
     def new_group(self, ranks: list[int]) -> Subgroup:
-        """A subgroup; every process makes the same ones in the same order."""
+        """Creates a subgroup. All processes must create the same groups in the same order."""
         return new_group(self.world, ranks)
 
     def prepare(
@@ -119,31 +119,30 @@ class Session(Subgroup):
         plan: PlanLike | None = None,
         scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, SessionSamples]:
-        """Makes a network, its optimizer and its data ready for all processes, and goes on where the run folder is.
+        """Prepares the model, optimizer and data for all processes, and resumes from the run folder if there is one.
 
         Args:
-            model: on the CPU or this process's device; made equal on all processes.
-            optimizer: of the model's own parameters.
+            model: a module on the CPU or on this process's device. All processes get rank 0's weights.
+            optimizer: an optimizer of the model's parameters.
             train_set: a torch Dataset of (x, y).
-            batch: samples per update over all processes.
-            plan: how the network is split: from `find_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"};
-                its parameters become this process's pieces.
-            scheduler: of this optimizer; its `step`, too, does nothing within an unfinished update, and it is saved.
+            batch: samples per update, over all processes.
+            plan: shards the model: a plan from `find_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"}.
+            scheduler: a scheduler of this optimizer. Checkpoints include its state.
 
         Returns:
-            The network to call, the optimizer, and an iterable of this process's micro-batches (x, y), a new order each
-            epoch. Of that optimizer `step` does nothing before an update's last micro-batch, and `zero_grad` nothing
-            within an unfinished update.
+            The model, the optimizer, and an iterable of this process's micro-batches (x, y), reshuffled each epoch.
+            `optimizer.step` and `scheduler.step` do nothing before the last micro-batch of an update, `zero_grad` does
+            nothing within an update.
 
         Raises:
-            UserError: they don't fit together, or not the processes, or the run folder holds another training already.
+            UserError: the arguments contradict each other or the job, or the run folder holds another training.
         """
         if self._folder and self._trainer:
-            mend = ("a session of its own, with another out=…, for each training",)
-            raise UserError("prepare was called before, and a run folder holds one training", "session.prepare", mend)
+            mend = ("open another session with another out=… for each training",)
+            raise UserError("prepare was called twice, but a run folder holds one training", "session.prepare", mend)
         if scheduler and self._scheduled:
-            mend = ("leave one of them out",)
-            raise UserError("session(schedule=…) and a scheduler would both move the rate", "session.prepare", mend)
+            mend = ("remove schedule= or scheduler=",)
+            raise UserError("both session(schedule=…) and scheduler=… set the learning rate", "session.prepare", mend)
         self.close()
         job = self.job.model_copy(update={"train": self.job.train.model_copy(update={"batch": batch})})
         split = None if plan is None else as_plan(plan)
@@ -165,16 +164,16 @@ class Session(Subgroup):
         return trainer.network.call, prepared, SessionSamples(self.batches, trainer.feed.order)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs up to `count` that are left, 0 … count - 1 at a start; the run folder holds each one's end.
+        """Yields the remaining epochs, 0 … count - 1 for a new run. Saves a checkpoint at the end of each epoch.
 
         Raises:
-            UserError: none is left, and network or data changed.
+            UserError: all epochs are complete, but the network or the data changed.
         """
         trainer = self._ready()
         trainer.total_steps = self._last_step = count * trainer.feed.order.steps_per_epoch
         if self._concluded >= count and self._changed:
-            what = f"the {self._concluded} epochs of this run are trained, and {self._changed[0]} changed"
-            mend = (f"train longer: epochs({2 * self._concluded})", "or train another run: session(out=…)")
+            what = f"the {self._concluded} epochs of this run are complete, but {self._changed[0]} changed"
+            mend = (f"train longer: epochs({2 * self._concluded})", "or start another run: session(out=…)")
             raise UserError(what, str(trainer.folder.path), mend)
         while self._concluded < count:
             epoch = self._concluded
@@ -184,7 +183,7 @@ class Session(Subgroup):
             self._conclude()
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This process's micro-batches of the epoch, from where it is on."""
+        """Yields this process's remaining micro-batches of the epoch."""
         trainer = self._ready()
         if self._owed:
             # All its updates were made before it was saved; what the user's loop does at its end was not.
@@ -205,53 +204,50 @@ class Session(Subgroup):
         if trainer.stopped:
             step = trainer.progress.step
             tell_of_time(trainer)
-            trainer.journal.event("stopped", f"saved at step {step}; the same program goes on from there", step)
+            trainer.journal.event("stopped", f"saved at step {step}; start the same program again to resume", step)
             raise SystemExit(EXIT_SAVED)
 
     def backward(self, loss: Tensor, weight: Tensor | float | None = None) -> None:
-        """Backward of the mean loss over a micro-batch, weighted by its share of the global batch.
+        """Runs backward for the mean loss of a micro-batch, weighted by its share of the global batch.
 
         Args:
-            loss: the mean [].
-            weight: what these samples count for in it, where it is a weighted mean; their number if None. Given for
-                every micro-batch: it is added up.
+            loss: the mean loss [].
+            weight: the sum of the samples' weights in a weighted mean; None for the number of samples. Pass weights for
+                all micro-batches or for none.
         """
         self._ready()
         if loss.numel() != 1:
-            what = f"the loss is a tensor of {list(loss.shape)}"
-            raise UserError(what, "session.backward", ("its mean over samples: loss.mean()",))
+            what = f"the loss is a tensor of shape {list(loss.shape)}"
+            raise UserError(what, "session.backward", ("pass the mean over samples: loss.mean()",))
         if self._own is None:
-            raise UserError("backward was called outside of the loop over samples", "session.backward")
+            raise UserError("session.backward was called outside the loop over samples", "session.backward")
         added, counts = self._own.take_loss(loss.reshape(()), weight)
         self._loss = [torch.stack([added.to(counts.dtype), counts]) + sum(self._loss)]
 
     def mean_loss(self) -> float:
-        """The mean of all losses that were given to `backward` since the last call, on all processes; a collective.
-
-        NaN where there were none.
-        """
+        """Returns the mean loss of all processes since the last call, NaN without any; a collective."""
         loss, counts = self.all_reduce(self._loss_sums())
         self._loss = []
         return float(loss / counts)
 
     def print(self, *words: object) -> None:
-        """Prints on rank 0 alone."""
+        """Prints on rank 0 only."""
         if self.is_main:
             print(*words, flush=True)  # noqa: T201 - the user's own words
 
     def save(self) -> None:
-        """Saves network, optimizer, scheduler and place in the run folder; a collective.
+        """Saves a checkpoint of the model, optimizer, scheduler and position to the run folder; a collective.
 
-        In an epoch's last update, and between its end and the next one, that is done where `epochs` goes on.
+        Does nothing at the end of an epoch, because `epochs` saves there.
 
         Raises:
-            UserError: there is no run folder, or an update isn't finished.
+            UserError: the session has no run folder, or the update isn't finished.
         """
         trainer = self._ready()
         if not self._folder:
-            raise UserError("this session has no run folder", "session.save", ('manyhands.session(out="runs/mine")',))
+            raise UserError("this session has no run folder", "session.save", ('open session(out="runs/mine")',))
         if self._unfinished():
-            raise UserError("an update is under way", "session.save", ("save after optimizer.step()",))
+            raise UserError("save was called within an update", "session.save", ("save after optimizer.step()",))
         if trainer.progress.step_in_epoch:
             save(trainer)
             settle(trainer)
@@ -260,7 +256,7 @@ class Session(Subgroup):
     def evaluate(
         self, model: nn.Module, test_set: Any, classes: int | None = None, metrics: Mapping[str, Any] | None = None
     ) -> Evaluation:
-        """Evaluates on all processes; each sample counts once. The run folder notes what the prepared network does."""
+        """Evaluates on all processes, counting each sample once. The run folder records the model's results."""
         trainer = self._of_prepared(model)
         network = trainer.network if trainer else None
         evaluated = network.evaluated if network else model
@@ -284,13 +280,13 @@ class Session(Subgroup):
         return found
 
     def whole_state_dict(self) -> dict[str, Tensor]:
-        """The prepared network's tensors, whole and as all have agreed on them, on the CPU; a collective."""
+        """Returns the prepared model's state dict with unsharded, synchronized tensors on the CPU; a collective."""
         trainer = self._ready()
         with agreed(trainer):
             return trainer.network.whole_state_dict()
 
     def finish(self) -> None:
-        """Leaves all with one network, and saves what the loop has come to; a collective, at the session's end."""
+        """Synchronizes the model and saves a checkpoint; a collective, called at the end of the session."""
         trainer = self._trainer
         if not trainer or self._owed:
             return
@@ -306,7 +302,7 @@ class Session(Subgroup):
             trainer.journal.event("finished", step=step)
 
     def close(self) -> None:
-        """Gives back what `prepare` took; the network stays as it is."""
+        """Releases the resources of `prepare`; the model keeps its weights."""
         if self._hook:
             self._hook.remove()
         if self._trainer:
@@ -331,8 +327,8 @@ class Session(Subgroup):
             UserError: a label is beyond; of labels that must be read, when its sample is.
         """
         if has_targets(data):
-            mend = ("add up a figure of your own: here.all_reduce(sums)",)
-            raise UserError("evaluate counts right classes, and here y is no whole number", "session.evaluate", mend)
+            mend = ("add up your own metric with session.all_reduce(sums)",)
+            raise UserError("evaluate needs class numbers, but y is not a whole number", "session.evaluate", mend)
         splits = from_objects(data, data, DataOptions(name="objects"))
         if classes and splits.train.labels is not None:
             check_labels(splits.train.labels, classes, "the data set")
@@ -354,10 +350,10 @@ class Session(Subgroup):
             if noted and not noted.own:
                 pixels = pixels_of(noted)
             elif isinstance(splits.test, ImagesInMemory) and not (own.mean and own.std):
-                what = "the mean and deviation that this network's pictures are normalized with are unknown"
+                what = "the mean and standard deviation of the network's pictures are unknown"
                 mend = (
-                    "manyhands.evaluate(run, test_set)",
-                    'or give them: job=Job(data={"mean": [0.5], "std": [0.25]})',
+                    "call manyhands.evaluate(run, test_set)",
+                    'or set them: job=Job(data={"mean": [0.5], "std": [0.25]})',
                 )
                 raise UserError(what, "evaluate", mend)
         return resolve_pixels(own, pixels)
@@ -374,7 +370,7 @@ class Session(Subgroup):
 
     def _ready(self) -> Trainer:
         if self._trainer is None:
-            raise UserError("call session.prepare(model, optimizer, train_set, batch=…) first", "session")
+            raise UserError("session.prepare was not called", "session", ("call prepare before training",))
         return self._trainer
 
     def _unfinished(self) -> bool:
@@ -382,12 +378,12 @@ class Session(Subgroup):
 
     def _finish(self, trainer: Trainer) -> None:
         if self._trainer not in (trainer, None):
-            mend = ("one network in a session at a time: put several into one nn.Module",)
+            mend = ("put several networks into one nn.Module",)
             raise UserError(
-                "session.prepare was called again since this optimizer was prepared", "optimizer.step", mend
+                "session.prepare was called again after this optimizer was prepared", "optimizer.step", mend
             )
         if self._own is None:
-            raise UserError("optimizer.step() was called outside of the loop over samples", "optimizer.step")
+            raise UserError("optimizer.step() was called outside the loop over samples", "optimizer.step")
         if self._own.finish():
             self._ready().count_update()
 

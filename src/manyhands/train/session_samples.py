@@ -17,5 +17,5 @@ class SessionSamples:
         return self._batches()
 
     def __len__(self) -> int:
-        """Updates in an epoch."""
+        """Returns the number of updates in an epoch."""
         return self._order.steps_per_epoch

@@ -106,7 +106,7 @@ def restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer
     if not others:
         return ""
     kind = type(optimizer).__name__.lower()
-    return f"{kind}'s state starts anew: the checkpoint holds another optimizer's ({', '.join(sorted(others))})"
+    return f"the state of {kind} is reset; the checkpoint has another optimizer's ({', '.join(sorted(others))})"
 
 
 def _fits(found: dict[str, Any], fresh: dict[str, Tensor]) -> bool:

@@ -16,7 +16,7 @@ from manyhands.train.recover import Resumable
 
 # The default: speeds are measured where machines of several kinds take part.
 MACHINES = "machines"
-_WHERE, _EQUAL = "cluster.shares", "--set cluster.shares=equal"
+_WHERE, _EQUAL = "cluster.shares", "add --set cluster.shares=equal"
 
 
 def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
@@ -48,9 +48,9 @@ def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
     sharing = network.replicas(world.size)
     if options.batch < sharing:
         raise UserError(
-            f"train.batch is {options.batch}, and there are {sharing} processes to share it",
+            f"train.batch ({options.batch}) is smaller than the number of processes ({sharing})",
             "train.batch",
-            (f"--batch {sharing} or more", "or fewer processes"),
+            (f"set --batch {sharing} or higher", "or start fewer processes"),
         )
     batch = min(options.batch, len(splits.train))
     group = 0
@@ -63,8 +63,8 @@ def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
         group = batch
     why = _why_equal(job, mode, network, own=own)
     if why and sharing > 1 and job.cluster.shares not in {"equal", MACHINES}:
-        mend = ("--parallel data --sync allreduce", f"or {_EQUAL}")
-        raise UserError(f"cluster.shares can't be kept: {why}", _WHERE, mend)
+        mend = ("set --parallel data --sync allreduce", f"or {_EQUAL}")
+        raise UserError(f"cluster.shares can't be used: {why}", _WHERE, mend)
     shares = () if why and job.cluster.shares == MACHINES else _shares(job, sharing, journal, kept)
     order = Order(len(splits.train), batch, options.seed, options.drop_last)
     cut = BatchSharing(sharing, options.micro_batch, group, aligned=not network.together, shares=shares)
@@ -77,11 +77,11 @@ def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
 def _told_of_passes(cut: BatchSharing, most: int, batch: int) -> str:
     """What is said where passes are made smaller, so that they fit where they did when the run began."""
     passes, largest = len(cut.micro_batches(batch)), cut.largest_share(batch)
-    more = f"where there is memory for more: --set train.micro_batch={batch}"
+    more = f"with enough memory, add --set train.micro_batch={batch}"
     if largest <= most:
-        return f"no process takes more than {most} samples in one pass, as when the run began: {passes} passes ({more})"
-    groups = f"BatchNorm takes {cut.group} together, train.norm_group"
-    return f"a process takes {largest} samples in one pass, and took {most} when the run began ({groups}; {more})"
+        return f"each update takes {passes} passes of at most {most} samples, the run's first limit ({more})"
+    groups = f"BatchNorm needs groups of {cut.group}, train.norm_group"
+    return f"a process computes {largest} samples in one pass, and {most} at the start of the run ({groups}; {more})"
 
 
 def _shares(job: Job, sharing: int, journal: Journal, kept: list[int] | None) -> tuple[int, ...]:
@@ -91,27 +91,27 @@ def _shares(job: Job, sharing: int, journal: Journal, kept: list[int] | None) ->
         fits = shares != "equal" and kept and len(kept) == sharing
         return tuple(kept or ()) if fits else ()
     if sum(shares) != job.train.batch:
-        what = f"cluster.shares {list(shares)} add up to {sum(shares)}, and train.batch is {job.train.batch}"
-        raise UserError(what, _WHERE, (f"--batch {sum(shares)}", "or other shares", f"or {_EQUAL}"))
+        what = f"the sum of cluster.shares {list(shares)} is {sum(shares)}, but train.batch is {job.train.batch}"
+        raise UserError(what, _WHERE, (f"set --batch {sum(shares)}", "or correct the shares", f"or {_EQUAL}"))
     if len(shares) == sharing:
-        told = f"of each update's {job.train.batch} samples the processes take {', '.join(map(str, shares))}"
+        told = f"shares of the batch of {job.train.batch} samples, by process: {', '.join(map(str, shares))}"
         journal.event("shares", told, 0, shares=list(shares))
         return shares
-    what = f"cluster.shares are of {len(shares)} process(es), and there are {sharing}"
+    what = f"cluster.shares has {len(shares)} number(s) for {sharing} processes"
     if kept is None:
-        raise UserError(what, _WHERE, ("one number for each process", f"or {_EQUAL}"))
-    journal.event("warning", f"{what}, which share equally", 0)
+        raise UserError(what, _WHERE, ("write one number for each process", f"or {_EQUAL}"))
+    journal.event("warning", f"{what}; using equal shares", 0)
     return ()
 
 
 def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> str:
     """Why the mode or the sync method can't share unequally as the job says; empty where it can."""
     if network.together:
-        return f"under {mode} processes compute each batch together, in equal parts"
+        return f"--parallel {mode} splits each batch into equal parts"
     if job.cluster.shares in {"auto", MACHINES} and mode != USUAL_MODE:
-        return f"under {mode} each process waits for the others in its passes, so that its own speed can't be measured"
+        return f"processes wait for each other within a pass of --parallel {mode}, so their speed can't be measured"
     if own:
-        return f"with {job.sync.method} each process normalises its own samples, so other shares train another network"
+        return f"--sync {job.sync.method} normalises each process's own samples, so shares would change the result"
     return ""
 
 
@@ -138,10 +138,10 @@ def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, networ
         least = min(shares[-1].stop - shares[0].start for shares in batch_sharing.micro_batches(count))
         if least < parts:
             raise UserError(
-                f"a pass of {least} sample(s) can't be shared out among {parts} processes, as some op does",
+                f"an op splits passes over {parts} processes, but a pass has only {least} sample(s)",
                 "train.batch",
                 (
-                    f"another --batch: {order.length} samples in batches of {order.batch} end with one of {least}",
-                    "or leave that one out: --train.drop-last",
+                    f"change --batch: {order.length} samples in batches of {order.batch} leave a last batch of {least}",
+                    "or drop the last batch: --train.drop-last",
                 ),
             )

@@ -74,9 +74,9 @@ class Standing:
         case = self.case(computing_s)
         choice = choose(replace(case, backward_s=_BACKWARD * computing_s), self.options, without=self.without)
         chosen = choice.chosen
-        said = f"agreeing between machines takes {share:.0%} of the time: steps take {step_s:.3g} s"
+        said = f"communication between machines takes {share:.0%} of a step's {step_s:.3g} s"
         if chosen.method == EXACT:
-            return f"{said}; --sync auto would keep {EXACT}: {choice.reason}"
+            return f"{said}; --sync auto would also choose {EXACT}: {choice.reason}"
         resume = going_on(Path(self.run), "--set sync.method=auto", 'sync__method="auto"')
         change = f"manyhands stop {shlex.quote(self.run)}, then {resume}"
-        return f"{said}, with --sync auto about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
+        return f"{said}; --sync auto needs about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"

@@ -87,7 +87,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         extra = plain_extra_state(state)
     except TypeError as error:
-        mend = ("return numbers, texts, lists and dicts with texts as keys, or one tensor",)
+        mend = ("return numbers, strings, lists and dicts with string keys, or one tensor",)
         raise UserError(f"a module's get_extra_state can't be saved: {error}", "the network", mend) from None
     return {name: one for name, one in state.items() if isinstance(one, Tensor)}, extra
 
@@ -212,7 +212,7 @@ def _known(saved: Mapping[str, Any], live: Collection[str], notes: list[str]) ->
     """The saved values without extra state that the network lacks, which a note names."""
     unknown = [name for name in saved if is_extra(name) and name not in live]
     if unknown:
-        notes.append(f"{', '.join(unknown[:3])}: left out, since the network has no such extra state")
+        notes.append(f"{', '.join(unknown[:3])}: ignored, because the network has no such extra state")
     return {name: one for name, one in saved.items() if name not in unknown}
 
 
@@ -240,10 +240,10 @@ def check_shapes(
     ]
     if problems:
         own = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-        shown = (f"names in the file: {own}",) if names and saved.keys() != live.keys() else ()
+        shown = (f"compare with the names in the file: {own}",) if names and saved.keys() != live.keys() else ()
         more = f" … and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
-            f"the checkpoint is of another network: {'; '.join(problems[:3])}{more}",
+            f"the checkpoint belongs to another network: {'; '.join(problems[:3])}{more}",
             where,
-            (*shown, "use the model it was made with", "another --out starts afresh"),
+            (*shown, "choose the checkpoint's network", "or start a new run in another folder: --out DIR"),
         )

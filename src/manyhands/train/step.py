@@ -362,7 +362,7 @@ class Updater:
         last = self._in_a_row if self._in_a_row >= self.options.stop_after_bad else 0
         error = explain_left_out(self, self._bad, update, step, closely=bool(last))
         if last:
-            row = f"; none of the last {last} updates could be made" if last > 1 else ""
+            row = f"; the last {last} updates were skipped" if last > 1 else ""
             raise RunError(f"{error.what}{row}", error.where, error.mend)
         self.measured.back(self._mark)
         forget_seen(self.network.inner)

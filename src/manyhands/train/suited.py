@@ -96,7 +96,7 @@ def _set(trainer: Trainer, speeds_s: Sequence[float]) -> None:
     each = [round(1 / one, 1) for one in speeds_s]
     taken = trainer.feed.samples_of_each()
     counts, rates = (", ".join(f"{one:,.0f}" for one in numbers) for numbers in (taken, each))
-    told = f"of each update's {order.batch} samples the processes take {counts}: alone they make {rates} a second"
+    told = f"shares of the batch of {order.batch} samples, by process: {counts} (measured: {rates} samples/s)"
     trainer.journal.event("shares", told, trainer.progress.step, shares=taken, samples_per_s=each)
 
 

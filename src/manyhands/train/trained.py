@@ -94,12 +94,12 @@ def need_network(record: TrainedNetwork, objects: Objects, where: str) -> None:
     """Raises UserError where no name makes the network again and the user hasn't brought one."""
     if record.made_in_python and objects.model is None:
         raise UserError(
-            f"this run's network, {record.name}, was an object in Python, and a checkpoint holds its weights alone",
+            f"the run's network {record.name} was a Python object, and checkpoints hold only weights",
             where,
             (
-                "name the code that makes it: manyhands predict RUN PICTURE --model file.py:object",
+                "name the network's code: manyhands predict RUN PICTURE --model file.py:object",
                 "or manyhands eval RUN DATA file.py:object",
-                "in Python: manyhands.load(RUN, model=NETWORK), manyhands.predict(RUN, PICTURES, model=NETWORK)",
+                "or use Python: manyhands.load(RUN, model=NETWORK), manyhands.predict(RUN, PICTURES, model=NETWORK)",
             ),
         )
 
@@ -108,9 +108,9 @@ class Trained(NamedTuple):
     """A trained network, ready for use on one process.
 
     Attributes:
-        network: in evaluation mode, on its device.
-        transform: a picture as the network wants it.
-        classes: a name for each output.
+        network: the network on its device, in evaluation mode.
+        transform: converts a picture to the network's input.
+        classes: the class name of each output.
     """
 
     network: nn.Module
@@ -134,10 +134,10 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
     record = find_record(path, snapshot.state)
     if record is None:
         mend = (
-            "name a run folder of manyhands, or a checkpoint in one",
-            "manyhands eval FILE DATA MODEL takes others'",
+            "choose a run folder of manyhands, or a checkpoint in a run folder",
+            "for other files, use manyhands eval FILE DATA MODEL",
         )
-        raise UserError("this file doesn't say which network and which pictures it is for", where, mend)
+        raise UserError("the file has no record of its network and data", where, mend)
     record = with_model(record, model) if isinstance(model, str) else record
     objects = Objects(model=model if isinstance(model, nn.Module) else None)
     need_network(record, objects, where)
@@ -189,13 +189,13 @@ class Transform:
             self._refuse_own("a picture")
             return self._normalised(prepare(to_tensor(to_mode(image, self._pixels.channels)), self._pixels, None))
         if not isinstance(picture, Tensor | numpy.ndarray):
-            what = f"this is a {type(picture).__name__}, neither a picture nor its file"
-            raise UserError(what, "", ("give a path, a PIL image, 8-bit pixels, or a tensor of the data set's own",))
+            what = f"a {type(picture).__name__} is neither a picture nor a path"
+            raise UserError(what, "", ("pass a path, a PIL image, 8-bit pixels, or a tensor as the data set returns",))
         if not self._pixels.own:
             what = (
-                f"these are numbers of type {str(picture.dtype).removeprefix('torch.')}, not a picture's 8-bit pixels"
+                f"the picture has the type {str(picture.dtype).removeprefix('torch.')} instead of 8-bit pixels (uint8)"
             )
-            raise UserError(what, "", ("give the picture itself: a path, a PIL image, or uint8 [C, H, W]",))
+            raise UserError(what, "", ("pass a path, a PIL image, or uint8 [C, H, W]",))
         return torch.as_tensor(picture).to(self._device, self._dtype)
 
     def _normalised(self, values: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class Transform:
     def _refuse_own(self, what: str) -> None:
         if self._pixels.own:
             raise UserError(
-                f"this run's own data set made numbers of its samples, and how it makes them of {what} isn't known",
+                f"{what} can't be converted, because the run's custom data set made its own tensors",
                 "",
-                ("give tensors as the data set gives them: manyhands.predict(RUN, [dataset[0][0]])",),
+                ("pass tensors as the data set returns: manyhands.predict(RUN, [dataset[0][0]])",),
             )

@@ -99,7 +99,7 @@ class Trainer:
         """Counts the update that was just made, or left out, which is told."""
         for one in self.update.left_out:
             cost = f" ({one.also})" if one.also else ""
-            told = f"update {one.step + 1} is left out: {one.what} ({one.where}){cost}"
+            told = f"update {one.step + 1} is skipped: {one.what} ({one.where}){cost}"
             self.journal.line(told)
             self.journal.event("left-out", told, self.progress.step + 1)
         self.update.left_out.clear()

@@ -37,16 +37,16 @@ _FEW, _FAILURES = 8, (RuntimeError, TypeError, ValueError, IndexError)
 
 @dataclass(frozen=True)
 class UnderMode:
-    """What became of a network."""
+    """A network under its parallel mode, with its sync method."""
 
     network: ParallelNetwork  # under its mode
-    synced: ChosenSync  # how processes agree
-    rehearsed: RehearsalResult  # what was learnt of it before
+    synced: ChosenSync  # the sync method and its choice
+    rehearsed: RehearsalResult  # results of the trial step
     restore_norms: Callable[[], None]  # gives the network its own BatchNorm back
     sample_s: float  # seconds of an update per sample, as far as they are known before
 
     def watcher(self, world: World) -> Watcher | None:
-        """What says who is slow, and has the method keep in time with the link; a collective."""
+        """Returns the watcher that reports slow ranks and adapts the method to the link; a collective."""
         if self.synced.synchronizer.timed is None:
             return None
         return Watcher(self.synced.synchronizer, self.synced.cost, world, gather_plain(platform.node(), world))
@@ -114,11 +114,11 @@ def _refuse_untrainable(model: nn.Module, world: World) -> None:
         where = (
             f" on rank {[trains for trains, _ in everybody].index(False)}" if any(one for one, _ in everybody) else ""
         )
-        mend = ("unfreeze what is to be trained: parameter.requires_grad_(True)", "manyhands eval needs no training")
-        raise UserError(f"the network has no parameter that can be trained{where}: all are frozen", "the network", mend)
+        mend = ("unfreeze parameters: parameter.requires_grad_(True)", "or only evaluate: manyhands eval")
+        raise UserError(f"the network has no trainable parameters{where}", "the network", mend)
     if name := next(filter(None, (name for _, name in everybody)), ""):
-        mend = ("keep real pairs: nn.Parameter(torch.view_as_real(w)), and torch.view_as_complex(self.w) in forward",)
-        raise UserError(f"the parameter {name} is complex, and only real ones can be trained", "the network", mend)
+        mend = ("store nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(self.w) in forward",)
+        raise UserError(f"the parameter {name} is complex; manyhands trains only real parameters", "the network", mend)
 
 
 def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
@@ -142,14 +142,14 @@ def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
         if before.loss_fn:
             raise
         method = before.job.sync.method
-        what = f"sync.method = {method} tries the network on two samples first, as model(x), which failed: {error}"
-        mend = (f"have the data set or the network shape x; --sync {EXACT} tries nothing",)
+        what = f"the network failed on the two test samples that sync.method = {method} needs: {error}"
+        mend = (f"accept model(x) for a batch x, or set --sync {EXACT}, which needs no test",)
         raise UserError(what, "session.prepare", mend) from error
     unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
     for layer, each in zip(layers, rows, strict=True):
         layer.rows_per_sample = each
     if unused:
-        told = f"{', '.join(unused[:3])} never get a gradient; freeze them if that is meant"
+        told = f"{', '.join(unused[:3])} never get a gradient (do: freeze parameters that should not train)"
         before.journal.event("warning", told, 0)
     return RehearsalResult(unused, draws, found.outputs, found.count)
 
@@ -200,7 +200,7 @@ def _start_equal(before: BeforeMode) -> None:
     named = {name: tensor for name, tensor in split_state(model)[0].items() if name not in cut}
     refuse_other_networks(model, named, world)
     if make_equal(named, world, always=always) and not always:
-        before.journal.event("note", "the processes built different networks (an unseeded start?); all take rank 0's")
+        before.journal.event("note", "the processes built different networks (missing seed?); all use rank 0's network")
 
 
 def grid_of(job: Job, world: World, mode: str) -> Grid | None:

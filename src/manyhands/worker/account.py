@@ -60,12 +60,12 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
         told = exception_of_buffers(names)
         if told not in plan.exceptions:
             plan.exceptions[known:] = [told]
-            journal.event("note", told, trainer.progress.step)
+            journal.event("warning", told, trainer.progress.step)
             journal.file(write_files)
 
     def write_on_first_update() -> None:
         for change in changes:
-            told = f"{change} (from step {step} on)"
+            told = f"{change} (from step {step})"
             journal.event("changed", told, step, option=change.key, old=change.old, new=change.new)
         journal.file(lambda: replace_job(folder, job))
         journal.file(write_files)
@@ -89,7 +89,7 @@ def tell_of_undone(folder: RunFolder, journal: Journal, step: int) -> None:
     lines = (line for line in end_of(folder.metrics) if isinstance(line.get("step"), int))
     newest = max((line["step"] for line in lines if line.get("time", since) >= since), default=0)
     if newest > step:
-        told = f"steps {step + 1} to {newest} are undone, and made again: they were not saved"
+        told = f"steps {step + 1} to {newest} were not saved and are repeated"
         journal.event("undone", told, step, first=step + 1, last=newest)
 
 

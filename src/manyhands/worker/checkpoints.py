@@ -25,10 +25,10 @@ def merge_file(path: Path, target: Path) -> tuple[str, ...]:
     merge(source, target)
     notes = list(source.notes)
     if source.optimizer is not None and is_single_file(target):
-        notes.append("the optimizer's state is left out: the file holds the weights alone")
+        notes.append("the optimizer state is omitted: the file holds only weights")
     if EXTRA_STATE in source.state and target.name.endswith(SAFETENSORS):
         notes.append(
-            "the modules' extra state is left out: a .safetensors file holds tensors alone; a .pth file has it"
+            "the modules' extra state is omitted: .safetensors files hold only tensors (do: choose a .pth file)"
         )
     return tuple(notes)
 

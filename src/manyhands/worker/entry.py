@@ -115,9 +115,9 @@ def _rescue(mine: GroupMember, *, consequence: bool) -> None:
     mine.trainer.saver.wait()
     try:
         if rescue(mine.trainer):
-            mine.trainer.journal.line(f"saved step {mine.trainer.progress.step} for the run to go on from")
+            mine.trainer.journal.line(f"saved step {mine.trainer.progress.step} for the restart")
     except Exception as error:  # noqa: BLE001 - of somebody's state too; what ended the process is what is raised
-        mine.trainer.journal.line(f"could not save for the run to go on from: {error}")
+        mine.trainer.journal.line(f"could not save for the restart: {error}")
 
 
 def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: Say) -> Any:
@@ -136,7 +136,7 @@ def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
     own = job.checkpoint.resume
     said = broadcast_plain(own, world)
     if own not in {said, CheckpointOptions().resume}:
-        say(f"--resume {own} has no effect on rank {world.rank}: rank 0 says {said}")
+        say(f"--resume {own} has no effect on rank {world.rank}: rank 0 uses {said}")
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": said})})
 
 
@@ -155,7 +155,7 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         journal.event("started", processes=world.size, device=world.device, backend=world.backend, mode=mode)
         # So that nobody loses days on a CPU beside an accelerator.
         if world.device == "cpu" and job.cluster.device == "auto" and (told := unused_here()):
-            journal.event("warning", f"{told[0]}: training on the CPU (do: {told[1][0]}; or give --device cpu)")
+            journal.event("warning", f"{told[0]}: training on the CPU (do: {told[1][0]}; or set --device cpu)")
     objects = load_objects(argument)
     measurements: list[Any] = []  # those that the header was recorded for
     settled = _settle_measured(job, folder, world, mode, objects, measurements)

@@ -128,7 +128,7 @@ def leave_record(record: Failure, folder: RunFolder) -> Failure:
         with suppress(OSError), log.open("a", encoding="utf-8") as file:
             file.write(record.traceback)
             if record.exit_code != EXIT_USAGE and not record.mend:
-                record = record.model_copy(update={"mend": [f"the whole traceback is in {log}"]})
+                record = record.model_copy(update={"mend": [f"see the full traceback in {log}"]})
     _write_record(record, folder)
     return record
 
@@ -182,16 +182,16 @@ def first_of_all(group: Any, record: Failure) -> Failure:
     told = group.cause.learn()
     if not told:
         # Nothing better is known than what the library itself has said.
-        what = f"another process has gone, or can't be reached: {record.what}"
-        mend = ["the other processes' own last words may say why", *record.mend]
+        what = f"another process ended or is unreachable: {record.what}"
+        mend = ["see the last messages of the other processes", *record.mend]
         return record.model_copy(update={"what": what, "mend": mend, "excerpt": ""})
     return record.model_copy(update=heard(told))
 
 
 def heard(told: Any) -> dict[str, Any]:
     """What a failure's record says where the first cause is another process's; its words, and never its advice."""
-    what = f"rank {told.rank} on {told.host} failed first; it says: {told.what}"
-    return {"what": what, "mend": [f"rank {told.rank}'s own screen or log says what to do"], "excerpt": ""}
+    what = f"rank {told.rank} on {told.host} failed first: {told.what}"
+    return {"what": what, "mend": [f"see the terminal or log of rank {told.rank}"], "excerpt": ""}
 
 
 def describe_peer(rank: int, told: Any, trainer: Any) -> Failure:
@@ -204,8 +204,8 @@ def describe_peer(rank: int, told: Any, trainer: Any) -> Failure:
         step=trainer.progress.step if trainer else None,
         phase=trainer.phase if trainer else "build",
         error="PeerGone",
-        what="rank 0's store has gone, and with it the run",
-        mend=["rank 0's own last words say why"],
+        what="rank 0's store is unreachable, so the run can't continue",
+        mend=["see the last messages of rank 0"],
         consequence=True,
     )
     return record.model_copy(update=heard(told)) if told else record

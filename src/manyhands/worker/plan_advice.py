@@ -43,7 +43,7 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[Option], 
         return Advice(name, with_sync(found.pick.reason, sync), wished)
     what = "machine" if apart else "process"
     use = f"use one {what}" if count == 1 else f"use {count} {what}{'s' if apart else 'es'}"
-    reason = f"{use}: {why}; the plan that is written is {found.pick.name}, for {wished}"
+    reason = f"{use}: {why}; to use all {wished}, run the saved plan, {found.pick.name}"
     return Advice(name_of(count), with_sync(reason, sync), count)
 
 
@@ -77,7 +77,7 @@ def with_sync(reason: str, sync: dict[str, Any]) -> str:
     """What --sync auto took, or would."""
     chosen = next(row for row in sync["methods"] if row["chosen"])
     if sync["asked"] == AUTO:
-        return f"{reason}\n--sync auto {sync['reason']}"
+        return f"{reason}\n--sync auto: {sync['reason']}"
     if chosen["method"] == sync["asked"] or sync["machines"] == 1:
         return reason
-    return f"{reason}\n--sync auto would take another way: {sync['reason']}"
+    return f"{reason}\n--sync auto would choose another method: {sync['reason']}"

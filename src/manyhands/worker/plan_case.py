@@ -82,7 +82,7 @@ def case_to_plan(job: Job, processes: int, link: str, model: str) -> JobCase:
     modelled = device_model(model) if model else None
     device = modelled.name if modelled else device_kind(job.cluster.device, processes)
     if not modelled:
-        require_device(device, "devices of another machine are estimated: --device-model h100 (a100, 910b, rtx4090 …)")
+        require_device(device, "for other devices, estimate with --device-model h100 (a100, 910b, rtx4090 …)")
     return JobCase(job, network_of(job), device, link_between(job, link), modelled)
 
 

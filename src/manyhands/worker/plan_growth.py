@@ -78,8 +78,8 @@ def predict_growth(job: Job, wishes: Mapping[str, Any]) -> Growth:
     check_method(job.sync.method)
     case = case_to_plan(job, request.last, request.link, request.device_model)
     if case.between is None:
-        mend = ("--link 1gbit", "or one number of processes of this machine: -n 4")
-        raise UserError("a range of machines needs the speed of what connects them", "--link", mend)
+        mend = ("set the link speed: --link 1gbit", "or choose one number of processes: -n 4")
+        raise UserError("a range of machines needs a link speed", "--link", mend)
     counts, notes = _counts(case, request)
     measure = request.measure and not request.device_model
     case = case.settled(request.last, measure=measure)
@@ -103,8 +103,8 @@ def predict_growth(job: Job, wishes: Mapping[str, Any]) -> Growth:
 def _counts(case: JobCase, request: GrowthRequest) -> tuple[list[int], tuple[str, ...]]:
     batch = case.network["batch"]
     what, mend = (
-        f"an update has {batch} samples, so at most {batch} machines share it",
-        f"--batch {request.last} or more",
+        f"train.batch is {batch}, so at most {batch} machines can share an update",
+        f"set --batch {request.last} or higher",
     )
     if request.first > batch:
         raise UserError(what, "train.batch", (mend,))

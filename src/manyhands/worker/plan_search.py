@@ -103,26 +103,25 @@ def find_plan(  # noqa: PLR0913 - each is one wish
     batch: int = 0,
     measure: bool = False,
 ) -> Plan:
-    """Finds how the work of a network is best split over processes; data parallel unless something else is better.
+    """Searches for the fastest plan for a network, which is data parallel unless another plan is faster.
 
     Args:
-        model: a network; it is left as it was, but for ops in place, which are made out of place.
-        sample: a batch [N, C, H, W], or one picture [C, H, W]; its numbers don't matter.
-        job: a Job or the path of a job.toml; its processes, batch, mesh, pins, memory, link and optimizer are meant
-            where nothing is given here.
-        world_size: processes; 0 for the job's, or 8.
-        memory: the most that each may take, such as "14GiB"; empty for no limit.
-        pin: strategies that must be kept, by op or glob: {"fc": "n@dp o@tp"}.
-        mesh: the only one to look at, such as "dp=2,tp=4"; all if None.
-        link: speed between any two processes, such as "1gbit"; empty for processes of one machine.
-        batch: samples in an update; 0 for the sample's, or 32 for each process.
-        measure: time ops on this device (kept for the next time) instead of estimating them.
+        model: the network. In-place ops are replaced by out-of-place ops.
+        sample: a batch [N, C, H, W] or one picture [C, H, W] with any values.
+        job: a Job or the path of a job.toml, with the defaults of the arguments below and the optimizer.
+        world_size: the number of processes; 0 for the job's number, or 8.
+        memory: the memory limit of each process, such as "14GiB"; empty for no limit.
+        pin: fixed strategies, by op or glob: {"fc": "n@dp o@tp"}.
+        mesh: the mesh to search, such as "dp=2,tp=4"; None for all meshes.
+        link: the link speed between processes, such as "1gbit"; empty for processes of one machine.
+        batch: samples per update; 0 for the size of `sample`, or 32 for each process.
+        measure: benchmark ops on this device (cached) instead of estimating their times.
 
     Returns:
-        The plan; `plan.about["reason"]` says why.
+        The plan. `plan.about["reason"]` explains the choice.
 
     Raises:
-        UserError: a pin doesn't fit, or nothing fits into memory.
+        UserError: a pin doesn't apply, or no plan fits into memory.
     """
     given = load_on(job, {}).job if job is not None else Job()
     options, world_size = given.parallel, world_size or given.cluster.processes or 8
@@ -310,11 +309,11 @@ def write_plan(planned: Planned, path: Path, *, force: bool = False) -> tuple[Pa
 def check_free(path: Path, *, force: bool) -> None:
     """Raises UserError where writing a plan would overwrite something."""
     if path.suffix.lower() != ".json":
-        raise UserError(f"a plan is written into a .json file, not {path.name}", "--out", ("--out plan.json",))
+        raise UserError(f"the plan file must end in .json: {path.name}", "--out", ("choose --out plan.json",))
     there = [one for one in (path, path.with_suffix(".png")) if one.exists()]
     if there and not force:
-        mend = ("--force writes it anew", "or another file: --out other.json")
-        raise UserError(f"{there[0]} is there already", str(there[0]), mend)
+        mend = ("overwrite the plan: --force", "or choose another file: --out other.json")
+        raise UserError(f"{there[0]} already exists", str(there[0]), mend)
     if path.exists():
         # Even by force only a plan gives way to a plan.
         read_plan(path)

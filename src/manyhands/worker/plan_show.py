@@ -79,7 +79,7 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
     notes = list(graph.notes)
     known = plan.about.get("graph", {})
     if isinstance(known, dict) and known.get("sha") not in {None, digest(graph)}:
-        notes.append("the network has changed since the plan was made; its strategies still fit")
+        notes.append("the network changed after the plan was made; the plan's strategies still apply")
     return Shown(plan, _rows(plan, graph, letters, job, network), job, network, tuple(notes))
 
 
@@ -92,14 +92,14 @@ def _remade(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[Job, dict
     about, graph = plan.about.get(NETWORK), plan.about.get("graph")
     try:
         if not isinstance(about, dict) or not isinstance(graph, dict):
-            raise TypeError("not there")
+            raise TypeError("missing")
         network = {key: int(about[key]) for key in ("channels", "size", "classes")} | {"batch": int(graph["samples"])}
         model = {f"model.{key}": value for key, value in dict(about["model"]).items()}
     except (KeyError, TypeError, ValueError) as error:
-        mend = ("name data and network: manyhands plan plan.json cifar10 resnet50", "or write it anew")
-        raise UserError('the plan doesn\'t say for which network it is (its field "network")', where, mend) from error
+        mend = ("name data and network: manyhands plan plan.json cifar10 resnet50", "or create a new plan")
+        raise UserError('the plan has no valid field "network"', where, mend) from error
     if min(network.values()) < 1:
-        raise UserError("the plan's network has sizes below 1", f"{where}, network", ("write it anew",))
+        raise UserError("the plan's network has sizes below 1", f"{where}, network", ("create a new plan",))
     job = load_job({**model, "train.batch": network["batch"], **given}).job
     announce_planned(job.model.name, Path(where), "manyhands plan PLAN DATA {}")
     return job, network

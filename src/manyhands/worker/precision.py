@@ -245,7 +245,7 @@ def measured(
             variants = _worth_timing(model, variants)
             if len(variants) < 2:
                 return kind
-            say("timing this network in the precisions and layouts that it may train in; the seconds are kept")
+            say("benchmarking the network in each precision and layout; the results are cached")
             seconds, failed = time_variants(measurement.trials(model, variants), device)
     except Exception:  # noqa: BLE001 - what is wrong with network or data is said where they are built
         return kind

@@ -32,7 +32,7 @@ def preload(orders: Orders | None = None) -> None:
             importlib.import_module("torchvision")
         except Exception as error:
             what = torchvision_misfit() or f"torchvision can't be imported: {type(error).__name__}: {error}"
-            raise RunError(what, sys.executable, ("manyhands doctor says what to install",)) from error
+            raise RunError(what, sys.executable, ("run manyhands doctor to see what to install",)) from error
 
 
 def _does_without(orders: Orders) -> bool:
