@@ -101,20 +101,11 @@ class Program:
         self._count += 1
 
     def _load(self) -> highspy.Highs:
-        model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = len(self._every), self._count
-        model.col_cost_, model.col_upper_, model.col_lower_ = self._seconds, self._upper, np.zeros(len(self._every))
         sides = np.zeros(self._count)
         sides[: len(self._nodes)] = 1.0
-        model.row_lower_ = np.concatenate([sides[:-2], [-_INF, -_INF]])
-        model.row_upper_ = np.append(sides[:-1], _INF)
         rows, columns, values = (np.concatenate(parts) for parts in zip(*self._entries, strict=True))
         order = np.argsort(rows, kind="stable")
-        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_ = np.append(0, np.cumsum(np.bincount(rows, minlength=self._count))).astype(np.int32)
-        model.a_matrix_.index_, model.a_matrix_.value_ = columns[order].astype(np.int32), values[order]
-        kinds = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-        model.integrality_ = [kinds[column >= self.choices] for column in range(len(self._every))]
+        starts = np.append(0, np.cumsum(np.bincount(rows, minlength=self._count)))
         solver = highspy.Highs()
         options = {
             "output_flag": False,
@@ -127,7 +118,14 @@ class Program:
         }
         for name, value in options.items():
             solver.setOptionValue(name, value)
-        solver.passModel(model)
+        solver.passModel(
+            *(len(self._every), self._count, len(rows)),
+            *(int(highspy.MatrixFormat.kRowwise), int(highspy.ObjSense.kMinimize), 0.0),
+            *(self._seconds, np.zeros(len(self._every)), self._upper),
+            *(np.concatenate([sides[:-2], [-_INF, -_INF]]), np.append(sides[:-1], _INF)),
+            *(starts.astype(np.int32), columns[order].astype(np.int32), values[order]),
+            (self._every < self.choices).astype(np.int32),  # 1 for whole numbers
+        )
         return solver
 
     def limit_memory(self) -> None:
