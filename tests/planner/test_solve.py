@@ -113,10 +113,12 @@ def test_with_a_cutoff_what_is_faster_is_found_and_bounds_hold(problem, cutoff):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(problems(most_nodes=4, most_choices=3), min_size=1, max_size=4))
 def test_of_several_meshes_the_best_is_found(several):
-    answers = solve_all(several)
+    answers, least_bytes = solve_all(several)
     best = [best_by_trying(problem) for problem in several]
-    assert [isinstance(answer, NoPlanError) for answer in answers] == [seconds is None for seconds in best]
-    solutions = [answer for answer in answers if not isinstance(answer, NoPlanError)]
+    assert [answer is None for answer in answers] == [seconds is None for seconds in best]
+    solutions = [answer for answer in answers if answer is not None]
+    sizes = [] if solutions else [solution.memory_bytes for one in several for solution in all_solutions(one)]
+    assert least_bytes == min(sizes, default=math.inf)
     if solutions:
         fastest = min(solutions, key=lambda solution: solution.seconds)
         assert fastest.seconds == pytest.approx(min(seconds for seconds in best if seconds is not None), rel=1e-9)

@@ -41,7 +41,8 @@ class Program:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+        self.problem = problem
+        self.relaxations: list[SolverResult] = []  # without the memory limit, and with it
         nodes, edges = _nodes(problem), _edges(problem)
         for node in [a for a, b in edges if a == b]:
             nodes[node][:2] += np.diagonal(edges.pop((node, node)), axis1=1, axis2=2)
@@ -129,7 +130,7 @@ class Program:
         return solver
 
     def limit_memory(self) -> None:
-        limit = self._problem.memory_limit_bytes
+        limit = self.problem.memory_limit_bytes
         self._solver.changeRowBounds(self._count - 1, -_INF, _INF if limit is None else limit / self._size)
 
     def minimize_memory(self) -> None:
@@ -178,7 +179,7 @@ class Program:
         bound = 0.0 if relaxed and stopped else max(0.0, bound * self._scale)
         chosen = [int(shares[columns].argmax()) for columns in self._nodes]
         reduced = np.asarray(found.col_dual) * self._scale if relaxed and not stopped else np.zeros(len(shares))
-        return SolverResult(evaluate(self._problem, chosen), bound, stopped, shares, reduced)
+        return SolverResult(evaluate(self.problem, chosen), bound, stopped, shares, reduced)
 
 
 def _nodes(problem: Problem) -> list[Matrix]:
