@@ -114,10 +114,6 @@ class SearchResult:
         kept = tuple(name for name in ops if self.graph.ops[name].tied in tied)
         return Plan(option.mesh, ops, default, kept, layouts, about)
 
-    def with_pick(self, pick: Pick) -> "SearchResult":
-        """The same after plans have been timed."""
-        return replace(self, pick=pick)
-
     def repicked(self, seconds: float) -> "SearchResult":
         """The same where data parallel's update takes so many seconds, since processes agree in another way."""
         return replace(self, pick=_pick(self.options, self.wish, self.spread, seconds))

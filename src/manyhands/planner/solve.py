@@ -128,16 +128,6 @@ def _least_memory_bytes(program: Program, deadline: float) -> float:
     return best.memory_bytes
 
 
-def least_memory_bytes(problem: Problem) -> float:
-    """The bytes of the smallest assignment that is allowed, whatever its seconds.
-
-    Raises:
-        NoPlanError: no assignment is allowed.
-        SearchStoppedError: the time was used up.
-    """
-    return _least_memory_bytes(Program(problem), time.monotonic() + DEFAULT_LIMIT_S)
-
-
 def _stopped() -> SearchStoppedError:
     return SearchStoppedError("no plan was found in time", "plan", ("search longer", "allow more memory"))
 
