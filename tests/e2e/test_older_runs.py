@@ -1,7 +1,7 @@
 """Runs, a plan and a pack written before identifiers were renamed still load, resume and are reused.
 
-older.tar.xz was written by the commit before: two runs of 20 updates with two processes, data parallel (whole/) and
-local steps (local/), with `train digits net.py:Net -n 2 --batch 64`, a plan for two processes and a pack of 12 pictures.
+older.tar.xz was written by the commit before, by `train digits net.py:Net -n 2 --batch 64`: two runs of 20 updates, data
+parallel (whole/) and local steps (local/); and a plan for two processes and a pack of 12 pictures.
 """
 
 import json
@@ -54,5 +54,13 @@ def test_a_plan_and_a_pack_are_read(older):
 
 
 def test_a_failure_record_is_read():
-    record = {"time": 1.0, "rank": 0, "host": "n1", "pid": 7, "error": "ValueError", "what": "no", "mend": ["try again"]}
+    record = {
+        "time": 1.0,
+        "rank": 0,
+        "host": "n1",
+        "pid": 7,
+        "error": "ValueError",
+        "what": "no",
+        "mend": ["try again"],
+    }
     assert Failure.model_validate(record).hints == ["try again"]

@@ -1,8 +1,10 @@
 """The table and the picture hold what they are given."""
 
 import io
+import itertools
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from manyhands.cli.plan import wide
@@ -58,14 +60,19 @@ def test_the_picture_is_drawn(tmp_path, sizes, count):
     assert [file.name for file in tmp_path.iterdir()] == ["plan.png"]
 
 
-def test_the_svg_says_the_layers_letters(tmp_path):
-    draw_plan([Layer("fc", ["o"])], make_mesh({"tp": 2}), tmp_path / "plan.svg")
-    text = (tmp_path / "plan.svg").read_text()
-    assert all(f"<!-- {word} -->" in text for word in ("fc", "o0", "o1", "o: outputs"))
+def test_the_picture_has_each_layers_colours(tmp_path):
+    draw_plan([Layer("fc", ["o", "n"])], make_mesh({"dp": 2, "tp": 16}), tmp_path / "plan.png")
+    with Image.open(tmp_path / "plan.png") as picture:
+        found = [colour for _, colour in picture.getcolors(1 << 16)]
+        row = [picture.getpixel((x, 46)) for x in range(picture.width)]
+    orange, blue = (245, 133, 24), (76, 120, 168)
+    assert {orange, blue} <= set(found)
+    # A stripe of either colour for each of 32 devices.
+    changes = [colour for colour, after in itertools.pairwise(row) if colour != after]
+    assert changes.count(orange) == changes.count(blue) == 32
 
 
-def test_other_endings_and_other_meshes_are_refused(tmp_path):
-    with pytest.raises(UserError, match="png"):
-        draw_plan([], make_mesh({"dp": 2}), tmp_path / "plan.jpg")
+def test_a_layer_for_another_mesh_is_refused(tmp_path):
     with pytest.raises(UserError, match="fc has 2 letters"):
         draw_plan([Layer("fc", ["o", "n"])], make_mesh({"dp": 2}), tmp_path / "plan.png")
+    assert not list(tmp_path.iterdir())

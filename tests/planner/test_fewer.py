@@ -40,14 +40,14 @@ def test_a_plan_that_sends_nothing_is_one_machine_s():
 def test_on_a_fast_link_all_are_needed_and_on_a_slow_one_fewer_do():
     assert fewest(find(CHAIN, SearchRequest(4, 64), links=links_at(1e15)))[0] in {0}
     slow = find(HEAVY, SearchRequest(4, 64), links=links_at(1e4))
-    data = slow.with_pick(replace(slow.pick, name=DATA_PARALLEL))
+    data = replace(slow, pick=replace(slow.pick, name=DATA_PARALLEL))
     count, why = enough(data, options_of(fewer_counts(4), data.fewer), data.options[0].prediction.seconds, 0.0)
     assert (count, "one process" in why) == (1, True)
 
 
 def test_nothing_is_recommended_by_less_than_what_was_timed_varies():
     found = find(HEAVY, SearchRequest(4, 64), links=links_at(1e4))
-    found = found.with_pick(replace(found.pick, name=DATA_PARALLEL))
+    found = replace(found, pick=replace(found.pick, name=DATA_PARALLEL))
     alone = options_of([1], found.fewer)
     as_fast = alone[0].prediction.seconds
     assert enough(found, alone, as_fast, spread=0.0)[0] == 1
@@ -58,7 +58,7 @@ def test_nothing_is_recommended_by_less_than_what_was_timed_varies():
 
 def test_of_fewer_processes_a_clearly_faster_number_goes_before_a_smaller_one():
     found = find(HEAVY, SearchRequest(4, 64), links=links_at(1e4))
-    found = found.with_pick(replace(found.pick, name=DATA_PARALLEL))
+    found = replace(found, pick=replace(found.pick, name=DATA_PARALLEL))
     one, two = options_of([1, 2], found.fewer)
 
     def taken(two_s, spread=0.0):

@@ -125,8 +125,13 @@ def test_memory_is_kept_to():
     assert not tight.options[0].fits
     assert tight.chosen.prediction.memory_bytes <= limit
     assert "data parallel can't run" in tight.pick.reason
-    with pytest.raises(NoPlanError, match="GiB"):
+    with pytest.raises(NoPlanError, match="GiB") as caught:
         find(HEAVY, SearchRequest(4, 64, memory_limit_bytes=1000))
+    # The error names the least of all meshes: with that much there is a plan.
+    least = int(caught.value.least_memory_bytes)
+    assert find(HEAVY, SearchRequest(4, 64, memory_limit_bytes=least)).chosen.prediction.memory_bytes <= least
+    with pytest.raises(NoPlanError):
+        find(HEAVY, SearchRequest(4, 64, memory_limit_bytes=least - 1))
 
 
 def test_another_network_has_another_digest():

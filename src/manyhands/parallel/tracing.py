@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.core.errors import UserError
@@ -17,6 +17,7 @@ from manyhands.parallel import graph as graphs
 from manyhands.parallel import weights
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.placement import SPREAD, WHOLE, Extent, Side
+from manyhands.parallel.rules import elementwise
 
 RULES = "manyhands.parallel.rules"
 SAMPLES, FEWER = 3, 2
@@ -116,63 +117,26 @@ def _begin(samples: Op) -> None:
     samples.letters = {"n": Loop((), 0), "r": Loop((), WHOLE)}
 
 
-# Torch's own, which take most of the time and are known to work on each row alone; and the dimensions of their input.
+# Torch's own layers that work on each row alone, and the dimensions of their input.
 _ROW_BY_ROW: dict[type[nn.Module], int] = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5, nn.Linear: 2}
 
 
 class _Trial(fx.Interpreter):
-    """Runs a graph and keeps what each node gives; nothing is drawn, and no samples are mixed by BatchNorm.
+    """Runs a graph node by node; nothing is dropped."""
 
-    What is alike is kept as a view of what a trial of more samples has given (`of_many`), and what torch's own
-    convolutions and products make of such a view isn't computed again.
-    """
+    _noise = torch.empty(0)
 
-    def __init__(self, traced: fx.GraphModule, of_many: dict[fx.Node, Any] | None = None) -> None:
-        super().__init__(traced)
-        self.given: dict[fx.Node, Any] = {}
-        self._of_many = of_many or {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        many = self._of_many.get(n)
-        if isinstance(many, Tensor) and self._is_known(n) and many.shape[0] % SAMPLES == 0:
-            result = _last(many, many.shape[0] // SAMPLES)
-        else:
-            result = super().run_node(n)
-            if isinstance(many, Tensor) and isinstance(result, Tensor):
-                last = _last(many, _rows(many, result)) if many.ndim else many
-                result = last if _alike(last, result) else result
-        self.given[n] = result
-        return result
-
-    def _is_known(self, n: fx.Node) -> bool:
-        """Whether a node does to each row what it does in any company, and reads rows that are known already."""
-        if n.op != "call_module" or len(n.all_input_nodes) != 1:
-            return False
-        module = self.fetch_attr(str(n.target))
-        few, many = (given.get(n.all_input_nodes[0]) for given in (self.given, self._of_many))
-        if not isinstance(few, Tensor) or not isinstance(many, Tensor) or not _is_last(many, few):
-            return False
-        if isinstance(module, _BatchNorm):
-            return True  # of which each sample is taken alone here
-        dims = _ROW_BY_ROW.get(type(module), few.ndim + 1)
-        fits = few.ndim == dims or (type(module) is nn.Linear and few.ndim >= dims)
-        return fits and not module._forward_hooks and not module._forward_pre_hooks
-
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self.fetch_attr(target)
-        return _each_alone(args[0]) if isinstance(module, _BatchNorm) else super().call_module(target, args, kwargs)
+    def noise(self, shape: Tensor, device: torch.device) -> Tensor:
+        """Random numbers, drawn once, from another place for each node, or differences between nodes would vanish."""
+        start, count = len(self.env), shape.numel()
+        if len(self._noise) < start + count or self._noise.device != device:
+            self._noise = torch.randn(start + 2 * count, device=device)
+        return self._noise[start : start + count].view(shape.shape).to(shape.dtype)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(target, "__name__", "") in {"dropout", "dropout2d", "stochastic_depth"}:
             return args[0]
         return super().call_function(target, args, kwargs)
-
-
-def _each_alone(samples: Tensor) -> Tensor:
-    """Each sample [C, …] at mean 0 and variance 1 by itself, so that values neither vanish nor explode."""
-    if samples[0].numel() < 2:
-        return samples
-    return functional.group_norm(samples.float(), 1).to(samples.dtype)
 
 
 def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
@@ -191,13 +155,50 @@ def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dic
 
 
 def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
-    """What each node gives for `SAMPLES` samples and for the last `FEWER` of them, without gradients."""
+    """What each node gives for `SAMPLES` samples and for the last `FEWER` of them, without gradients.
+
+    What is alike for fewer samples is a view of what is given for many.
+    """
+    many, few = _Trial(traced), _Trial(traced)
+    many.args_iter, few.args_iter = iter(inputs), iter([_last(one, 1) for one in inputs])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        many = _Trial(traced)
-        many.run(*inputs)
-        few = _Trial(traced, many.given)
-        few.run(*[_last(one, 1) for one in inputs])
-    return many.given, few.given
+        for node in traced.graph.nodes:
+            result = _given_by_rows(node, many, few)
+            if result is not None:
+                many.env[node], few.env[node] = result, _last(result, len(result) // SAMPLES)
+                continue
+            many.env[node], few.env[node] = result, fewer = many.run_node(node), few.run_node(node)
+            if isinstance(result, Tensor) and isinstance(fewer, Tensor):
+                last = _last(result, _rows(result, fewer)) if result.ndim else result
+                few.env[node] = last if _alike(last, fewer) else fewer
+    return many.env, few.env
+
+
+def _given_by_rows(node: fx.Node, many: _Trial, few: _Trial) -> Tensor | None:
+    """What a node gives for many samples, if it is torch's own and treats each row alone; None if it may not.
+
+    Convolutions, linear layers and BatchNorm aren't computed: they give random numbers of the right shape, which show
+    as well whether later nodes mix samples, and neither vanish nor explode.
+    """
+    reads = [(many.env[one], few.env[one]) for one in node.all_input_nodes]
+    if not reads or not all(_is_last(*one) for one in reads):
+        return None
+    first: Tensor = reads[0][0]
+    module = many.fetch_attr(str(node.target)) if node.op == "call_module" else None
+    if module is None:
+        alone = node.op == "call_function" and node.target in elementwise.FUNCTIONS
+        return many.run_node(node) if alone and len({one.ndim for one, _ in reads}) == 1 else None
+    if isinstance(module, _BatchNorm):
+        return many.noise(first, first.device)
+    if len(reads) > 1 or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    if type(module) in elementwise.MODULES:
+        return many.run_node(node)
+    dims = _ROW_BY_ROW.get(type(module), first.ndim + 1)
+    if first.ndim != dims and not (type(module) is nn.Linear and first.ndim > dims):
+        return None
+    weights = {name: one.to("meta") for name, one in module.named_parameters()}
+    return many.noise(functional_call(module, weights, first.to("meta")), first.device)
 
 
 def _describe_node(node: fx.Node, names: Mapping[fx.Node, str], many: Any, few: Any) -> Op:
@@ -233,12 +234,13 @@ def _last(many: Tensor, rows: int) -> Tensor:
     return many[len(many) - rows * FEWER :]
 
 
-def _is_last(many: Tensor, few: Tensor) -> bool:
+def _is_last(many: Any, few: Any) -> bool:
     """Whether one is a view of the other's last samples."""
-    if not many.ndim or not few.numel() or len(many) * FEWER != len(few) * SAMPLES:
+    if not isinstance(many, Tensor) or not isinstance(few, Tensor) or not many.ndim or not few.numel():
         return False
     last = many[len(many) - len(few) :]
-    return last.shape == few.shape and last.data_ptr() == few.data_ptr() and last.stride() == few.stride()
+    alike = last.shape == few.shape and last.data_ptr() == few.data_ptr() and last.stride() == few.stride()
+    return alike and len(many) * FEWER == len(few) * SAMPLES
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

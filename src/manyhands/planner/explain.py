@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from rich import box
 from rich.table import Table
 from rich.text import Text
@@ -12,10 +13,6 @@ from rich.text import Text
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
 from manyhands.core.once import replacing
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _GIB, _MB = 1 << 30, 1e6
 _MANY_SECONDS = 100.0
@@ -32,8 +29,8 @@ _WORDS = {
 # Names and letters are written where a reader could still read them.
 _MOST_NAMED_LAYERS = 200
 _MOST_LETTERED_DEVICES = 16
-# Inches of a letter of a layer's name, and of the legend.
-_NAME_IN, _LEGEND_IN = 0.055, 1.7
+# Pixels: above the cells, of the cells at most, and of the legend.
+_TOP, _MOST_WIDTH, _MOST_HEIGHT, _LEGEND_WIDTH = 30, 1920, 4500, 150
 
 
 @dataclass(frozen=True)
@@ -111,76 +108,53 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if seconds < _MANY_SECONDS else f"{seconds * 1e3:.0f}"
 
 
-def draw_plan(layers: Sequence[Layer], mesh: Mesh, file: Path, title: str = "") -> None:
-    """Draws layers × devices: a colour a letter, a stripe an axis. Raises UserError: no PNG or SVG, or odd letters."""
-    ending = file.suffix.lower()
-    if ending not in (".png", ".svg"):
-        raise UserError(f'unknown picture format "{ending}"', str(file), ("choose plan.png or plan.svg",))
+def draw_plan(layers: Sequence[Layer], mesh: Mesh, file: Path) -> None:
+    """Draws layers × devices as a PNG: a colour for each letter, a stripe for each axis.
+
+    Raises:
+        UserError: a layer has not one letter for each axis.
+    """
+    # Pillow instead of matplotlib, which took longer than the search.
+    from PIL import Image, ImageColor, ImageDraw, ImageFont
+
+    axes = len(mesh.axes)
     for layer in layers:
-        if len(layer.loops) != len(mesh.axes):
+        if len(layer.loops) != axes:
             raise UserError(f"{layer.name} has {len(layer.loops)} placements for the mesh {mesh}", "plan")
-    figure = _figure(layers, mesh, title)
-    with replacing(file) as part:
-        figure.savefig(part, format=ending[1:], dpi=120)
-
-
-def _figure(layers: Sequence[Layer], mesh: Mesh, title: str) -> "Figure":
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
     letters = sorted(
         {letter for layer in layers for letter in layer.loops}, key=lambda letter: (letter not in _WORDS, letter)
     )
-    colours = _colours(letters)
-    names = max((len(layer.name) for layer in layers), default=0) * _NAME_IN if len(layers) <= _MOST_NAMED_LAYERS else 0
-    left, right = names + 0.3, _LEGEND_IN
-    width = left + right + min(16.0, max(0.35 * mesh.size * len(mesh.axes), 2.5))
-    height = min(40.0, 1.8 + 0.17 * max(len(layers), 8))
-    figure = Figure(figsize=(width, height))
-    # By hand: matplotlib's own layouts draw everything several times over, which took longer than the search.
-    axes = figure.add_axes((left / width, 0.7 / height, 1 - (left + right) / width, 1 - 1.1 / height))
-    _cells(axes, layers, mesh, letters, list(colours.values()))
-    axes.set_title(title or f"mesh {mesh}", loc="left", parse_math=False)
-    axes.set_xlabel("device" if len(mesh.axes) == 1 else f"device (stripes: {', '.join(mesh.names)})")
-    patches = [Patch(color=colours[letter], label=f"{letter}: {_WORDS.get(letter, 'cut')}") for letter in letters]
-    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    return figure
-
-
-def _colours(letters: Sequence[str]) -> dict[str, str]:
-    others = [letter for letter in letters if letter not in _COLOURS]
-    more = {letter: _MORE_COLOURS[place % len(_MORE_COLOURS)] for place, letter in enumerate(others)}
-    return {letter: (_COLOURS | more)[letter] for letter in letters}
-
-
-def _cells(axes: "Axes", layers: Sequence[Layer], mesh: Mesh, letters: list[str], colours: list[str]) -> None:
-    from matplotlib.colors import ListedColormap
-
-    stripes = len(mesh.axes)
-    rows = [[letters.index(letter) for letter in layer.loops] * mesh.size for layer in layers]
-    if rows:
-        extent = (-0.5, mesh.size - 0.5, len(layers) - 0.5, -0.5)
-        axes.imshow(
-            rows,
-            ListedColormap(colours),
-            aspect="auto",
-            vmin=0,
-            vmax=len(letters),
-            extent=extent,
-            interpolation="nearest",
-        )
-    for device in range(1, mesh.size):
-        axes.axvline(device - 0.5, color="white", linewidth=1.5)
-    axes.set_xticks(range(0, mesh.size, max(1, mesh.size // _MOST_LETTERED_DEVICES)))
+    more = iter(_MORE_COLOURS * len(letters))
+    colours = {letter: ImageColor.getrgb(_COLOURS.get(letter) or next(more)) for letter in letters}
     named = len(layers) <= _MOST_NAMED_LAYERS
-    axes.set_yticks(range(len(layers)) if named else [], [layer.name for layer in layers] if named else [], fontsize=6)
-    for label in axes.get_yticklabels():
-        label.set_parse_math(False)
-    if mesh.size > _MOST_LETTERED_DEVICES or not named:
-        return
-    for row, layer in enumerate(layers):
-        for device in range(mesh.size):
+    font, small = ImageFont.load_default(12), ImageFont.load_default(10)
+    left = 12 + int(max((small.getlength(layer.name) for layer in layers), default=0)) if named else 12
+    row = max(2, min(20, _MOST_HEIGHT // max(1, len(layers))))
+    width, height = min(_MOST_WIDTH, max(42 * mesh.size * axes, 300)), row * len(layers)
+    picture = Image.new("RGB", (left + width + _LEGEND_WIDTH, _TOP + max(height, 20 * len(letters)) + 50), "white")
+    if layers:
+        cells = np.array([[colours[letter] for letter in layer.loops] for layer in layers], np.uint8)
+        stripes = np.arange(width) * mesh.size * axes // width % axes
+        picture.paste(Image.fromarray(cells[:, stripes].repeat(row, axis=0)), (left, _TOP))
+    draw = ImageDraw.Draw(picture)
+    draw.text((left, _TOP - 8), f"mesh {mesh}", "black", font, "ls")
+    for device in range(mesh.size) if mesh.size <= width // 4 else ():
+        draw.line([(x := left + width * device // mesh.size, _TOP), (x, _TOP + height)], "white")
+    for device in range(0, mesh.size, max(1, mesh.size // _MOST_LETTERED_DEVICES)):
+        middle = left + width * (2 * device + 1) // (2 * mesh.size)
+        draw.text((middle, _TOP + height + 14), str(device), "black", small, "ms")
+    below = "device" if axes == 1 else f"device; its stripes are {', '.join(mesh.names)}"
+    draw.text((left + width // 2, _TOP + height + 34), below, "black", font, "ms")
+    for number, letter in enumerate(letters):
+        x, y = left + width + 16, _TOP + 20 * number
+        draw.rectangle((x, y, x + 24, y + 12), colours[letter])
+        draw.text((x + 32, y + 6), f"{letter}: {_WORDS.get(letter, 'cut')}", "black", font, "lm")
+    for number, layer in enumerate(layers if named else ()):
+        y = _TOP + row * number + row // 2
+        draw.text((left - 6, y), layer.name, "black", small, "rm")
+        for device in range(mesh.size) if mesh.size <= _MOST_LETTERED_DEVICES else ():
             for stripe, (letter, place) in enumerate(zip(layer.loops, mesh.coordinates(device), strict=True)):
-                middle = device - 0.5 + (stripe + 0.5) / stripes
-                piece = letter if letter == "r" else f"{letter}{place}"
-                axes.text(middle, row, piece, ha="center", va="center", fontsize=5, color="white")
+                middle = left + width * (2 * (device * axes + stripe) + 1) // (2 * mesh.size * axes)
+                draw.text((middle, y), letter if letter == "r" else f"{letter}{place}", "white", small, "mm")
+    with replacing(file) as part:
+        picture.save(part, format="PNG")

@@ -18,15 +18,13 @@ from manyhands.planner.collectives import data_shares, shares
 from manyhands.planner.cost import Known, Prediction, Setting, predict, sketch
 from manyhands.planner.explain import PlanCandidate
 from manyhands.planner.op_times import OpTimes
-from manyhands.planner.problem import NoPlanError, SearchStoppedError
-from manyhands.planner.solve import solve_all
+from manyhands.planner.solve import solve_all, too_large
 from manyhands.planner.timing import Timing
 from manyhands.planner.work import Work
 
 YOURS, TRICK = "yours", "one weird trick"
 GAP = 0.001
 MOST_AXES = 3
-_GIB = 1 << 30
 # Layers with fewer weights than this share of the network's gain nothing from being cut.
 _LARGE = 0.05
 # The share of a backward pass behind which sending hides, by whether cores compute or send, or do both.
@@ -116,10 +114,6 @@ class SearchResult:
         kept = tuple(name for name in ops if self.graph.ops[name].tied in tied)
         return Plan(option.mesh, ops, default, kept, layouts, about)
 
-    def with_pick(self, pick: Pick) -> "SearchResult":
-        """Returns a copy with another pick, after plans were timed."""
-        return replace(self, pick=pick)
-
     def repicked(self, seconds: float) -> "SearchResult":
         """The same where data parallel's update takes so many seconds, since processes agree in another way."""
         return replace(self, pick=_pick(self.options, self.wish, self.spread, seconds))
@@ -162,12 +156,15 @@ def find(
     first = _scaled(data_parallel, request.world_size, base.work, share)
     options = [first]
     options += _by_hand(graph, request, base, links)
+    least_bytes = float("inf")
     if request.fill == "search":
-        options += _searched(graph, request, base, links)
+        found, least_bytes = _searched(graph, request, base, links)
+        options += found
     options = _distinct(options)
     spread = max(times.spread, share.spread if share else 0.0)
     notes = tuple(_untimed(base.work.untimed))
-    return SearchResult(tuple(options), _pick(options, request, spread), graph, request, notes, spread, data_parallel)
+    pick = _pick(options, request, spread, least_bytes=least_bytes)
+    return SearchResult(tuple(options), pick, graph, request, notes, spread, data_parallel)
 
 
 def price(graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None = None) -> Option:
@@ -312,17 +309,18 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
     return {**letters, **whole} if whole else None
 
 
-def _searched(graph: Graph, request: SearchRequest, base: Setting, links: LinksOf) -> list[Option]:
+def _searched(graph: Graph, request: SearchRequest, base: Setting, links: LinksOf) -> tuple[list[Option], float]:
+    """The best plan on each mesh; and the least bytes that a plan takes, where none fits."""
     settings = [(replace(base, links=links(mesh)), fixed) for mesh, fixed in _fitting(request, graph)]
     known: Known = {}
     sketches = [sketch(graph, setting, fixed, known) for setting, fixed in settings]
-    answers = solve_all([one.problem for one in sketches], request.limit_s, GAP)
+    answers, least_bytes = solve_all([one.problem for one in sketches], request.limit_s, GAP)
     options: list[Option] = []
     for (setting, _), one, answer in zip(settings, sketches, answers, strict=True):
-        if not isinstance(answer, NoPlanError | SearchStoppedError):
+        if answer is not None:
             options.append(_option("search", graph, one.letters(answer.choices), setting))
     options.sort(key=lambda option: option.prediction.seconds)
-    return [replace(option, name=f"search {number}") for number, option in enumerate(options, 1)]
+    return [replace(option, name=f"search {number}") for number, option in enumerate(options, 1)], least_bytes
 
 
 def _distinct(options: Sequence[Option]) -> list[Option]:
@@ -340,16 +338,18 @@ def _distinct(options: Sequence[Option]) -> list[Option]:
 
 
 def _pick(
-    options: Sequence[Option], request: SearchRequest, spread: float = 0.0, data_seconds: float | None = None
+    options: Sequence[Option],
+    request: SearchRequest,
+    spread: float = 0.0,
+    data_seconds: float | None = None,
+    least_bytes: float = float("inf"),
 ) -> Pick:
     able = {one.name: one.prediction.seconds for one in options if one.fits and one.allowed}
     if data_seconds is not None and DATA_PARALLEL in able:
         able[DATA_PARALLEL] = data_seconds
     if not able:
-        least = min(one.prediction.memory_bytes for one in options) / _GIB
-        limit = (request.memory_limit_bytes or 0) / _GIB
-        what = f"no plan found fits into {limit:.4g} GiB on each process; the smallest takes {least:.4g} GiB"
-        raise NoPlanError(what, "--memory", ("raise the memory limit", "use more processes", "or reduce the batch"))
+        least_bytes = min(least_bytes, *(one.prediction.memory_bytes for one in options))
+        raise too_large(request.memory_limit_bytes or 0, least_bytes)
     doubtful = {one.name: spread * one.prediction.compute_seconds for one in options}
     pick = pick_predicted(able, doubtful)
     if not options[0].allowed:

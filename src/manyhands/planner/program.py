@@ -16,6 +16,7 @@ _HINTS = ("loosen a pin", "or choose another mesh")
 # HiGHS exceeds a row by its tolerance, so an assignment may exceed the memory limit by some bytes.
 _MOST_RETRIES = 30
 Pair = tuple[int, int]
+Indices = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Program:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+        self.problem = problem
+        self.relaxations: list[SolverResult] = []  # without the memory limit, and with it
         nodes, edges = _nodes(problem), _edges(problem)
         for node in [a for a, b in edges if a == b]:
             nodes[node][:2] += np.diagonal(edges.pop((node, node)), axis1=1, axis2=2)
@@ -48,8 +50,10 @@ class Program:
         self.choices = sum(sizes)  # columns of nodes, which come first
         self._nodes = np.split(np.arange(self.choices), np.cumsum(sizes)[:-1])
         self._costs = [node[:2] for node in nodes]  # [seconds or bytes, column]
-        self._rows = [(columns, np.ones(len(columns))) for columns in self._nodes]
-        self._known: dict[bytes, list[tuple[NDArray[np.intp], NDArray[np.intp]]]] = {}
+        numbers = np.arange(len(nodes)).repeat(sizes)
+        self._entries = [(numbers, np.arange(self.choices), np.ones(self.choices))]  # (row, column, value)
+        self._known: dict[bytes, tuple[Indices, Indices, Indices]] = {}
+        self._count = len(nodes)  # of rows
         count = self.choices
         for pair, both in edges.items():
             if not np.isfinite(both[0] + nodes[pair[0]][0][:, None] + nodes[pair[1]][0]).any():
@@ -64,11 +68,11 @@ class Program:
         self._seconds = np.append(np.where(allowed, seconds, 0.0)[:-1] / self._scale, 1.0)
         self._upper = np.append(allowed[:-1].astype(float), _INF)
         excess = np.concatenate([node[2] for node in nodes]) / self._scale
-        self._rows.append((np.append(np.arange(self.choices), count), np.append(excess, -1.0)))
+        self._add_row(np.append(np.arange(self.choices), count), np.append(excess, -1.0))
         # Without a limit the row of bytes has no bounds.
         self._size = max(problem.memory_limit_bytes or 0.0, float(self._bytes.max()), 1.0)
         used = np.flatnonzero(self._bytes)
-        self._rows.append((used, self._bytes[used] / self._size))
+        self._add_row(used, self._bytes[used] / self._size)
         self._every = np.arange(count + 1, dtype=np.int32)
         self._solver = self._load()
 
@@ -76,35 +80,33 @@ class Program:
         """Adds a column for each pair of classes of choices; choices with the same costs are one class."""
         key = repr(both.shape).encode() + both.tobytes()
         if key not in self._known:
-            self._known[key] = [
+            (first, of_first), (second, of_second) = (
                 np.unique(np.hstack(list(side)), axis=0, return_index=True, return_inverse=True)[1:]
                 for side in (both, both.transpose(0, 2, 1))
-            ]
-        (rows, _), (columns, _) = self._known[key]
-        costs = both[:, rows][:, :, columns]
-        taken = count + np.arange(costs[0].size).reshape(costs[0].shape)
-        self._costs.append(costs.reshape(2, -1))
-        for lines, node, (_, classes) in zip((taken, taken.T), pair, self._known[key], strict=True):
-            for number, line in enumerate(lines):
-                alike = self._nodes[node][classes.ravel() == number]
-                values = np.concatenate([np.ones(len(line)), -np.ones(len(alike))])
-                self._rows.append((np.concatenate([line, alike]), values))
-        return count + taken.size
+            )
+            # A row for each class, of its pairs minus its choices.
+            pairs = np.indices((len(first), len(second))).reshape(2, -1)
+            rows = [pairs[0], of_first.ravel(), len(first) + pairs[1], len(first) + of_second.ravel()]
+            self._known[key] = first, second, np.concatenate(rows)
+        first, second, rows = self._known[key]
+        costs = both[:, first][:, :, second].reshape(2, -1)
+        self._costs.append(costs)
+        taken = np.arange(count, count + costs.shape[1])
+        columns = np.concatenate([taken, self._nodes[pair[0]], taken, self._nodes[pair[1]]])
+        self._entries.append((self._count + rows, columns, np.where(columns < self.choices, -1.0, 1.0)))
+        self._count += len(first) + len(second)
+        return count + costs.shape[1]
+
+    def _add_row(self, columns: Indices, values: Matrix) -> None:
+        self._entries.append((np.full(len(columns), self._count), columns, values))
+        self._count += 1
 
     def _load(self) -> highspy.Highs:
-        model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = len(self._every), len(self._rows)
-        model.col_cost_, model.col_upper_, model.col_lower_ = self._seconds, self._upper, np.zeros(len(self._every))
-        sides = np.zeros(len(self._rows))
+        sides = np.zeros(self._count)
         sides[: len(self._nodes)] = 1.0
-        model.row_lower_ = np.concatenate([sides[:-2], [-_INF, -_INF]])
-        model.row_upper_ = np.append(sides[:-1], _INF)
-        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_ = np.cumsum([0, *(len(columns) for columns, _ in self._rows)]).astype(np.int32)
-        model.a_matrix_.index_ = np.concatenate([columns for columns, _ in self._rows]).astype(np.int32)
-        model.a_matrix_.value_ = np.concatenate([values for _, values in self._rows])
-        kinds = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-        model.integrality_ = [kinds[column >= self.choices] for column in range(len(self._every))]
+        rows, columns, values = (np.concatenate(parts) for parts in zip(*self._entries, strict=True))
+        order = np.argsort(rows, kind="stable")
+        starts = np.append(0, np.cumsum(np.bincount(rows, minlength=self._count)))
         solver = highspy.Highs()
         options = {
             "output_flag": False,
@@ -117,15 +119,22 @@ class Program:
         }
         for name, value in options.items():
             solver.setOptionValue(name, value)
-        solver.passModel(model)
+        solver.passModel(
+            *(len(self._every), self._count, len(rows)),
+            *(int(highspy.MatrixFormat.kRowwise), int(highspy.ObjSense.kMinimize), 0.0),
+            *(self._seconds, np.zeros(len(self._every)), self._upper),
+            *(np.concatenate([sides[:-2], [-_INF, -_INF]]), np.append(sides[:-1], _INF)),
+            *(starts.astype(np.int32), columns[order].astype(np.int32), values[order]),
+            (self._every < self.choices).astype(np.int32),  # 1 for whole numbers
+        )
         return solver
 
     def limit_memory(self) -> None:
-        limit = self._problem.memory_limit_bytes
-        self._solver.changeRowBounds(len(self._rows) - 1, -_INF, _INF if limit is None else limit / self._size)
+        limit = self.problem.memory_limit_bytes
+        self._solver.changeRowBounds(self._count - 1, -_INF, _INF if limit is None else limit / self._size)
 
     def minimize_memory(self) -> None:
-        self._solver.changeRowBounds(len(self._rows) - 1, -_INF, _INF)
+        self._solver.changeRowBounds(self._count - 1, -_INF, _INF)
         self._solver.changeColsCost(len(self._every), self._every, self._bytes / self._size)
         self._scale = self._size
 
@@ -170,7 +179,7 @@ class Program:
         bound = 0.0 if relaxed and stopped else max(0.0, bound * self._scale)
         chosen = [int(shares[columns].argmax()) for columns in self._nodes]
         reduced = np.asarray(found.col_dual) * self._scale if relaxed and not stopped else np.zeros(len(shares))
-        return SolverResult(evaluate(self._problem, chosen), bound, stopped, shares, reduced)
+        return SolverResult(evaluate(self.problem, chosen), bound, stopped, shares, reduced)
 
 
 def _nodes(problem: Problem) -> list[Matrix]:

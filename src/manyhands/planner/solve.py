@@ -35,22 +35,29 @@ def solve(
     """
     if not problem.nodes:
         return replace(evaluate(problem, ()), bound_seconds=0.0)
-    deadline = time.monotonic() + limit_s
-    limit = float("inf") if problem.memory_limit_bytes is None else problem.memory_limit_bytes
-    program = Program(problem)
+    program, deadline = Program(problem), time.monotonic() + limit_s
+    solution = _solve(program, deadline, gap, cutoff_seconds)
+    if solution is None:
+        raise too_large(problem.memory_limit_bytes or 0.0, _least_memory_bytes(program, deadline))
+    return solution
+
+
+def _solve(program: Program, deadline: float, gap: float, cutoff_seconds: float) -> Solution | None:
+    """As `solve`, None if nothing fits; a program that is solved again keeps its relaxations."""
+    most, answers = program.problem.memory_limit_bytes, program.relaxations
+    limit = float("inf") if most is None else most
     goal = _Goal(lambda one: one.seconds if one.memory_bytes <= limit else float("inf"), limit, gap, cutoff_seconds)
-    answers = [_relax(program, deadline)]
+    if not answers:
+        answers.append(_relax(program, deadline))
     if answers[0].solution is None:
         raise _contradiction()
-    if problem.memory_limit_bytes is not None and not goal.reached(answers[0].solution, answers[0].bound):
+    if most is not None and len(answers) == 1 and not goal.reached(answers[0].solution, answers[0].bound):
         program.limit_memory()
         answers.append(_relax(program, deadline))
     best, bound = _search(program, goal, answers, deadline)
-    if best is not None:
-        return replace(best, bound_seconds=bound)
-    if bound < float("inf"):
+    if best is None and bound < float("inf"):
         raise _stopped()
-    raise _too_large(problem, _least_memory_bytes(program, deadline))
+    return best and replace(best, bound_seconds=bound)
 
 
 @dataclass(frozen=True)
@@ -121,16 +128,6 @@ def _least_memory_bytes(program: Program, deadline: float) -> float:
     return best.memory_bytes
 
 
-def least_memory_bytes(problem: Problem) -> float:
-    """The bytes of the smallest assignment that is allowed, whatever its seconds.
-
-    Raises:
-        NoPlanError: no assignment is allowed.
-        SearchStoppedError: the time was used up.
-    """
-    return _least_memory_bytes(Program(problem), time.monotonic() + DEFAULT_LIMIT_S)
-
-
 def _stopped() -> SearchStoppedError:
     return SearchStoppedError("no plan was found in time", "plan", ("search longer", "or raise the memory limit"))
 
@@ -139,11 +136,10 @@ def _contradiction() -> NoPlanError:
     return NoPlanError("no plan is allowed: the ops' strategies contradict each other", "plan", ("loosen a pin",))
 
 
-def _too_large(problem: Problem, least_bytes: float) -> NoPlanError:
-    limit = problem.memory_limit_bytes or 0.0
+def too_large(limit_bytes: float, least_bytes: float) -> NoPlanError:
     error = NoPlanError(
-        f"no plan fits into {limit / _GIB:.4g} GiB on each process; the smallest takes {least_bytes / _GIB:.4g} GiB",
-        "memory",
+        f"no plan fits into {limit_bytes / _GIB:.4g} GiB per process; the smallest takes {least_bytes / _GIB:.4g} GiB",
+        "--memory",
         ("raise the memory limit", "use more processes", "or reduce the batch"),
     )
     error.least_memory_bytes = least_bytes
@@ -152,25 +148,34 @@ def _too_large(problem: Problem, least_bytes: float) -> NoPlanError:
 
 def solve_all(
     problems: Sequence[Problem], limit_s: float = DEFAULT_LIMIT_S, gap: float = 0.0
-) -> list[Solution | NoPlanError | SearchStoppedError]:
+) -> tuple[list[Solution | None], float]:
     """Solves one network's problems on several meshes; the fastest of all is found as `solve` finds it.
 
     Of the others it is only shown that they aren't faster, so theirs are assignments that fit, but may not be the best.
     `limit_s` is for all together.
+
+    Returns:
+        Their solutions, None where there is none; and the least bytes possible on any mesh, if there is none at all.
     """
     deadline = time.monotonic() + limit_s
-    answers: list[Solution | NoPlanError | SearchStoppedError] = []
-    for problem in problems:
-        try:
-            answers.append(solve(problem, max(1.0, (deadline - time.monotonic()) / 2), gap, -float("inf")))
-        except (NoPlanError, SearchStoppedError) as error:
-            answers.append(error)
-    solved = {number: answer for number, answer in enumerate(answers) if isinstance(answer, Solution)}
+    programs: dict[int, Program] = {}
+    solved: dict[int, Solution] = {}
+    for number, problem in enumerate(problems):
+        left_s = max(1.0, (deadline - time.monotonic()) / 2)
+        with contextlib.suppress(NoPlanError, SearchStoppedError):
+            program = programs[number] = Program(problem)
+            if solution := _solve(program, time.monotonic() + left_s, gap, -float("inf")):
+                solved[number] = solution
     for number in sorted(solved, key=lambda number: (solved[number].bound_seconds or 0.0, number)):
         best_seconds = min(solution.seconds for solution in solved.values())
         first = solved[number]
         if (first.bound_seconds or 0.0) < min(best_seconds, first.seconds) * (1 - max(gap, 1e-9)):
+            left_s = max(1.0, deadline - time.monotonic())
             with contextlib.suppress(SearchStoppedError):
-                again = solve(problems[number], max(1.0, deadline - time.monotonic()), gap, best_seconds)
-                solved[number] = min(again, first, key=lambda solution: solution.seconds)
-    return [solved.get(number, answer) for number, answer in enumerate(answers)]
+                again = _solve(programs[number], time.monotonic() + left_s, gap, best_seconds)
+                solved[number] = min(again or first, first, key=lambda solution: solution.seconds)
+    least_bytes = float("inf")
+    for program in programs.values() if not solved else ():
+        with contextlib.suppress(NoPlanError, SearchStoppedError):
+            least_bytes = min(least_bytes, _least_memory_bytes(program, deadline))
+    return [solved.get(number) for number in range(len(problems))], least_bytes

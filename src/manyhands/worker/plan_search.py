@@ -279,7 +279,7 @@ def _timed(planned: Planned, run_task: RunTask) -> Planned:
     pick = pick_measured(run_task(planned.job, timing(planned.network, plans))["seconds"])
     if DATA_PARALLEL not in plans:
         pick = replace(pick, reason=planned.found.pick.reason)
-    return replace(planned, found=planned.found.with_pick(pick))
+    return replace(planned, found=replace(planned.found, pick=pick))
 
 
 def timing(network: dict[str, Any], plans: dict[str, Any]) -> dict[str, Any]:
