@@ -1,7 +1,7 @@
 """Runs, a plan and a pack written before identifiers were renamed still load, resume and are reused.
 
-older.tar.xz was written by the commit before, by `train digits net.py:Net -n 2 --batch 64`: two runs of 20 updates, data
-parallel (whole/) and local steps (local/); and a plan for two processes and a pack of 12 pictures.
+older.tar.xz was written by the commit before, by `train digits net.py:Net -n 2 --batch 64`: two runs of 20 updates,
+data parallel (whole/) and local steps (local/); and a plan for two processes and a pack of 12 pictures.
 """
 
 import json

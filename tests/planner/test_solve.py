@@ -166,7 +166,7 @@ def test_too_little_memory_is_said_in_numbers():
     problem = Problem(
         [[OpChoice(1, memory_bytes=3 << 30), OpChoice(2, memory_bytes=2 << 30)]] * 2, memory_limit_bytes=1 << 30
     )
-    with pytest.raises(NoPlanError, match="into 1 GiB on each process; the smallest takes 4 GiB") as caught:
+    with pytest.raises(NoPlanError, match="into 1 GiB per process; the smallest takes 4 GiB") as caught:
         solve(problem)
     assert caught.value.least_memory_bytes == 4 << 30
 
