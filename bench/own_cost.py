@@ -117,7 +117,7 @@ def measure(world, folder, job, given):
                 seconds = timed(lambda: make(whole))
             if number:  # the first is for warming up
                 found[name].append([one / block for one in seconds])
-    found["proof"] = [timed(trainer.prove_replicas) for _ in range(TIMED_ALONE)]
+    found["proof"] = [timed(trainer.verify_replicas) for _ in range(TIMED_ALONE)]
     found["checkpoint"] = []
     for _ in range(TIMED_ALONE):
         trainer.progress.step += 1

@@ -105,12 +105,12 @@ def take_turn(lab, about, given):
     if virtual:
         environment[SLEEP] = str(float(about["steps"].removesuffix("ms")) / 1e3)
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as probe:
-        meeting = ["--init", f"tcp://{lab.address(1)}:{probe.getsockname()[1]}", "--world-size", str(given.processes)]
+        joining = ["--init", f"tcp://{lab.address(1)}:{probe.getsockname()[1]}", "--world-size", str(given.processes)]
         command = [sys.executable, "-m", "manyhands", "train", *job, "--out"]
         workers = [
             lab.exec(
                 lab.hosts[rank],
-                [*command, f"{folder}/{rank}"] if alone else [*command, f"{folder}/0", *meeting, "--rank", str(rank)],
+                [*command, f"{folder}/{rank}"] if alone else [*command, f"{folder}/0", *joining, "--rank", str(rank)],
                 env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )
             for rank in range(given.processes)

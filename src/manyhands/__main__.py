@@ -3,9 +3,9 @@
 import _signal  # pyright: ignore[reportMissingImports] - what `signal` is made of, without enum
 import sys
 
-HEEDED = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+HANDLES_CTRL_C = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 # Ctrl-C while the command is imported ends it without a word, since nothing has begun; so this comes before all else.
-if HEEDED:
+if HANDLES_CTRL_C:
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 
@@ -16,7 +16,7 @@ def start() -> None:
     start_early(sys.argv[1:])
     from manyhands.cli.main import main
 
-    main(heeds_ctrl_c=HEEDED)
+    main(handles_ctrl_c=HANDLES_CTRL_C)
 
 
 if __name__ == "__main__":

@@ -295,7 +295,7 @@ def test_a_folder_of_torchs_distributed_checkpoint_is_named_and_its_advice_works
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(UserError, match=r"is a folder of torch\.distributed\.checkpoint") as caught:
         resolve(tmp_path / "dcp", "last")
-    words = caught.value.mend[0].split()
+    words = caught.value.hints[0].split()
     assert words[:3] == ["python", "-m", "torch.distributed.checkpoint.format_utils"]
     dcp_to_torch_save(words[4], tmp_path / words[5])
     network().load_state_dict(read_foreign(tmp_path / words[5]).model)
@@ -347,7 +347,7 @@ def test_code_is_told_as_what_it_is(tmp_path: Path, how: str):
         file.write_bytes(pickle.dumps(content, protocol=int(how[-1]) if how[-1].isdigit() else 2))
     with pytest.raises(UserError, match=r"holds Python objects \(posix\.system\), which are not loaded") as raised:
         read_foreign(file)
-    assert "could run code" in raised.value.mend[0]
+    assert "could run code" in raised.value.hints[0]
     assert not code.mark.exists()
 
 

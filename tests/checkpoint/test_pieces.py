@@ -13,7 +13,7 @@ from manyhands.checkpoint.find import newest, read_state, resolve
 from manyhands.checkpoint.kept import prune
 from manyhands.checkpoint.load import load
 from manyhands.checkpoint.pieces import NetworkLayout, first_held, size_of
-from manyhands.checkpoint.reshard import merge, read_cut, reshard
+from manyhands.checkpoint.reshard import merge, read_network_layout, reshard
 from manyhands.checkpoint.save import held_contents, save
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
@@ -371,10 +371,10 @@ def test_main_py_files_lose_their_prefix_where_a_plan_says_so_and_tell_what_is_l
 def test_a_plan_that_is_none_is_refused(tmp_path, text, said):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(UserError, match=said) as caught:
-        read_cut(tmp_path / "plan.json")
+        read_network_layout(tmp_path / "plan.json")
     assert "plan.json" in str(caught.value)
     with pytest.raises(UserError, match="can't be read"):
-        read_cut(tmp_path / "none.json")
+        read_network_layout(tmp_path / "none.json")
 
 
 def test_heads_within_a_dimension(tmp_path):

@@ -12,12 +12,12 @@ from manyhands.cli.imagenet_flags import (
     ImagenetFlags,
     Nodes,
     job_values,
-    meeting_of,
     nodes_of,
     notes,
+    rendezvous_of,
 )
 from manyhands.cli.main import main, make_app
-from manyhands.cluster.hosts.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.data.datasets.fake_imagenet import open as open_fake
@@ -150,18 +150,18 @@ def test_nodes_and_processes_are_counted_as_there(count, batch, share, own, many
     job = job_of(flags)
     assert job.train.batch == batch * count
     assert (job.cluster.init, job.cluster.world_size, job.cluster.rank) == (URL, count, rank)
-    meeting = meeting_of(flags, own, {})
-    assert meeting == Meeting((own,) * count, rank, "10.0.0.1", 8090)
+    rendezvous = rendezvous_of(flags, own, {})
+    assert rendezvous == Rendezvous((own,) * count, rank, "10.0.0.1", 8090)
     # main.py's own arithmetic: the first process of a node has the rank (node) x (processes on each).
-    assert sum(meeting.sizes[: meeting.machine]) == rank * own
-    assert sum(meeting.sizes) == count * own
+    assert sum(rendezvous.sizes[: rendezvous.machine]) == rank * own
+    assert sum(rendezvous.sizes) == count * own
 
 
 @pytest.mark.parametrize("url", ["tcp://[fd00::1]:8090", "tcp://n1:8090/", "tcp://10.0.0.1:8090"])
 def test_addresses_of_any_kind(url):
-    meeting = meeting_of(ImagenetFlags(world_size=2, rank=1, dist_url=url), 4, {})
-    assert meeting.port == 8090
-    assert meeting.address in {"fd00::1", "n1", "10.0.0.1"}
+    rendezvous = rendezvous_of(ImagenetFlags(world_size=2, rank=1, dist_url=url), 4, {})
+    assert rendezvous.port == 8090
+    assert rendezvous.address in {"fd00::1", "n1", "10.0.0.1"}
 
 
 def test_one_node_needs_no_address_and_says_so():
@@ -190,7 +190,7 @@ def test_the_environment_counts_processes_under_torchrun_and_nodes_by_hand():
     assert (job.train.batch, job.cluster.init, job.data.workers, job.data.machine_workers) == (40, "env://", 3, 0)
     several = ImagenetFlags(dist_url="env://", multiprocessing_distributed=True)
     assert nodes_of(several, BY_HAND) == Nodes(2, 1, "tcp://[fd00::1]:29500")
-    assert meeting_of(several, 8, BY_HAND) == Meeting((8, 8), 1, "fd00::1", 29500)
+    assert rendezvous_of(several, 8, BY_HAND) == Rendezvous((8, 8), 1, "fd00::1", 29500)
     assert nodes_of(ImagenetFlags(dist_url="env://", world_size=3, rank=0), BY_HAND) == Nodes(
         3, 0, "tcp://[fd00::1]:29500"
     )
@@ -235,14 +235,14 @@ def test_what_cannot_be_honoured_is_refused(flags, environment, where, says):
         job_of(flags, environment)
     assert caught.value.where.startswith(where)
     assert says in caught.value.what
-    assert caught.value.mend or where == "job"
+    assert caught.value.hints or where == "job"
 
 
 def test_several_processes_on_each_node_meet_by_a_file_too():
     flags = ImagenetFlags(world_size=2, rank=1, dist_url="file:///mnt/meet")
-    assert meeting_of(flags, 4, {}) == Meeting((4, 4), 1, file="file:///mnt/meet")
+    assert rendezvous_of(flags, 4, {}) == Rendezvous((4, 4), 1, file="file:///mnt/meet")
     with pytest.raises(UserError, match="need a tcp:// or file:// URL"):
-        meeting_of(ImagenetFlags(), 4, {})
+        rendezvous_of(ImagenetFlags(), 4, {})
 
 
 @pytest.mark.parametrize("wrong", [{"train.schedule": "cosine"}, {"train.optimizer": "adamw"}])

@@ -176,9 +176,9 @@ class TestHostfiles:
         with pytest.raises(UserError) as caught:
             hostfile.read_list(f"root@ssh5.example:{number}", "cluster.hosts")
         assert f"root@ssh5.example:{number} is ambiguous" in caught.value.what
-        assert f"for an ssh port, write ssh://root@ssh5.example:{number}" in caught.value.mend
+        assert f"for an ssh port, write ssh://root@ssh5.example:{number}" in caught.value.hints
         if int(number) < 1024:
-            assert f'for a number of processes, write "root@ssh5.example slots={number}"' in caught.value.mend
+            assert f'for a number of processes, write "root@ssh5.example slots={number}"' in caught.value.hints
 
     def test_machines_behind_one_address_are_told_apart_by_their_ports(self):
         found = hostfile.read_list("ssh://root@ssh5:31234,ssh://root@ssh5:31235", "--hosts").machines

@@ -82,10 +82,10 @@ def test_what_lies_elsewhere_stays_there_and_that_is_said(folder):
     assert "same.py" in carried
     assert not {"hosts.txt", "up.txt", "pw.txt", "more/hosts.txt"} & set(carried)
     assert set(files.code(folder)["files"]) == set(carried) - {"labels.txt"}
-    mend = "; copy files that the job needs yourself"
+    hints = "; copy files that the job needs yourself"
     assert sorted(left) == [
-        f"--sync-code skips files that link to files outside the folder: hosts.txt, up.txt{mend}",
-        f"--sync-code skips files that may hold passwords or keys: pw.txt{mend}",
+        f"--sync-code skips files that link to files outside the folder: hosts.txt, up.txt{hints}",
+        f"--sync-code skips files that may hold passwords or keys: pw.txt{hints}",
     ]
 
 

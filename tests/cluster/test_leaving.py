@@ -16,9 +16,9 @@ from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.leaving import Leaving
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.own_output import take_orders
-from manyhands.cluster.agents.protocol import OthersFailed, WorkerExited, WorkersStarted
-from manyhands.cluster.hosts.inventory import Meeting
-from manyhands.core.pulse import rescue_path
+from manyhands.cluster.agents.protocol import PeersFailed, WorkerExited, WorkersStarted
+from manyhands.cluster.hosts.inventory import Rendezvous
+from manyhands.core.heartbeat import rescue_path
 
 WRITES = "import sys, time\nwhile True:\n    open(sys.argv[1], 'wb').write(bytes(100)); time.sleep(0.02)"
 SLEEPS = "import time; time.sleep(100)"
@@ -95,10 +95,12 @@ def run_with(head, tmp_path, monkeypatch, **more):
     (tmp_path / "ranks").mkdir()
     argument = {"until": str(tmp_path / "until"), **more}
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        meeting = Meeting((2,), 0, "127.0.0.1", listener.getsockname()[1])
+        rendezvous = Rendezvous((2,), 0, "127.0.0.1", listener.getsockname()[1])
         before = {number: signal.getsignal(number) for number in elastic.ASKED}
         try:
-            return elastic.run(Orders(argument, str(tmp_path / "ranks"), meeting, "cpu", 1), head, head.tick, listener)
+            return elastic.run(
+                Orders(argument, str(tmp_path / "ranks"), rendezvous, "cpu", 1), head, head.tick, listener
+            )
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -112,7 +114,7 @@ def test_processes_that_have_returned_end_though_another_machine_has_failed(tmp_
     def tick():
         if next(ticks) == 10:  # they hear of the failure first, and return then
             (tmp_path / "until").touch()
-        return [OthersFailed()]
+        return [PeersFailed()]
 
     ended = run_with(Head(tick), tmp_path, monkeypatch)
     assert ended.returned == {rank: {"status": "stopped", "rank": rank} for rank in (0, 1)}

@@ -38,19 +38,19 @@ from manyhands.cluster.agents.start import _open, _start, open_here
 from manyhands.cluster.agents.wire import Wire
 from manyhands.cluster.doctor.findings import Attempt
 from manyhands.cluster.doctor.questions import Attempted, Connect, FactsWanted, Listener
-from manyhands.cluster.hosts.inventory import Machine, Meeting
+from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import VERSION, Lines, Message, Misunderstood, RequestFailed, decode, encode
 from manyhands.core.early_agent import AGENT
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, Failure, append
 
-RECORD = Failure(time=1.0, rank=1, host="n2", pid=3, error="E", what="w", mend=["m"])
+RECORD = Failure(time=1.0, rank=1, host="n2", pid=3, error="E", what="w", hints=["m"])
 MESSAGES = (
     Alive(),
     Hello(FactsWanted(only=("name",)), remote=True),
     Greeting({"cores": 2, "load": [0.5, math.inf]}),
     OpenRun("runs/a", "token", "holder", "id", held={"metrics.jsonl": 3}),
-    StartWorkers(Orders({"job": {"train": {"epochs": 2}}}, "ranks", Meeting((2, 1)), environment={"A": "b"})),
+    StartWorkers(Orders({"job": {"train": {"epochs": 2}}}, "ranks", Rendezvous((2, 1)), environment={"A": "b"})),
     WorkersEnded({0: {"status": "finished"}}, {1: -9}, {1: "the end"}, "n1", [RECORD]),
     WorkerExited(1, 2, "n2", RECORD),
     FilePiece("metrics.jsonl", "{}\n", 4),
@@ -101,7 +101,7 @@ def test_what_is_not_one_of_ours_is_one_clear_error(changed, said):
     number, message = decode(json.dumps(content).encode())
     assert (number, type(message)) == (3, Misunderstood)
     assert said in message.what
-    assert "install the same version of manyhands on all machines" in message.mend
+    assert "install the same version of manyhands on all machines" in message.hints
 
 
 def test_names_are_unique_though_only_they_travel():
@@ -184,7 +184,7 @@ def test_a_conversation_goes_on_over_a_new_connection_and_no_message_is_lost_or_
         numbers = [number, line.post(Hello(NAME, remote=True))]  # so may this one
         told, until = [], time.monotonic() + 15
         while not (len(told) > 1 and line.connected and line.process is not before) and time.monotonic() < until:
-            line.pulse()
+            line.heartbeat()
             for link in stir([line], 0.1):
                 told += link.read()
         assert [(answered, type(greeting)) for answered, greeting in told] == [(each, Greeting) for each in numbers]

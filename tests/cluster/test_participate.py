@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from manyhands.cluster.hosts.formats import mpi, slurm
 from manyhands.cluster.hosts.inventory import Cluster, Machine
-from manyhands.cluster.hosts.own import find_machine, is_own_name, outer_addresses, reachable
-from manyhands.cluster.hosts.recognise import meeting_in
+from manyhands.cluster.hosts.own import find_machine, is_local_name, outer_addresses, reachable
+from manyhands.cluster.hosts.recognise import rendezvous_in
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.parallel.ports import own_addresses
+from manyhands.parallel.ports import local_addresses
 from manyhands.run.train import place_of
 
 HERE = socket.gethostname()
@@ -47,8 +47,8 @@ MVAPICH = {f"MV2_COMM_WORLD_{key}": value for key, value in
 def member(environment, **options):
     """The membership that comes of variables and options."""
     found = participate(ClusterOptions(**options), environment)
-    assert found.membership
-    return found.membership, found.origins
+    assert found.process_info
+    return found.process_info, found.origins
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=5).filter(lambda tasks: sum(tasks) > 1))
@@ -70,7 +70,7 @@ def test_slurms_arbitrary_distribution_has_rank_0_on_the_first_line_of_its_file(
     (tmp_path / "hosts").unlink()
     with pytest.raises(UserError, match="SLURM_HOSTFILE") as caught:
         slurm.place(step(**arbitrary))
-    assert "set MASTER_ADDR" in caught.value.mend[0]
+    assert "set MASTER_ADDR" in caught.value.hints[0]
     assert slurm.place(step(**{**arbitrary, "SLURM_DISTRIBUTION": "block"})).master_address == "n1"
 
 
@@ -109,13 +109,13 @@ def test_without_srun_there_is_no_place_and_it_is_said(environment):
     assert slurm.place(environment) is None
     with pytest.raises(UserError, match="4 tasks, but only one runs without srun") as caught:
         participate(ClusterOptions(), environment)
-    assert "srun manyhands train" in caught.value.mend[0]
+    assert "srun manyhands train" in caught.value.hints[0]
     assert participate(ClusterOptions(processes=3), environment).processes == 3
 
 
 def test_a_job_of_one_task_is_this_machine_alone():
     one = {**BATCH, "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"}
-    assert participate(ClusterOptions(), one).membership is None
+    assert participate(ClusterOptions(), one).process_info is None
     assert participate(ClusterOptions(processes=2), step(0, (1,))).processes == 2
 
 
@@ -169,7 +169,7 @@ def test_flags_win_over_all():
 
 
 def test_masters_variables_alone_are_no_launcher():
-    assert participate(ClusterOptions(), {"MASTER_ADDR": "a", "MASTER_PORT": "1"}).membership is None
+    assert participate(ClusterOptions(), {"MASTER_ADDR": "a", "MASTER_PORT": "1"}).process_info is None
 
 
 @pytest.mark.parametrize("missing", [["RANK"], ["WORLD_SIZE"], ["MASTER_ADDR"], ["MASTER_ADDR", "MASTER_PORT"]])
@@ -200,8 +200,8 @@ def test_a_name_that_means_loopback_here_becomes_an_address_or_is_refused():
 
 
 def test_this_machine_finds_itself():
-    assert is_own_name(HERE, own_addresses())
-    assert is_own_name("127.0.0.1", own_addresses())
+    assert is_local_name(HERE, local_addresses())
+    assert is_local_name("127.0.0.1", local_addresses())
     others = (Machine("192.0.2.77", 2), Machine(f"user@{HERE}", 4))
     assert find_machine(Cluster(others)) == 1
     assert find_machine(Cluster(others, machine=0)) == 0
@@ -222,14 +222,19 @@ def test_a_machine_asks_for_its_addresses_as_seldom_in_a_large_cluster_as_in_a_s
 
 def test_a_described_machine_meets_the_others():
     cluster = Cluster((Machine("192.0.2.77", 2), Machine(HERE, 3, (4, 5, 6))), master_port=2222)
-    meeting, origins = meeting_in(cluster, "--cluster x", ClusterOptions(processes=9), {})
-    assert (meeting.sizes, meeting.machine, meeting.address, meeting.port) == ((2, 3), 1, "192.0.2.77", 2222)
-    assert meeting.devices == (4, 5, 6)
+    rendezvous, origins = rendezvous_in(cluster, "--cluster x", ClusterOptions(processes=9), {})
+    assert (rendezvous.sizes, rendezvous.machine, rendezvous.address, rendezvous.port) == (
+        (2, 3),
+        1,
+        "192.0.2.77",
+        2222,
+    )
+    assert rendezvous.devices == (4, 5, 6)
     assert origins["overridden"] == "-n 9"
     unsized = Cluster((Machine("192.0.2.77"), Machine(HERE)))
-    meeting, _ = meeting_in(unsized, "x", ClusterOptions(processes=2), {"MASTER_PORT": "77"})
-    assert (meeting.sizes, meeting.port) == ((2, 2), 77)
-    assert meeting_in(unsized, "x", ClusterOptions(), {})[0].port == 29500
+    rendezvous, _ = rendezvous_in(unsized, "x", ClusterOptions(processes=2), {"MASTER_PORT": "77"})
+    assert (rendezvous.sizes, rendezvous.port) == ((2, 2), 77)
+    assert rendezvous_in(unsized, "x", ClusterOptions(), {})[0].port == 29500
 
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
@@ -258,7 +263,7 @@ def place_by_flags(monkeypatch, environment, flags, file=None):
 def test_a_flag_that_a_launchers_variables_contradict_is_refused(environment, flags, said, monkeypatch):
     with pytest.raises(UserError, match=re.escape(said)) as caught:
         place_by_flags(monkeypatch, environment, flags)
-    assert f"unset {next(name for name in environment if name.endswith(('RANK', 'PROCID')))}" in caught.value.mend[1]
+    assert f"unset {next(name for name in environment if name.endswith(('RANK', 'PROCID')))}" in caught.value.hints[1]
 
 
 @pytest.mark.parametrize(
@@ -267,13 +272,13 @@ def test_a_flag_that_a_launchers_variables_contradict_is_refused(environment, fl
 )
 def test_a_number_that_agrees_with_the_launchers_is_followed(environment, processes, monkeypatch):
     environment = {**environment, "MASTER_ADDR": "192.0.2.7"}
-    assert place_by_flags(monkeypatch, environment, {"cluster.processes": processes}).membership
+    assert place_by_flags(monkeypatch, environment, {"cluster.processes": processes}).process_info
 
 
 def test_a_files_number_gives_way_to_the_launchers(monkeypatch, tmp_path):
     """A job.toml is started by several launchers in turn."""
     (tmp_path / "job.toml").write_text("[cluster]\nprocesses = 2\n")
-    assert place_by_flags(monkeypatch, TORCHRUN, {}, tmp_path / "job.toml").membership.size == 3
+    assert place_by_flags(monkeypatch, TORCHRUN, {}, tmp_path / "job.toml").process_info.size == 3
 
 
 def test_a_number_that_a_description_contradicts_is_refused(monkeypatch, tmp_path):

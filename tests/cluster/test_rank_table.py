@@ -26,7 +26,7 @@ def _table(name):
 def _refused(text, where="table.json"):
     with pytest.raises(UserError) as caught:
         rank_table.read(text, where)
-    assert caught.value.mend
+    assert caught.value.hints
     return caught.value
 
 
@@ -222,7 +222,7 @@ def test_the_layout_of_modelarts_is_named():
     error = _refused(json.dumps({**table, "server_group_list": groups}, indent=1))
     assert "each server_list inside server_group_list" in error.what
     assert "line" in error.where
-    assert "server_list" in error.mend[0]
+    assert "server_list" in error.hints[0]
 
 
 def test_waiting_ends(tmp_path):

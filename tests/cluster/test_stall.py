@@ -8,12 +8,12 @@ import psutil
 import pytest
 
 from manyhands.cluster.agents import stall
+from manyhands.cluster.agents.heartbeats import HeartbeatMonitor, heartbeat_path
 from manyhands.cluster.agents.protocol import WorkersSeen
-from manyhands.cluster.agents.pulses import Pulses, pulse_path
 from manyhands.cluster.agents.stall import Stalls
-from manyhands.core.pulse import PULSE_FILE, Pulse, Seen
-from manyhands.train import heart
-from manyhands.train.heart import Heart
+from manyhands.core.heartbeat import HEARTBEAT_FILE, Heartbeat, Seen
+from manyhands.train import heartbeat
+from manyhands.train.heartbeat import HeartbeatWriter
 
 
 class Clock:
@@ -112,8 +112,8 @@ def test_who_is_ended_has_been_seen_to_hang_for_some_seconds(rank, wanted, clock
 
 def test_an_update_that_took_much_longer_than_usual_is_told_of(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(heart, "time", clock)
-    one = Heart()
+    monkeypatch.setattr(heartbeat, "time", clock)
+    one = HeartbeatWriter()
     said = []
     for step, seconds in enumerate([9.0, 0.1, 0.1, 0.1, 8.0, 0.1, 2.9], 1):
         one.beat()
@@ -126,22 +126,22 @@ def test_an_update_that_took_much_longer_than_usual_is_told_of(monkeypatch):
 
 
 def test_pulses_of_a_real_process_are_read_and_one_that_is_stopped_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(heart, "PULSE_S", 0.05)
-    monkeypatch.setenv(PULSE_FILE, str(pulse_path(tmp_path, 1)))
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
+    monkeypatch.setenv(HEARTBEAT_FILE, str(heartbeat_path(tmp_path, 1)))
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        pulses = Pulses(tmp_path, {1: sleeper.pid})
+        pulses = HeartbeatMonitor(tmp_path, {1: sleeper.pid})
         assert pulses.news(all_of_them=True) == []
-        one = Heart()
+        one = HeartbeatWriter()
         with one.beating(lambda: "save"):
             until = time.monotonic() + 20
-            while not pulse_path(tmp_path, 1).is_file() and time.monotonic() < until:
+            while not heartbeat_path(tmp_path, 1).is_file() and time.monotonic() < until:
                 time.sleep(0.01)
-        assert Pulse.model_validate_json(pulse_path(tmp_path, 1).read_bytes()).phase == "save"
+        assert Heartbeat.model_validate_json(heartbeat_path(tmp_path, 1).read_bytes()).phase == "save"
         psutil.Process(sleeper.pid).suspend()
         while psutil.Process(sleeper.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
-        pulses = Pulses(tmp_path, {1: sleeper.pid})
+        pulses = HeartbeatMonitor(tmp_path, {1: sleeper.pid})
         (found,) = pulses.news(all_of_them=False)
         assert (found.rank, found.pid, found.stopped) == (1, sleeper.pid, True)
         assert pulses.news(all_of_them=True) == []  # about once a second
@@ -153,11 +153,11 @@ def test_pulses_of_a_real_process_are_read_and_one_that_is_stopped_is_seen(tmp_p
 def test_a_process_that_is_stopped_before_its_first_pulse_is_seen(tmp_path):
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        assert Pulses(tmp_path, {1: sleeper.pid}).news(all_of_them=True) == []
+        assert HeartbeatMonitor(tmp_path, {1: sleeper.pid}).news(all_of_them=True) == []
         psutil.Process(sleeper.pid).suspend()
         while psutil.Process(sleeper.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
-        (found,) = Pulses(tmp_path, {1: sleeper.pid}).news(all_of_them=False)
+        (found,) = HeartbeatMonitor(tmp_path, {1: sleeper.pid}).news(all_of_them=False)
         assert (found.rank, found.phase, found.stopped) == (1, "build", True)
     finally:
         sleeper.kill()

@@ -18,7 +18,7 @@ from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import Alive, WorkerExited, WorkersEnded, WorkersStarted
 from manyhands.cluster.agents.supervise import AWAITED_S, KILL_S, Watch, _Head, supervise_once
-from manyhands.cluster.hosts.inventory import Machine, Meeting
+from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import encode
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError
@@ -27,7 +27,7 @@ from manyhands.core.records import Event, Failure, append, read_lines
 from manyhands.core.registry import Running
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled, kept_step, saved_step
 from manyhands.report.read import read_run
-from manyhands.run.diary import ends_noted, interrupted, note_replaced, starts_and_stops
+from manyhands.run.failure_log import ends_noted, interrupted, note_replaced, starts_and_stops
 from manyhands.run.train import conclude, failure_of
 from manyhands.run.why import explained
 from tests.e2e.command import finish, running, wait_until
@@ -70,7 +70,7 @@ def test_every_failure_of_a_run_that_has_saved_says_how_to_go_on(tmp_path):
     assert "resume" not in str(failure_of(folder, ending))
     (folder.checkpoints / "step-00000050").mkdir(parents=True)
     assert "resume from the last checkpoint, of step 50" in str(failure_of(folder, ending))
-    told = Ending(failed={1: 1}, records={1: record(mend=["make room, then manyhands resume x"])})
+    told = Ending(failed={1: 1}, records={1: record(hints=["make room, then manyhands resume x"])})
     assert str(failure_of(folder, told)).count("manyhands resume") == 1
 
 
@@ -106,7 +106,7 @@ def test_a_failure_is_said_as_soon_as_its_agent_knows(said, told):
     heard = []
     head = _Head([], Watch(on_warning=heard.append))
     for _ in range(2):
-        head._tell_of(WorkerExited(rank=1, host="n2", **said))
+        head._report_exit(WorkerExited(rank=1, host="n2", **said))
     assert heard == ([told] if told else [])
 
 
@@ -114,7 +114,7 @@ def test_last_words_are_of_this_start(tmp_path):
     (tmp_path / "1.log").write_bytes(b"of an earlier start\n" + b"now \xff\n" * 20)
 
     class Started:
-        _orders = Orders({}, str(tmp_path), Meeting((2,)))
+        _orders = Orders({}, str(tmp_path), Rendezvous((2,)))
         log_starts = {1: 20}  # noqa: RUF012 - nobody changes it
 
     words = _last_words(Started(), 1).splitlines()
@@ -241,7 +241,7 @@ def test_a_process_that_is_killed_before_the_stops_checkpoint_is_committed_is_a_
     with pytest.raises(RunError, match="rank 1 was killed by SIGKILL") as raised:
         conclude(job, folder, Ending(interrupted=1, failed={1: -9}))
     assert raised.value.exit_code == 1
-    assert any("of step 300" in line for line in raised.value.mend)
+    assert any("of step 300" in line for line in raised.value.hints)
 
 
 @pytest.mark.parametrize(("saved", "code", "kind"), [(None, 130, "interrupted"), (300, 75, "stopped")])
@@ -343,7 +343,7 @@ def test_a_machine_that_is_dead_when_the_user_stops_is_named_and_a_second_wish_e
 
     ticks = iter([lambda: os.kill(os.getpid(), signal.SIGINT)])
     watch = Watch(lambda: next(ticks, lambda: None)(), on_warning=tell)
-    ending = supervise_once([link], [Orders({}, str(tmp_path), Meeting((2,)))], watch)
+    ending = supervise_once([link], [Orders({}, str(tmp_path), Rendezvous((2,)))], watch)
     assert ending.interrupted
     assert list(ending.lost) == ["n2"]
     [(after_s, said)] = heard
@@ -373,7 +373,7 @@ def test_a_machine_whose_processes_have_ended_is_assured_of_its_head_while_other
     links = [spoken_by(tmp_path, "n2", f"{ended}; exec tee {heard}"), spoken_by(tmp_path, "n1", "sleep 4")]
     told = []
     watch = Watch(evicts=True, on_warning=told.append)
-    ending = supervise_once(links, [Orders({}, str(tmp_path), Meeting((1, 1)))] * 2, watch)
+    ending = supervise_once(links, [Orders({}, str(tmp_path), Rendezvous((1, 1)))] * 2, watch)
     assert told == [f"n1 is lost: {ending.lost['n1']}; cleaning up"]
     assert ending.failed == {0: -9}
     assert list(ending.lost) == ["n1"]
@@ -423,4 +423,4 @@ def test_a_machine_that_gave_up_a_launcher_that_was_itself_stopped_is_not_asked_
     head.receive(link)
     cause = first_cause(head.ending)
     assert cause.what == "n2 is lost: the agent timed out while the launcher was suspended for 60 s"
-    assert "keep the launcher's computer awake" in cause.mend[0]
+    assert "keep the launcher's computer awake" in cause.hints[0]

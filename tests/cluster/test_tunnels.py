@@ -113,7 +113,9 @@ def test_a_tunnel_that_ends_is_told_of_and_nothing_is_left():
     stays = ["sh", "-c", f'echo hello; echo "{STANDS}"; exec cat']
     told = []  # machines would take the silence of a head that waits for its own tunnels for its end
     refused = ["sh", "-c", "echo no such host >&2; exit 255"]
-    failed = tunnels.dig({"n2": stays, "n3": refused, "n4": ["cat"]}, 5.0, lambda: told.append(time.monotonic()))
+    failed = tunnels.open_tunnels(
+        {"n2": stays, "n3": refused, "n4": ["cat"]}, 5.0, lambda: told.append(time.monotonic())
+    )
     assert failed == {"n3": "no such host", "n4": ""}
     assert told[-1] - told[0] > 4
     assert not tunnels.ended()

@@ -11,8 +11,8 @@ from manyhands.config.job import Job
 from manyhands.config.load import _ELSEWHERE, flatten, known_keys, load_job, meant_key, parse_value, read_toml
 from manyhands.config.recipes import _names, recipe_for, recipe_named
 from manyhands.core.errors import UserError
+from manyhands.core.heartbeat import HEARTBEAT_FILE
 from manyhands.core.plugins import did_you_mean
-from manyhands.core.pulse import PULSE_FILE
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.tunnel_ends import VARIABLE
 
@@ -149,7 +149,7 @@ def test_any_other_variable_with_our_prefix_is_a_warning_but_for_our_own(capsys)
     assert said.count("\n") == 1
     assert "MANYHANDS_PORT sets no option of the job and is ignored" in said
     assert "MANYHANDS_TRAIN__LR" in said
-    ours = (FAILURE_FILE, PULSE_FILE, VARIABLE, DEVICE_INDEX, "MANYHANDS_CACHE", "MANYHANDS_MIRROR")
+    ours = (FAILURE_FILE, HEARTBEAT_FILE, VARIABLE, DEVICE_INDEX, "MANYHANDS_CACHE", "MANYHANDS_MIRROR")
     load_job({}, environment=dict.fromkeys(ours, "x"))
     assert not capsys.readouterr().err
 
@@ -236,7 +236,7 @@ def test_every_name_from_elsewhere_stands_for_an_option_and_hides_none():
 def test_keys_in_another_section_or_of_other_programs_are_answered_with_ours(tmp_path, text, hint):
     with pytest.raises(UserError) as caught:
         load_job({}, file=_job_file(tmp_path, text), environment={})
-    assert any(hint in line for line in caught.value.mend)
+    assert any(hint in line for line in caught.value.hints)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from manyhands.config.job import Job
 from manyhands.core.folder import RunFolder, replace_job
-from manyhands.worker.account import job_text
+from manyhands.worker.run_metadata import job_text
 
 
 def test_what_was_chosen_stands_behind_what_was_asked_for():

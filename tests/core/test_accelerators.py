@@ -22,7 +22,7 @@ from manyhands.cluster.doctor import accelerators
 from manyhands.core import devices
 from manyhands.core.errors import UserError
 from manyhands.core.processor import this_processor
-from manyhands.core.world import Membership, World
+from manyhands.core.world import ProcessInfo, World
 from manyhands.data import gather
 from manyhands.data.ahead import CopiesAhead
 from manyhands.data.loader import Loader
@@ -35,7 +35,7 @@ from manyhands.parallel.modes import dataparallel
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.planner.op_times import environment
-from manyhands.train import pth_tar, suited
+from manyhands.train import balance_shares, pth_tar
 
 TYPES = ["cuda", "npu", "xpu"]
 HELD, RESERVED, FREE = 3000, 2000, 4000
@@ -157,7 +157,7 @@ def on(kind, tested=False, cards=2):
 
 
 def _meaning(kind):
-    place = Membership(rank=1, size=2, local_rank=1, local_size=2)
+    place = ProcessInfo(rank=1, size=2, local_rank=1, local_size=2)
     chosen = []
     torch.accelerator.set_device_index = chosen.append
     group._use(group._device(place))
@@ -169,7 +169,7 @@ def _meaning(kind):
     return {
         "accelerator": devices.accelerator() == kind,
         "each process its own": chosen == [f"{kind}:1"],
-        "the second alone": group._device(Membership(device="auto:1")) == f"{kind}:1",
+        "the second alone": group._device(ProcessInfo(device="auto:1")) == f"{kind}:1",
         "what the doctor counts": json.loads(out.getvalue().partition(" ")[2])["count"],
     }
 
@@ -183,7 +183,7 @@ def _figures(kind):
     unscaled = Gradients(ParallelNetwork(call=model, inner=model), world, precision="bf16")
     alone = World(device=device)
     return {
-        "most samples": suited._most(SimpleNamespace(world=world, feed=feed)),
+        "most samples": balance_shares._most(SimpleNamespace(world=world, feed=feed)),
         "name": devices.device_name(device) == f"card of {kind}",
         "known by its name": environment(device)["device"] == f"{kind} card of {kind}",
         "scaler": gradients.scaler._device == kind,
@@ -267,9 +267,9 @@ def test_torch_that_is_built_for_a_device_which_is_not_here_computes_on_the_proc
     """`current_accelerator()` names the type that torch was built for, with a device or without."""
     found = on(kind, cards=0)(lambda kind: (torch.accelerator.current_accelerator().type, devices.accelerator()))
     assert found == (kind, "cpu")
-    assert on(kind, cards=0)(lambda kind: group._device(Membership())) == "cpu"
+    assert on(kind, cards=0)(lambda kind: group._device(ProcessInfo())) == "cpu"
     with pytest.raises(AssertionError, match="there is no accelerator here"):
-        on(kind, cards=0)(lambda kind: group._device(Membership(device="auto:1")))
+        on(kind, cards=0)(lambda kind: group._device(ProcessInfo(device="auto:1")))
 
 
 @pytest.mark.parametrize("kind", TYPES)

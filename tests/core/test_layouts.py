@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, bounds, layout_from_plain, split_dimensions, whole
+from manyhands.core.layouts import TensorLayout, bounds, layout_from_plain, split_dimensions, unsharded
 from manyhands.core.mesh import Mesh
 from tests.checkpoint.cuts import MESHES, layouts
 
@@ -88,4 +88,4 @@ def test_what_is_no_layout_on_the_mesh_is_refused(change):
 
 
 def test_whole_is_not_cut():
-    assert whole((2, 3)).local_shape(Mesh((("dp", 3),)), 1) == (2, 3)
+    assert unsharded((2, 3)).local_shape(Mesh((("dp", 3),)), 1) == (2, 3)

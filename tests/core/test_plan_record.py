@@ -50,7 +50,7 @@ def test_a_field_of_another_kind_is_named(field, value):
     with pytest.raises(UserError, match=f'"{field}"') as caught:
         parse_plan_record({"format": "plan/1", field: value}, "mine.json")
     assert caught.value.where == "mine.json"
-    assert caught.value.mend
+    assert caught.value.hints
 
 
 @pytest.mark.parametrize("content", [None, [], 7, {"format": "plan/2"}, {"format": 1}])

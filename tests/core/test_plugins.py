@@ -48,7 +48,7 @@ def test_a_missing_object_gets_a_suggestion(tmp_path):
     (tmp_path / "mine.py").write_text("class Network: ...\n")
     with pytest.raises(UserError, match="has no object Netwrok") as caught:
         load_object(f"{tmp_path}/mine.py:Netwrok", "model.name")
-    assert caught.value.mend == ('did you mean "Network"?',)
+    assert caught.value.hints == ('did you mean "Network"?',)
 
 
 def test_the_names_of_data_sets_are_read_without_an_import():

@@ -8,7 +8,7 @@ import pytest
 from manyhands.config.job import Job
 from manyhands.core.once import committed, one_at_a_time
 from manyhands.core.private import private_files, usual_umask
-from manyhands.core.world import Membership
+from manyhands.core.world import ProcessInfo
 from manyhands.run import train
 from manyhands.worker import entry
 
@@ -48,6 +48,6 @@ def test_every_rank_that_takes_part_by_hand_writes_for_its_user_alone(usual, ran
         return {"status": "finished", "step": 0, "folder": str(tmp_path / "theirs")}
 
     monkeypatch.setattr(entry, "train_here", train_here)
-    train.train_in_process(Job(), Membership(rank=rank, size=2, started_by="--init"), quiet=True, objects=None)
+    train.train_in_process(Job(), ProcessInfo(rank=rank, size=2, started_by="--init"), quiet=True, objects=None)
     assert mode(tmp_path / "theirs") == 0o700
     assert usual_umask() == -1

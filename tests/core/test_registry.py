@@ -21,7 +21,7 @@ from manyhands.core.claim import agents_here, hold_as_agent
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, append, write_json
-from manyhands.core.registry import Running, goes_on, headless, registered, registry_folder, running, signal_head
+from manyhands.core.registry import Running, headless, is_running, registered, registry_folder, running, signal_head
 from manyhands.core.stops import ended_like_ctrl_c, handled, request_stop
 from manyhands.report.now import as_object, look
 from manyhands.run.find import find_reference, find_run, find_start, head_of_active, named_by
@@ -56,9 +56,9 @@ def test_a_run_is_listed_while_it_goes_on_and_for_this_user_alone(tmp_path):
         (found,) = running()
         assert (found.pid, found.name, found.hosts) == (os.getpid(), "a", ["n1", "n2"])
         assert stat.S_IMODE(registry_folder().stat().st_mode) == 0o700
-        assert goes_on(found)
+        assert is_running(found)
     assert running() == []
-    assert not goes_on(found)
+    assert not is_running(found)
     with pytest.raises(KeyError), registered(tmp_path / "b"):
         raise KeyError
     assert list(registry_folder().iterdir()) == []
@@ -229,7 +229,7 @@ def test_words_that_mean_no_run_or_several_are_refused(tmp_path):
     put(record(tmp_path / "digits-cnn"))
     with pytest.raises(UserError, match='no run is called "digits-cn1"') as caught:
         find_running("digits-cn1")
-    assert caught.value.mend[0] == 'did you mean "digits-cnn"?'
+    assert caught.value.hints[0] == 'did you mean "digits-cnn"?'
     put(record(tmp_path / "digits-mlp", pid=os.getppid(), created=psutil.Process(os.getppid()).create_time()))
     with pytest.raises(UserError, match="matches 2 runs"):
         find_running("digits")
@@ -263,7 +263,7 @@ def test_commands_for_any_run_and_for_one_that_goes_on_know_the_same_runs(tmp_pa
     for find in (find_run, find_running):
         with pytest.raises(UserError, match='no run is called "nosuch"') as caught:
             find("nosuch")
-        told.append(caught.value.mend)
+        told.append(caught.value.hints)
     assert told[0] == told[1] == ("runs: digits-cnn, ended",)
     with pytest.raises(UserError, match="the run is not active"):
         find_running("end")

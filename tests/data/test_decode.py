@@ -178,7 +178,7 @@ def test_what_is_no_picture_is_named(tmp_path, content, word):
     with pytest.raises(CorruptImageError, match=word) as caught:
         decode(str(path), 3)
     assert caught.value.where == str(path)
-    assert any("--data.skip-corrupt" in line for line in caught.value.mend)
+    assert any("--data.skip-corrupt" in line for line in caught.value.hints)
     assert isinstance(caught.value, UserError)
 
 

@@ -210,7 +210,7 @@ def test_bad_folders_say_what_is_wrong(tmp_path):
     def refuses(word, path=tmp_path):
         with pytest.raises(UserError, match=word) as caught:
             opened(path)
-        assert caught.value.mend
+        assert caught.value.hints
 
     refuses("there is no folder", tmp_path / "none")
     refuses("has no class folders")
@@ -300,7 +300,7 @@ def test_splits_that_allow_several_readings_are_refused(tmp_path, folders, word)
         picture(tmp_path / folder / "0.png")
     with pytest.raises(UserError, match=word) as caught:
         opened(tmp_path)
-    assert caught.value.mend
+    assert caught.value.hints
 
 
 @pytest.mark.parametrize("folders", ["cat/train dog/train", "cat/bus cat/train dog/rail", "cat/test dog/val"])
@@ -349,7 +349,7 @@ def test_names_that_look_the_same_are_told_apart(tmp_path):
     make(tmp_path / "val", classes=("bar", composed), count=1)
     with pytest.raises(UserError, match="lacks") as caught:
         opened(tmp_path)
-    assert caught.value.mend[0] == f"{composed!a} and {parts!a} differ in Unicode form (such as NFC, NFD)"
+    assert caught.value.hints[0] == f"{composed!a} and {parts!a} differ in Unicode form (such as NFC, NFD)"
     shutil.rmtree(tmp_path / "val")
     make(tmp_path / "train", classes=("bar ",), count=1)
     with pytest.raises(UserError, match=r"two class folders look the same: 'bar' and 'bar ' differ in spaces"):
@@ -357,7 +357,7 @@ def test_names_that_look_the_same_are_told_apart(tmp_path):
     source = ImagesInMemory(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]))
     with pytest.raises(UserError, match="the run has no class") as caught:
         by_names(source, ("bar", composed), ("bar", parts, "pub"), "here")
-    assert f"{composed!a} and {parts!a} differ in Unicode form" in caught.value.mend[0]
+    assert f"{composed!a} and {parts!a} differ in Unicode form" in caught.value.hints[0]
 
 
 def test_a_locale_that_is_not_utf8_is_named_rather_than_the_folders(tmp_path):
@@ -375,7 +375,7 @@ def test_an_unwritable_cache_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(UserError, match="can't be written") as caught:
         opened(tmp_path / "set")
-    assert "MANYHANDS_CACHE" in caught.value.mend[0]
+    assert "MANYHANDS_CACHE" in caught.value.hints[0]
 
 
 def test_cifar_as_pictures_in_an_archive(tmp_path):

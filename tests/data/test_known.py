@@ -110,7 +110,7 @@ def test_what_could_be_several_sets_is_asked_about(tmp_path):
     idx(tmp_path / "MNIST" / "raw", MNIST)
     with pytest.raises(UserError, match="several data sets: cifar10 and mnist") as caught:
         recognise(tmp_path)
-    assert caught.value.mend == (
+    assert caught.value.hints == (
         f"choose cifar10: cifar10 --data-dir {tmp_path}",
         f"choose mnist: mnist --data-dir {tmp_path}",
     )

@@ -10,7 +10,7 @@ from torch.nn import functional
 from manyhands.data.loader import Loader
 from manyhands.data.on_demand import as_picture
 from manyhands.data.pictures import prepare, to_tensor
-from manyhands.data.random import epoch_draws
+from manyhands.data.random import epoch_rng
 from manyhands.data.splits import ImagesInMemory
 from manyhands.data.transforms import Pixels, padded
 
@@ -62,7 +62,7 @@ def naive(data, wanted, train, epoch=0, seed=3):
     """One picture at a time, through Pillow, normalised with plain arithmetic."""
     images = []
     for sample, image in enumerate(data.images):
-        made = prepare(to_tensor(as_picture(image)), wanted, epoch_draws(seed, epoch, sample) if train else None)
+        made = prepare(to_tensor(as_picture(image)), wanted, epoch_rng(seed, epoch, sample) if train else None)
         mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (wanted.mean, wanted.std))
         images.append((made.double() / 255 - mean) / std)
     return torch.stack(images)

@@ -50,7 +50,7 @@ def test_mean_and_deviation_must_fit(options, word):
 def test_unknown_words_get_a_suggestion():
     with pytest.raises(UserError, match='no data set is called "mnits"') as caught:
         open_data(DataOptions(name="mnits"))
-    assert 'did you mean "mnist"?' in caught.value.mend
+    assert 'did you mean "mnist"?' in caught.value.hints
     for name in ("./none", "a/b", "pets.d"):
         with pytest.raises(UserError, match="there is no folder"):
             open_data(DataOptions(name=name))

@@ -248,7 +248,7 @@ def test_an_altered_pack_is_refused(tmp_path, harm):
         (pack.folder / "folder.npz").unlink()
     with pytest.raises(UserError, match="packed copy was altered") as caught:
         batches(root)
-    assert any("--replace" in line for line in caught.value.mend)
+    assert any("--replace" in line for line in caught.value.hints)
     batches(root, packed=False)
     batches(packed(root, replace=True).folder)
 

@@ -16,7 +16,7 @@ from PIL import Image
 from manyhands.data import pictures
 from manyhands.data.decode import CorruptImageError
 from manyhands.data.pictures import read_picture
-from manyhands.data.random import SampleDraws
+from manyhands.data.random import SampleRng
 from manyhands.data.transforms import DRAW_MIRROR, Pixels, crop_box
 
 KINDS = ["RGB", "L", "CMYK", "progressive", "keep_rgb", "turned", "png"]
@@ -67,7 +67,7 @@ def by_pillow(*arguments):
     st.one_of(st.none(), st.integers(0, 99)),
 )
 def test_both_decoders_give_the_same_bits(kind, size, options, channels, augment, sample):
-    pixels, draws = wanted(channels=channels, augment=augment), None if sample is None else SampleDraws(7, sample)
+    pixels, draws = wanted(channels=channels, augment=augment), None if sample is None else SampleRng(7, sample)
     arguments = ("a.jpg", pixels, draws, stored(kind, *size, **options))
     found = read_picture(*arguments)
     assert (found.shape, found.dtype) == ((channels, 24, 24), torch.uint8)
@@ -80,7 +80,7 @@ def test_both_decoders_give_the_same_bits_of_imagenets_pictures(real_data, size)
     paths = sorted(real_data("imagenet-sample").rglob("*.JPEG"))
     assert len(paths) == 100
     for number, path in enumerate(paths):
-        for draws in (None, SampleDraws(7, number)):
+        for draws in (None, SampleRng(7, number)):
             arguments = (str(path), wanted(size), draws, path.read_bytes())
             assert torch.equal(read_picture(*arguments), by_pillow(*arguments)), path
 
@@ -100,7 +100,7 @@ def test_damaged_files_are_refused_or_read_alike(place, byte, cut, sample):
     told = []
     for way in (read_picture, by_pillow):
         try:
-            draws = None if sample is None else SampleDraws(7, sample)
+            draws = None if sample is None else SampleRng(7, sample)
             told.append(way("a.jpg", wanted(), draws, bytes(content)).tolist())
         except CorruptImageError as error:
             told.append(error.what)
@@ -109,26 +109,26 @@ def test_damaged_files_are_refused_or_read_alike(place, byte, cut, sample):
 
 def test_without_simplejpeg_pillow_decodes_and_the_run_says_so(tmp_path):
     (tmp_path / "a.jpg").write_bytes(stored("RGB", 60, 40))
-    draws = SampleDraws(7, 3)
+    draws = SampleRng(7, 3)
     torch.save(read_picture(str(tmp_path / "a.jpg"), wanted(), draws), tmp_path / "expected.pt")
     code = """
         import sys
         sys.modules["simplejpeg"] = None  # importing it fails
         import torch
         from manyhands.data import pictures, splits
-        from manyhands.data.random import SampleDraws
+        from manyhands.data.random import SampleRng
         from manyhands.data.transforms import Pixels
-        from manyhands.train.data_setup import tell_of_skipped
+        from manyhands.train.data_setup import record_skipped
 
         class Journal:
             def event(self, kind, text):
                 print(kind, text)
 
         pixels = Pixels(24, 3, (0.5,) * 3, (0.2,) * 3, "resized-crop-flip")
-        found = pictures.read_picture("a.jpg", pixels, SampleDraws(7, 3))
+        found = pictures.read_picture("a.jpg", pixels, SampleRng(7, 3))
         assert torch.equal(found, torch.load("expected.pt"))
         files = splits.ImageFiles(None, torch.zeros(1, dtype=torch.int64))
-        tell_of_skipped(splits.Splits(files, files, ("a",), "", pixels), Journal())
+        record_skipped(splits.Splits(files, files, ("a",), "", pixels), Journal())
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -144,7 +144,7 @@ def test_a_file_that_the_disk_cannot_read_is_a_corrupt_picture():
 @pytest.mark.parametrize("kind", ["RGB", "L", "turned"])
 @pytest.mark.parametrize("sample", [None, 1, 2, 3, 4])
 def test_a_much_larger_jpeg_looks_as_if_decoded_whole(monkeypatch, kind, sample):
-    content, draws = stored(kind, 900, 700), None if sample is None else SampleDraws(7, sample)
+    content, draws = stored(kind, 900, 700), None if sample is None else SampleRng(7, sample)
     found = read_picture("a.jpg", wanted(), draws, content)
     assert torch.equal(found, by_pillow("a.jpg", wanted(), draws, content))
     monkeypatch.setattr(pictures, "_scale", lambda *_: 1)
@@ -157,7 +157,7 @@ def test_a_much_larger_jpeg_looks_as_if_decoded_whole(monkeypatch, kind, sample)
 def test_crops_are_those_of_pillow_to_a_level(real_data, sample):
     """What the usual recipe does: cut, then resize with Pillow."""
     path = sorted(real_data("imagenet-sample").rglob("*.JPEG"))[sample]
-    draws = SampleDraws(5, sample)
+    draws = SampleRng(5, sample)
     found = read_picture(str(path), wanted(224), draws)
     with Image.open(path) as image:
         image = image.convert("RGB")

@@ -5,7 +5,7 @@ import ipaddress
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from manyhands.cluster.doctor.addresses import choose_addresses, own_candidates, unlikely
+from manyhands.cluster.doctor.addresses import choose_addresses, local_candidates, unlikely
 from manyhands.cluster.doctor.findings import Attempt
 
 NAMES = ("eth0", "eno1", "enp3s0", "docker0", "br-1a2b", "wg0", "tailscale0", "virbr0", "ib0", "lo")
@@ -45,7 +45,7 @@ def clusters(draw):
     facts = {host: {"interfaces": draw(interfaces)} for host in HOSTS[: draw(st.integers(1, 4))]}
     results = st.sampled_from(["ok", "ok", "ok", "refused", "timeout", "other"])
     reach = {
-        (one, two): tuple(Attempt(address, draw(results)) for address in own_candidates(facts[two]))
+        (one, two): tuple(Attempt(address, draw(results)) for address in local_candidates(facts[two]))
         for one in facts
         for two in facts
         if one != two
@@ -56,7 +56,7 @@ def clusters(draw):
 def reached_by_all(facts, reach, host):
     """A machine's addresses that every other one reached."""
     others = [reach[other, host] for other in facts if other != host]
-    own = own_candidates(facts[host])
+    own = local_candidates(facts[host])
     return [a for a in own if all(any(t.address == a and t.result == "ok" for t in tries) for tries in others)]
 
 
@@ -104,7 +104,7 @@ def test_ipv4_where_all_have_it_and_containers_bridges_only_where_nothing_else_w
 
 def everyone_reaches(facts):
     return {
-        (one, two): tuple(Attempt(address, "ok") for address in own_candidates(facts[two]))
+        (one, two): tuple(Attempt(address, "ok") for address in local_candidates(facts[two]))
         for one in facts
         for two in facts
         if one != two

@@ -25,7 +25,7 @@ def only(survey):
     found = wrong(survey)
     assert len(found) == 1, [finding.what for finding in found]
     (finding,) = found
-    assert finding.mend or finding.check in {"facts", "accelerators"}
+    assert finding.hints or finding.check in {"facts", "accelerators"}
     json.dumps(finding.as_json())
     return finding
 
@@ -38,7 +38,7 @@ def test_a_healthy_cluster_has_nothing_wrong(count, device, code):
 def test_what_to_type_on_another_machine_has_the_users_ssh_its_port_and_user():
     survey = healthy(3, Needs(reach={"n2": "ssh -F mine -p 31234 root@n2"}))
     survey.clock_s["n2"] = (100.0, 0.01)
-    assert only(survey).mend == ("synchronise the clock: ssh -F mine -p 31234 root@n2 sudo timedatectl set-ntp true",)
+    assert only(survey).hints == ("synchronise the clock: ssh -F mine -p 31234 root@n2 sudo timedatectl set-ntp true",)
 
 
 def test_two_names_of_one_machine():
@@ -47,7 +47,7 @@ def test_two_names_of_one_machine():
     finding = only(survey)
     assert (finding.check, finding.severity, finding.hosts) == ("twice", "fail", ("n1", "n2"))
     assert finding.what == "n1 and n2 are the same machine"
-    assert finding.mend == ('list the machine once, with 2 processes: "n1 slots=2"',)
+    assert finding.hints == ('list the machine once, with 2 processes: "n1 slots=2"',)
 
 
 FACTS = [
@@ -93,7 +93,7 @@ def test_a_full_disk_is_answered_on_the_machine_that_has_it():
     change(survey, "n2", "places/run folder/free", 0)
     finding = only(survey)
     assert (finding.severity, finding.hosts) == ("fail", ("n1", "n2"))
-    assert finding.mend[:2] == ("check the disk: ssh n2 df -h /job", "check the disk: ssh n1 df -h /job")
+    assert finding.hints[:2] == ("check the disk: ssh n2 df -h /job", "check the disk: ssh n1 df -h /job")
 
 
 def test_small_shared_memory_by_how_small_it_is():
@@ -101,14 +101,14 @@ def test_small_shared_memory_by_how_small_it_is():
         survey = healthy()
         change(survey, "n3", "places/shm/free", free)
         assert (only(survey).severity, only(survey).hosts) == (severity, ("n3",))
-        assert "shm-size" in only(survey).mend[0]
+        assert "shm-size" in only(survey).hints[0]
 
 
 def test_a_different_torch_is_one_finding_with_the_command_that_mends_it():
     survey = healthy()
     older = {"manyhands": "0.1.0", "torch": "2.14.0", "torchvision": "0.28.0", "nccl": "2.29.1", "numpy": "2.4.6"}
     change(survey, "n2", "versions", older)
-    assert only(survey).mend == ("ssh n2 /usr/bin/python3 -m pip install torch==2.15.0",)
+    assert only(survey).hints == ("ssh n2 /usr/bin/python3 -m pip install torch==2.15.0",)
 
 
 def test_code_names_the_files_and_fails_only_a_job_that_uses_them():
@@ -164,7 +164,7 @@ def test_an_accelerator_that_cannot_be_used_is_named_with_its_mend():
     assert "torch can't use" in finding.what
     assert "too old" in finding.what
     assert "use the CPU" in finding.what
-    assert "13.2" in finding.mend[0]
+    assert "13.2" in finding.hints[0]
     blind(survey, host, built_for="", version="2.15.0+cpu")
     assert "is a CPU build" in only(survey).what
     blind(survey, host, count=1)
@@ -179,7 +179,7 @@ def test_a_card_without_a_driver_is_named_with_its_mend():
     finding = only(survey)
     assert "0000:01:00.0" in finding.what
     assert "without a working driver" in finding.what
-    assert "install the NVIDIA driver" in finding.mend[0]
+    assert "install the NVIDIA driver" in finding.hints[0]
     survey.needs = Needs(device="cuda")
     assert {found.severity for found in wrong(survey)} == {"fail"}
     survey.needs = Needs(device="cpu")
@@ -238,7 +238,7 @@ def test_rules_of_a_firewall_are_cited():
     change(survey, "n3", "firewall", ["tcp dport 1024-65535 drop"])
     for one in ("n1", "n2"):
         survey.reach[one, "n3"] = (Attempt("10.0.0.3", "timeout", port=4711),)
-    assert "tcp dport 1024-65535 drop" in only(survey).mend[0]
+    assert "tcp dport 1024-65535 drop" in only(survey).hints[0]
 
 
 def test_machines_without_an_address_that_all_reach():

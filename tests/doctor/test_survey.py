@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from manyhands.cluster.agents.assemble import Crew
+from manyhands.cluster.agents.assemble import AgentLinks
 from manyhands.cluster.agents.protocol import Hello
 from manyhands.cluster.agents.start import open_here
-from manyhands.cluster.doctor.addresses import own_candidates
+from manyhands.cluster.doctor.addresses import local_candidates
 from manyhands.cluster.doctor.examine import examine
 from manyhands.cluster.doctor.findings import Needs
 from manyhands.cluster.doctor.survey import take_survey
@@ -31,7 +31,7 @@ def agents(tmp_path):
 
 def facts_of(links):
     facts = {link.machine.name: link.ask(Hello(), 30).facts for link in links}
-    if not own_candidates(facts["a"]):
+    if not local_candidates(facts["a"]):
         pytest.skip("this machine has no network beside loopback to try ways over")
     return facts
 
@@ -42,7 +42,7 @@ def failing(survey):
 
 
 def test_every_way_is_tried_and_measured(agents):
-    survey = take_survey(Crew(agents, []).ask_some, facts_of(agents), "abc", Needs())
+    survey = take_survey(AgentLinks(agents, []).ask_some, facts_of(agents), "abc", Needs())
     pairs = {(one, two) for one in "abc" for two in "abc" if one != two}
     assert set(survey.reach) == set(survey.mbps) == set(survey.latency_ms) == pairs
     assert set(survey.chosen) == set("abc")
@@ -53,7 +53,7 @@ def test_every_way_is_tried_and_measured(agents):
 def test_a_machine_that_goes_while_it_is_asked_is_the_one_finding(agents):
     facts = facts_of(agents)
     agents[1].process.kill()
-    survey = take_survey(Crew(agents, []).ask_some, facts, "abc", Needs())
+    survey = take_survey(AgentLinks(agents, []).ask_some, facts, "abc", Needs())
     assert set(survey.errors) == {"b"}
     assert set(survey.mbps) == {("a", "c"), ("c", "a")}
     assert failing(survey) == [("b",)]

@@ -108,16 +108,16 @@ def test_nobody_listens(capsys):
 @pytest.mark.slow
 def test_an_earlier_runs_init_file(capsys):
     """Its rank 0 has ended: both a new rank 0 and a new rank 1 are told."""
-    meeting = Path.cwd() / "meet"
-    names = dist.PrefixStore("present/0", dist.FileStore(str(meeting), 2))
+    rendezvous = Path.cwd() / "meet"
+    names = dist.PrefixStore("present/0", dist.FileStore(str(rendezvous), 2))
     names.add("count/0", 1)
     names.set("0", json.dumps({"host": "here", "machine": meet.this_machine(), "pid": 2**22 + 1, "size": 2}))
     for rank, text in ((0, "already has a rank 0"), (1, "is from an earlier run")):
-        code, err = alone(capsys, *SOON, *place(f"file://{meeting}", 2, rank))
+        code, err = alone(capsys, *SOON, *place(f"file://{rendezvous}", 2, rank))
         assert code == 2
         assert_one_screen(err)
         assert text in err
-        assert f"rm {meeting}" in err
+        assert f"rm {rendezvous}" in err
 
 
 @pytest.mark.slow
@@ -225,13 +225,13 @@ def test_every_process_hears_the_first_cause(culprit):
 
 
 def test_two_by_hand_train_and_tidy_up():
-    meeting = Path.cwd() / "meet"
+    rendezvous = Path.cwd() / "meet"
     out = ["--out", "run"]
-    ended = [finish(by) for by in [start(*by_hand(f"file://{meeting}", 2, rank, *LATE, *out)) for rank in (0, 1)]]
+    ended = [finish(by) for by in [start(*by_hand(f"file://{rendezvous}", 2, rank, *LATE, *out)) for rank in (0, 1)]]
     assert [each.code for each in ended] == [0, 0], [each.err for each in ended]
     assert "top-1" in ended[0].out
     assert ended[1].out == ""
-    assert not meeting.exists()
+    assert not rendezvous.exists()
     assert {path.name for path in Path().iterdir()} == {"run"}
 
 

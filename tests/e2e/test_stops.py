@@ -223,8 +223,8 @@ def test_under_torchrun_one_of_the_others_names_a_stopped_process(rank, written,
 @pytest.mark.parametrize(("kind", "rank"), [("file", 1), ("tcp", 0), ("tcp", 1)])
 def test_by_hand_all_that_wait_name_a_stopped_process(kind, rank, here):
     """Also where the store is the stopped one's own."""
-    meeting = f"file://{here}/meet" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
-    job = ["train", *ENDLESS, "--out", "run", "--init", meeting, "--world-size", "3", "--rank"]
+    rendezvous = f"file://{here}/meet" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
+    job = ["train", *ENDLESS, "--out", "run", "--init", rendezvous, "--world-size", "3", "--rank"]
     with running(*job, "0") as zero, running(*job, "1") as one, running(*job, "2") as two:
         processes = [zero, one, two]
         wait_until(begun("run"), zero)

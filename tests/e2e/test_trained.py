@@ -129,7 +129,7 @@ def test_pictures_that_can_not_be_read_are_listed_after_all_others(trained, tmp_
     assert errors == set(map(str, bad))
     with pytest.raises(UserError, match=r"the picture 0\.png can't be read") as refused:
         manyhands.predict(run, [tmp_path / "new"])
-    assert refused.value.mend[1].startswith("or skip unreadable pictures in training")
+    assert refused.value.hints[1].startswith("or skip unreadable pictures in training")
 
 
 @pytest.mark.parametrize("device", ["gpu", "h100", "cuda:99"])
@@ -214,9 +214,9 @@ def test_weights_of_other_classes_give_the_body_and_the_last_layer_is_new(tmp_pa
         assert torch.allclose(manyhands.load(more).network.state_dict()[first], body[first], atol=1e-6)
     with pytest.raises(UserError, match="the checkpoint belongs to another network") as raised:
         manyhands.fit("mlp", colours(2, 8), out=tmp_path / "x", model__weights=str(run.path), **options)
-    assert "--out" not in " ".join(raised.value.mend)
+    assert "--out" not in " ".join(raised.value.hints)
     with pytest.raises(UserError, match="has 3 outputs, but the data has 2 classes") as raised:
         manyhands.fit(
             "cnn", colours(2, 8), out=tmp_path / "y", checkpoint__resume=str(tmp_path / "three.pth"), **options
         )
-    assert "model__weights=" in raised.value.mend[0]
+    assert "model__weights=" in raised.value.hints[0]

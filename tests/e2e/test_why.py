@@ -15,7 +15,7 @@ from manyhands.core.errors import RunError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import read_lines
 from manyhands.report.read import read_run
-from manyhands.run.diary import note_head
+from manyhands.run.failure_log import note_head
 from tests.e2e.command import NETS, QUICK, events, finish, forked, run, start, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,12 +32,12 @@ def why(*flags):
 
 def named(*words):
     """The words are in the first five lines, and no consequence passes for a cause."""
-    told = why()
-    first = "\n".join(told.splitlines()[:5])
+    headline = why()
+    first = "\n".join(headline.splitlines()[:5])
     for word in words:
-        assert re.search(word, first), told
-    assert not any(word in told for word in CONSEQUENCES), told
-    return told
+        assert re.search(word, first), headline
+    assert not any(word in headline for word in CONSEQUENCES), headline
+    return headline
 
 
 FAULTS = {
@@ -50,9 +50,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", ["Raises", *(pytest.param(one, marks=pytest.mark.slow) for one in [*FAULTS][1:])])
 def test_a_run_that_failed_names_rank_and_cause(fault, here):
-    words, told = FAULTS[fault]
+    words, headline = FAULTS[fault]
     assert run("train", "digits", f"{NETS}:{fault}", "-n", "2", *words, *LONG).code == 1
-    named("run failed after", *told)
+    named("run failed after", *headline)
     found = json.loads(why("--json"))
     assert found["state"] == "failed"
     assert found["rank"] == (1 if fault in {"Raises", "Leaves"} else found["rank"])
@@ -63,8 +63,8 @@ def test_a_run_that_failed_names_rank_and_cause(fault, here):
 def test_a_run_that_goes_on_that_was_stopped_and_that_finished(here):
     training = start("train", *ENDLESS, "-n", "2")
     wait_until(lambda: Path("run/metrics.jsonl").exists(), training)
-    told = named(r"run is running, at step \d+ of 40000; last record \d+s ago")
-    assert "why:" not in told
+    headline = named(r"run is running, at step \d+ of 40000; last record \d+s ago")
+    assert "why:" not in headline
     training.send_signal(signal.SIGINT)
     finish(training)
     named(
@@ -82,8 +82,8 @@ def test_a_run_that_was_started_again_and_finished(here):
     ended = run("train", *job, "-n", "2", "--out", "run", **fault)
     assert ended.code == 0, ended.err
     again = r"done: restarted .*rank 1 was killed by SIGKILL: restarting from step"
-    told = named("run finished after", again)
-    assert "why:" not in told
+    headline = named("run finished after", again)
+    assert "why:" not in headline
 
 
 @pytest.mark.slow
@@ -161,8 +161,8 @@ def test_a_start_that_fails_before_any_process_is_told(here):
     (here / "broken").mkdir()
     Path("broken/safetensors.py").write_text("raise ImportError('spoilt since')\n")
     assert run("train", "digits", f"{NETS}:Net", "-n", "2", *LONG, PYTHONPATH="broken").code == 1
-    told = named("run failed after", "why: the agent .*spoilt since", "do: ")
-    assert max(map(len, told.splitlines())) < 500
+    headline = named("run failed after", "why: the agent .*spoilt since", "do: ")
+    assert max(map(len, headline.splitlines())) < 500
     found = json.loads(why("--json"))
     assert (found["state"], found["rank"]) == ("failed", None)
 
@@ -229,4 +229,4 @@ def test_a_process_that_is_killed_for_memory_is_reported_as_such(little_memory, 
     assert ended.code == 0, ended.err
     named(r"rank 1 was killed by the kernel, out of memory \(limit 4,096 MiB\): restarting from step")
     (record,) = [json.loads(one.read_text()) for one in Path("run/ranks/failures/start-0").glob("1.json")]
-    assert "or reduce train.micro_batch" in record["mend"]
+    assert "or reduce train.micro_batch" in record["hints"]

@@ -271,12 +271,12 @@ def out_of_memory_says_what_fits(device):
         try:
             fit(trainer)
         except torch.OutOfMemoryError as error:
-            mend = explain_memory(error, trainer).mend
+            hints = explain_memory(error, trainer).hints
         else:
             raise AssertionError("it fitted")
-        assert "train.micro_batch=8" in mend[0], mend
+        assert "train.micro_batch=8" in hints[0], hints
         trainer.release()
-    return {"advice": mend[0]}
+    return {"advice": hints[0]}
 
 
 def _part(world, folder, steps, **settings):

@@ -204,7 +204,7 @@ def write_run(folder):
     evaluated = EvaluationMetrics(time=5, epoch=1, step=2, count=8, loss=0.3, top1=0.5, top5=1.0, best=True)
     append(folder / "metrics.jsonl", evaluated)
     append(folder / "events.jsonl", Event(time=0, kind="started", step=0, message="words", data={"a": [1]}))
-    failure = Failure(time=5, rank=1, host="n2", pid=7, error="E", what="w", mend=["m"], traceback="t\nu")
+    failure = Failure(time=5, rank=1, host="n2", pid=7, error="E", what="w", hints=["m"], traceback="t\nu")
     write_json(folder / "ranks" / "failures" / "1.json", failure)
     write_json(folder / "env.json", {"processes": 2, "hosts": ["n1"], "versions": {"torch": "2"}})
     write_json(folder / "machines.json", [{"host": "n1", "ranks": [0, 2], "folder": "/x", "local": True}])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from manyhands.core.errors import UserError
-from manyhands.models.build import build_model, describe, settle
+from manyhands.models.build import build_model, describe, resolve_model
 from manyhands.models.options import ModelOptions
 
 
@@ -41,7 +41,7 @@ def test_pictures_of_64_px_keep_the_original_stem_and_the_other_is_priced():
 @pytest.mark.parametrize("size", [32, 64])
 @pytest.mark.parametrize("name", ["resnet18", "torchvision:resnet18", "cifar:resnet18", "cnn"])
 def test_a_settled_name_means_the_same_network_at_any_size(name: str, size: int):
-    settled = settle(ModelOptions(name=name), size)
+    settled = resolve_model(ModelOptions(name=name), size)
     shapes = [
         {
             key: value.shape
@@ -50,7 +50,7 @@ def test_a_settled_name_means_the_same_network_at_any_size(name: str, size: int)
         for options in (ModelOptions(name=name), settled)
     ]
     assert shapes[0] == shapes[1]
-    assert settle(settled, 224).name == settled.name
+    assert resolve_model(settled, 224).name == settled.name
     assert settled.name in {"cifar:resnet18", "torchvision:resnet18", "cnn"}
 
 

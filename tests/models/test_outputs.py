@@ -42,4 +42,4 @@ def test_the_first_output_is_the_main_one(output: object, weights: list[float]):
 def test_anything_else_is_refused_with_what_it_is(output: object, shown: str):
     with pytest.raises(UserError, match=f"forward returns {shown}\n") as raised:
         main_and_auxiliary(output)
-    assert "[N, classes]" in raised.value.mend[0]
+    assert "[N, classes]" in raised.value.hints[0]

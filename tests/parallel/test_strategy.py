@@ -48,7 +48,7 @@ def test_anything_is_read_or_refused(text):
             assert read(text, SQUARE, "pin")
         except UserError as error:
             refused = error
-        assert refused is None or (refused.where == "pin" and refused.mend)
+        assert refused is None or (refused.where == "pin" and refused.hints)
 
 
 @pytest.mark.parametrize(

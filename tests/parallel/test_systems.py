@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manyhands.core.errors import UserError
-from manyhands.core.world import Membership
+from manyhands.core.world import ProcessInfo
 from manyhands.parallel import group
 
 NO_LOCKS = "import sys; sys.modules['fcntl'] = None\n"
@@ -41,14 +41,14 @@ def test_a_machine_without_apples_gpu_says_so(kind, monkeypatch):
     if kind == "mps:1":
         with_apples_gpu(monkeypatch)
     with pytest.raises(UserError, match="there is no mps:1" if kind == "mps:1" else "this machine has no mps device"):
-        group.join(Membership(device=kind), "", 60, print)
+        group.join(ProcessInfo(device=kind), "", 60, print)
 
 
 def test_apples_gpu_is_for_one_process(monkeypatch):
     """Read, not run: nobody here has such a computer; what is decided for one is."""
     with_apples_gpu(monkeypatch)
-    assert group._device(Membership(device="mps:0")) == group._device(Membership(device="auto")) == "mps"
-    pair = Membership(size=2, local_size=2, device="mps")
+    assert group._device(ProcessInfo(device="mps:0")) == group._device(ProcessInfo(device="auto")) == "mps"
+    pair = ProcessInfo(size=2, local_size=2, device="mps")
     with pytest.raises(UserError, match="2 processes can't communicate on mps"):
         group._device(pair)
-    assert group._device(Membership(size=2, local_size=2, device="auto")) == "cpu"
+    assert group._device(ProcessInfo(size=2, local_size=2, device="auto")) == "cpu"

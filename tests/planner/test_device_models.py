@@ -55,7 +55,7 @@ def test_a_wrong_file_and_an_unknown_name_are_told(own, content):
     own.unlink()
     with pytest.raises(UserError, match="h1000") as error:
         device_model("h1000")
-    assert "h100" in " ".join(error.value.mend)
+    assert "h100" in " ".join(error.value.hints)
 
 
 def test_a_faster_device_makes_shorter_steps_and_nothing_is_measured(own, tmp_path):

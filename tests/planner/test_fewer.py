@@ -19,7 +19,7 @@ def links_at(bytes_per_s):
 
 
 def fewest(found, spread=0.0):
-    fewer = options_of(fewer_counts(found.wish.world_size), found.fewer)
+    fewer = options_of(fewer_counts(found.request.world_size), found.fewer)
     return enough(found, fewer, found.chosen.prediction.seconds, spread)
 
 

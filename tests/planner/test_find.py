@@ -100,7 +100,7 @@ def test_meshes_without_a_pins_axis_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("asked", "words"),
     [
         (SearchRequest(4, 64, pins={"6": "h@dp"}), "6"),
         (SearchRequest(4, 64, pins={"nothing": "n@dp"}), "nothing"),
@@ -110,11 +110,11 @@ def test_meshes_without_a_pins_axis_are_left_out():
         (SearchRequest(1, 2), "two processes"),
     ],
 )
-def test_what_cannot_be_is_said(wish, words):
+def test_what_cannot_be_is_said(asked, words):
     with pytest.raises(UserError) as error:
-        find(HEAVY, wish)
+        find(HEAVY, asked)
     assert words in str(error.value)
-    assert error.value.mend
+    assert error.value.hints
 
 
 def test_memory_is_kept_to():
@@ -164,5 +164,5 @@ def test_finalists_hold_data_parallel_and_the_best():
     assert DATA_PARALLEL in names
     assert found.chosen.name in names
     assert len(names) == 3
-    pinned = find(HEAVY, replace(found.wish, pins={"6": "o@tp"}), links=slow)
+    pinned = find(HEAVY, replace(found.asked, pins={"6": "o@tp"}), links=slow)
     assert DATA_PARALLEL not in [option.name for option in pinned.finalists()]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from manyhands.core.processor import processor_of
-from manyhands.planner.precision import KindOfMachine, Trial, Variant, WishedPrecision, choose_variant, time_variants
+from manyhands.planner.precision import KindOfMachine, PrecisionRequest, Trial, Variant, choose_variant, time_variants
 
-BOTH = WishedPrecision("auto", "auto")
+BOTH = PrecisionRequest("auto", "auto")
 VARIANTS = ["fp32 contiguous", "fp32 channels_last", "bf16 contiguous", "bf16 channels_last"]
 
 
@@ -56,9 +56,9 @@ def test_all_kinds_of_machines_must_gain_in_any_order():
 
 def test_what_the_user_says_is_never_decided():
     seconds = kind(4.0, 1.0, 1.0, 4.0)
-    assert choose_variant(WishedPrecision("auto", True), [seconds])[0] == Variant("fp32", True)
-    assert choose_variant(WishedPrecision("bf16", "auto"), [seconds])[0] == Variant("bf16", False)
-    assert WishedPrecision("fp64", "auto").variants(bf16=True) == [Variant("fp64", False), Variant("fp64", True)]
+    assert choose_variant(PrecisionRequest("auto", True), [seconds])[0] == Variant("fp32", True)
+    assert choose_variant(PrecisionRequest("bf16", "auto"), [seconds])[0] == Variant("bf16", False)
+    assert PrecisionRequest("fp64", "auto").variants(bf16=True) == [Variant("fp64", False), Variant("fp64", True)]
 
 
 def test_one_that_fails_or_gives_no_number_is_left_out_and_the_others_are_timed():
@@ -84,7 +84,7 @@ def test_one_that_fails_or_gives_no_number_is_left_out_and_the_others_are_timed(
 def test_a_slow_network_is_timed_by_as_few_passes_as_can_be(monkeypatch):
     monkeypatch.setattr("manyhands.planner.precision._MOST_S", 0.0)
     passes = []
-    variants = WishedPrecision("auto", "auto").variants(bf16=True)
+    variants = PrecisionRequest("auto", "auto").variants(bf16=True)
     trials = {
         variant: Trial(lambda: None, lambda variant=variant: passes.append(variant) or torch.rand(100, 100).sum())
         for variant in variants

@@ -60,7 +60,7 @@ def check(problem):
         return
     solution = solve(problem)
     assert solution.seconds == pytest.approx(best, rel=1e-9, abs=1e-12)
-    assert solution.proven
+    assert solution.optimal
     assert evaluate(problem, solution.choices).seconds == solution.seconds
     assert problem.memory_limit_bytes is None or solution.memory_bytes <= problem.memory_limit_bytes
 
@@ -158,7 +158,7 @@ def test_with_a_binding_limit_a_plan_within_a_hundredth_takes_nine_runs_of_the_s
     assert solution.bound_seconds >= 0.99 * solution.seconds
     assert len(runs) <= 9
     exact = solve(free)
-    assert exact.proven
+    assert exact.optimal
     assert exact.seconds <= solution.seconds
 
 

@@ -18,7 +18,7 @@ from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.split import split
 from manyhands.train.loss import make_loss_fn
-from manyhands.train.prove import BETTER_LOSS, settle_loss
+from manyhands.train.verify_loss import BETTER_LOSS, verify_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -53,10 +53,10 @@ class CutNetwork(nn.Module):
         self.world, self.plan, self.inner = world, network.plan, model
         if network.loss_axes and network.outputs:
             kind = sample.dtype if sample.is_floating_point() else torch.float32
-            self._loss_fn = settle_loss(self._loss_fn, network.outputs, network.outputs, world, kind)
+            self._loss_fn = verify_loss(self._loss_fn, network.outputs, network.outputs, world, kind)
             if self._loss_fn.dependent:
-                mend = (BETTER_LOSS, 'or the whole batch on every process: {"loss": "r", …}')
-                raise UserError(self._loss_fn.dependent, "loss", mend)
+                hints = (BETTER_LOSS, 'or the whole batch on every process: {"loss": "r", …}')
+                raise UserError(self._loss_fn.dependent, "loss", hints)
         self._gradients = Gradients(network, world, self._loss_fn)
         self._seed = 0
 
@@ -83,9 +83,9 @@ class CutNetwork(nn.Module):
             dist.all_reduce(total)
         return float(total / whole)
 
-    def whole_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Tensor]:
         """All tensors whole, on the CPU, under the network's own names; a collective."""
-        return self.network.whole_state_dict()
+        return self.network.full_state_dict()
 
     def release(self) -> None:
         """Gives the process groups back."""

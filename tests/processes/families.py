@@ -13,7 +13,7 @@ from torchvision import models
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
 from manyhands.core.world import World
-from manyhands.parallel.convert import gather_whole
+from manyhands.parallel.convert import gather_full
 from manyhands.planner.choose import LEAST_ROUNDS
 from manyhands.planner.find import SearchResult
 from manyhands.train.data_setup import Objects
@@ -100,7 +100,7 @@ def train(world, mode, model, size):
         if network.layouts:
             pieces = trainer.network.inner.state_dict()
             found = {
-                name: gather_whole(one.detach(), network.layouts[name], network.grid).cpu()
+                name: gather_full(one.detach(), network.layouts[name], network.grid).cpu()
                 for name, one in pieces.items()
             }
         else:

@@ -12,7 +12,7 @@ from manyhands.checkpoint.load import load
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
 from manyhands.train.data_setup import Objects
-from manyhands.train.saving import save, settle
+from manyhands.train.saving import finish_save, save
 from manyhands.worker.entry import _build
 from tests.processes.ranks import run_on_ranks
 from tests.processes.test_split_training import _same
@@ -72,14 +72,14 @@ def _structure(world, mode):
             "mode": parts.mode,
             "network": {
                 **_plain(network),
-                "hold_back": network.no_sync.__qualname__,
+                "postpone_steps": network.no_sync.__qualname__,
                 "layouts": dict(network.layouts),
             },
             "whole": network.call is network.inner,
             "wrapper": _plain(network.call),
             "modules": {name: _module(module) for name, module in network.call.named_modules()},
             "parameters": {name: _parameter(one) for name, one in network.call.named_parameters()},
-            "feed": (type(parts.feed).__name__, parts.feed.order, parts.feed.cut, _plain(parts.feed)),
+            "feed": (type(parts.feed).__name__, parts.feed.order, parts.feed.sharing, _plain(parts.feed)),
             "loader": _plain(parts.feed.loader),
             "update": _plain(parts.update),
             "optimizer": (
@@ -139,7 +139,7 @@ def _train(world, updates, settings, folder=""):
         layouts = dict(parts.network.layouts)
         _updates(parts, updates)
         save(parts)
-        settle(parts)
+        finish_save(parts)
         saved = plan = None
         if world.is_main:
             saved = load(place / "checkpoints" / f"step-{parts.progress.step:08d}")

@@ -10,7 +10,7 @@ import torch
 
 from manyhands.checkpoint.pieces import NetworkLayout
 from manyhands.checkpoint.reshard import merge, reshard
-from manyhands.checkpoint.save import save_pieces, save_whole
+from manyhands.checkpoint.save import save_full, save_pieces
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
 from manyhands.core.layouts import TensorLayout
@@ -65,7 +65,7 @@ def _together(world, folder):
     cut, peers = _cut(TWO, 1), peers_of(world)
     held = {f"layer{n}": torch.full((ROWS, COLUMNS // 2), float(n * 10 + world.rank)) for n in range(COUNT)}
     grown = {}
-    for name, how in (("pieces", save_pieces), ("whole", save_whole)):
+    for name, how in (("pieces", save_pieces), ("whole", save_full)):
         snapshot = Snapshot(held, None, {"step": 1})
         grown[f"save {name}"] = _growth(lambda how=how, name=name, s=snapshot: how(folder / name, 1, s, cut, peers))
     snapshot = held = None

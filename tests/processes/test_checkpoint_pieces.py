@@ -15,11 +15,11 @@ from manyhands.checkpoint.kept import prune
 from manyhands.checkpoint.load import load
 from manyhands.checkpoint.pieces import NetworkLayout
 from manyhands.checkpoint.refuse import SaveError
-from manyhands.checkpoint.save import save, save_pieces, save_whole
+from manyhands.checkpoint.save import save, save_full, save_pieces
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
 from manyhands.checkpoint.tensors import read_tensors
-from manyhands.checkpoint.together import SavingGroup
+from manyhands.checkpoint.together import CheckpointGroup
 from manyhands.checkpoint.verify import verify
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.layouts import TensorLayout
@@ -65,14 +65,14 @@ def cuts_for(size):
 
 
 def peers_of(world):
-    return SavingGroup(world.rank, world.size, functools.partial(gather_plain, world=world))
+    return CheckpointGroup(world.rank, world.size, functools.partial(gather_plain, world=world))
 
 
 def _save_all(world, folder):
     return [
         str(how(Path(folder) / f"{how.__name__}-{number}", 5, _mine(world, cut), cut, peers_of(world)))
         for number, cut in enumerate(cuts_for(world.size))
-        for how in (save_pieces, save_whole)
+        for how in (save_pieces, save_full)
     ]
 
 
@@ -98,7 +98,7 @@ def test_from_every_cut_and_number_to_every_other(tmp_path):
     for path in map(Path, paths):
         verify(path)
         assert_same(load(path), whole_snapshot())
-        if "save_whole" in str(path):
+        if "save_full" in str(path):
             for name in (layout.MODEL, layout.OPTIMIZER):
                 ours, theirs = read_tensors(path / name), read_tensors(existing / name)
                 assert [(key, bits(tensor)) for key, tensor in ours.items()] == [
@@ -130,7 +130,7 @@ def _full_disk(world, folder, how, bad):
     return failed, _try(how, world, Path(folder))
 
 
-@pytest.mark.parametrize(("how", "bad"), [(save_pieces, 1), (save_pieces, 0), (save_whole, 0)])
+@pytest.mark.parametrize(("how", "bad"), [(save_pieces, 1), (save_pieces, 0), (save_full, 0)])
 def test_a_full_disk_on_one_process_costs_the_checkpoint_alone(tmp_path, how, bad):
     """The limit of a process's files is a disk that is full for it alone; what is saved next is sound."""
     for (kind, text), path in run_on_ranks(_full_disk, 3, str(tmp_path), how, bad):
@@ -165,7 +165,7 @@ def _another_shape(snapshot):
     snapshot.model["conv.weight"] = torch.zeros(1)
 
 
-@pytest.mark.parametrize("how", [save_pieces, save_whole])
+@pytest.mark.parametrize("how", [save_pieces, save_full])
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -186,7 +186,7 @@ def _elsewhere(world, folder):
     own = Path(folder) / str(world.rank)
     own.mkdir()
     pieces = _try(save_pieces, world, own)
-    return pieces, _try(save_whole, world, own)
+    return pieces, _try(save_full, world, own)
 
 
 def test_without_a_shared_disk_pieces_are_refused_and_whole_is_saved(tmp_path):
@@ -205,7 +205,7 @@ def _on_two_disks(world, folder, writers, full):
         own = Path(folder) / str(number) / str(world.rank)
 
         def how(folder, step, snapshot, cut, peers):
-            return save_whole(folder, step, snapshot, cut, replace(peers, writers=writers))
+            return save_full(folder, step, snapshot, cut, replace(peers, writers=writers))
 
         limit = 100 if world.rank == full else None
         got.append((_try(how, world, own, cut=cut, limit_bytes=limit), _try(how, world, own, cut=cut)))
@@ -290,10 +290,10 @@ def _dying(world, folder, how, moment):
             os._exit(3)
         return gather_plain(value, world)
 
-    how(Path(folder), 6, mine, cut, SavingGroup(world.rank, world.size, gather))
+    how(Path(folder), 6, mine, cut, CheckpointGroup(world.rank, world.size, gather))
 
 
-@pytest.mark.parametrize(("how", "moments"), [(save_pieces, range(1, 6)), (save_whole, range(1, 4))])
+@pytest.mark.parametrize(("how", "moments"), [(save_pieces, range(1, 6)), (save_full, range(1, 4))])
 def test_a_process_that_dies_leaves_the_older_checkpoint(tmp_path, how, moments):
     for moment in moments:
         folder = tmp_path / str(moment)

@@ -12,7 +12,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel import apply
-from manyhands.parallel.collectives import new_group, whole
+from manyhands.parallel.collectives import new_group, world_group
 from manyhands.parallel.grid import open_mesh
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
@@ -22,7 +22,7 @@ from tests.processes.ranks import run_on_ranks
 def _exchange(world):
     turned = torch.arange(6.0).view(2, 3).t()
     mine = turned if world.rank == 0 else turned.contiguous()
-    everybody = whole(world)
+    everybody = world_group(world)
     return everybody.broadcast(mine), everybody.all_reduce(mine), everybody.all_gather(mine)
 
 
@@ -37,7 +37,7 @@ def test_processes_may_hold_the_same_values_in_other_strides():
 def _pass_on(world):
     """Each collective on a group whose members are numbered otherwise than their ranks; rank 0 is none of them."""
     group = new_group(world, [1, 2])
-    everybody = whole(world)
+    everybody = world_group(world)
     mine = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).mul(10**world.rank)
     rows = torch.stack([mine[0] + 100 * to for to in range(3)])
     found = {"exchanged": everybody.all_to_all(rows), "rows": rows}
@@ -76,7 +76,7 @@ def test_reduce_gather_all_to_all_send_and_receive():
 
 
 def test_one_process_has_the_same_collectives_and_mistakes_are_named():
-    alone = whole(World())
+    alone = world_group(World())
     values = torch.tensor([[1.0, 2.0]])
     for result in (alone.reduce(values), alone.all_to_all(values), alone.gather(values)[0]):
         assert torch.equal(result, values)

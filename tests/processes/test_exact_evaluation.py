@@ -37,7 +37,7 @@ class _Spread:
         return second / count - (first / count) ** 2
 
 
-METRICS = {"third": _top3, "own_loss": _own_loss, "spread": _Spread()}
+METRICS = {"third": _top3, "custom_loss": _own_loss, "spread": _Spread()}
 
 
 def _evaluate(world, mode, settings=None):
@@ -65,7 +65,7 @@ def test_several_processes_count_as_one_does(size, mode):
     for found in run_on_ranks(_evaluate, size, mode):
         assert torch.equal(found[5], wanted[5])
         assert found[:5] == wanted[:5]
-    assert wanted[4]["own_loss"] == pytest.approx(wanted[1], rel=1e-6)
+    assert wanted[4]["custom_loss"] == pytest.approx(wanted[1], rel=1e-6)
     assert wanted[2] < wanted[4]["third"] < wanted[3]
 
 

@@ -281,7 +281,7 @@ def test_pieces_lie_where_their_layout_says(shape, rank, both):
     module = copy.deepcopy(module).double()
     layout = layouts_of(module, grid.mesh, rank)["weight"]
     assert layout.shape == shape
-    assert layout.cut_axes == ({0, 1} if both else {1})
+    assert layout.sharded_axes == ({0, 1} if both else {1})
     assert torch.equal(module.weight, whole[tuple(slice(*edges) for edges in layout.region(grid.mesh, rank))].double())
 
 

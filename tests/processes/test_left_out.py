@@ -82,7 +82,7 @@ def trained(world, mode="data", sync="allreduce", settings=None, bad=(17,), valu
             fit(trainer)
         except RunError as error:
             said = f"{error.what} | {error.where}"
-        weights = trainer.network.whole_state_dict()
+        weights = trainer.network.full_state_dict()
         lines = folder.events.read_text().splitlines() if folder.events.exists() else []
         records = folder.metrics.read_text().splitlines() if folder.metrics.exists() else []
         trainer.release()

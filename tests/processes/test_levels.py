@@ -25,7 +25,7 @@ from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.train.data_setup import Objects
 from manyhands.train.failing import is_consequence
-from manyhands.train.heart import collectives_begun
+from manyhands.train.heartbeat import collectives_begun
 from manyhands.train.job import build
 from manyhands.train.loop import fit
 from manyhands.train.state import capture

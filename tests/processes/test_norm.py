@@ -12,7 +12,7 @@ from manyhands.core.errors import UserError
 from manyhands.data.order import BatchSharing
 from manyhands.parallel import norm
 from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.rows import settle_rows, watching
+from manyhands.parallel.rows import set_rows_per_sample, watching
 from tests.processes.ranks import run_on_ranks
 
 
@@ -55,7 +55,7 @@ def _pass(world, count, group, micro):
     images = torch.randn(count, 2, 8, 8, dtype=torch.float64)
     with watching(groups.layers) as seen:
         model(images[:2])
-    settle_rows(model, seen, images[:2])
+    set_rows_per_sample(model, seen, images[:2])
     assert [layer.rows_per_sample for layer in groups.layers] == [1, 16 if count > 1 else 0]
     groups.layers[1].rows_per_sample = 16
     for layer in groups.layers:
@@ -161,7 +161,7 @@ def test_rows_whose_samples_are_not_known_are_normalised_where_they_are():
     images = torch.randn(6, 2, 8, 8)
     with watching(groups.layers) as seen:
         model(images)
-    settle_rows(model, seen, images)
+    set_rows_per_sample(model, seen, images)
     assert [layer.rows_per_sample for layer in groups.layers] == [1, 0]
     share = BatchSharing(1, 0, 2).micro_batches(6)[0][0]
     groups.begin_micro_batch(share.spans, share.shared_groups, 6, 6)

@@ -18,10 +18,10 @@ from manyhands.core.processor import Processor
 from manyhands.planner import op_times
 from manyhands.report.changes import changes_since
 from manyhands.train.data_setup import Objects
-from manyhands.train.saving import save, settle
+from manyhands.train.saving import finish_save, save
 from manyhands.worker.entry import _build
 from manyhands.worker.plan_trials import case_of
-from manyhands.worker.precision import settle_precision
+from manyhands.worker.precision import resolve_precision
 from tests.processes.ranks import run_on_ranks
 
 DECIDED = ("train.precision", "train.channels_last")
@@ -87,7 +87,7 @@ def _decide(world, folder, network=_net, settings=None, updates=1):
                 break
     if updates:
         save(parts)
-        settle(parts)
+        finish_save(parts)
         if world.is_main:
             parts.folder.metrics.write_text("{}\n")
     parts.release()
@@ -222,7 +222,7 @@ def _drawn(world, folder):
     job = load_job({"run.out": folder, "train.batch": 12, **dict.fromkeys(DECIDED, "auto")}, environment={}).job
     objects = Objects(_net(), train_set=Drawing(), test_set=Drawing())
     before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    settled = settle_precision(job, RunFolder(Path(folder)), world, "single", objects)
+    settled = resolve_precision(job, RunFolder(Path(folder)), world, "single", objects)
     assert before == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     return settled.about["precision_measured"][0]["seconds"]
 

@@ -63,13 +63,13 @@ def trained(world, place, how="truncated", count=1, skips=True, workers=0, where
             _spoil(place, how, count)
         elif world.is_main:
             (place / "val" / "cat" / "01.png").write_bytes(b"")
-        trainer.prove_replicas()  # the others wait until that is done
+        trainer.verify_replicas()  # the others wait until that is done
         said = ""
         try:
             fit(trainer)
         except ManyhandsError as error:
             said = f"{error.what} | {error.where}"
-        weights = {name: one.clone() for name, one in trainer.network.whole_state_dict().items()}
+        weights = {name: one.clone() for name, one in trainer.network.full_state_dict().items()}
         lines = folder.events.read_text().splitlines() if folder.events.exists() else []
         trainer.release()
     events = [event for event in map(json.loads, lines) if event["kind"] == "replaced"]

@@ -10,7 +10,7 @@ from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
-from manyhands.train.saving import save, settle
+from manyhands.train.saving import finish_save, save
 from tests.processes.ranks import run_on_ranks
 
 # Four steps an epoch; the stop lies within the second one.
@@ -39,7 +39,7 @@ def _train(world, folder, until):
             if trainer.progress.step == until:
                 break
     save(trainer)
-    settle(trainer)
+    finish_save(trainer)
     weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     trainer.release()
     return seen, losses, weights

@@ -144,7 +144,7 @@ def _split_loop(world, ops, mesh, micro_batch):
             s.backward(F.cross_entropy(model(x), y))
             optimizer.step()
         losses.append(s.mean_loss())
-    found, weights = s.evaluate(model, data), s.whole_state_dict()
+    found, weights = s.evaluate(model, data), s.full_state_dict()
     with pytest.raises(UserError, match="label") if world.alone else contextlib.nullcontext():
         s.evaluate(model, data, classes=1 if world.alone else 0)
     s.close()

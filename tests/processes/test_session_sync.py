@@ -20,7 +20,7 @@ from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
 from manyhands.train.session import Session
-from manyhands.worker.account import give_account
+from manyhands.worker.run_metadata import write_metadata
 from tests.processes.ranks import run_on_ranks
 
 # 48 samples in batches of 16 are 3 updates an epoch; the mean loss of a share is exact parts of the batch's then.
@@ -113,9 +113,9 @@ def _by_fit(world, folder, settings):
     objects = Objects(_network(world, settings), train_set=_data(), test_set=_data())
     trainer = build(job, place, world, resolve_mode(job.parallel.mode, world), objects, plan)
     if world.is_main:
-        give_account(trainer, [{"pid": 0}] * world.size, {})
+        write_metadata(trainer, [{"pid": 0}] * world.size, {})
     fit(trainer)
-    weights = trainer.network.whole_state_dict()
+    weights = trainer.network.full_state_dict()
     evaluated = trainer.evaluated.loss
     trainer.release()
     return weights, evaluated, _told(folder) if world.is_main else None
@@ -127,12 +127,12 @@ class Killed(Exception):  # noqa: N818 - not an error
 
 def _account(trainer):
     if trainer.world.is_main:
-        give_account(trainer, [{"pid": 0}] * trainer.world.size, {})
+        write_metadata(trainer, [{"pid": 0}] * trainer.world.size, {})
 
 
 def _by_loop(world, folder, settings, end_at=-1):
     job, place = _job(settings, folder, world)
-    here, net = Session(world, job, place, give_account=_account), _network(world, settings)
+    here, net = Session(world, job, place, write_metadata=_account), _network(world, settings)
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, fused=world.alone or job.parallel.mode != "fsdp")
     model, optimizer, samples = here.prepare(net, optimizer, _data(), batch=16)
     first, found = None, None
@@ -151,8 +151,8 @@ def _by_loop(world, folder, settings, end_at=-1):
     except Killed:
         here.close()
         return first, None, None, None
-    weights = here.whole_state_dict()
-    here._ready().prove_replicas()
+    weights = here.full_state_dict()
+    here._ready().verify_replicas()
     here.close()
     own = (
         {name: one.detach().clone() for name, one in net.state_dict().items()}
@@ -187,7 +187,7 @@ def _refused(world, settings, match, network=SyncedNetwork):
     here, net = Session(world, job), network()
     with pytest.raises(UserError, match=match) as caught:
         here.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=16)
-    return [caught.value.what, *caught.value.mend]
+    return [caught.value.what, *caught.value.hints]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def _chosen(world, folder):
     """A method that is measured: by a link of a modem's speed, on which no update could send all gradients."""
     settings = {"sync.method": "auto", "sync.link": "100kbit", "sync.within": "process", "train.epochs": 100}
     job, place = _job(settings, folder, world)
-    here, net = Session(world, job, place, give_account=_account), SyncedNetwork(unused=True)
+    here, net = Session(world, job, place, write_metadata=_account), SyncedNetwork(unused=True)
     here.prepare(net, torch.optim.SGD(net.parameters(), 0.05), _data(), batch=16)
     taken = here._ready().sync
     here.close()
@@ -243,7 +243,7 @@ def _weighted(world, folder, settings):
     objects = Objects(SyncedNetwork(), train_set=_data(), test_set=_data(), loss=loss)
     trainer = build(job, place, world, resolve_mode("data", world), objects)
     fit(trainer)
-    by_fit = trainer.network.whole_state_dict()
+    by_fit = trainer.network.full_state_dict()
     trainer.release()
     here, net = Session(world, *_job(settings, f"{folder}/loop", world)), SyncedNetwork()
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9, fused=True)
@@ -252,7 +252,7 @@ def _weighted(world, folder, settings):
         for x, y in samples:
             here.backward(loss(model(x), y), CLASS_WEIGHTS[y].sum())
             optimizer.step()
-    weights = here.whole_state_dict()
+    weights = here.full_state_dict()
     here.close()
     return by_fit, weights
 

@@ -69,7 +69,7 @@ def _cut(world, loss, mesh, ops):
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.data = parameter.grad
-    gradients = model.whole_state_dict()
+    gradients = model.full_state_dict()
     model.release()
     return value, gradients
 

@@ -33,7 +33,7 @@ from manyhands.parallel.shared_memory import (
     tries_after,
 )
 from manyhands.train.failing import is_consequence
-from manyhands.train.heart import collectives_begun
+from manyhands.train.heartbeat import collectives_begun
 from tests.processes.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")

@@ -85,7 +85,7 @@ def _split(world, make, ops, loss=None, calls=1):
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.data = parameter.grad
-    gradients = model.whole_state_dict()
+    gradients = model.full_state_dict()
     model.release()
     worst = max(float((gradients[name] - one).abs().max()) for name, one in wanted.items())
     return abs(value - expected), worst

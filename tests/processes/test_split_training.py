@@ -16,7 +16,7 @@ from manyhands.parallel.apply import check_replicas, follows_plan
 from manyhands.parallel.plan import plan_of
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
-from manyhands.train.saving import save, settle
+from manyhands.train.saving import finish_save, save
 from tests.processes.ranks import run_on_ranks
 from tests.processes.updates import BATCH, SAMPLES, network
 
@@ -69,7 +69,7 @@ def _train(world, updates, plan, settings, folder="", resume=False):
             check_replicas(named, world, trainer.progress.step, trainer.network)
         evaluation = trainer.evaluate()
         save(trainer)
-        settle(trainer)
+        finish_save(trainer)
         saved = load(next(iter(run.checkpoints.glob(f"step-{trainer.progress.step:08d}")))) if world.is_main else None
         trainer.release()
     return losses, saved, (evaluation.confusion, evaluation.loss)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from manyhands.core.world import World
 from manyhands.train import evaluate
 from manyhands.train.evaluate import Interrupted, StopRequest
-from manyhands.train.heart import collectives_begun, moved_bytes
+from manyhands.train.heartbeat import collectives_begun, moved_bytes
 from tests.processes.ranks import run_on_ranks
 
 
@@ -16,7 +16,7 @@ def stopped_at(world, culprit, every_s):
     request = StopRequest(world, lambda: world.rank == culprit and done > 5)
     try:
         for done in range(40):
-            request.heed(done)
+            request.check_stop(done)
     except Interrupted:
         return done
     return None
@@ -39,7 +39,7 @@ def test_blocks_that_seem_to_take_no_time_are_not_handed_over_all_at_once(monkey
     asked = []
     request = StopRequest(World(), lambda: asked.append(done))
     for done in range(40):
-        request.heed(done)
+        request.check_stop(done)
     assert asked == [0, 1, 3, 7, 15, 31]
 
 

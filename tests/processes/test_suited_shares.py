@@ -11,10 +11,10 @@ from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
-from manyhands.train import suited
+from manyhands.train import balance_shares
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
-from manyhands.train.saving import save, settle
+from manyhands.train.saving import finish_save, save
 from tests.processes.ranks import run_on_ranks
 
 SAMPLES, BATCH, UPDATES = 90, 32, 20
@@ -47,8 +47,8 @@ def _train(world, folder, slow_s, until=UPDATES, **settings):
     trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(network))
     first, marks = trainer.feed.samples_of_each(), []
     while trainer.progress.step < until:
-        if trainer.settle_shares:
-            trainer.settle_shares()
+        if trainer.balance_shares:
+            trainer.balance_shares()
         marks.append(trainer.feed.samples_of_each())
         for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
             trainer.update(update, trainer.progress.step)
@@ -56,7 +56,7 @@ def _train(world, folder, slow_s, until=UPDATES, **settings):
             if trainer.progress.step == until:
                 break
     save(trainer)
-    settle(trainer)
+    finish_save(trainer)
     weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     trainer.release()
     return first, marks, weights
@@ -99,7 +99,7 @@ def test_shares_follow_a_machine_that_slows_down_for_good(tmp_path):
 
 
 def _slowing(world, folder):
-    suited._SELDOM = 0  # else a minute and more passes before it looks again
+    balance_shares._SELDOM = 0  # else a minute and more passes before it looks again
     lazy = SlowForItsSamples((0.002, 0.02)[world.rank])
     network = nn.Sequential(lazy, nn.Flatten(), nn.Linear(64, 5))
     flags = {"data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "cluster.shares": "auto",
@@ -108,7 +108,7 @@ def _slowing(world, folder):
     trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, "data", Objects(network))
     before = trainer.feed.samples_of_each()
     lazy.seconds = (0.02, 0.002)[world.rank]
-    trainer.settle_shares()
+    trainer.balance_shares()
     after = trainer.feed.samples_of_each()
     trainer.release()
     return before, after

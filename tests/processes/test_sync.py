@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.core.errors import RunError
-from manyhands.sync.buffers import Buffers, MachineGroup
+from manyhands.sync.buffers import Buffers, LocalGroup
 from manyhands.sync.codecs import codec_named, mean_bytes
 from manyhands.sync.compress import compressor_named, compute_alike
 from manyhands.sync.local import LocalSteps, Pace
 from manyhands.sync.powersgd import PowerSgd
 from manyhands.sync.products import LIBRARY, PORTABLE
 from manyhands.sync.shapes import rank_shapes
-from manyhands.sync.talk import SyncGroup, mean_of, settle
+from manyhands.sync.talk import SyncGroup, drive, mean_of
 from tests.processes.ranks import run_on_ranks
 
 # Torch imports much with its first optimizer; here once, so that not every process that is forked does so.
@@ -48,7 +48,7 @@ def _compressor(name, dtype=torch.float64):
 
 def _mean(world, name, count):
     peers, values, codec = SyncGroup(world.rank, world.size), _own(world, count=count), codec_named(name, torch.float64)
-    mean, residual = settle(mean_of(values, codec, peers))
+    mean, residual = drive(mean_of(values, codec, peers))
     kept = _sum(residual.own) / world.size
     if residual.sums is not None:
         whole = torch.zeros(residual.sums.numel() * world.size, dtype=torch.float64)
@@ -76,7 +76,7 @@ def _rounds(world, name):
     for number in range(5):
         values = _own(world, seed=number)
         went_in = went_in + _sum(values) / world.size
-        mean, residual = settle(compressor.average(values + residual, peers))
+        mean, residual = drive(compressor.average(values + residual, peers))
         came_out = came_out + mean
     kept = _sum(residual) / world.size
     for key, sums in compressor.state().items():
@@ -102,7 +102,7 @@ def _broken(world, name, value):
     values = _own(world)
     if world.rank == 1:
         values[COUNT // 3] = value
-    mean, _ = settle(_compressor(name).average(values, SyncGroup(world.rank, world.size)))
+    mean, _ = drive(_compressor(name).average(values, SyncGroup(world.rank, world.size)))
     return bool(mean.isfinite().all())
 
 
@@ -120,12 +120,12 @@ def _late(world, alike):
     if alike:
         compute_alike([compressor], peers, torch.zeros(0, dtype=torch.float64))
     count = 64 * 64 + 40
-    nothing, residual = settle(compressor.average(torch.zeros(count, dtype=torch.float64), peers))
+    nothing, residual = drive(compressor.average(torch.zeros(count, dtype=torch.float64), peers))
     values, missing = _own(world, count=count), []
     values[: 64 * 64].view(64, 64)[:16] = 0
     values[: 64 * 64].view(64, 64)[:, :16] = 0
     for _ in range(30):
-        _, residual = settle(compressor.average(values + residual, peers))
+        _, residual = drive(compressor.average(values + residual, peers))
         values = torch.zeros_like(values)
         missing.append(_sum(residual).norm().item())
     return nothing.abs().max().item(), missing
@@ -269,7 +269,7 @@ def _two_machines(world):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     leaders = dist.new_group([0, 2])
     place = world.rank // 2
-    machine = MachineGroup(groups[place], 2 * place, 2, world.rank % 2 == 0)
+    machine = LocalGroup(groups[place], 2 * place, 2, world.rank % 2 == 0)
     one = type(world)(place, 2)
     trainer = _Trainer(one, "int8", Pace(4, 2, momentum=0.5), machine=machine, peers=SyncGroup(place, 2, leaders))
     trainer.train(0, 10)
@@ -321,7 +321,7 @@ def _machine(world):
     groups = [dist.new_group([0, 1]), dist.new_group(list(range(2, world.size)))]
     leaders, place = dist.new_group([0, 2]), world.rank // 2
     size = 2 if place == 0 else world.size - 2
-    return SyncGroup(place, 2, leaders), MachineGroup(groups[place], 2 * place, size, world.rank % 2 == 0)
+    return SyncGroup(place, 2, leaders), LocalGroup(groups[place], 2 * place, size, world.rank % 2 == 0)
 
 
 def _power(world, beside, passes, machines=False):

@@ -19,8 +19,8 @@ from manyhands.core.folder import RunFolder
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
-from manyhands.train.rehearse import TIMED
 from manyhands.train.state import capture
+from manyhands.train.trial_step import TIMED
 from tests.processes.ranks import run_on_ranks
 
 # Torch imports much with its first optimizer; here once, so that not every process that is forked does so.
@@ -85,7 +85,7 @@ def _train(world, folder, max_steps, settings, elsewhere=False, network=_Network
     trainer = build(job, RunFolder(place), world, mode, Objects(network()))
     first = trainer.progress.step
     fit(trainer)
-    trainer.prove_replicas()
+    trainer.verify_replicas()
     snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
     trainer.release()
     return first, snapshot.model

@@ -144,7 +144,7 @@ class _Paced:
         compressor = compressor_named("int4", [(4,)], rank=1, seed=0, device="cpu", dtype=torch.float32)
         self.steps = LocalSteps(tensors, Buffers([], SyncGroup()), SyncGroup(), compressor, pace_of(cost, options))
         hosts = [f"host-{rank}" for rank in range(size)]
-        self.steps.suit = Pacer(self.steps, cost, options, total_steps, compressing_s=0.0)
+        self.steps.use_balanced_shares = Pacer(self.steps, cost, options, total_steps, compressing_s=0.0)
         self.watcher = Watcher(self.steps, cost, World(0, size), hosts)
 
     def agree(self, exchange_s, *others_s):
@@ -155,7 +155,7 @@ class _Paced:
         told = self.watcher.mine(1.0, 10)
         for rank, step_s in enumerate(others_s, 1):
             told[rank], told[size + rank] = step_s, exchange_s + waits_s[rank]
-        self.watcher.heed(told, self.steps.rounds, self.journal)
+        self.watcher.observe(told, self.steps.rounds, self.journal)
         return self.steps.pace.every, self.steps.pace.delay
 
     def said(self, kind):
@@ -223,12 +223,12 @@ def test_a_slow_link_is_waited_for_but_not_for_minutes():
 
 
 def _told(world):
-    status.TELL_S = 1.0
+    status.REPORT_S = 1.0
     status_round = StatusRound(world, 0.5, float("inf"))
     found = []
     for wait_s in (0.0, 1.2, 0.0):
         time.sleep(wait_s)
-        found.append(status_round.add_up(StepSums(), 1, stop=False).tell)
+        found.append(status_round.add_up(StepSums(), 1, stop=False).report_time)
     return found
 
 

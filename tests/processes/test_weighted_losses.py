@@ -21,15 +21,15 @@ from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.mesh import parse_mesh
 from manyhands.core.world import World
-from manyhands.parallel.convert import gather_whole
+from manyhands.parallel.convert import gather_full
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.shared_plan import shared_plan
 from manyhands.train.data_setup import Objects
 from manyhands.train.exceptions import exceptions
 from manyhands.train.job import build
 from manyhands.train.loss import make_loss_fn
-from manyhands.train.prove import settle_loss
 from manyhands.train.session import Session
+from manyhands.train.verify_loss import verify_loss
 from tests.processes.cut import CutNetwork
 from tests.processes.ranks import run_on_ranks
 
@@ -78,7 +78,7 @@ def _train(world, loss, mode="data", network=None, **settings):
 
 def _whole(name, parameter, network):
     if network.layouts:
-        return gather_whole(parameter.grad, network.layouts[name], network.grid)
+        return gather_full(parameter.grad, network.layouts[name], network.grid)
     return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
 
 
@@ -174,9 +174,9 @@ def _cut(world, name):
 
 @pytest.mark.parametrize("name", ["all", "sum", "own sum"])
 def test_a_network_that_its_user_cuts_has_the_same_gradient(name):
-    for loss, gradients, whole_batch in run_on_ranks(_cut, 2, name):
-        torch.testing.assert_close(gradients, _torchs_own(LOSSES[name], whole_batch))
-        assert loss == pytest.approx(LOSSES[name](_network()(whole_batch[0][0]), whole_batch[0][1]).item())
+    for loss, gradients, full_batch in run_on_ranks(_cut, 2, name):
+        torch.testing.assert_close(gradients, _torchs_own(LOSSES[name], full_batch))
+        assert loss == pytest.approx(LOSSES[name](_network()(full_batch[0][0]), full_batch[0][1]).item())
 
 
 def _loop(world, micro_batch):
@@ -197,11 +197,9 @@ def _loop(world, micro_batch):
 
 @pytest.mark.parametrize(("size", "micro_batch"), [(1, 0), (1, 4), (3, 0), (3, 2)])
 def test_a_loop_of_ones_own_says_what_its_samples_count_for(size, micro_batch):
-    for loss, gradients, whole_batch in run_on_ranks(_loop, size, micro_batch):
-        torch.testing.assert_close(gradients, _torchs_own(LOSSES["weight"], whole_batch))
-        assert loss == pytest.approx(
-            LOSSES["weight"](_network()(whole_batch[0][0]), whole_batch[0][1]).item(), rel=1e-6
-        )
+    for loss, gradients, full_batch in run_on_ranks(_loop, size, micro_batch):
+        torch.testing.assert_close(gradients, _torchs_own(LOSSES["weight"], full_batch))
+        assert loss == pytest.approx(LOSSES["weight"](_network()(full_batch[0][0]), full_batch[0][1]).item(), rel=1e-6)
 
 
 NOT_SUMS = {
@@ -222,7 +220,7 @@ def test_a_loss_that_does_not_add_up_is_named(name):
 
 
 def _settled(loss, classes=5):
-    return settle_loss(make_loss_fn(TrainOptions(), loss), classes, classes, World(), torch.float32)
+    return verify_loss(make_loss_fn(TrainOptions(), loss), classes, classes, World(), torch.float32)
 
 
 class Stateful(nn.Module):

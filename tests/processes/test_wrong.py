@@ -17,7 +17,7 @@ from manyhands.core.world import World
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
-from manyhands.worker.account import give_account, own_environment
+from manyhands.worker.run_metadata import local_environment, write_metadata
 from tests.processes.ranks import run_on_ranks
 
 
@@ -113,7 +113,7 @@ def _fit_moving(world, mode, samples):
     with tempfile.TemporaryDirectory() as folder:
         RunFolder(Path(folder)).ranks.mkdir()
         trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(net))
-        give_account(trainer, [own_environment(world)] * world.size, {})
+        write_metadata(trainer, [local_environment(world)] * world.size, {})
         fit(trainer)
         trainer.saver.wait()
         exceptions = json.loads(RunFolder(Path(folder)).plan.read_text())["exceptions"] if world.is_main else []
@@ -152,7 +152,7 @@ def test_samples_that_hold_nan_are_named_and_no_option_is_blamed(tmp_path):
                       train__stop_after_bad=1)  # fmt: skip
     assert "input pictures" in caught.value.what
     assert str(caught.value.where).endswith("samples 17")
-    assert not any("train." in line for line in caught.value.mend)
+    assert not any("train." in line for line in caught.value.hints)
 
 
 class _Spectral(nn.Module):

@@ -204,7 +204,7 @@ class FakeRun:
                 error="OutOfMemoryError",
                 what="n2's GPU 0 is full at 128 images (23.1 of 24 GB)",
                 where="rank 1, step 1234",
-                mend=["--set train.micro_batch=96; the global batch stays 256"],
+                hints=["--set train.micro_batch=96; the global batch stays 256"],
                 traceback='Traceback (most recent call last):\n  File "net.py", line 12, in forward\nOutOfMemoryError',
                 consequence=consequence,
             ),

@@ -26,8 +26,8 @@ def test_it_says_the_place_that_train_takes(shape):
     size, rank = shape
     variables = {**WORKER, "RANK": str(rank), "WORLD_SIZE": str(size)}
     rows = told(variables)
-    membership = participate(load_job({}, environment={}).job.cluster, variables).membership
-    assert (rows["rank"].value, rows["world_size"].value) == (membership.rank, membership.size) == (rank, size)
+    process_info = participate(load_job({}, environment={}).job.cluster, variables).process_info
+    assert (rows["rank"].value, rows["world_size"].value) == (process_info.rank, process_info.size) == (rank, size)
     assert (rows["rank"].origin, rows["master_port"].value) == ("RANK", 29400)
 
 

@@ -12,7 +12,7 @@ from manyhands.cluster.hosts.formats import hostfile
 from manyhands.cluster.hosts.machines import machines_of, with_machines
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
-from manyhands.run.join import SOCKET, front_door, join_here
+from manyhands.run.join import SOCKET, join_here, join_listener
 
 
 @pytest.fixture(params=["short", "long"])
@@ -34,7 +34,7 @@ def served(folder, admit, asks):
         except (RunError, UserError) as error:
             found.append(error)
 
-    with front_door(folder, admit, pytest.fail) as tick:
+    with join_listener(folder, admit, pytest.fail) as tick:
         assert (folder / SOCKET).stat().st_mode & 0o777 == 0o600
         thread = threading.Thread(target=ask)
         thread.start()
@@ -48,9 +48,9 @@ def served(folder, admit, asks):
 def test_who_asks_is_told_once_the_machine_takes_part(folder):
     asked = []
 
-    def admit(machine, tell):
+    def admit(machine, notify):
         asked.append(machine.target)
-        tell(f"{machine.name} takes part", True)
+        notify(f"{machine.name} takes part", True)
 
     assert served(folder, admit, lambda: join_here(str(folder), "ssh://me@n4:31234")) == "n4:31234 takes part"
     assert asked == ["ssh://me@n4:31234"]
@@ -58,7 +58,7 @@ def test_who_asks_is_told_once_the_machine_takes_part(folder):
 
 @pytest.mark.parametrize("host", ["n4,n5", "-oProxyCommand=x", "n4;reboot", "", "no more"])
 def test_who_can_not_come_is_refused_in_words(host, folder):
-    def admit(machine, tell):
+    def admit(machine, notify):
         raise UserError("enough take part")
 
     error = served(folder, admit, lambda: join_here(str(folder), host or "n4"))
@@ -69,8 +69,8 @@ def test_who_can_not_come_is_refused_in_words(host, folder):
 def test_noise_at_the_socket_harms_nobody(folder):
     """Another program of the user's, and one that goes before it is answered."""
 
-    def admit(machine, tell):
-        tell("here", True)
+    def admit(machine, notify):
+        notify("here", True)
 
     def ask():
         for noise in (
@@ -87,7 +87,7 @@ def test_noise_at_the_socket_harms_nobody(folder):
 
 
 def test_a_head_that_can_open_no_more_files_goes_on(folder):
-    with front_door(folder, pytest.fail, pytest.fail) as tick, contextlib.ExitStack() as stack:
+    with join_listener(folder, pytest.fail, pytest.fail) as tick, contextlib.ExitStack() as stack:
         path = stack.enter_context(short(folder))
         asking = stack.enter_context(socket.socket(socket.AF_UNIX))
         asking.connect(path)

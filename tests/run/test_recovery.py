@@ -14,9 +14,9 @@ from manyhands.run.launch import launch
 from manyhands.run.recovery import (
     MOST_IN_VAIN,
     SOON_UPDATES,
-    Company,
     Recovery,
     RestartBudget,
+    RunMachines,
     Setbacks,
     failed_rank,
     worth_a_start,
@@ -81,7 +81,7 @@ def test_no_machine_is_set_aside_for_a_tunnel_that_has_ended():
     assert failed_rank(Ending()) is None
 
 
-class Coming(Company):
+class Coming(RunMachines):
     def __init__(self, trial):
         self.trial = trial
 

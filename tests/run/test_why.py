@@ -19,9 +19,9 @@ def test_the_cause_is_of_the_last_start_also_where_its_head_left_no_word(rankles
     assert "the cable of n2" not in "\n".join(explained(read_run(tmp_path)).lines())
     record = Failure(time=4.0, rank=1, host="n3", pid=7, step=9, error="KeyError", what="KeyError: a mistake of mine")
     write_json(folder.failures / "1.json", record)
-    told = explained(read_run(tmp_path))
-    assert (told.state, told.rank, told.host, told.step) == ("failed", 1, "n3", 9)
-    assert "a mistake of mine" in told.cause
+    headline = explained(read_run(tmp_path))
+    assert (headline.state, headline.rank, headline.host, headline.step) == ("failed", 1, "n3", 9)
+    assert "a mistake of mine" in headline.cause
 
 
 def test_a_run_whose_checkpoints_are_gone_is_not_said_to_continue(tmp_path):

@@ -9,7 +9,7 @@ from manyhands.train.diverging import Divergence
 
 def told(classes, *losses):
     watch = Divergence(classes)
-    return [place for place, loss in enumerate(losses) if watch.heed(loss)]
+    return [place for place, loss in enumerate(losses) if watch.observe(loss)]
 
 
 @pytest.mark.parametrize(

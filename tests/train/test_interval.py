@@ -114,12 +114,12 @@ def test_it_is_recorded_at_once_and_said_once_it_has_an_effect(tmp_path, monkeyp
     folder = _diary(tmp_path)
     interval, journal, began_s = SaveInterval(folder, World()), Journal(folder, 0), time.perf_counter()
     seconds = interval.saved(0.1, 0)
-    interval.tell(seconds, journal, 5)
-    interval.tell(seconds * 1.1, journal, 6)
+    interval.record(seconds, journal, 5)
+    interval.record(seconds * 1.1, journal, 6)
     assert [line["kind"] for line in read_lines(folder.events)] == ["interval"]
     monkeypatch.setattr(time, "perf_counter", lambda: began_s + 2 * seconds)
-    interval.tell(seconds, journal, 7)
-    interval.tell(seconds / 3, journal, 8)
+    interval.record(seconds, journal, 7)
+    interval.record(seconds / 3, journal, 8)
     lines = list(read_lines(folder.events))
     assert [line["kind"] for line in lines] == ["interval", "note", "interval"]
     assert f"a checkpoint every {seconds:.0f} s" in lines[1]["message"]

@@ -17,7 +17,7 @@ from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.optimize import make_optimizer
-from manyhands.train.step import StepSums, UnderWay, Updater
+from manyhands.train.step import PartialUpdate, StepSums, Updater
 
 # Those of the network and the loss, some 30, are among them.
 MOST_CALLS = 122
@@ -173,7 +173,7 @@ class _Keeps(nn.Module):
 @pytest.mark.parametrize("replace", [lambda _seen, _values: None, lambda seen, values: torch.cat([seen, values])])
 def test_buffers_that_a_module_removes_or_resizes_are_put_back_with_an_update_that_is_undone(replace):
     layer = _Keeps(replace)
-    under_way = UnderWay(ParallelNetwork(call=layer, inner=layer))
+    under_way = PartialUpdate(ParallelNetwork(call=layer, inner=layer))
     under_way.begin()
     layer(torch.ones(1, 2))
     under_way.undo()

@@ -9,7 +9,7 @@ from torch import nn
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
-from manyhands.core.world import Membership, World
+from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel import group
 from manyhands.run.python import _flags
 from manyhands.train.data_setup import Objects
@@ -43,24 +43,24 @@ def test_the_advice_is_tried_in_the_jobs_precision(tmp_path, precision, fits, ph
     trainer = build(load_job(flags, environment={}).job, RunFolder(Path(tmp_path)), World(), "single", Objects(network))
     network.fits, trainer.phase = 4, phase
     network.kinds.clear()
-    mend = explain_memory(torch.OutOfMemoryError("CUDA out of memory"), trainer).mend
+    hints = explain_memory(torch.OutOfMemoryError("CUDA out of memory"), trainer).hints
     trainer.release()
     assert network.kinds == {torch.bfloat16 if precision == "bf16" else torch.float32}
-    assert f"_batch={fits}" in mend[0]
-    assert ("precision=bf16" in mend[-1]) == (precision == "fp32")
+    assert f"_batch={fits}" in hints[0]
+    assert ("precision=bf16" in hints[-1]) == (precision == "fp32")
 
 
 def test_a_process_of_its_own_uses_the_device_that_it_was_given(monkeypatch):
     used = []
-    monkeypatch.setattr(group, "_device", lambda membership: membership.device)
+    monkeypatch.setattr(group, "_device", lambda process_info: process_info.device)
     monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
-    assert group.join(Membership(device="cuda:1"), "", 60, print).world.device == "cuda:1"
+    assert group.join(ProcessInfo(device="cuda:1"), "", 60, print).world.device == "cuda:1"
     assert used == ["cuda:1"]
-    group.join(Membership(device="cpu"), "", 60, print)
+    group.join(ProcessInfo(device="cpu"), "", 60, print)
     assert len(used) == 1
 
 
 def test_an_option_of_another_section_is_named():
     with pytest.raises(UserError) as raised:
         _flags({"device": "cuda:1"}, "fit")
-    assert raised.value.mend == ("did you mean cluster__device?",)
+    assert raised.value.hints == ("did you mean cluster__device?",)

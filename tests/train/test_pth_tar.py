@@ -63,7 +63,7 @@ def test_other_rates_than_the_files_are_refused_by_flag(tmp_path):
     ):
         with pytest.raises(UserError) as caught:
             check_same_training(job_of(**options), read_foreign(path), str(path))
-        assert caught.value.mend[0] == f"resume with {flag}"
+        assert caught.value.hints[0] == f"resume with {flag}"
     # `manyhands train` takes its own rates.
     plain = load_job({"data.name": "synthetic"}, environment={}).job
     check_same_training(plain, read_foreign(path), str(path))

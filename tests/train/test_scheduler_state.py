@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler, swa_utils
 
 from manyhands.core.errors import UserError
-from manyhands.train.own_schedule import OwnScheduler
+from manyhands.train.own_schedule import CustomScheduler
 from manyhands.train.scheduler_state import (
     as_plain_data,
     from_plain_data,
@@ -88,7 +88,7 @@ def spoilt(tree):
 @pytest.mark.parametrize("make", SCHEDULERS)
 def test_junk_of_any_kind_anywhere_is_refused_in_words_or_does_no_harm(make):
     optimizer = sgd()
-    scheduler = OwnScheduler(make(optimizer), optimizer)
+    scheduler = CustomScheduler(make(optimizer), optimizer)
     for step in range(3):
         optimizer.step()
         scheduler(step)
@@ -98,10 +98,10 @@ def test_junk_of_any_kind_anywhere_is_refused_in_words_or_does_no_harm(make):
         warnings.simplefilter("ignore")
         for saved in spoilt(json.loads(scheduler.saved())):
             optimizer = sgd()
-            again = OwnScheduler(make(optimizer), optimizer)
+            again = CustomScheduler(make(optimizer), optimizer)
             try:
                 with reading_of("runs/a/checkpoints/step-3"):
-                    again.go_on(json.dumps(saved), 3)
+                    again.resume(json.dumps(saved), 3)
             except UserError as error:
                 refused += error.where == "runs/a/checkpoints/step-3"
                 continue

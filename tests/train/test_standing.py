@@ -6,7 +6,7 @@ from torchvision.models import resnet18
 from manyhands.core.link_speeds import named_link
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.options import SyncOptions
-from manyhands.train.standing import Standing
+from manyhands.train.communication import CommunicationMonitor
 
 SHAPES = tuple(tuple(one.shape) for one in resnet18().parameters())
 
@@ -20,7 +20,7 @@ class Journal:
 
 
 def standing(link):
-    return Standing(
+    return CommunicationMonitor(
         lambda computing_s: LinkCase(SHAPES, 4, 9610, 3, computing_s, 0.0, named_link(link), 10_000),
         SyncOptions(), {}, run="runs/a",
     )  # fmt: skip
@@ -29,7 +29,7 @@ def standing(link):
 def heeded(one, stood_s, step_s, steps, processes=3):
     journal = Journal()
     for step in range(1, steps + 1):
-        one.heed([processes * stood_s, processes * step_s], step, processes, journal)
+        one.observe([processes * stood_s, processes * step_s], step, processes, journal)
     return journal.said
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.train.suited import suited
+from manyhands.train.balance_shares import balanced
 
 speeds = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=8)
 
@@ -12,7 +12,7 @@ speeds = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=8)
 def test_shares_are_complete_and_nobody_goes_without(speeds_s, more, group, data):
     batch, equal = len(speeds_s) + more, -(-(len(speeds_s) + more) // len(speeds_s))
     most = [data.draw(st.integers(equal, batch)) for _ in speeds_s]
-    found = suited(speeds_s, batch, group, most)
+    found = balanced(speeds_s, batch, group, most)
     assert sum(found) == batch
     assert min(found) >= 1
     assert all(one <= limit for one, limit in zip(found, most, strict=True))
@@ -21,7 +21,7 @@ def test_shares_are_complete_and_nobody_goes_without(speeds_s, more, group, data
 @given(speeds, st.integers(0, 200))
 def test_no_sample_would_be_done_sooner_elsewhere(speeds_s, more):
     batch = len(speeds_s) + more
-    found = suited(speeds_s, batch, 0, [batch] * len(speeds_s))
+    found = balanced(speeds_s, batch, 0, [batch] * len(speeds_s))
     longest = max(one * count for one, count in zip(speeds_s, found, strict=True))
     for one, count in zip(speeds_s, found, strict=True):
         others = [each * had for each, had in zip(speeds_s, found, strict=True) if had > 1]
@@ -30,10 +30,10 @@ def test_no_sample_would_be_done_sooner_elsewhere(speeds_s, more):
 
 
 def test_three_times_as_fast_is_three_times_as_much_in_whole_groups():
-    assert suited([1.0, 3.0], 32, 0, [32, 32]) == [24, 8]
-    assert suited([1.0, 2.9], 64, 8, [64, 64]) == [48, 16]
-    assert suited([1.0, 3.0], 32, 32, [32, 32]) == [24, 8]
+    assert balanced([1.0, 3.0], 32, 0, [32, 32]) == [24, 8]
+    assert balanced([1.0, 2.9], 64, 8, [64, 64]) == [48, 16]
+    assert balanced([1.0, 3.0], 32, 32, [32, 32]) == [24, 8]
 
 
 def test_what_does_not_fit_goes_to_others():
-    assert suited([1.0, 3.0], 32, 0, [20, 32]) == [20, 12]
+    assert balanced([1.0, 3.0], 32, 0, [20, 32]) == [20, 12]

@@ -3,7 +3,7 @@
 from manyhands.core.folder import RunFolder
 from manyhands.core.journal import Journal
 from manyhands.core.records import Event, append, read_lines
-from manyhands.worker.account import tell_of_undone
+from manyhands.worker.run_metadata import record_undone_steps
 from tests.report.fake_run import FakeRun
 
 
@@ -12,7 +12,7 @@ def test_what_an_earlier_start_has_lost_is_told_of_once(tmp_path):
 
     def goes_on(time, step):
         append(folder.events, Event(time=time, kind="resumed", step=step))
-        tell_of_undone(RunFolder(folder.path), Journal(RunFolder(folder.path), 0), step)
+        record_undone_steps(RunFolder(folder.path), Journal(RunFolder(folder.path), 0), step)
         return [line["data"] for line in read_lines(folder.events) if line["kind"] == "undone"]
 
     newest = max(line["step"] for line in read_lines(folder.metrics))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from manyhands.cluster.agents.orders import orders_for
-from manyhands.cluster.hosts.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.data.open import open_data
@@ -26,7 +26,7 @@ def _mnist(place):
 
 def _open_ahead(options, **more):
     job = Job(data=options)
-    with opened_ahead(orders_for(job, "train", "nowhere", Meeting((2,)), **more)):
+    with opened_ahead(orders_for(job, "train", "nowhere", Rendezvous((2,)), **more)):
         pass
 
 

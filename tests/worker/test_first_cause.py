@@ -9,11 +9,11 @@ import torch.distributed as dist
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import FAILURE_FILE
-from manyhands.core.world import Membership, World
+from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel import cause
 from manyhands.parallel.cause import Cause
 from manyhands.parallel.group import Group
-from manyhands.parallel.said import Told
+from manyhands.parallel.said import PeerFailure
 from manyhands.train.failing import describe_failure, is_consequence
 from manyhands.worker import entry
 from manyhands.worker.entry import MET, Failed, train_here
@@ -102,7 +102,7 @@ def test_an_accelerators_process_that_waits_for_ever_is_ended_by_its_listener(so
         left.set()
 
     waiting, failing = Cause(store, 0, leave), Cause(store, 0)
-    failing.publish(Told.of(1, "n2", "KeyError: mine"))
+    failing.publish(PeerFailure.of(1, "n2", "KeyError: mine"))
     assert left.wait(10)
     assert heard[0].rank == 1
     # One that ends by itself in time is left alone.
@@ -119,11 +119,11 @@ def test_the_record_is_written_before_the_group_is_left(monkeypatch, tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.failures.mkdir(parents=True)
     job = load_job({"data.name": str(tmp_path / "nothing"), "model.name": "mlp"}, environment={}).job
-    membership = Membership(device="cpu")
+    process_info = ProcessInfo(device="cpu")
     written = []
     monkeypatch.setattr(Group, "leave", lambda _self, **_: written.append((tmp_path / "0.json").read_text()))
     with pytest.raises(Failed):
-        train_here(job, membership, folder, {}, print)
+        train_here(job, process_info, folder, {}, print)
     assert json.loads(written[0])["rank"] == 0
     assert json.loads((folder.failures / "0.json").read_text())["phase"] == "build"
 
@@ -152,11 +152,11 @@ def test_on_an_accelerator_the_listener_writes_the_record_and_aborts(started_by,
     monkeypatch.setattr(entry, "share_folder", lambda _world, given: given)
     monkeypatch.setattr(entry, "_from_where_rank_0_says", lambda job, *_: job)
     monkeypatch.setattr(entry, "_build", lambda *_: None)
-    mine = GroupMember(Membership(rank=1, size=2, device="cuda", started_by=started_by), folder, "build")
+    mine = GroupMember(ProcessInfo(rank=1, size=2, device="cuda", started_by=started_by), folder, "build")
     entry._join_and_build(mine, load_job({"model.name": "mlp"}, environment={}).job, {}, print)
     failing = Cause(store, 0)
     try:
-        failing.publish(Told.of(0, "n1", "KeyError: mine"))
+        failing.publish(PeerFailure.of(0, "n1", "KeyError: mine"))
         assert ended.wait(20)
     finally:
         failing.close()

@@ -22,7 +22,7 @@ from manyhands.checkpoint.pieces import (
 from manyhands.checkpoint.plain_files import read_plain
 from manyhands.checkpoint.verify import damaged, read_manifest, torn, verify
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import whole
+from manyhands.core.layouts import unsharded
 from manyhands.core.mesh import Mesh
 from manyhands.core.outside import UnreadableError, parse_json
 
@@ -150,7 +150,7 @@ def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
             tensor = opened.get_slice(key)
             if tensor.get_dtype() not in BY_CODE:
                 raise UserError(f"{key} has the type {tensor.get_dtype()}, which this version can't read", str(file))
-            entries[name] = TensorEntry(BY_CODE[tensor.get_dtype()], whole(tuple(tensor.get_shape())))
+            entries[name] = TensorEntry(BY_CODE[tensor.get_dtype()], unsharded(tuple(tensor.get_shape())))
     places = {name: [(file, whole_region(entry.layout.shape))] for name, entry in entries.items()}
     return PlacedTensors(entries, places, keys)
 

@@ -43,12 +43,12 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
     """
     if reference.is_file():
         if not reference.name.endswith(FOREIGN_SUFFIXES):
-            raise UserError(f"{reference} is not a checkpoint", mend=(f"suffixes: {', '.join(FOREIGN_SUFFIXES)}",))
+            raise UserError(f"{reference} is not a checkpoint", hints=(f"suffixes: {', '.join(FOREIGN_SUFFIXES)}",))
         if reference.name in layout.CONTENTS and (reference.parent / layout.MANIFEST).is_file():
             verify(reference.parent)  # a file of a checkpoint of ours
         return reference, []
     if not reference.is_dir():
-        raise UserError(f"there is no {reference}", mend=("name a run folder, a checkpoint folder or a file",))
+        raise UserError(f"there is no {reference}", hints=("name a run folder, a checkpoint folder or a file",))
     if (reference / layout.MANIFEST).exists() or layout.step_of(reference) is not None:
         verify(reference)
         return reference, []
@@ -72,9 +72,9 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
 def _no_checkpoint(reference: Path, folder: Path, passed_over: list[str]) -> UserError:
     if not any(folder.glob("*.distcp")):
         return UserError(f"{reference} holds no checkpoint that can be read", str(folder), tuple(passed_over))
-    mend = (f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pth", _TRUST)
+    hints = (f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pth", _TRUST)
     what = f"{reference} is a folder of torch.distributed.checkpoint, whose .metadata is a pickle"
-    return UserError(what, str(folder), mend)
+    return UserError(what, str(folder), hints)
 
 
 def _taken(path: Path, passed_over: list[str]) -> list[str]:

@@ -55,8 +55,8 @@ def read_foreign(path: Path) -> Snapshot:
     except TypeError:
         extra = None
     if extra is None or not any(isinstance(value, Tensor) for value in weights.values()):
-        mend = f"expected tensors by name, or a dict with one of {', '.join(_WRAPPERS)}; found {_shown(weights)}"
-        raise UserError(f"{path.name} holds no network's weights", str(path), (mend,))
+        hints = f"expected tensors by name, or a dict with one of {', '.join(_WRAPPERS)}; found {_shown(weights)}"
+        raise UserError(f"{path.name} holds no network's weights", str(path), (hints,))
     model = {name: value.detach() for name, value in weights.items() if isinstance(value, Tensor)}
     if path.name.endswith(".safetensors"):
         return Snapshot(model, None, {"foreign": "safetensors"})
@@ -75,7 +75,7 @@ def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) 
     numbers = [number for group in groups for number in group["params"]]
     if len(numbers) != len(parameter_names):
         what = f"the saved optimizer has {len(numbers)} parameters, this network has {len(parameter_names)}"
-        raise UserError(what, mend=("resume with the network of the checkpoint, or give --resume never",))
+        raise UserError(what, hints=("resume with the network of the checkpoint, or give --resume never",))
     names = dict(zip(numbers, parameter_names, strict=True))
     return {
         "state": {names[number]: dict(entries) for number, entries in optimizer_state["state"].items()},
@@ -124,8 +124,8 @@ def _read(path: Path) -> dict[str, Any]:
     except (RuntimeError, OSError, EOFError, ValueError, KeyError, IndexError, SafetensorError) as error:
         if not _is_script(path):
             raise damaged(path) from error
-        mend = ("if you trust the file: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pth')",)
-        raise UserError(f"{path.name} is a TorchScript file, which holds code", str(path), mend) from error
+        hints = ("if you trust the file: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pth')",)
+        raise UserError(f"{path.name} is a TorchScript file, which holds code", str(path), hints) from error
     if not isinstance(content, dict):
         what = f"{path.name} holds a {type(content).__name__}, not a network's weights"
         raise UserError(what, str(path), ("save model.state_dict() instead",))
@@ -146,13 +146,13 @@ def _unloadable(path: Path) -> UserError:
     if not found:
         return damaged(path)
     shown = ", ".join(map(shortened, found[:3])) + (" …" if len(found) > 3 else "")
-    mend = (
+    hints = (
         "save only tensors and plain data, since other objects could run code",
         "if you trust the file: load it in Python and save its state_dict() with safetensors.torch.save_file",
     )
     if any(name.startswith(("lightning.", "pytorch_lightning.")) for name in found):
-        mend = (mend[0], "for Lightning: torch.save(MODEL.load_from_checkpoint(FILE).state_dict(), 'weights.pth')")
-    return UserError(f"{path.name} holds Python objects ({shown}), which are not loaded", str(path), mend)
+        hints = (hints[0], "for Lightning: torch.save(MODEL.load_from_checkpoint(FILE).state_dict(), 'weights.pth')")
+    return UserError(f"{path.name} holds Python objects ({shown}), which are not loaded", str(path), hints)
 
 
 def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -175,8 +175,8 @@ def _number(content: dict[str, Any], key: str, path: Path) -> float:
         value = value.item()
     if not isinstance(value, int | float) or not 0 <= value <= _MOST:
         shown = shortened(repr(value)) if not isinstance(value, Tensor) else f"a tensor of {value.numel()} numbers"
-        mend = ("write the file again with imagenet main.py, or save only its state_dict",)
-        raise UserError(f"{key} in {path.name} is {shown}, not a number as main.py writes it", str(path), mend)
+        hints = ("write the file again with imagenet main.py, or save only its state_dict",)
+        raise UserError(f"{key} in {path.name} is {shown}, not a number as main.py writes it", str(path), hints)
     return value
 
 
@@ -194,8 +194,8 @@ def _main_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | Non
         right = all(type(number) is int for number in numbers) and set(state) <= set(numbers)
         right = right and all(isinstance(entries, dict) for entries in state.values())
     if not right:
-        mend = ("write the file again with imagenet main.py, or save only its state_dict",)
-        raise UserError(f"the optimizer's state in {path.name} has a different form than torch's", str(path), mend)
+        hints = ("write the file again with imagenet main.py, or save only its state_dict",)
+        raise UserError(f"the optimizer's state in {path.name} has a different form than torch's", str(path), hints)
     return found
 
 

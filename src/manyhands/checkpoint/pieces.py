@@ -8,7 +8,7 @@ from typing import Any
 from manyhands.checkpoint import layout as files
 from manyhands.checkpoint.element_types import BY_NAME, ElementType
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, layout_from_plain, whole
+from manyhands.core.layouts import TensorLayout, layout_from_plain, unsharded
 from manyhands.core.mesh import Mesh, make_mesh
 
 # One process alone.
@@ -45,7 +45,7 @@ class NetworkLayout:
 
     def of(self, name: str, shape: tuple[int, ...]) -> TensorLayout:
         """The layout of an entry whose whole shape is known. Raises UserError: the cut is of another shape."""
-        layout = self.layouts.get(name) or whole(shape)
+        layout = self.layouts.get(name) or unsharded(shape)
         if layout.shape != shape:
             what = f"{name} has the shape {list(shape)}, but the plan expects {list(layout.shape)}"
             raise UserError(what, f"layouts.{name}", ("use the plan that was made for this network",))
@@ -104,7 +104,7 @@ def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any
 
 def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]]:
     """Reads what `describe_pieces` wrote. Raises UserError: it isn't what the layouts say."""
-    mend = ("use another checkpoint: manyhands did not write this pieces.json",)
+    hints = ("use another checkpoint: manyhands did not write this pieces.json",)
     try:
         mesh = make_mesh(content["mesh"], f"{where}: mesh")
         tensors = {
@@ -119,7 +119,7 @@ def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]
         }
         sound = MODEL in tensors and describe_pieces(mesh, tensors) == content
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError("pieces.json describes no pieces", where, mend) from error
+        raise UserError("pieces.json describes no pieces", where, hints) from error
     if not sound:
-        raise UserError("the pieces don't match the layouts", where, mend)
+        raise UserError("the pieces don't match the layouts", where, hints)
     return mesh, tensors

@@ -11,7 +11,7 @@ from manyhands.checkpoint.pieces import ALONE, MODEL, NetworkLayout, Region, Ten
 from manyhands.checkpoint.refuse import refuse_too_little_space, save_error
 from manyhands.checkpoint.source import Source
 from manyhands.checkpoint.tensors import EXTRA_STATE, unflatten
-from manyhands.checkpoint.write import Contents, Files, finish_pieces, write_pieces, write_whole, write_whole_file
+from manyhands.checkpoint.write import Contents, Files, finish_pieces, write_atomic, write_file_atomic, write_pieces
 from manyhands.core.errors import UserError
 from manyhands.core.once import replacing
 from manyhands.core.plan_record import read_plan_record
@@ -21,13 +21,13 @@ SAFETENSORS, PICKLED = (".safetensors",), (".pth", ".pt")
 _UNKNOWN = (".tar", ".bin", ".ckpt", ".pkl", ".zip", ".json", ".npz", ".onnx")
 
 
-def read_cut(file: Path) -> NetworkLayout:
+def read_network_layout(file: Path) -> NetworkLayout:
     """Reads mesh and layouts of a plan.json. Raises UserError: there is none, or it says nothing of a cut."""
     record = read_plan_record(file)
     for key in ("mesh", "layouts"):
         if getattr(record, key) is None or key not in record.model_fields_set:
-            mend = ('give "mesh": {"dp": 2, "tp": 2} and "layouts": {name: layout}, as in a run\'s plan',)
-            raise UserError(f'the plan has no "{key}"', str(file), mend)
+            hints = ('give "mesh": {"dp": 2, "tp": 2} and "layouts": {name: layout}, as in a run\'s plan',)
+            raise UserError(f'the plan has no "{key}"', str(file), hints)
     return NetworkLayout(*record.mesh_and_layouts(str(file)))
 
 
@@ -69,14 +69,14 @@ def merge(source: Source, target: Path) -> None:
     """
     contents = _contents(source, NetworkLayout(ALONE, {}))
     if target.name.endswith(_UNKNOWN):
-        mend = ("end the name in .safetensors or .pth, or give a checkpoint folder's name without a suffix",)
-        raise UserError(f"{target.name} has an unsupported file type", str(target), mend)
+        hints = ("end the name in .safetensors or .pth, or give a checkpoint folder's name without a suffix",)
+        raise UserError(f"{target.name} has an unsupported file type", str(target), hints)
     if target.name.endswith(SAFETENSORS):
-        _commit_file(target, contents, lambda file: write_whole_file(file, contents, MODEL))
+        _commit_file(target, contents, lambda file: write_file_atomic(file, contents, MODEL))
     elif target.name.endswith(PICKLED):
         _commit_file(target, contents, lambda file: _save_pickled(source, file))
     else:
-        _commit_folder(target, contents, lambda staged: write_whole(staged, contents))
+        _commit_folder(target, contents, lambda staged: write_atomic(staged, contents))
 
 
 def _save_pickled(source: Source, file: Path) -> None:

@@ -23,10 +23,10 @@ from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.stored import slices
 from manyhands.checkpoint.stream import element_type, in_file_order, torch_type
 from manyhands.checkpoint.tensors import flatten_optimizer, parameter_names
-from manyhands.checkpoint.together import SavingGroup, receive, send, together
-from manyhands.checkpoint.write import Contents, finish_pieces, whole_specs, write_pieces, write_whole
+from manyhands.checkpoint.together import CheckpointGroup, receive, send, together
+from manyhands.checkpoint.write import Contents, finish_pieces, whole_specs, write_atomic, write_pieces
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.layouts import TensorLayout, whole
+from manyhands.core.layouts import TensorLayout, unsharded
 
 T = TypeVar("T")
 
@@ -34,11 +34,13 @@ _BLOCK_BYTES = 4 << 20
 
 
 def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
-    """Commits folder/step-NNNNNNNN of a network that this process holds whole; see `save_whole`."""
-    return save_whole(folder, step, snapshot, NetworkLayout(ALONE, {}), SavingGroup())
+    """Commits folder/step-NNNNNNNN of a network that this process holds whole; see `save_full`."""
+    return save_full(folder, step, snapshot, NetworkLayout(ALONE, {}), CheckpointGroup())
 
 
-def save_pieces(folder: Path, step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: SavingGroup) -> Path:
+def save_pieces(
+    folder: Path, step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: CheckpointGroup
+) -> Path:
     """Commits folder/step-NNNNNNNN in pieces, each written by the process that holds it; a collective.
 
     All processes, as many as the mesh has, share the folder's disk. The snapshot has this process's pieces, in the
@@ -70,7 +72,9 @@ def save_pieces(folder: Path, step: int, snapshot: Snapshot, network_layout: Net
     return target
 
 
-def save_whole(folder: Path, step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: SavingGroup) -> Path:
+def save_full(
+    folder: Path, step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: CheckpointGroup
+) -> Path:
     """Commits folder/step-NNNNNNNN whole, with a manifest; writers write, the others send their pieces; a collective.
 
     Only writers need to see the folder, which may be another disk's for each. Tensors are sent and written one by one,
@@ -94,7 +98,7 @@ def save_whole(folder: Path, step: int, snapshot: Snapshot, network_layout: Netw
         _make_room(target, contents)
         gathering = Contents(step, network_layout.mesh, contents.tensors, contents.texts, lambda *_: next(assembled))
         with commit.staging(folder, step) as staged:
-            write_whole(staged, gathering)
+            write_atomic(staged, gathering)
             commit.commit(staged, target)
         remember(target)
 
@@ -117,7 +121,7 @@ def save_whole(folder: Path, step: int, snapshot: Snapshot, network_layout: Netw
     return target
 
 
-def _agreed_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: SavingGroup) -> Contents:
+def _agreed_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: CheckpointGroup) -> Contents:
     """What this process holds, once it is sure that all hold pieces of the same network."""
     made: list[Contents] = []
 
@@ -136,7 +140,7 @@ def _agreed_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayou
     return made[0]
 
 
-def _where_it_is(target: Path, contents: Contents, peers: SavingGroup) -> list[bool]:
+def _where_it_is(target: Path, contents: Contents, peers: CheckpointGroup) -> list[bool]:
     """By rank whether that one, a writer, has the checkpoint already; where rank 0 hasn't, there is room for it."""
 
     def look() -> bool:
@@ -156,7 +160,7 @@ def _make_room(target: Path, contents: Contents) -> None:
     refuse_too_little_space(target.parent, sum(sizes))
 
 
-def _shared_folder(stack: ExitStack, target: Path, step: int, peers: SavingGroup) -> Path:
+def _shared_folder(stack: ExitStack, target: Path, step: int, peers: CheckpointGroup) -> Path:
     """A staged folder that every process sees: rank 0 makes it with a token inside, the others look for that."""
 
     def stage() -> list[str]:
@@ -174,8 +178,8 @@ def _shared_folder(stack: ExitStack, target: Path, step: int, peers: SavingGroup
         file = staged / layout.TOKEN
         if not file.is_file() or file.read_text() != token:
             what = f"rank {peers.rank} can't see rank 0's checkpoint folder"
-            mend = ("move --out to a disk that all machines share", "or save without checkpoint.pieces")
-            raise UserError(what, str(target.parent), mend)
+            hints = ("move --out to a disk that all machines share", "or save without checkpoint.pieces")
+            raise UserError(what, str(target.parent), hints)
 
     together(peers, _saving(target.parent, see))
     return staged
@@ -193,7 +197,7 @@ def _saving(folder: Path, work: Callable[[], T]) -> Callable[[], T]:
     return run
 
 
-def _assembled(contents: Contents, peers: SavingGroup) -> Iterator[Tensor]:
+def _assembled(contents: Contents, peers: CheckpointGroup) -> Iterator[Tensor]:
     """On a writer each whole tensor in its view, in the order in which files are written; on others nothing, but sends.
 
     One writer after the other is sent what nobody on its machine holds, or a neighbour has. No reference to a tensor is
@@ -212,7 +216,7 @@ def _assembled(contents: Contents, peers: SavingGroup) -> Iterator[Tensor]:
                         send(piece[slices(block, region)], writer, peers)
 
 
-def _received(contents: Contents, kind: str, name: str, regions: dict[int, Region], peers: SavingGroup) -> Tensor:
+def _received(contents: Contents, kind: str, name: str, regions: dict[int, Region], peers: CheckpointGroup) -> Tensor:
     described = contents.tensors[kind][name]
     if not described.layout.cuts and peers.rank in regions:
         return contents.fetch(kind, name, regions[peers.rank])
@@ -282,13 +286,13 @@ def _refuse_half_named(model: Mapping[str, Tensor], network_layout: NetworkLayou
 def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayout, rank: int) -> TensorEntry:
     """A tensor lies as the parameter does that it belongs to, where it has that one's shape; else it is whole."""
     shape = tuple(tensor.shape)
-    lies: TensorLayout = network_layout.layouts.get(owner) or whole(shape)
+    lies: TensorLayout = network_layout.layouts.get(owner) or unsharded(shape)
     expected = lies.local_shape(network_layout.mesh, rank)
     if shape == expected:
         return TensorEntry(element_type(tensor.dtype), lies)
     # A count of steps is the same everywhere. Anything else of a cut parameter could be cut in any way.
     if name != owner and (tensor.ndim == 0 or not lies.cuts):
-        return TensorEntry(element_type(tensor.dtype), whole(shape))
+        return TensorEntry(element_type(tensor.dtype), unsharded(shape))
     what = f"rank {rank} holds {list(shape)} of {name}, but the layout expects {list(expected)}"
     raise RunError(
         what, name, ("use sgd or adamw, or shard nothing: this optimizer's state can't be sharded like the parameters",)

@@ -13,7 +13,7 @@ from manyhands.checkpoint.stored import FileTensors, StoredTensors, in_memory
 from manyhands.checkpoint.tensors import EXTRA_STATE, parameter_names, unflatten
 from manyhands.checkpoint.verify import torn
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, whole
+from manyhands.core.layouts import TensorLayout, unsharded
 from manyhands.core.mesh import Mesh
 
 
@@ -55,7 +55,7 @@ class Source:
             for name in self.optimizer.names():
                 lies = network_layout.layouts.get(owners.get(name, ""))
                 shape = self.optimizer.shape(name)
-                found[OPTIMIZER][name] = lies if lies is not None and lies.shape == shape else whole(shape)
+                found[OPTIMIZER][name] = lies if lies is not None and lies.shape == shape else unsharded(shape)
         return found
 
     def snapshot(self, network_layout: NetworkLayout | None = None, rank: int = 0) -> Snapshot:

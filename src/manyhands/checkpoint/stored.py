@@ -13,7 +13,7 @@ from manyhands.checkpoint.element_types import BY_CODE
 from manyhands.checkpoint.pieces import Region, TensorEntry, Tensors, size_of, whole_region
 from manyhands.checkpoint.stream import element_type, torch_type
 from manyhands.checkpoint.verify import torn
-from manyhands.core.layouts import TensorLayout, whole
+from manyhands.core.layouts import TensorLayout, unsharded
 from manyhands.core.mesh import Mesh
 from manyhands.core.outside import parse_json
 
@@ -124,5 +124,5 @@ def slices(region: Region, within: Region | None = None) -> tuple[slice, ...]:
 
 def in_memory(tensors: Mapping[str, Tensor]) -> MemoryTensors:
     """Whole tensors in memory, by name, as if they were stored."""
-    entries = {name: TensorEntry(element_type(t.dtype), whole(tuple(t.shape))) for name, t in tensors.items()}
+    entries = {name: TensorEntry(element_type(t.dtype), unsharded(tuple(t.shape))) for name, t in tensors.items()}
     return MemoryTensors(entries, tensors)

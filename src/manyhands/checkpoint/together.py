@@ -23,7 +23,7 @@ _ERRORS: dict[str, type[ManyhandsError]] = {
 
 
 @dataclass(frozen=True)
-class SavingGroup:
+class CheckpointGroup:
     """The processes that save or load together."""
 
     rank: int = 0  # this process's, which is its place in the mesh too
@@ -35,7 +35,7 @@ class SavingGroup:
     writers: Mapping[int, range] = field(default_factory=lambda: {0: range(1)})
 
 
-def together(peers: SavingGroup, work: Callable[[], T]) -> list[T]:
+def together(peers: CheckpointGroup, work: Callable[[], T]) -> list[T]:
     """All processes' results (JSON data); a collective. Raises ManyhandsError: that of the first that failed."""
     own: Exception | None = None
     result: Any = None
@@ -52,13 +52,13 @@ def together(peers: SavingGroup, work: Callable[[], T]) -> list[T]:
     raise _from_plain(answers[failed]["error"], failed) from own
 
 
-def send(tensor: Tensor, to: int, peers: SavingGroup) -> None:
+def send(tensor: Tensor, to: int, peers: CheckpointGroup) -> None:
     """Sends a tensor's values; the other one calls `receive`."""
     if tensor.numel():
         dist.send(as_bytes(tensor).to(peers.device), dst=to)
 
 
-def receive(shape: tuple[int, ...], dtype: torch.dtype, source: int, peers: SavingGroup) -> Tensor:
+def receive(shape: tuple[int, ...], dtype: torch.dtype, source: int, peers: CheckpointGroup) -> Tensor:
     """Receives the values of a tensor of known shape and type, as a CPU tensor."""
     count = math.prod(shape) * dtype.itemsize
     buffer = torch.empty(count, dtype=torch.uint8, device=peers.device)
@@ -70,10 +70,10 @@ def receive(shape: tuple[int, ...], dtype: torch.dtype, source: int, peers: Savi
 def _as_plain(error: Exception) -> dict[str, Any]:
     if isinstance(error, ManyhandsError):
         kind = next((name for name, known in _ERRORS.items() if isinstance(error, known)), RunError.__name__)
-        return {"kind": kind, "what": error.what, "where": error.where, "mend": list(error.mend)}
-    return {"kind": RunError.__name__, "what": f"{type(error).__name__}: {error}", "where": "", "mend": []}
+        return {"kind": kind, "what": error.what, "where": error.where, "hints": list(error.hints)}
+    return {"kind": RunError.__name__, "what": f"{type(error).__name__}: {error}", "where": "", "hints": []}
 
 
 def _from_plain(content: dict[str, Any], rank: int) -> ManyhandsError:
     where = f"rank {rank}: {content['where']}" if content["where"] else f"rank {rank}"
-    return _ERRORS[content["kind"]](content["what"], where, tuple(content["mend"]))
+    return _ERRORS[content["kind"]](content["what"], where, tuple(content["hints"]))

@@ -47,8 +47,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if layout.manifest_text(content) != text:
         raise torn(file, "was altered or truncated: the SHA-256 at the end doesn't match")
     if content.get("format", 0) > layout.PIECES_FORMAT:
-        mend = f"install manyhands {content.get('manyhands')} or later"
-        raise UserError(f"{path.name} was written by a newer manyhands", str(file), (mend,))
+        hints = f"install manyhands {content.get('manyhands')} or later"
+        raise UserError(f"{path.name} was written by a newer manyhands", str(file), (hints,))
     if not layout.are_contents(set(content["files"])):
         raise torn(file, f"lists files that don't belong to a checkpoint: {', '.join(content['files'])}")
     return content
@@ -56,8 +56,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def torn(path: Path, what: str) -> TornCheckpointError:
     """The error that says what is wrong with a file or folder."""
-    mend = ("resume from an earlier checkpoint of the run, or copy the checkpoint again",)
-    return TornCheckpointError(f"{path.name} {what}", str(path), mend)
+    hints = ("resume from an earlier checkpoint of the run, or copy the checkpoint again",)
+    return TornCheckpointError(f"{path.name} {what}", str(path), hints)
 
 
 def damaged(path: Path) -> UserError:

@@ -65,17 +65,17 @@ def finish_pieces(staged: Path, contents: Contents, written: Files) -> None:
     _write_manifest(staged, contents.step, {**_write_texts(staged, texts), **written}, layout.PIECES_FORMAT)
 
 
-def write_whole(staged: Path, contents: Contents) -> None:
+def write_atomic(staged: Path, contents: Contents) -> None:
     """Writes a checkpoint whole, the manifest last."""
     written = _write_texts(staged, contents.texts)
     for kind in contents.tensors:
         file = staged / WHOLE_NAMES[kind]
-        write_whole_file(file, contents, kind)
+        write_file_atomic(file, contents, kind)
         written[file.name] = _seal(file)
     _write_manifest(staged, contents.step, written, layout.FORMAT)
 
 
-def write_whole_file(file: Path, contents: Contents, kind: str) -> None:
+def write_file_atomic(file: Path, contents: Contents, kind: str) -> None:
     """Writes the tensors of one kind into one file, in their own names and shapes."""
     tensors = contents.tensors[kind]
 

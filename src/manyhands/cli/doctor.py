@@ -83,7 +83,7 @@ def _print(diagnosis: "Diagnosis") -> None:
     for finding in diagnosis.findings:
         mark, style = MARKS[finding.severity]
         console.print(Text(f"{mark} {plain(finding.what)}", style=style))
-        for number, line in enumerate(finding.mend):
+        for number, line in enumerate(finding.hints):
             console.print(Text(f"    {'do:' if number == 0 else '   '} {plain(line)}"))
     for line in _table(diagnosis):
         console.print(Text(plain(line)))

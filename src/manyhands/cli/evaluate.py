@@ -42,10 +42,10 @@ def show_evaluation(found: dict[str, Any], *, as_json: bool) -> None:
         show_json(found)
         return
     show(plain(found["checkpoint"]) or "no checkpoint: evaluated the initial weights")
-    from manyhands.report.words import FEW_CLASSES, own_figures
+    from manyhands.report.words import FEW_CLASSES, custom_metrics
 
     fifth = f"top-5 {percentage(found['top5'], 2)}%   " if found["classes"] > FEW_CLASSES else ""
-    own = own_figures(found["metrics"], "{} {}   ")
+    own = custom_metrics(found["metrics"], "{} {}   ")
     show(f"{found['count']} samples, each once   top-1 {percentage(found['top1'], 2)}%   {fifth}"
           f"loss {found['loss']:.4f}   {own}({plain(found['data'])})")  # fmt: skip
     worst = sorted(found["per_class"], key=lambda row: row["top1"])[:5]

@@ -14,7 +14,7 @@ from manyhands.core.shown import say, show
 from manyhands.models.published import published_names
 
 if TYPE_CHECKING:
-    from manyhands.cluster.hosts.inventory import Meeting
+    from manyhands.cluster.hosts.inventory import Rendezvous
     from manyhands.config.load import LoadedJob
 
 RECIPE = "imagenet-main"
@@ -104,11 +104,11 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
             return _evaluate(loaded, flags, as_json=as_json)
         from manyhands.cli.training import run
 
-        meeting = None if dry_run else _meeting(flags, nodes, loaded)
-        return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet, meeting=meeting)
+        rendezvous = None if dry_run else _rendezvous(flags, nodes, loaded)
+        return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet, rendezvous=rendezvous)
     except ManyhandsError as error:
-        error.what, error.where, *mend = map(_in_flags_of_main_py, (error.what, error.where, *error.mend))
-        error.mend = tuple(mend)
+        error.what, error.where, *hints = map(_in_flags_of_main_py, (error.what, error.where, *error.hints))
+        error.hints = tuple(hints)
         raise
 
 
@@ -124,22 +124,22 @@ def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
     folder = Path(main_py.folder_of(flags)).expanduser()
     missing = [] if flags.dummy else [str(folder / word) for word in ("train", "val") if not (folder / word).is_dir()]
     if missing:
-        mend = ("name a folder with class folders in train/ and val/", "or use --dummy, or manyhands train DIR")
-        raise UserError(f"there is no folder {' and no folder '.join(missing)}", "DIR", mend)
+        hints = ("name a folder with class folders in train/ and val/", "or use --dummy, or manyhands train DIR")
+        raise UserError(f"there is no folder {' and no folder '.join(missing)}", "DIR", hints)
     if flags.resume and nodes.rank == 0 and not Path(flags.resume).expanduser().exists():
         raise UserError(
             f"there is no checkpoint at {flags.resume}", "--resume", ("name a checkpoint", "or remove --resume")
         )
 
 
-def _meeting(flags: ImagenetFlags, nodes: Nodes, loaded: "LoadedJob") -> "Meeting | None":
+def _rendezvous(flags: ImagenetFlags, nodes: Nodes, loaded: "LoadedJob") -> "Rendezvous | None":
     """What several processes on each of several nodes meet by; None where each node has one process."""
     if not nodes.url or not flags.multiprocessing_distributed or loaded.job.cluster.device == "cpu":
         return None
     from manyhands.cluster.doctor.accelerators import count_accelerators
 
     count = count_accelerators()
-    return main_py.meeting_of(flags, count) if count > 1 else None
+    return main_py.rendezvous_of(flags, count) if count > 1 else None
 
 
 def _evaluate(loaded: "LoadedJob", flags: ImagenetFlags, *, as_json: bool) -> int:

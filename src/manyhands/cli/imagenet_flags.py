@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from manyhands.cluster.hosts.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.core.errors import UserError
 from manyhands.core.outside import typed_number
 
@@ -99,12 +99,14 @@ def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
     return {**values, **_cluster_values(flags, nodes)}
 
 
-def meeting_of(flags: ImagenetFlags, processes_per_node: int, environment: Mapping[str, str] | None = None) -> Meeting:
+def rendezvous_of(
+    flags: ImagenetFlags, processes_per_node: int, environment: Mapping[str, str] | None = None
+) -> Rendezvous:
     """This node among the others, each with so many processes of its own. Raises UserError: they couldn't meet."""
     nodes = nodes_of(flags, environment)
     sizes = (processes_per_node,) * nodes.count
     if nodes.url.startswith("file://"):
-        return Meeting(sizes, nodes.rank, file=nodes.url)
+        return Rendezvous(sizes, nodes.rank, file=nodes.url)
     match = re.fullmatch(r"tcp://(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>\d+)/?", nodes.url)
     if not match:
         _refuse(
@@ -113,7 +115,7 @@ def meeting_of(flags: ImagenetFlags, processes_per_node: int, environment: Mappi
             "use --dist-url tcp://ADDRESS_OF_NODE_0:8090",
             "or --dist-url file:///PATH",
         )
-    return Meeting(sizes, nodes.rank, match["v6"] or match["name"], int(match["port"]))
+    return Rendezvous(sizes, nodes.rank, match["v6"] or match["name"], int(match["port"]))
 
 
 def folder_of(flags: ImagenetFlags) -> str:
@@ -174,8 +176,8 @@ def _check_place(count: int | None, rank: int | None) -> None:
     if count < 1:
         _refuse(f"--world-size must be 1 or more, found {count}", "--world-size", "give the number of nodes")
     if rank is None and count > 1:
-        mend = "add --rank 0 on one node, --rank 1 on the next …"
-        _refuse(f"--world-size {count} needs --rank, the number of this node", "--rank", mend)
+        hints = "add --rank 0 on one node, --rank 1 on the next …"
+        _refuse(f"--world-size {count} needs --rank, the number of this node", "--rank", hints)
     if rank is not None and not 0 <= rank < count:
         what = f"--rank {rank} is outside 0 … {count - 1}, the nodes of --world-size {count}"
         _refuse(what, "--rank", f"count nodes from 0: the last node is {count - 1}")
@@ -246,5 +248,5 @@ def _number(variables: Mapping[str, str], name: str) -> int:
     return number
 
 
-def _refuse(what: str, where: str, *mend: str) -> NoReturn:
-    raise UserError(what, where, mend)
+def _refuse(what: str, where: str, *hints: str) -> NoReturn:
+    raise UserError(what, where, hints)

@@ -125,8 +125,8 @@ def launch(  # noqa: PLR0913 - one argument for each flag
         return 0
     if loaded.job.cluster.on and loaded.job.run.script:
         wrong = f"a script of your own can't be submitted to {loaded.job.cluster.on}"
-        mend = ("name the machines: --hosts n1,n2", "or start the script without manyhands: srun, torchrun")
-        raise UserError(wrong, "--on", mend)
+        hints = ("name the machines: --hosts n1,n2", "or start the script without manyhands: srun, torchrun")
+        raise UserError(wrong, "--on", hints)
     if loaded.job.cluster.on:
         from manyhands.run.submit import submit
 

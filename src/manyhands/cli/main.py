@@ -87,11 +87,11 @@ def _unrounded(kind: Any, tokens: Sequence[cyclopts.Token]) -> Any:
     return cast(Any, cyclopts.convert(kind, tokens))
 
 
-def main(arguments: Sequence[str] | None = None, *, heeds_ctrl_c: bool = False) -> None:
-    """Runs one command and leaves with its exit code; `heeds_ctrl_c`: from now on Ctrl-C is to be told of."""
+def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False) -> None:
+    """Runs one command and leaves with its exit code; `handles_ctrl_c`: from now on Ctrl-C is to be told of."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if heeds_ctrl_c:
+        if handles_ctrl_c:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         require_system()
         code = make_app()(_options_by_path(_without_local_rank(given)), exit_on_error=False, print_error=False)
@@ -101,10 +101,10 @@ def main(arguments: Sequence[str] | None = None, *, heeds_ctrl_c: bool = False) 
     except cyclopts.CycloptsError as error:
         hint = (_meant(error, given), _help_for(given))
         what = _plain(str(error)).partition(" Did you mean")[0] if hint[0] else _plain(str(error))
-        _show(ManyhandsError(what, mend=tuple(filter(None, hint))), as_json="--json" in _own(given))
+        _show(ManyhandsError(what, hints=tuple(filter(None, hint))), as_json="--json" in _own(given))
         code = EXIT_USAGE
     except UnwritableError as error:
-        _show(ManyhandsError(str(error), mend=("free disk space, or redirect the output",)), as_json=False)
+        _show(ManyhandsError(str(error), hints=("free disk space, or redirect the output",)), as_json=False)
         code = EXIT_FAILED
     except KeyboardInterrupt:
         Tolerant(sys.stderr).write("\nstopped\n")
@@ -198,7 +198,7 @@ def _help_for(given: list[str]) -> str:
 def _show(error: ManyhandsError, *, as_json: bool) -> None:
     """One screen: what, where, what to do; below it the failing process's own traceback, or what it wrote last."""
     if as_json:
-        content = {"error": error.what, "where": error.where, "do": list(error.mend), "exit_code": error.exit_code}
+        content = {"error": error.what, "where": error.where, "do": list(error.hints), "exit_code": error.exit_code}
         with suppress(BrokenPipeError, UnwritableError):
             show_json(content)
     from rich.console import Console
@@ -209,7 +209,7 @@ def _show(error: ManyhandsError, *, as_json: bool) -> None:
     console.print(Text(f"manyhands: {error.what}", style="bold red"))
     if error.where:
         console.print(Text(f"  where: {error.where}"))
-    for number, line in enumerate(error.mend):
+    for number, line in enumerate(error.hints):
         console.print(Text(f"  {'do:   ' if number == 0 else '      '} {line}", style="green" if number == 0 else ""))
     for note in getattr(error, "__notes__", []):
         console.print(Text(plain_lines(_shortened(note.rstrip())), style="dim"))

@@ -92,11 +92,11 @@ def plan(  # noqa: PLR0913 - one argument for each flag
     first, last = _counts(processes)
     if first != last:
         alone = {"--mesh": mesh, "--pin": pin, "--memory": memory, "--verify": verify}
-        wishes = {"first": first, "last": last, "measure": not no_measure}
-        wishes |= {"link": link or "", "device_model": device_model or ""}
-        return _grow(flags, job_file, wishes, alone, out, force=force, as_json=as_json)
-    wishes = (last, mesh, pin, memory, link, fill, not no_measure, device_model)
-    return _new(flags, job_file, wishes, out or Path("plan.json"), force=force, verify=verify, as_json=as_json)
+        requested = {"first": first, "last": last, "measure": not no_measure}
+        requested |= {"link": link or "", "device_model": device_model or ""}
+        return _grow(flags, job_file, requested, alone, out, force=force, as_json=as_json)
+    requested = (last, mesh, pin, memory, link, fill, not no_measure, device_model)
+    return _new(flags, job_file, requested, out or Path("plan.json"), force=force, verify=verify, as_json=as_json)
 
 
 def _counts(text: str | None) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def _counts(text: str | None) -> tuple[int, int]:
 def _grow(
     flags: dict[str, Any],
     job_file: Path | None,
-    wishes: dict[str, Any],
+    requested: dict[str, Any],
     alone: dict[str, Any],
     out: Path | None,
     *,
@@ -131,7 +131,7 @@ def _grow(
     if given := next((name for name, value in alone.items() if value), ""):
         what = f"{given} needs one number of processes; a range is predicted for data parallelism only"
         raise UserError(what, given, (f"remove {given}", "or use --world-size 4"))
-    growth = predict_growth(load_job(flags, file=job_file).job, wishes, out, force=force)
+    growth = predict_growth(load_job(flags, file=job_file).job, requested, out, force=force)
     for note in growth.notes:
         say(note)
     to = sys.stderr if as_json else sys.stdout
@@ -148,7 +148,7 @@ def _grow(
 def _new(
     flags: dict[str, Any],
     job_file: Path | None,
-    wishes: tuple[Any, ...],
+    requested: tuple[Any, ...],
     out: Path,
     *,
     force: bool,
@@ -159,7 +159,7 @@ def _new(
     from manyhands.run.plan import search_plan, show_plan
 
     job = load_job(flags, file=job_file).job
-    processes, mesh, pin, memory, link, fill, measured, device_model = wishes
+    processes, mesh, pin, memory, link, fill, measured, device_model = requested
     options = job.parallel
     wanted = {
         "world_size": processes or job.cluster.processes or 2,
@@ -177,7 +177,7 @@ def _new(
         show_json(planned.as_plain(files))
     if not verify:
         return EXIT_OK
-    return _prove(show_plan(out, {key: value for key, value in flags.items() if key != "train.batch"}))
+    return _verify(show_plan(out, {key: value for key, value in flags.items() if key != "train.batch"}))
 
 
 def _print_search(planned: "Planned", files: tuple[Path, Path], to: Any) -> None:
@@ -210,7 +210,7 @@ def _old(path: Path, flags: dict[str, Any], *, verify: bool, measure: bool, as_j
         show_json(shown.as_plain())
     else:
         _print_plan(shown)
-    code = _prove(shown) if verify else EXIT_OK
+    code = _verify(shown) if verify else EXIT_OK
     if measure:
         from manyhands.planner.choose import pick_measured
 
@@ -249,12 +249,12 @@ def _print_plan(shown: "Shown") -> None:
         say(note)
 
 
-def _prove(shown: "Shown") -> int:
+def _verify(shown: "Shown") -> int:
     from manyhands.run.plan import verify_plan
 
-    proof = verify_plan(shown)
-    what = f"largest difference {proof['worst']:.1e} of the largest value, in {proof['where']}"
+    verification = verify_plan(shown)
+    what = f"largest difference {verification['worst']:.1e} of the largest value, in {verification['where']}"
     size = shown.plan.mesh.size
-    words = "computes the same as one process" if proof["holds"] else "DOES NOT compute the same as one process"
-    show(f"on {size} processes the plan {words}: {what} ({proof['compared']} tensors, float64)", sys.stderr)
-    return EXIT_OK if proof["holds"] else EXIT_FAILED
+    words = "computes the same as one process" if verification["holds"] else "DOES NOT compute the same as one process"
+    show(f"on {size} processes the plan {words}: {what} ({verification['compared']} tensors, float64)", sys.stderr)
+    return EXIT_OK if verification["holds"] else EXIT_FAILED

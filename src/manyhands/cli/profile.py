@@ -60,7 +60,7 @@ def profile(  # noqa: PLR0913 - one argument for each flag
 
     found = read_named(run) if run and not model else None
     if found:
-        _tell(found, as_json=as_json)
+        _print_result(found, as_json=as_json)
         return 0
     if steps < 1:
         raise UserError(f"--steps must be 1 or more, found {steps}", "--steps", ("use --steps 20, for example",))
@@ -83,11 +83,11 @@ def profile(  # noqa: PLR0913 - one argument for each flag
     }
     outcome = trace(load_job({**flags, **settings(set_ or [])}, file=job_file).job, steps, quiet=quiet)
     if outcome.is_main and not outcome.exit_code:
-        _tell(outcome.read(), as_json=as_json)
+        _print_result(outcome.read(), as_json=as_json)
     return outcome.exit_code
 
 
-def _tell(run: "RunData", *, as_json: bool) -> None:
+def _print_result(run: "RunData", *, as_json: bool) -> None:
     from manyhands.report.time_shares import (
         best_change,
         change_line,
@@ -99,10 +99,10 @@ def _tell(run: "RunData", *, as_json: bool) -> None:
 
     ranks, change, trace = seconds_by_rank(run), best_change(run), run.folder.trace
     if as_json:
-        told = {"what": change.what, "gain": change.gain} if change else None
+        suggestion = {"what": change.what, "gain": change.gain} if change else None
         more = {"trace": str(trace)} if trace.is_file() else {}
         shares = samples_of_each(run)
-        show_json({"run": str(run.folder.path), "ranks": ranks, "shares": shares, "change": told, **more})
+        show_json({"run": str(run.folder.path), "ranks": ranks, "shares": shares, "change": suggestion, **more})
         return
     if not change:
         show("the run has no time records yet; the first is written after half a minute or one epoch")

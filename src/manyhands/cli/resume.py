@@ -31,11 +31,11 @@ def resume(  # noqa: PLR0913 - one argument for each flag
     from manyhands.report.read import read_run
     from manyhands.run.find import find_reference
     from manyhands.run.own_code import announce_resumed
-    from manyhands.run.train import goes_on_already
+    from manyhands.run.train import already_running
 
     folder = find_reference(name)
     if headed_here(folder):
-        raise goes_on_already(RunFolder(folder))
+        raise already_running(RunFolder(folder))
     read_run(folder)
     flags = {
         "run.out": str(folder), "checkpoint.resume": "auto", "cluster.processes": processes, "train.epochs": epochs,
@@ -44,4 +44,4 @@ def resume(  # noqa: PLR0913 - one argument for each flag
     }  # fmt: skip
     loaded = load_job(flags, file=RunFolder(folder).job)
     announce_resumed(RunFolder(folder), loaded)
-    return run(loaded, dry_run=False, as_json=as_json, quiet=quiet, to_go_on=True)
+    return run(loaded, dry_run=False, as_json=as_json, quiet=quiet, resume_hint=True)

@@ -15,7 +15,7 @@ def stop(
     now: Annotated[bool, Parameter(negative="", help="end the run at once, without saving")] = False,
 ) -> int:
     """Ask an active run to save and stop, and wait for its end."""
-    from manyhands.core.going_on import going_on
+    from manyhands.core.resuming import resume_command
     from manyhands.core.stops import saved_step
     from manyhands.run.find import find_run, head_of_active
     from manyhands.run.stop import stop_headless, stop_run
@@ -36,5 +36,5 @@ def stop(
     if saved is None:
         show("there is no checkpoint to resume; run the same command to start from scratch")
     elif end is None or end.kind != "finished":
-        show(f"resume {going_on(path)}")
+        show(f"resume {resume_command(path)}")
     return EXIT_FAILED if end and end.kind == "failed" else EXIT_OK

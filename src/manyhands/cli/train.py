@@ -137,6 +137,6 @@ def what(data: str | None, model: str | None, arguments: Sequence[str]) -> dict[
         flags = " ".join(f"--{meant_key(name) or name} {value}" for name, value in pairs)
         raise UserError("options are flags, not key=value", "command line", (f"write {flags}",))
     if arguments:
-        mend = ("pass arguments only to a script of your own: manyhands train train.py -n 2 -- ARGUMENTS",)
-        raise UserError(f'unexpected argument "{arguments[0]}"', "command line", mend)
+        hints = ("pass arguments only to a script of your own: manyhands train train.py -n 2 -- ARGUMENTS",)
+        raise UserError(f'unexpected argument "{arguments[0]}"', "command line", hints)
     return {"model.name": model, "data.name": None if data and data.endswith(".toml") else data}

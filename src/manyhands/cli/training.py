@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from manyhands.cluster.agents.ssh import agent_script, port_words, ssh_words
-from manyhands.cluster.hosts.inventory import Machine, Meeting
+from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.hosts.own import is_here
 from manyhands.config.job import ClusterOptions, Job
@@ -33,8 +33,8 @@ def run(
     dry_run: bool,
     as_json: bool,
     quiet: bool,
-    meeting: Meeting | None = None,
-    to_go_on: bool = False,
+    rendezvous: Rendezvous | None = None,
+    resume_hint: bool = False,
 ) -> int:
     """Trains and prints the result.
 
@@ -43,14 +43,14 @@ def run(
         dry_run: only say what would be done.
         as_json: end with an object for programs.
         quiet: no progress.
-        meeting: this machine among others that each start their own processes.
-        to_go_on: a finished run may go on under other options than it was trained by.
+        rendezvous: this machine among others that each start their own processes.
+        resume_hint: a finished run may go on under other options than it was trained by.
     """
     job = loaded.job
     if job.run.script:
-        _check_script(loaded, to_go_on=to_go_on)
+        _check_script(loaded, resume_hint=resume_hint)
     else:
-        refuse_changes(loaded, to_go_on=to_go_on)
+        refuse_changes(loaded, resume_hint=resume_hint)
     if dry_run:
         lines = describe(loaded)
         if as_json:
@@ -69,28 +69,28 @@ def run(
             return background.wait(as_json=as_json)
         outcome = launch(job, machines, quiet=quiet, begun=background.leave if background else lambda _run: None)
     else:
-        outcome = train(job, quiet=quiet, meeting=meeting)
+        outcome = train(job, quiet=quiet, rendezvous=rendezvous)
     if outcome.is_main:
         with suppress(BrokenPipeError):  # nobody reads the result, and the exit code is the run's own
-            _tell(outcome, job, as_json=as_json, quiet=quiet)
+            _print_result(outcome, job, as_json=as_json, quiet=quiet)
     return outcome.exit_code
 
 
 def _machines_to_reach(job: Job) -> tuple[Machine, ...]:
     """The machines that a job names; none where srun or the like has given this process its place already."""
     machines = tuple(machines_of(job.cluster))
-    return () if machines and place_of(job).membership else machines
+    return () if machines and place_of(job).process_info else machines
 
 
-def _check_script(loaded: LoadedJob, *, to_go_on: bool) -> None:
+def _check_script(loaded: LoadedJob, *, resume_hint: bool) -> None:
     script = loaded.job.run.script
-    if to_go_on:
-        mend = (f"start the script again: manyhands train {shlex.join([script[0], '--', *script[1:]])}",)
-        raise UserError(f"{script[0]} is a script of your own, which manyhands can't resume", "manyhands resume", mend)
+    if resume_hint:
+        hints = (f"start the script again: manyhands train {shlex.join([script[0], '--', *script[1:]])}",)
+        raise UserError(f"{script[0]} is a script of your own, which manyhands can't resume", "manyhands resume", hints)
     check_script(loaded)
 
 
-def _tell(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> None:
+def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> None:
     """The result; of a script of the user's its own output is what there is to see."""
     if job.run.script and as_json:
         show_json({"run": str(outcome.folder.path), "status": outcome.status, "exit_code": outcome.exit_code})
@@ -114,7 +114,7 @@ def describe(loaded: LoadedJob) -> list[str]:
     data, too_large = "", ""
     if not job.run.script:
         check_names(job)
-        data, too_large = load_worker("check").look_at_data(job)
+        data, too_large = load_worker("check").describe_data(job)
     if too_large:
         say(too_large)
     machines = machines_of(job.cluster)
@@ -150,13 +150,13 @@ def _on_machines(machines: Sequence[Machine], options: ClusterOptions) -> tuple[
 def _taking_part(job: Job) -> str:
     place = place_of(job)
     count = place.processes
-    if not (count or place.membership or job.run.script):
+    if not (count or place.process_info or job.run.script):
         count = load_worker("check").processes_here(job)
     who = f"{count} process{'es' if count > 1 else ''}" if count else "one process, or one per accelerator"
-    if place.meeting:
-        who += f" on machine {place.meeting.machine} of {len(place.meeting.sizes)}, by {place.origins['size']}"
-    elif place.membership:
-        found = place.membership
+    if place.rendezvous:
+        who += f" on machine {place.rendezvous.machine} of {len(place.rendezvous.sizes)}, by {place.origins['size']}"
+    elif place.process_info:
+        found = place.process_info
         by = f"rendezvous at {found.init}" if found.started_by == "--init" else f"by {found.started_by}"
         who = f"rank {found.rank} of {found.size}, {by}"
     else:

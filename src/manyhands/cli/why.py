@@ -13,9 +13,9 @@ def why(
     run: Annotated[str, Parameter(help="a run's folder, part of its name, or last")], /, *, as_json: AsJson = False
 ) -> int:
     """Explain why a run ended, or show its progress: rank, machine, step and file; what was and can be done."""
-    from manyhands.run.why import why as told
+    from manyhands.run.why import why as find_why
 
-    found = told(run)
+    found = find_why(run)
     if as_json:
         show_json(asdict(found))
     else:

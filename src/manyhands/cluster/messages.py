@@ -17,7 +17,7 @@ from manyhands.core.outside import parse_json
 VERSION = 5
 # What may stand in one line; a machine's whole code may be in a request, a run's records in an answer.
 LONGEST_LINE = 64 * 1024 * 1024
-MEND = ("install the same version of manyhands on all machines",)
+HINTS = ("install the same version of manyhands on all machines",)
 
 
 class Message:
@@ -57,7 +57,7 @@ class RequestFailed(Message):
 
     what: str  # one sentence
     where: str = ""  # what it is about; empty for the machine itself
-    mend: tuple[str, ...] = ()  # what to do about it
+    hints: tuple[str, ...] = ()  # what to do about it
     traceback: str = ""  # where it is no mistake of the user's
 
 
@@ -88,7 +88,7 @@ def decode(line: bytes) -> tuple[int, Message] | None:
         content = parse_json(line, infinite=True)
     except ValueError as error:
         ours = line.startswith(_BEGINNING)
-        return (0, Misunderstood(f"a message can't be read: {error}", mend=MEND)) if ours else None
+        return (0, Misunderstood(f"a message can't be read: {error}", hints=HINTS)) if ours else None
     if not isinstance(content, dict):
         return None
     number = content.get("id")
@@ -96,7 +96,7 @@ def decode(line: bytes) -> tuple[int, Message] | None:
     try:
         return number, _typed(content)
     except ValueError as error:
-        return number, Misunderstood(f"invalid message: {error}", mend=MEND)
+        return number, Misunderstood(f"invalid message: {error}", hints=HINTS)
 
 
 def _typed(content: dict[str, Any]) -> Message:

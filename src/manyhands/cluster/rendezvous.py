@@ -10,21 +10,21 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from manyhands.cluster.agents.orders import DEVICE_INDEX
-from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Meeting
+from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Rendezvous
 from manyhands.cluster.hosts.own import reachable, seen_by_others
 from manyhands.cluster.hosts.recognise import (
     DEFAULT_PORT,
     described_cluster,
     find_place,
     given_cluster,
-    meeting_in,
     other_places,
     refuse_alone,
+    rendezvous_in,
 )
 from manyhands.cluster.hosts.variables import check_rank, number, port
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
-from manyhands.core.world import Membership
+from manyhands.core.world import ProcessInfo
 
 # What torchrun, torch.distributed.launch and compatible launchers set for each of their workers.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -33,24 +33,24 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class RankOutsideError(UserError):
     """A rank beyond the number of processes: the others may already wait for one that never comes."""
 
-    membership: Membership  # the place that was asked for; where the others are to be found
+    process_info: ProcessInfo  # the place that was asked for; where the others are to be found
 
 
 @dataclass(frozen=True)
-class Participation:
+class LaunchDecision:
     """How this process takes part."""
 
     # its place in a group somebody else formed; None when manyhands starts the processes itself
-    membership: Membership | None
+    process_info: ProcessInfo | None
     processes: int = 0  # how many manyhands starts on this machine; 0 for one per accelerator
     # other machines that start their own processes and meet this one's; None for this machine alone
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
     # what each of these came from, for `manyhands explain`; "overridden" names what was not followed
     origins: Mapping[str, str] = field(default_factory=dict)
     requests: tuple[tuple[str, str, str], ...] = ()  # `Cluster.requests`
 
 
-def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> Participation:
+def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
     """Reads flags first, then launchers' variables, then descriptions of the cluster.
 
     Raises:
@@ -70,9 +70,9 @@ def participate(options: ClusterOptions, environment: Mapping[str, str] | None =
     return _launched(options, variables) or _described(options, variables) or _started_here(options, variables)
 
 
-def refuse_unfollowed(options: ClusterOptions, found: Participation) -> None:
+def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
     """Raises UserError where a flag names processes or machines, and a launcher's variables or a file name others."""
-    member, origins = found.membership, found.origins
+    member, origins = found.process_info, found.origins
     if member and member.started_by == "--init":
         return
     here = {member.local_size if member else found.processes}
@@ -102,7 +102,7 @@ def refuse_unfollowed(options: ClusterOptions, found: Participation) -> None:
     )
 
 
-def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> Participation | None:
+def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
     """As a worker that some launcher started."""
     # Kubeflow sets RANK for each machine, beside PET_… for torchrun; LOCAL_RANK tells torchrun's own workers.
     counts_machines = "LOCAL_RANK" not in variables and described_cluster(variables)
@@ -118,7 +118,7 @@ def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> Particip
     return None
 
 
-def _described(options: ClusterOptions, variables: Mapping[str, str]) -> Participation | None:
+def _described(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
     """As a machine of a described cluster, which starts its own processes."""
     found: tuple[Cluster, str] | None = given_cluster(options, variables)
     if not found:
@@ -126,21 +126,21 @@ def _described(options: ClusterOptions, variables: Mapping[str, str]) -> Partici
         found = (cluster, cluster.source or "environment") if cluster else None
     if not found:
         return None
-    meeting, origins = meeting_in(*found, options, variables)
-    own = meeting.sizes[meeting.machine]
-    if len(meeting.sizes) == 1 and meeting.devices in {(), tuple(range(own))}:
-        return Participation(None, own, origins=origins, requests=found[0].requests)
-    return Participation(None, own, meeting, origins, found[0].requests)
+    rendezvous, origins = rendezvous_in(*found, options, variables)
+    own = rendezvous.sizes[rendezvous.machine]
+    if len(rendezvous.sizes) == 1 and rendezvous.devices in {(), tuple(range(own))}:
+        return LaunchDecision(None, own, origins=origins, requests=found[0].requests)
+    return LaunchDecision(None, own, rendezvous, origins, found[0].requests)
 
 
-def _started_here(options: ClusterOptions, variables: Mapping[str, str]) -> Participation:
+def _started_here(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision:
     if not options.processes and not (options.hosts or options.hostfile):
         refuse_alone(variables)
     origins = {"processes": "-n" if options.processes else "default"}
-    return Participation(None, options.processes, origins=origins)
+    return LaunchDecision(None, options.processes, origins=origins)
 
 
-def _by_hand(options: ClusterOptions) -> tuple[Membership, dict[str, str]]:
+def _by_hand(options: ClusterOptions) -> tuple[ProcessInfo, dict[str, str]]:
     if options.processes > 1:
         raise UserError(
             "-n and --init contradict each other: -n starts several processes, and --init joins only one",
@@ -157,25 +157,25 @@ def _by_hand(options: ClusterOptions) -> tuple[Membership, dict[str, str]]:
             ),
         )
     place = LauncherPlace(options.rank, options.world_size, started_by="--init")
-    membership = _membership(options, place, _seen_url(options))
-    _check_rank(membership, "--rank", "--world-size")
+    process_info = _process_info(options, place, _seen_url(options))
+    _check_rank(process_info, "--rank", "--world-size")
     origins = {
         "rank": "--rank", "size": "--world-size", "master_address": "--init", "master_port": "--init",
         "local_rank": "determined at rendezvous", "local_size": "determined at rendezvous",
     }  # fmt: skip
-    return membership, origins
+    return process_info, origins
 
 
-def _check_rank(membership: Membership, rank_word: str, size_word: str) -> None:
+def _check_rank(process_info: ProcessInfo, rank_word: str, size_word: str) -> None:
     try:
-        check_rank(membership.rank, membership.size, rank_word, size_word)
+        check_rank(process_info.rank, process_info.size, rank_word, size_word)
     except UserError as error:
-        outside = RankOutsideError(error.what, error.where, error.mend)
-        outside.membership = membership
+        outside = RankOutsideError(error.what, error.where, error.hints)
+        outside.process_info = process_info
         raise outside from None
 
 
-def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Membership, dict[str, str]]:
+def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[ProcessInfo, dict[str, str]]:
     if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
         raise _incomplete("env:// requires", variables)
     place = LauncherPlace(
@@ -193,31 +193,31 @@ def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> 
         seen = reachable if "LOCAL_WORLD_SIZE" in variables else seen_by_others
         address = seen(place.master_address)
         init = init if address == place.master_address else _url(address, place.master_port)
-    membership = replace(
-        _membership(options, place, init),
+    process_info = replace(
+        _process_info(options, place, init),
         agent_store=served,
         attempt=number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
     )
-    _check_rank(membership, "RANK", "WORLD_SIZE")
+    _check_rank(process_info, "RANK", "WORLD_SIZE")
     names = {
         "rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
         "master_address": "MASTER_ADDR", "master_port": "MASTER_PORT",
     }  # fmt: skip
-    return membership, {key: name if name in variables else "default" for key, name in names.items()}
+    return process_info, {key: name if name in variables else "default" for key, name in names.items()}
 
 
 def _incomplete(what: str, variables: Mapping[str, str]) -> UserError:
     missing = [name for name in LAUNCHER_VARIABLES if not variables.get(name)]
     there = [name for name in LAUNCHER_VARIABLES if variables.get(name)]
-    mend = [f"export {' '.join(missing)}", "or start with torchrun, or give --init tcp://…"]
-    mend += [f"or unset variables left over from another launcher: unset {' '.join(there)}"] if there else []
+    hints = [f"export {' '.join(missing)}", "or start with torchrun, or give --init tcp://…"]
+    hints += [f"or unset variables left over from another launcher: unset {' '.join(there)}"] if there else []
     found = f" (set: {', '.join(there)})" if there else ""
-    return UserError(f"{what} {', '.join(missing)}{found}", "environment", tuple(mend))
+    return UserError(f"{what} {', '.join(missing)}{found}", "environment", tuple(hints))
 
 
 def _at_place(
     options: ClusterOptions, place: LauncherPlace, variables: Mapping[str, str]
-) -> tuple[Membership, dict[str, str]]:
+) -> tuple[ProcessInfo, dict[str, str]]:
     """At the place that a launcher's own variables give; several machines need an address that all reach."""
     check_rank(place.rank, place.size, *(place.origins.get(key, key) for key in ("rank", "size")))
     origins = {key: value for key, value in place.origins.items() if value}
@@ -233,11 +233,11 @@ def _at_place(
     if not place.master_port:
         origins["master_port"] = "MASTER_PORT" if variables.get("MASTER_PORT") else "default"
     url = _url(address if together else reachable(address), place.master_port or port(variables, DEFAULT_PORT))
-    return _membership(options, place, url), origins
+    return _process_info(options, place, url), origins
 
 
-def _membership(options: ClusterOptions, place: LauncherPlace, init: str) -> Membership:
-    return Membership(
+def _process_info(options: ClusterOptions, place: LauncherPlace, init: str) -> ProcessInfo:
+    return ProcessInfo(
         rank=place.rank,
         size=place.size,
         local_rank=place.local_rank,
@@ -253,14 +253,14 @@ def _membership(options: ClusterOptions, place: LauncherPlace, init: str) -> Mem
 
 
 def _with_others(
-    found: tuple[Membership, dict[str, str]], variables: Mapping[str, str], options: ClusterOptions | None = None
-) -> Participation:
+    found: tuple[ProcessInfo, dict[str, str]], variables: Mapping[str, str], options: ClusterOptions | None = None
+) -> LaunchDecision:
     """Notes what else said who this process is, and was not followed."""
-    membership, origins = found
-    others = other_places(variables, (membership.rank, membership.size))
+    process_info, origins = found
+    others = other_places(variables, (process_info.rank, process_info.size))
     if "RANK" in variables and origins["rank"] != "RANK":
         theirs = variables["RANK"], variables.get("WORLD_SIZE", "")
-        if theirs != (str(membership.rank), str(membership.size)):
+        if theirs != (str(process_info.rank), str(process_info.size)):
             others.append(f"RANK {theirs[0]}, WORLD_SIZE {theirs[1] or 'not set'}")
     if options and options.processes:
         others.append(f"-n {options.processes}")
@@ -268,18 +268,18 @@ def _with_others(
         others.append(f"--cluster {options.file}")
     if others:
         origins["overridden"] = "; ".join(others)
-    return Participation(membership, origins=origins)
+    return LaunchDecision(process_info, origins=origins)
 
 
-def worker_membership(options: ClusterOptions, variables: Mapping[str, str], file: str = "") -> Membership:
+def worker_process_info(options: ClusterOptions, variables: Mapping[str, str], file: str = "") -> ProcessInfo:
     """The place of a process that manyhands' own agent started; the agent serves the store, unless a file is one."""
-    membership, _ = _from_environment(options, {**variables, "MASTER_PORT": str(DEFAULT_PORT)} if file else variables)
+    process_info, _ = _from_environment(options, {**variables, "MASTER_PORT": str(DEFAULT_PORT)} if file else variables)
     device = number(variables, DEVICE_INDEX, -1)
     return replace(
-        membership,
+        process_info,
         started_by="manyhands",
         init=file or "env://",
-        agent_store=membership.agent_store and not file,
+        agent_store=process_info.agent_store and not file,
         device_index=device if device >= 0 else None,
     )
 

@@ -118,7 +118,7 @@ class TrainOptions(Options):
         return "auto" in (self.precision, self.channels_last)
 
     @property
-    def own_code(self) -> tuple[str, ...]:
+    def custom_code(self) -> tuple[str, ...]:
         """What may name code of the user's own, as file.py:object."""
         return (self.loss, self.optimizer, self.schedule, *self.metrics)
 
@@ -131,7 +131,7 @@ class TrainOptions(Options):
         return word
 
     @property
-    def own_schedule(self) -> bool:
+    def custom_schedule(self) -> bool:
         """True where the schedule is one of the user's."""
         return self.schedule not in BUILT_IN_SCHEDULES
 
@@ -165,8 +165,8 @@ class TrainOptions(Options):
     def _fits_together(self) -> "TrainOptions":
         if isinstance(self.norm_group, int) and self.norm_group < 2:
             raise ValueError("norm_group must be at least 2 samples: BatchNorm needs a variance")
-        if (self.schedule == "one-cycle" or self.own_schedule) and self.warmup_epochs:
-            which = "a schedule of your own" if self.own_schedule else self.schedule
+        if (self.schedule == "one-cycle" or self.custom_schedule) and self.warmup_epochs:
+            which = "a schedule of your own" if self.custom_schedule else self.schedule
             raise ValueError(f"{which} includes its own warm-up; remove warmup_epochs")
         if self.start_epoch > self.epochs:
             raise ValueError(f"start_epoch {self.start_epoch} is greater than epochs {self.epochs}")

@@ -25,7 +25,7 @@ from manyhands.data.known import named
 
 ENVIRONMENT_PREFIX = "MANYHANDS_"
 # Variables that are not job values: MANYHANDS_DATA says where named data sets lie … An agent sets the last four.
-_RESERVED = ("DATA", "CACHE", "MIRROR", "TESTED_DEVICES", "DEVICE_INDEX", "FAILURE_FILE", "PULSE_FILE", "TUNNELS")
+_RESERVED = ("DATA", "CACHE", "MIRROR", "TESTED_DEVICES", "DEVICE_INDEX", "FAILURE_FILE", "HEARTBEAT_FILE", "TUNNELS")
 ENVIRONMENT_RESERVED = {ENVIRONMENT_PREFIX + name for name in _RESERVED}
 # Options that name a file or folder, or may do so.
 NAMES_OF_FILES = frozenset(
@@ -156,8 +156,8 @@ def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJo
         return load_job(flags, file=Path(base).expanduser())
     given: Any = base
     if given is not None and not isinstance(given, Job):
-        mend = ("pass job=manyhands.Job(train=manyhands.TrainOptions(epochs=3))", 'or job="job.toml"')
-        raise UserError(f"job is a {type(given).__name__}, neither a Job nor the path of a job.toml", "job", mend)
+        hints = ("pass job=manyhands.Job(train=manyhands.TrainOptions(epochs=3))", 'or job="job.toml"')
+        raise UserError(f"job is a {type(given).__name__}, neither a Job nor the path of a job.toml", "job", hints)
     return load_job(flags, job=base)
 
 
@@ -263,10 +263,10 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
         if not problems:
             return job
     if len(problems) == 1:
-        what, where, mend = problems[0]
-        raise UserError(what, where, tuple(filter(None, (mend,))))
-    lines = tuple(f"{what}   [{where}]" + (f"   {mend}" if mend else "") for what, where, mend in problems)
-    raise UserError(f"{len(problems)} values of the job are wrong", mend=lines)
+        what, where, hints = problems[0]
+        raise UserError(what, where, tuple(filter(None, (hints,))))
+    lines = tuple(f"{what}   [{where}]" + (f"   {hints}" if hints else "") for what, where, hints in problems)
+    raise UserError(f"{len(problems)} values of the job are wrong", hints=lines)
 
 
 def _as_declared(key: str, value: Any) -> Any:
@@ -382,7 +382,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         text = decoded(read_bytes(path, MOST_TOML_BYTES, pipes=True))
     except FileNotFoundError:
-        raise UserError(f"there is no job file {path}", mend=("name an existing job.toml",)) from None
+        raise UserError(f"there is no job file {path}", hints=("name an existing job.toml",)) from None
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}", str(path)) from None
     except ValueError as error:

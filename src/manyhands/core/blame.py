@@ -11,10 +11,10 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 def users_traceback(error: BaseException) -> str:
     """The traceback of an error as far as it runs through the user's own files; empty where it doesn't."""
-    told = traceback.TracebackException.from_exception(error)
-    if not _keep_users(told):
+    trace = traceback.TracebackException.from_exception(error)
+    if not _keep_users(trace):
         return ""
-    return "".join(told.format()).rstrip()
+    return "".join(trace.format()).rstrip()
 
 
 def users_line(error: BaseException) -> str:
@@ -25,11 +25,11 @@ def users_line(error: BaseException) -> str:
     return f"{mine[-1].filename}:{mine[-1].lineno}" if mine else ""
 
 
-def _keep_users(told: traceback.TracebackException) -> bool:
+def _keep_users(trace: traceback.TracebackException) -> bool:
     """Drops all other frames from an error and from those that caused it; True where one of the user's is left."""
-    told.stack[:] = [frame for frame in told.stack if _is_users(frame.filename)]
-    found = bool(told.stack) or issubclass(told.exc_type or object, SyntaxError)
-    for before in (told.__cause__, told.__context__):
+    trace.stack[:] = [frame for frame in trace.stack if _is_users(frame.filename)]
+    found = bool(trace.stack) or issubclass(trace.exc_type or object, SyntaxError)
+    for before in (trace.__cause__, trace.__context__):
         found |= before is not None and _keep_users(before)
     return found
 

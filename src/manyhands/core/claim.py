@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from manyhands.core.folder import RunFolder
-from manyhands.core.records import write_whole
+from manyhands.core.records import write_atomic
 
 POLL_S = 0.05
 # Processes whose head was killed save and end; the next start waits so long for them.
@@ -58,7 +58,7 @@ def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: fl
             except Timeout:
                 lock.release()
                 raise
-            write_whole(folder.ranks / "holder", holder)
+            write_atomic(folder.ranks / "holder", holder)
             return lock
 
 
@@ -134,7 +134,7 @@ def run_id(folder: RunFolder) -> str:
 def set_run_id(folder: RunFolder, wanted: str = "") -> str:
     """Writes a run's id, a new one where none is given, and returns it."""
     found = wanted or secrets.token_hex(16)
-    write_whole(folder.ranks / "id", found)
+    write_atomic(folder.ranks / "id", found)
     return found
 
 

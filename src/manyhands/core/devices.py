@@ -55,9 +55,9 @@ def require_device(kind: str, *hints: str) -> None:
     if name == "cpu":
         return
     if accelerator() != name:
-        mend = (*hints, "remove --device, or set --device cpu")
+        hints = (*hints, "remove --device, or set --device cpu")
         missing = "accelerator" if name == "auto" else f"{name} device"
-        raise UserError(f"this machine has no {missing}", "cluster.device", mend)
+        raise UserError(f"this machine has no {missing}", "cluster.device", hints)
     count = torch.accelerator.device_count()
     if number and ((typed := typed_number(number)) is None or typed >= count):
         what = f"there is no {kind}: this machine has {count} {name} device(s), counted from 0"

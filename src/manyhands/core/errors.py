@@ -22,29 +22,29 @@ class ManyhandsError(Exception):
     Attributes:
         what: the error in one sentence.
         where: the file, flag, host or rank of the error; empty if unknown.
-        mend: hints, one per line.
+        hints: hints, one per line.
     """
 
     what: str
     where: str = ""
-    mend: tuple[str, ...] = field(default=())
+    hints: tuple[str, ...] = field(default=())
 
     exit_code = EXIT_FAILED
 
     def __post_init__(self) -> None:
         """Sets the exception's arguments, so that the error can be pickled and printed."""
         self.what, self.where = _quotable(self.what), _quotable(self.where)
-        mend = (self.mend,) if isinstance(self.mend, str) else tuple(self.mend)
-        more = (f"… and {len(mend) - MOST_LINES} more",) if len(mend) > MOST_LINES else ()
-        self.mend = (*map(_quotable, mend[:MOST_LINES]), *more)
-        super().__init__(self.what, self.where, self.mend)
+        hints = (self.hints,) if isinstance(self.hints, str) else tuple(self.hints)
+        more = (f"… and {len(hints) - MOST_LINES} more",) if len(hints) > MOST_LINES else ()
+        self.hints = (*map(_quotable, hints[:MOST_LINES]), *more)
+        super().__init__(self.what, self.where, self.hints)
 
     def __str__(self) -> str:
         """Formats the message, the place and the hints in lines."""
         lines = [self.what]
         if self.where:
             lines.append(f"  where: {self.where}")
-        lines += [f"  {'do:   ' if number == 0 else '      '} {line}" for number, line in enumerate(self.mend)]
+        lines += [f"  {'do:   ' if number == 0 else '      '} {line}" for number, line in enumerate(self.hints)]
         return "\n".join(lines)
 
 

@@ -30,7 +30,7 @@ def as_error(record: Failure) -> ManyhandsError:
     if record.where and record.host not in {"", record.where, platform.node()}:
         where += f" on {record.host}"
     kind = UserError if record.exit_code == EXIT_USAGE else RunError
-    error = kind(record.what, where, tuple(record.mend))
+    error = kind(record.what, where, tuple(record.hints))
     error.exit_code = record.exit_code
     if record.excerpt:
         error.add_note(record.excerpt)

@@ -169,8 +169,8 @@ def writing_into(path: Path) -> Generator[None]:
 
 def _unwritable(path: Path, error: OSError) -> UserError:
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        mend = ("free space on this disk, or choose a folder on another disk: --out DIR",)
-        return UserError(f"the run folder {path} can't be written: {error.strerror}", str(path), mend)
+        hints = ("free space on this disk, or choose a folder on another disk: --out DIR",)
+        return UserError(f"the run folder {path} can't be written: {error.strerror}", str(path), hints)
     if path.is_file():
         return UserError(f"{path} is a file, not a folder", "--out", ("choose another folder: --out DIR",))
     what = f"the run folder {path} can't be created: {error.strerror or error}"

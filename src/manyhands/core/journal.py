@@ -37,7 +37,7 @@ class Journal:
     """
 
     def __init__(self, folder: RunFolder, rank: int) -> None:
-        self._folder, self._rank, self._told = folder, rank, False
+        self._folder, self._rank, self._warned = folder, rank, False
         self._waiting: deque[Callable[[], None]] = deque(maxlen=_MOST_WAITING)
         self._writing = threading.Lock()  # a checkpoint is written, and told of, by a thread
 
@@ -76,8 +76,8 @@ class Journal:
                     self._waiting[0]()
                     self._waiting.popleft()
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 # That output may lie on the same disk.
                 with suppress(OSError):
                     say(f"can't write records to {self._folder.path}: {error}; manyhands keeps the records and retries")

@@ -50,7 +50,7 @@ class TensorLayout:
     gradient_axes: tuple[int, ...] = ()  # numbers of the axes over which each process's gradient is a part of a sum
 
     @property
-    def cut_axes(self) -> set[int]:
+    def sharded_axes(self) -> set[int]:
         """Axes along which processes hold different pieces."""
         return {axis for _, axes in self.cuts for axis in axes}
 
@@ -73,18 +73,18 @@ class TensorLayout:
 
     def first_holder(self, mesh: Mesh, rank: int) -> int:
         """The lowest of the ranks that hold the same piece; it is the one that saves it."""
-        cut = self.cut_axes
+        cut = self.sharded_axes
         return mesh.rank(place if axis in cut else 0 for axis, place in enumerate(mesh.coordinates(rank)))
 
     def nearest(self, mesh: Mesh, near: range) -> dict[int, tuple[tuple[int, int], ...]]:
         """Regions that together are the whole, once, each by a rank that holds it: one of `near`, where one does."""
-        free = set(range(len(mesh.axes))) - self.cut_axes
+        free = set(range(len(mesh.axes))) - self.sharded_axes
         found = [(mesh.peers(free, first), region) for first, region in self.pieces(mesh)]
         return {min(holders, key=lambda rank: (rank not in near, rank)): region for holders, region in found}
 
     def pieces(self, mesh: Mesh) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
         """(rank, region) of each different piece, by its first holder; together they are the whole, once."""
-        cut = self.cut_axes
+        cut = self.sharded_axes
         for place in itertools.product(*(range(size) if axis in cut else (0,) for axis, size in enumerate(mesh.sizes))):
             rank = mesh.rank(place)
             yield rank, self.region(mesh, rank)
@@ -99,7 +99,7 @@ class TensorLayout:
         }
 
 
-def whole(shape: tuple[int, ...], gradient_axes: tuple[int, ...] = ()) -> TensorLayout:
+def unsharded(shape: tuple[int, ...], gradient_axes: tuple[int, ...] = ()) -> TensorLayout:
     """The layout of a tensor that every process holds whole."""
     return TensorLayout(shape, shape, (), gradient_axes)
 

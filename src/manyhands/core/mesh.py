@@ -34,8 +34,8 @@ class Mesh:
     def check_size(self, processes: int, where: str = "parallel.mesh") -> None:
         """Raises UserError: the number of processes isn't that of the mesh."""
         if self.size != processes:
-            mend = (f"start {self.size} processes: -n {self.size}", f"or set a mesh such as --mesh dp={processes}")
-            raise UserError(f"the mesh {self} is for {self.size} processes, but the run has {processes}", where, mend)
+            hints = (f"start {self.size} processes: -n {self.size}", f"or set a mesh such as --mesh dp={processes}")
+            raise UserError(f"the mesh {self} is for {self.size} processes, but the run has {processes}", where, hints)
 
     @property
     def names(self) -> tuple[str, ...]:

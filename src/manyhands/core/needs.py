@@ -14,7 +14,7 @@ class Need:
 
     reason: str  # the end of the error message, after the name of the method
     option: str  # key of the option that decides whether the requirement is met
-    mend: tuple[str, ...] = ()  # hints besides choosing another method
+    hints: tuple[str, ...] = ()  # hints besides choosing another method
     short: str = ""  # a short form of the reason for tables
 
 

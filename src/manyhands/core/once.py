@@ -10,28 +10,28 @@ from filelock import FileLock
 from manyhands.core.errors import UserError
 from manyhands.core.private import usual_files
 
-_MEND = ("choose a writable folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
+_HINTS = ("choose a writable folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
 
 
 @contextmanager
-def one_at_a_time(path: Path, mend: tuple[str, ...] = _MEND) -> Generator[None]:
+def one_at_a_time(path: Path, hints: tuple[str, ...] = _HINTS) -> Generator[None]:
     """Holds the lock beside `path` and makes its folder; the system frees the lock when a process dies.
 
     Raises:
-        UserError: the folder can't be written; `mend` says what helps.
+        UserError: the folder can't be written; `hints` says what helps.
     """
-    with usual_files(), _locked(path, mend):
+    with usual_files(), _locked(path, hints):
         yield
 
 
 @contextmanager
-def _locked(path: Path, mend: tuple[str, ...]) -> Generator[None]:
+def _locked(path: Path, hints: tuple[str, ...]) -> Generator[None]:
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except OSError as error:
-        raise UserError(f"{path.parent} can't be written: {error.strerror or error}", str(path), mend) from error
+        raise UserError(f"{path.parent} can't be written: {error.strerror or error}", str(path), hints) from error
     try:
         yield
     finally:
@@ -64,5 +64,5 @@ def committed(path: Path) -> Generator[Path]:
         with replacing(path) as part:
             yield part
     except OSError as error:
-        mend = ("free disk space or choose another folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
-        raise UserError(f"{path.name} can't be written: {error.strerror or error}", str(path), mend) from error
+        hints = ("free disk space or choose another folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
+        raise UserError(f"{path.name} can't be written: {error.strerror or error}", str(path), hints) from error

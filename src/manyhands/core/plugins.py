@@ -110,8 +110,8 @@ _STANDARD = {*map(sysconfig.get_path, ("stdlib", "platstdlib")), f"{sysconfig.ge
 def refuse_no_code(word: str, where: str) -> None:
     """Raises UserError for "file.py:object" where the file is missing."""
     if (file := code_file(word)) and not file.is_file():
-        mend = ("write path/to/file.py:object",)
-        raise UserError(f"there is no file {word.rpartition(':')[0]}", where, mend)
+        hints = ("write path/to/file.py:object",)
+        raise UserError(f"there is no file {word.rpartition(':')[0]}", where, hints)
 
 
 def load_object(reference: str, where: str) -> Any:

@@ -49,8 +49,8 @@ def parse_bandwidth(text: str, where: str = "--link") -> float:
     if size is None and unit.endswith("B"):
         size = _BYTES.get(unit.lower())
     if number <= 0 or size is None:
-        mend = "write bits or bytes per second, such as 1gbit, 100mbit or 8GB/s"
-        raise UserError(f'"{text}" is not a link speed', where, (mend,))
+        hints = "write bits or bytes per second, such as 1gbit, 100mbit or 8GB/s"
+        raise UserError(f'"{text}" is not a link speed', where, (hints,))
     return number * size
 
 

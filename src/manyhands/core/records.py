@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 
 from manyhands.core.errors import UserError
 from manyhands.core.outside import MOST_BYTES, parse_json
@@ -132,7 +132,7 @@ class Failure(Record):
     error: str = Field(description="type of the exception")
     what: str
     where: str = ""
-    mend: list[str] = Field(default_factory=list)
+    hints: list[str] = Field(default_factory=list, validation_alias=AliasChoices("hints", "mend"))
     traceback: str = ""
     excerpt: str = Field(default="", description="what of it a user should see: the lines of their own files")
     consequence: bool = Field(default=False, description="True when another process's end caused it")
@@ -176,12 +176,12 @@ def write_all(descriptor: int, content: bytes) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file by way of a temporary one; see `write_whole`."""
+    """Writes a JSON file by way of a temporary one; see `write_atomic`."""
     text = content.model_dump_json(indent=1) if isinstance(content, BaseModel) else json.dumps(content, indent=1)
-    write_whole(path, text)
+    write_atomic(path, text)
 
 
-def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
+def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
     """Writes a file of text by way of a temporary one, so that no reader ever sees half of it.
 
     Args:

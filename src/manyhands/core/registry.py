@@ -133,7 +133,7 @@ def _listed() -> tuple[list[Running], list[Running]]:
         record = _read(path)
         if record is None:
             continue
-        if goes_on(record):
+        if is_running(record):
             headed.append(record)
         elif agents_work(Path(record.run) / "ranks"):
             left.append(record)
@@ -158,7 +158,7 @@ def headed_here(run: Path) -> bool:
     return bool(head and head.here)
 
 
-def goes_on(record: Running) -> bool:
+def is_running(record: Running) -> bool:
     """True while the record is there and its head lives; a head on another machine is taken at its word."""
     if not _path(record).is_file():
         return False

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError
 from manyhands.core.folder import RunFolder
-from manyhands.core.going_on import going_on
 from manyhands.core.outside import parse_json, read_bytes
 from manyhands.core.records import read_lines
+from manyhands.core.resuming import resume_command
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -79,8 +79,8 @@ def held_back() -> Generator[None]:
 
 def saved_step(folder: RunFolder) -> int | None:
     """The newest step that was saved, here or on the machine of rank 0; None where nothing was."""
-    told = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
-    steps = saved_steps(folder) or [step for step in told if isinstance(step, int)]
+    recorded = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
+    steps = saved_steps(folder) or [step for step in recorded if isinstance(step, int)]
     return max(steps, default=None)
 
 
@@ -116,10 +116,10 @@ def unsaved(run: Path, step: int | None, why: str = "", *, idle: bool = False) -
     since = f" (could not save: {why})" if why else ""
     if step is None:
         hints = ("run the same command again to start from the beginning",)
-        error = ManyhandsError(f"stopped before anything was saved{since}", mend=hints)
+        error = ManyhandsError(f"stopped before anything was saved{since}", hints=hints)
     else:
         how = "while no process was training" if idle else f"without a save{since}"
         what = f"stopped {how}; the last checkpoint is step {step}"
-        error = ManyhandsError(what, mend=(f"resume from step {step}: {going_on(run)}",))
+        error = ManyhandsError(what, hints=(f"resume from step {step}: {resume_command(run)}",))
     error.exit_code = EXIT_SAVED if idle and step is not None else EXIT_INTERRUPTED
     return error

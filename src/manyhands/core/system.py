@@ -13,4 +13,4 @@ def require_system() -> None:
     """
     if find_spec("fcntl") is None:
         what = "manyhands runs on Linux, macOS and WSL2 on Windows, but this Python has no fcntl"
-        raise UserError(what, mend=("run wsl --install in PowerShell, then install manyhands inside WSL",))
+        raise UserError(what, hints=("run wsl --install in PowerShell, then install manyhands inside WSL",))

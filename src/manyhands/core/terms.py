@@ -10,7 +10,7 @@ from typing import NamedTuple
 from filelock import FileLock
 
 from manyhands.core.private import private_files
-from manyhands.core.records import write_whole
+from manyhands.core.records import write_atomic
 
 
 class Term(NamedTuple):
@@ -35,5 +35,5 @@ def raise_term(ranks: Path, wanted: Term) -> Term:
     with private_files(), FileLock(ranks / "term.lock", mode=0o600):
         found = term_in(ranks)
         if wanted > found:
-            write_whole(ranks / "term", f"{wanted.head} {wanted.start}", durable=True)
+            write_atomic(ranks / "term", f"{wanted.head} {wanted.start}", durable=True)
         return max(wanted, found)

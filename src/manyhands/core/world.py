@@ -28,7 +28,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Membership:
+class ProcessInfo:
     """How a process is to join its group; decided before torch is imported."""
 
     rank: int = 0  # this process's rank

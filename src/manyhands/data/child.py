@@ -30,7 +30,7 @@ def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_heed, args=(parent,), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
         if follow:
             ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
             if os.getppid() != parent:
@@ -45,12 +45,12 @@ def _answer_with_error(answers: Any, error: Exception, answer: tuple[int, Any]) 
     number, content = answer
     if isinstance(content, RunError):
         os._exit(1)
-    mend = ("free space in /dev/shm, shorten TMPDIR, raise ulimit -n, or use --data.workers 0",)
+    hints = ("free space in /dev/shm, shorten TMPDIR, raise ulimit -n, or use --data.workers 0",)
     what = f"a data-loading process can't send its samples: {type(error).__name__}: {error}"
-    answers.put((number, RunError(what, "data.workers", mend)))
+    answers.put((number, RunError(what, "data.workers", hints)))
 
 
-def _heed(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """Waits for SIGTERM, and ends the process when its parent sent it."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         continue

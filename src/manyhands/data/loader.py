@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from manyhands.data.gather import MemoryFeed
-from manyhands.data.on_demand import FileSamples, OwnSamples
+from manyhands.data.on_demand import CustomSamples, FileSamples
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source
 from manyhands.data.transforms import Batch, Normalise, Pixels
 from manyhands.data.workers import WorkerFeed
@@ -45,7 +45,7 @@ class Loader:
                 FileSamples(source, pixels, train=train, seed=seed, replaces=replaces), normalise, workers
             )
         else:
-            own = OwnSamples(source, pixels, train=train, seed=seed, classes=classes)
+            own = CustomSamples(source, pixels, train=train, seed=seed, classes=classes)
             feed = WorkerFeed(own, normalise, workers)
         # batches(epoch, requests): one batch for each index tensor int64 [n] in `requests`, in order. These are read
         # ahead (at most 64), never to their end first. The pixels of a sample depend on the seed, the epoch and the

@@ -49,12 +49,12 @@ def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) 
     can't be written.
     """
     pixels = cache_folder() / "decoded" / f"{_key(listing, 'pixels', channels, size, grey_only)}.npy"
-    told = pixels.with_suffix(".json")
+    report_file = pixels.with_suffix(".json")
     with one_at_a_time(pixels):
-        report = _read_json(told)
+        report = _read_json(report_file)
         if report is None or not (report["differs"] or pixels.is_file()):
             report = _decode_all(listing, pixels, channels, size, grey_only)
-            _write_json(told, report)
+            _write_json(report_file, report)
     if report["differs"]:
         return None
     # Copy on write, never written: torch takes no read-only arrays, and the pages stay shared.
@@ -63,13 +63,13 @@ def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) 
 
 def find_corrupt_once(listing: Listing) -> tuple[int, ...]:
     """Decodes every picture to see which can't be read, or takes what this host knows already; their indices."""
-    told = cache_folder() / "decoded" / f"{_key(listing, 'corrupt')}.json"
-    with one_at_a_time(told):
-        report = _read_json(told)
+    report_file = cache_folder() / "decoded" / f"{_key(listing, 'corrupt')}.json"
+    with one_at_a_time(report_file):
+        report = _read_json(report_file)
         if report is None:
             readable = _in_threads(lambda index: _readable(listing, index), len(listing))
             report = {"corrupt": [index for index, good in enumerate(readable) if not good]}
-            _write_json(told, report)
+            _write_json(report_file, report)
     return tuple(report["corrupt"])
 
 

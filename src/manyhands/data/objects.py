@@ -73,10 +73,10 @@ def splits_of_targets(train: Any) -> Splits:
 
 
 def _check(dataset: Any, word: str) -> None:
-    mend = ("give a torch Dataset with __len__ and __getitem__, such as a TensorDataset",)
+    hints = ("give a torch Dataset with __len__ and __getitem__, such as a TensorDataset",)
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not sized or isinstance(dataset, IterableDataset | str | dict):
-        raise UserError(f"the {word} set is a {type(dataset).__name__}, not a data set with indices", word, mend)
+        raise UserError(f"the {word} set is a {type(dataset).__name__}, not a data set with indices", word, hints)
     if len(dataset) == 0:
         raise UserError(f"the {word} set is empty", word)
 

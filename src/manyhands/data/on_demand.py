@@ -22,7 +22,7 @@ from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.seeds import derive
 from manyhands.data.decode import CorruptImageError, to_mode
 from manyhands.data.pictures import prepare, read_picture, to_tensor
-from manyhands.data.random import epoch_draws
+from manyhands.data.random import epoch_rng
 from manyhands.data.splits import ImageFiles, UserSamples, check_labels
 from manyhands.data.transforms import Pixels
 
@@ -61,7 +61,7 @@ class FileSamples:
             return error
 
     def _one(self, epoch: int, sample: int, out: Tensor) -> None:
-        draws = epoch_draws(self._seed, epoch, sample) if self._train else None
+        draws = epoch_rng(self._seed, epoch, sample) if self._train else None
         read_picture(self._source.paths[sample], self._pixels, draws, self._source.content(sample), out)
 
     def _other(self, epoch: int, sample: int, out: Tensor) -> int:
@@ -83,7 +83,7 @@ def _batch_memory(shape: tuple[int, ...]) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
-class OwnSamples:
+class CustomSamples:
     """Reads the user's data set, with every generator that it may use seeded for each sample."""
 
     def __init__(self, source: UserSamples, pixels: Pixels, *, train: bool, seed: int, classes: int = 0) -> None:
@@ -118,7 +118,7 @@ class OwnSamples:
     def _one(self, epoch: int, sample: int) -> tuple[Tensor, Any]:
         seed_generators(derive(self._seed, "sample", epoch, sample))
         image, label = read_own(self._source, sample)
-        draws = epoch_draws(self._seed, epoch, sample) if self._train else None
+        draws = epoch_rng(self._seed, epoch, sample) if self._train else None
         picture = as_picture(image)
         if picture is not None:
             return prepare(to_tensor(to_mode(picture, self._pixels.channels)), self._pixels, draws), label

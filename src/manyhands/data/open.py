@@ -140,5 +140,5 @@ def _per_channel(values: tuple[float, ...], channels: int, where: str) -> tuple[
         return values * channels
     if len(values) == 3 and channels == 1:
         return (statistics.fmean(values),)
-    mend = (f"give 1 or {channels} values",)
-    raise UserError(f"{len(values)} values were given for {channels} channels", where, mend)
+    hints = (f"give 1 or {channels} values",)
+    raise UserError(f"{len(values)} values were given for {channels} channels", where, hints)

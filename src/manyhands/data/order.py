@@ -185,7 +185,7 @@ def _spans(first: int, last: int, edges: list[int], shared: list[int]) -> tuple[
     return tuple(spans)
 
 
-def told_of_batch(batch: int, length: int) -> str:
+def batch_noted(batch: int, length: int) -> str:
     """A sentence for who asks for a larger batch than there are training samples; else empty."""
     if batch <= length:
         return ""

@@ -140,11 +140,11 @@ class PackedRows:
 
 
 def altered(path: Path, reason: str) -> UserError:
-    mend = (
+    hints = (
         "pack the folder again: manyhands pack FOLDER --replace",
         "or remove the packed copy to train from the folder itself",
     )
-    return UserError(f"the packed copy was altered: {reason}", str(path), mend)
+    return UserError(f"the packed copy was altered: {reason}", str(path), hints)
 
 
 @lru_cache(maxsize=_OPEN_SHARDS)

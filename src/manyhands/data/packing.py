@@ -88,8 +88,8 @@ def read_contents(root: Path) -> _Contents:
     contents = _Contents(listings, numpy.concatenate([listing.labels for listing in listings]), sizes, times)
     if (sizes < 0).any():
         missing = contents.path(int(numpy.argmax(sizes < 0)))
-        mend = ("repair or remove the file or link, then run the same command again",)
-        raise UserError("a picture can't be read", missing, mend)
+        hints = ("repair or remove the file or link, then run the same command again",)
+        raise UserError("a picture can't be read", missing, hints)
     return contents
 
 
@@ -143,8 +143,8 @@ def _held(target: Path) -> Iterator[None]:
         with one_at_a_time(target / HEAD, ("choose a writable folder: --to",)):
             yield
     except OSError as error:
-        mend = ("free disk space and run the same command again", "or choose another folder: --to")
-        raise UserError(f"the packed copy can't be made: {error.strerror or error}", str(target), mend) from error
+        hints = ("free disk space and run the same command again", "or choose another folder: --to")
+        raise UserError(f"the packed copy can't be made: {error.strerror or error}", str(target), hints) from error
 
 
 def _refuse_strange(target: Path) -> None:
@@ -222,8 +222,8 @@ def _write_all(tasks: Sequence[ShardTask], processes: int) -> Iterator[object]:
         for future in as_completed([pool.submit(write_shard, task) for task in tasks]):
             yield future.result()
     except BrokenProcessPool as error:
-        mend = ("free memory or use --processes 1, then run the same command again",)
-        raise RunError("a packing process ended unexpectedly", "--processes", mend) from error
+        hints = ("free memory or use --processes 1, then run the same command again",)
+        raise RunError("a packing process ended unexpectedly", "--processes", hints) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -259,7 +259,7 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
         **({"decoding": DECODING} if request.size else {}),
     }
     _write_json(target / HEAD, {"digest": digest_of(content), "set": content})
-    for path in (target / _BEGUN, *(task.told for task in tasks)):
+    for path in (target / _BEGUN, *(task.report_file for task in tasks)):
         path.unlink(missing_ok=True)
     return tuple(map(contents.path, sorted(bad)))
 

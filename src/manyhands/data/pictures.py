@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from manyhands.data.decode import PictureHeader, content_of, decode, probe
-from manyhands.data.random import SampleDraws
+from manyhands.data.random import SampleRng
 from manyhands.data.transforms import DRAW_DOWN, DRAW_MIRROR, DRAW_RIGHT, Pixels, crop_box, padded
 
 decode_jpeg: Callable[..., Any] | None
@@ -35,7 +35,7 @@ _MOST_TIMES = 16
 
 
 def read_picture(
-    path: str, pixels: Pixels, draws: SampleDraws | None, content: bytes | None = None, out: Tensor | None = None
+    path: str, pixels: Pixels, draws: SampleRng | None, content: bytes | None = None, out: Tensor | None = None
 ) -> Tensor:
     """Reads a picture file, or its `content`, as uint8 [C, S, S], into `out` if given; without draws for evaluation.
 
@@ -51,7 +51,7 @@ def read_picture(
     return out.copy_(prepare(values, pixels, draws))
 
 
-def _scale(header: PictureHeader, pixels: Pixels, draws: SampleDraws | None) -> int:
+def _scale(header: PictureHeader, pixels: Pixels, draws: SampleRng | None) -> int:
     """How many times smaller a picture may be decoded: 1, 2, 4 or 8."""
     shorter, wanted = min(header.width, header.height), pixels.resized_to
     if draws is not None and pixels.augment == "resized-crop-flip":
@@ -74,7 +74,7 @@ def _decode_plain_jpeg(content: bytes, header: PictureHeader, channels: int, sca
     return torch.from_numpy(values).permute(2, 0, 1)
 
 
-def prepare(values: Tensor, pixels: Pixels, draws: SampleDraws | None) -> Tensor:
+def prepare(values: Tensor, pixels: Pixels, draws: SampleRng | None) -> Tensor:
     """Resizes, crops and mirrors uint8 [c, H, W] to [c, S, S]; without draws as for evaluation."""
     if draws is None or pixels.augment == "none":
         return _middle(values, pixels)
@@ -111,7 +111,7 @@ def _middle(values: Tensor, pixels: Pixels) -> Tensor:
     return resized(values, high, wide)[:, top : top + size, left : left + size]
 
 
-def _shifted(values: Tensor, pixels: Pixels, draws: SampleDraws) -> Tensor:
+def _shifted(values: Tensor, pixels: Pixels, draws: SampleRng) -> Tensor:
     """Moves by up to `pixels.padding` rows and columns."""
     size, margin = values.shape[2], pixels.padding
     left = draws.below(DRAW_RIGHT, 2 * margin + 1)

@@ -1,6 +1,6 @@
 """Chance as a pure function of (seed, epoch, sample, draw): no generator, no state, the same in every process.
 
-The same numbers come out one at a time (`SampleDraws`, in worker processes) and for a whole batch (`bits`).
+The same numbers come out one at a time (`SampleRng`, in worker processes) and for a whole batch (`bits`).
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def alternate(seed: int, epoch: int, samples: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SampleDraws:
+class SampleRng:
     """The draws of one sample, in plain Python."""
 
     key: int  # the epoch's, from `augmentation_key`
@@ -68,10 +68,10 @@ class SampleDraws:
         return (self.bits(draw) >> 10) * 2.0**-53
 
 
-def epoch_draws(seed: int, epoch: int, sample: int) -> SampleDraws:
+def epoch_rng(seed: int, epoch: int, sample: int) -> SampleRng:
     """The draws of one sample in an epoch."""
-    first = SampleDraws(derive(seed, "alternate"), sample).below(0, 2)
-    return SampleDraws(augmentation_key(seed, epoch), sample, (first + epoch) % 2 == 1)
+    first = SampleRng(derive(seed, "alternate"), sample).below(0, 2)
+    return SampleRng(augmentation_key(seed, epoch), sample, (first + epoch) % 2 == 1)
 
 
 def spread(count: int, length: int) -> Tensor:

@@ -41,7 +41,7 @@ class ShardTask:
     quality: int
 
     @property
-    def told(self) -> Path:
+    def report_file(self) -> Path:
         """What was written, for who puts the index together; there once the shard is whole."""
         return self.target.with_name(f".{self.target.name}.npz")
 
@@ -51,12 +51,12 @@ def write_shard(task: ShardTask) -> int:
     try:
         with replacing(task.target) as part:
             columns, size_bytes, digest = _write(task, part)
-        with replacing(task.told) as part, part.open("wb") as file:
+        with replacing(task.report_file) as part, part.open("wb") as file:
             write_columns(file, columns | {"sha256": numpy.array(digest), "bytes": numpy.array(size_bytes)})
     except OSError as error:
         what = f"{task.target.name} can't be written: {error.strerror or error}"
-        mend = ("free disk space and run the same command again", "or choose another folder: --to")
-        raise UserError(what, str(task.target), mend) from error
+        hints = ("free disk space and run the same command again", "or choose another folder: --to")
+        raise UserError(what, str(task.target), hints) from error
     return size_bytes
 
 
@@ -119,8 +119,8 @@ def _read(member: PictureFile) -> bytes:
             state = os.fstat(file.fileno())
             content = file.read(member.size_bytes + 1)
     except OSError as error:
-        mend = ("repair or remove the file, then run the same command again",)
-        raise UserError(f"a picture can't be read: {error.strerror or error}", member.path, mend) from error
+        hints = ("repair or remove the file, then run the same command again",)
+        raise UserError(f"a picture can't be read: {error.strerror or error}", member.path, hints) from error
     if (len(content), state.st_mtime_ns) != (member.size_bytes, member.time_ns):
         raise UserError("a picture changed while it was packed", member.path, ("run the same command again",))
     return content
@@ -129,7 +129,7 @@ def _read(member: PictureFile) -> bytes:
 def written(task: ShardTask) -> Columns | None:
     """What a shard holds that was written before, or None where it isn't whole."""
     try:
-        columns = read_columns(task.told)
+        columns = read_columns(task.report_file)
         whole = task.target.stat().st_size == int(columns["bytes"])
         return columns if whole and len(columns["row"]) == len(columns["bad"]) == len(task.members) else None
     except (OSError, ValueError, KeyError):

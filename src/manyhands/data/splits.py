@@ -123,11 +123,11 @@ def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], pla
         shown = ", ".join(f'"{name}"' for name in unknown[:5]) + (" …" if len(unknown) > 5 else "")
         classes = ", ".join(known[:8]) + (f" … ({len(known)} in all)" if len(known) > 8 else "")
         alike = filter(None, (lookalike_difference(name, known) for name in unknown))
-        mend = (*alike, f"the run's classes: {classes}", "give the folder that holds the class folders")
-        raise UserError(f"the run has no class {shown}", place, mend)
+        hints = (*alike, f"the run's classes: {classes}", "give the folder that holds the class folders")
+        raise UserError(f"the run has no class {shown}", place, hints)
     if source.labels is None or isinstance(source, UserSamples):
-        mend = (f"sort the classes as the run does: {', '.join(known[:8])}",)
-        raise UserError("the data set has the run's classes in a different order", place, mend)
+        hints = (f"sort the classes as the run does: {', '.join(known[:8])}",)
+        raise UserError("the data set has the run's classes in a different order", place, hints)
     return replace(source, labels=torch.tensor([known.index(name) for name in names])[source.labels])
 
 

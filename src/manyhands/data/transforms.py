@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from manyhands.data.random import SampleDraws, alternate, augmentation_key, below, bits, sample_states
+from manyhands.data.random import SampleRng, alternate, augmentation_key, below, bits, sample_states
 
 DRAW_DOWN, DRAW_RIGHT, DRAW_MIRROR = 0, 1, 2
 _PART = 1 << 17  # values that a core's caches hold with what is made of them
@@ -120,7 +120,7 @@ def cut_parts(images: Tensor, size: int, key: int, samples: Tensor) -> Tensor:
     """Cuts a part out of each of uint8 [n, C, H, W] and resizes it: uint8 [n, C, size, size]."""
     parts = []
     for image, sample in zip(images, samples.tolist(), strict=True):
-        left, top, right, bottom = crop_box(image.shape[2], image.shape[1], SampleDraws(key, sample))
+        left, top, right, bottom = crop_box(image.shape[2], image.shape[1], SampleRng(key, sample))
         parts.append(resize(image[None, :, top:bottom, left:right], size, size))
     return torch.cat(parts)
 
@@ -231,7 +231,7 @@ class Normalise:
         return numbers.mul_(self._scale).add_(self._offset)
 
 
-def crop_box(width: int, height: int, draws: SampleDraws) -> tuple[int, int, int, int]:
+def crop_box(width: int, height: int, draws: SampleRng) -> tuple[int, int, int, int]:
     """Draws a box (left, top, right, bottom) of 8 to 100 % of the area, 3:4 to 4:3; after ten attempts the middle.
 
     Source: the distribution of torchvision's RandomResizedCrop; Szegedy et al. 2014, arXiv:1409.4842.

@@ -17,7 +17,7 @@ from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.scratch import keep_sockets_of_this_start
 from manyhands.data.ahead import CopiesAhead, copied_to
 from manyhands.data.child import begin_worker
-from manyhands.data.on_demand import Answer, FileSamples, OwnSamples, Request
+from manyhands.data.on_demand import Answer, CustomSamples, FileSamples, Request
 from manyhands.data.transforms import Batch, Normalise
 
 _MOST_WORKERS = 8
@@ -34,12 +34,12 @@ def worker_count(wanted: int, processes: int = 1) -> int:
 class WorkerFeed:
     """Answers requests by decoding files or reading the user's data set."""
 
-    def __init__(self, samples: FileSamples | OwnSamples, normalise: Normalise, workers: int) -> None:
+    def __init__(self, samples: FileSamples | CustomSamples, normalise: Normalise, workers: int) -> None:
         self._samples, self._normalise = samples, normalise
         self._ahead = CopiesAhead(normalise.device)
         self._requests = _Requests()
         self.replaced: list[str] = []  # pictures that others were given for, since somebody has taken these names
-        cheap = isinstance(samples, OwnSamples) and samples.cheap
+        cheap = isinstance(samples, CustomSamples) and samples.cheap
         self._count = 0 if cheap else worker_count(workers)
         self._loader: DataLoader[Any] | None = None
         self._answers: Any = None  # torch's iterator; owns the processes
@@ -79,8 +79,8 @@ class WorkerFeed:
             self.close()
             if not str(error).startswith("DataLoader worker (pid"):
                 raise
-            mend = ("free memory or space in /dev/shm, or lower --data.workers (0: none)",)
-            raise RunError(f"a decoding process ended unexpectedly: {error}", "data.workers", mend) from error
+            hints = ("free memory or space in /dev/shm, or lower --data.workers (0: none)",)
+            raise RunError(f"a decoding process ended unexpectedly: {error}", "data.workers", hints) from error
 
     def _start(self) -> DataLoader[Any]:
         keep_sockets_of_this_start()

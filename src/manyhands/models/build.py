@@ -57,13 +57,13 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
     return choice.build_pretrained(name, num_classes=classes, arguments=options.arguments)
 
 
-def is_own(name: str) -> bool:
+def is_custom(name: str) -> bool:
     """True where a network is of this program's own making, neither the user's nor torchvision's."""
     own = [choice for choice in _choices() if not getattr(choice, "TORCHVISION", False)]
     return any(name in choice.names() for choice in own)
 
 
-def settle(options: ModelOptions, size: int) -> ModelOptions:
+def resolve_model(options: ModelOptions, size: int) -> ModelOptions:
     """The same network by a name and arguments that mean it for pictures of any size, without published weights.
 
     What is built from it takes the weights of what is built from `options`, whatever those began with.
@@ -131,14 +131,14 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
             raise UserError(f"{reference} is already a network and takes no arguments", WHERE)
         return copy.deepcopy(found)
     if not callable(found):
-        raise UserError(f"{reference} is a {type(found).__name__}, not a network", "model.name", _MEND)
+        raise UserError(f"{reference} is a {type(found).__name__}, not a network", "model.name", _HINTS)
     model = _call(found, reference, _with_mesh(found, reference, arguments, mesh), num_classes)
     if not isinstance(model, nn.Module):
-        raise UserError(f"{reference} returned a {type(model).__name__}, not a network", "model.name", _MEND)
+        raise UserError(f"{reference} returned a {type(model).__name__}, not a network", "model.name", _HINTS)
     return model
 
 
-_MEND = ("name a subclass of torch.nn.Module, an instance, or a function that returns an instance",)
+_HINTS = ("name a subclass of torch.nn.Module, an instance, or a function that returns an instance",)
 
 
 def _with_mesh(builder: Callable[..., Any], reference: str, arguments: dict[str, Any], mesh: Any) -> dict[str, Any]:
@@ -150,8 +150,8 @@ def _with_mesh(builder: Callable[..., Any], reference: str, arguments: dict[str,
         return {"mesh": mesh, **arguments}
     if parameter.default is not inspect.Parameter.empty:
         return arguments
-    mend = ("use --parallel hybrid --mesh dp=1,tp=2", "or give the parameter mesh a default")
-    raise UserError(f"{reference} requires a mesh, but this parallel mode has none", "parallel.mode", mend)
+    hints = ("use --parallel hybrid --mesh dp=1,tp=2", "or give the parameter mesh a default")
+    raise UserError(f"{reference} requires a mesh, but this parallel mode has none", "parallel.mode", hints)
 
 
 def _call(builder: Callable[..., Any], reference: str, arguments: dict[str, Any], num_classes: int) -> Any:

@@ -16,8 +16,8 @@ _MISSING = re.compile(r"missing (?:a|\d+) required .*arguments?: (.+)")
 def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
     """builder(**arguments, **fixed), the user's arguments and ours. Raises UserError: one is wrong or missing."""
     if taken := sorted(set(arguments) & set(fixed)):
-        mend = ("set the classes by model.num_classes, published weights by model.pretrained",)
-        raise UserError(f"{name} already gets {taken[0]} from another option", f"{WHERE}.{taken[0]}", mend)
+        hints = ("set the classes by model.num_classes, published weights by model.pretrained",)
+        raise UserError(f"{name} already gets {taken[0]} from another option", f"{WHERE}.{taken[0]}", hints)
     try:
         return builder(**arguments, **fixed)
     except TypeError as error:

@@ -3,10 +3,10 @@
 from torch import Tensor, nn
 
 # So many small pictures have a million patches.
-LOOKED_AT = 1_000
+INITIALIZATION_SAMPLES = 1_000
 
 
-class LooksFirst(nn.Module):
+class InitializedFromData(nn.Module):
     """A network that is shown pictures before it is trained; one that begins with saved weights isn't."""
 
     def look(self, pictures: Tensor) -> None:

@@ -28,11 +28,11 @@ def main_and_auxiliary(output: Any) -> tuple[Tensor, list[tuple[Tensor, float]]]
         if len(heads) == len(others):
             weight = _ONE_HEAD if len(heads) == 1 else _MORE_HEADS
             return main, [(head, weight) for head in heads]
-    mend = (
+    hints = (
         "return a tensor [N, classes]: one row for each picture",
         "or a tuple of such tensors, all of one shape: the logits, then those of auxiliary heads",
     )
-    raise UserError(f"the network's forward returns {_shown(output)}", "model", mend)
+    raise UserError(f"the network's forward returns {_shown(output)}", "model", hints)
 
 
 def _shown(output: Any) -> str:

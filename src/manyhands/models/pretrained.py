@@ -31,7 +31,7 @@ def fetch_weights(url: str) -> Path:
             warnings.simplefilter("ignore")  # of a pickle protocol that torch itself doesn't write
             torch.load(path, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-        raise UserError(f"{path.name} is damaged or holds more than weights", str(path), _mend(url, path)) from error
+        raise UserError(f"{path.name} is damaged or holds more than weights", str(path), _hints(url, path)) from error
     return path
 
 
@@ -39,8 +39,8 @@ def _download(url: str, path: Path) -> None:
     begin = _DIGEST.search(path.name)
     problem = download(url, path, Digest("sha256", begin[1]) if begin else None)
     if problem:
-        raise UserError(f"{path.name} can't be downloaded: {problem}", url, _mend(url, path))
+        raise UserError(f"{path.name} can't be downloaded: {problem}", url, _hints(url, path))
 
 
-def _mend(url: str, path: Path) -> tuple[str, ...]:
+def _hints(url: str, path: Path) -> tuple[str, ...]:
     return (f"download {url}", f"and save the file as {path}", "or leave model.pretrained out")

@@ -27,8 +27,8 @@ def resolve_mode(mode: str, world: World) -> str:
     check_mode(mode)
     only = one_process(mode)
     if only and not world.alone:
-        mend = (f"use --parallel {USUAL_MODE} for several processes", "or start one process: -n 1")
-        raise UserError(f"mode {mode} is for {only}, but {world.size} are running", "parallel.mode", mend)
+        hints = (f"use --parallel {USUAL_MODE} for several processes", "or start one process: -n 1")
+        raise UserError(f"mode {mode} is for {only}, but {world.size} are running", "parallel.mode", hints)
     return MODE_ALONE if world.alone and getattr(load_choice(MODES, mode), "NOTHING_ALONE", False) else mode
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from manyhands.parallel.meet import linger
-from manyhands.parallel.said import Told, understood
+from manyhands.parallel.said import PeerFailure, understood
 
 LISTEN_S = 0.5
 # A process that sees a peer gone waits so long for the reason.
@@ -25,21 +25,21 @@ class Cause:
     closed connection ends collectives, as with gloo.
     """
 
-    def __init__(self, store: Any, attempt: int, leave: Callable[[Told | None], None] | None = None) -> None:
+    def __init__(self, store: Any, attempt: int, leave: Callable[[PeerFailure | None], None] | None = None) -> None:
         self._store, self._leave = dist.PrefixStore(f"failure/{attempt}", store), leave
-        self._heard: Told | None = None
+        self._heard: PeerFailure | None = None
         self._known, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
 
-    def publish(self, told: Told) -> None:
+    def publish(self, failure: PeerFailure) -> None:
         """Tells the others why this process fails, unless one has failed before."""
-        text = told.model_dump_json()
+        text = failure.model_dump_json()
         with contextlib.suppress(dist.DistError):
-            if not understood(self._store.compare_set("text", "", text), Told):
+            if not understood(self._store.compare_set("text", "", text), PeerFailure):
                 self._store.set("text", text)  # junk was there
 
-    def learn(self) -> Told | None:
+    def learn(self) -> PeerFailure | None:
         """What the first said, or None where nobody has said anything soon."""
         self._known.wait(LEARN_S)
         return self._heard
@@ -61,9 +61,9 @@ class Cause:
     def _wait_for_words(self) -> None:
         with contextlib.suppress(dist.DistError):
             while not self._over.wait(LISTEN_S):
-                told = understood(self._store.get("text"), Told) if self._store.check(["text"]) else None
-                if told:
-                    self._heard = told
+                failure = understood(self._store.get("text"), PeerFailure) if self._store.check(["text"]) else None
+                if failure:
+                    self._heard = failure
                     self._known.set()
                     self._store.add("heard", 1)
                     return

@@ -11,7 +11,7 @@ from torch import Tensor
 from manyhands.core.errors import UserError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import World
-from manyhands.parallel.newcomers import closed_once_formed
+from manyhands.parallel.close_listeners import closed_once_formed
 
 Operation = Literal["sum", "mean", "max", "min", "product"]
 _OPERATIONS = {
@@ -147,8 +147,8 @@ class Subgroup:
         """A member's rank in the whole run; members are counted from 0 within the group."""
         self._require_member()
         if not 0 <= member < self.size:
-            mend = (f"give 0 to {self.size - 1}, the index in ranks {', '.join(map(str, self.ranks))}",)
-            raise UserError(f"there is no member {member} in a group of {self.size}", what, mend)
+            hints = (f"give 0 to {self.size - 1}, the index in ranks {', '.join(map(str, self.ranks))}",)
+            raise UserError(f"there is no member {member} in a group of {self.size}", what, hints)
         return self.ranks[member]
 
     def _other(self, member: int, what: str) -> int:
@@ -162,7 +162,7 @@ def _own_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def whole(world: World) -> Subgroup:
+def world_group(world: World) -> Subgroup:
     """All processes of the run."""
     return Subgroup(range(world.size), world.rank, None)
 

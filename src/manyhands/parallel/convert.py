@@ -157,7 +157,7 @@ def convert_both(
     return result
 
 
-def gather_whole(tensor: Tensor, layout: TensorLayout, grid: _Places) -> Tensor:
+def gather_full(tensor: Tensor, layout: TensorLayout, grid: _Places) -> Tensor:
     """The whole of a parameter or buffer [layout.shape] of which this process has a piece; a collective."""
     if not layout.cuts:
         return tensor

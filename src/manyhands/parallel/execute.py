@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, bounds, whole
+from manyhands.core.layouts import TensorLayout, bounds, unsharded
 from manyhands.core.seeds import mix
 from manyhands.parallel.convert import convert, convert_both
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
@@ -59,8 +59,8 @@ def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]
             found[path.removeprefix("whole.") if "whole" in graph.ops else path] = layout
             first, other = users.setdefault(id(tensor), (op.name, layout))
             if other != layout:
-                mend = ("pin both ops to the same split of the parameter, or to n or r",)
-                raise UserError(f"{first} and {op.name} share {name}, with different splits", "plan", mend)
+                hints = ("pin both ops to the same split of the parameter, or to n or r",)
+                raise UserError(f"{first} and {op.name} share {name}, with different splits", "plan", hints)
     return found
 
 
@@ -126,7 +126,7 @@ class Convert(nn.Module):
         return f"{self.values[0]} -> {self.values[1]}, gradient {self.gradients[1]} -> {self.gradients[0]}"
 
 
-class SeedDraws(nn.Module):
+class SeedRng(nn.Module):
     """Seeds what the next op draws: alike where processes have the same samples, apart where they have others."""
 
     def __init__(self, number: int, place: int, state: "State") -> None:
@@ -217,7 +217,7 @@ class Builder:
         if training and (_draws(op) or (op.kind == "opaque" and bool(op.extents) and not op.reads_attribute)):
             alike = {"r", "c"} if _drops_samples(op) else {"r"}
             axes = tuple(axis for axis, letter in enumerate(letters) if letter not in alike)
-            self._call(f"draws_{number}", SeedDraws(number, self._grid.place(axes), self._state), ())
+            self._call(f"draws_{number}", SeedRng(number, self._grid.place(axes), self._state), ())
         local = self._local_module(op, letters) if node.op.startswith("call_") else None
         if local is not None:
             return self._call(f"local_{number}", local, args, kwargs)
@@ -274,7 +274,7 @@ class SplitNetwork(nn.Module):
         # A tensor of several names is read under one of them.
         of = {id(tensors[name]): layout for name, layout in self.layouts.items() if name in tensors}
         for name, tensor in tensors.items():
-            self.layouts.setdefault(name, of.get(id(tensor), whole(tuple(tensor.shape))))
+            self.layouts.setdefault(name, of.get(id(tensor), unsharded(tuple(tensor.shape))))
         # BatchNorm's groups for each set of axes that cuts the samples
         self.norms = _assign_norms(train, letters, grid)
         split_network(model, self.layouts, grid)

@@ -89,12 +89,12 @@ class Gradients:
         divisor: float | Tensor,
         *,
         last: bool = True,
-        heed: Callable[[MicroBatchResult], bool | None] = _nothing,
+        on_result: Callable[[MicroBatchResult], bool | None] = _nothing,
     ) -> MicroBatchResult:
         """Adds a micro-batch's gradients to those that are there.
 
         `divisor` is what the whole update's sum of losses is divided by, the samples as a rule. With the update's last
-        one gradients are averaged over processes as they come. `heed` is shown what forward gave, before backward; its
+        one gradients are averaged over processes as they come. `on_result` gets what forward gave, before backward; its
         False makes gradients NaN, by which all processes hear of it.
         """
         assert self._loss_fn is not None
@@ -103,7 +103,7 @@ class Gradients:
             with self.autocast():
                 loss, logits, labels = self._loss_fn(self.network.call(inputs), labels)
             result = MicroBatchResult(loss.detach(), logits.detach(), labels, self.network.counted(part, labels))
-            bad = heed(result) is False
+            bad = on_result(result) is False
             # Where processes compute a batch together, an empty share has part in others' gradients.
             weight = self._scale / divisor if part.share.count or self.network.together else 0.0
             weight = math.nan if bad else weight
@@ -179,10 +179,10 @@ class Gradients:
             self.scaler.update()
         elif self.spoilt is not None:
             # As torch's own scaler hands it over.
-            told: Any = optimizer
-            told.grad_scale, told.found_inf = None, self.spoilt
+            untyped: Any = optimizer
+            untyped.grad_scale, untyped.found_inf = None, self.spoilt
             optimizer.step()
-            del told.grad_scale, told.found_inf
+            del untyped.grad_scale, untyped.found_inf
         else:
             optimizer.step()
 

@@ -104,8 +104,8 @@ def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None)
     )
     world = world or _present_world()
     if mesh.size != world.size:
-        mend = ("make the product of the sizes equal the processes, such as -n 4 --mesh dp=2,tp=2",)
-        raise UserError(f"the mesh {mesh} is for {mesh.size} processes, but {world.size} are running", "mesh", mend)
+        hints = ("make the product of the sizes equal the processes, such as -n 4 --mesh dp=2,tp=2",)
+        raise UserError(f"the mesh {mesh} is for {mesh.size} processes, but {world.size} are running", "mesh", hints)
     return Grid(mesh, world)
 
 
@@ -257,8 +257,8 @@ class Axis:
         """
         cut, joined = self._dim(x, cut, "all_to_all"), self._dim(x, joined, "all_to_all")
         if cut == joined:
-            mend = ("give two different dimensions",)
-            raise UserError(f"dimension {cut} can't be both split and concatenated", "all_to_all", mend)
+            hints = ("give two different dimensions",)
+            raise UserError(f"dimension {cut} can't be both split and concatenated", "all_to_all", hints)
         shape = list(x.shape)
         shape[joined] = self._length(x, joined, length)
         return self._turn(x, (joined, cut), (joined, cut), shape)

@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 from manyhands.core.devices import device_kind, require_device
 from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
-from manyhands.core.world import Membership, World
+from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel import ports
 from manyhands.parallel.cause import Cause
-from manyhands.parallel.meet import check_in, tell_of_two
-from manyhands.parallel.newcomers import closed_once_formed
-from manyhands.parallel.said import Told
-from manyhands.parallel.standing import STARTED_BY, groups, own_use, standing_store
-from manyhands.parallel.tell import tell_those_who_wait
+from manyhands.parallel.close_listeners import closed_once_formed
+from manyhands.parallel.meet import check_in, report_duplicate_rank
+from manyhands.parallel.report_failure import report_to_waiting_ranks
+from manyhands.parallel.said import PeerFailure
+from manyhands.parallel.standing import STARTED_BY, existing_store, groups, own_use
 from manyhands.parallel.through_ssh import use_tunnels
 
 Say = Callable[[str], None]
@@ -54,7 +54,7 @@ class Group:
     # what each process said of itself, by rank
     present: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
-    def listen(self, attempt: int, leave: Callable[[Told | None], None] | None = None) -> None:
+    def listen(self, attempt: int, leave: Callable[[PeerFailure | None], None] | None = None) -> None:
         """Has this process hear of the others' failures, where no agent of manyhands watches them; see `Cause`."""
         if self.store is not None and not self.world.alone:
             self.cause = Cause(self.store, attempt, leave)
@@ -69,7 +69,7 @@ class Group:
     def leave(self, *, failed: bool = False) -> None:
         """Destroys the process group, if there is one; after a failure not before the others have heard why."""
         if self.stands is not None:
-            self._leave_standing(failed=failed)
+            self._leave_existing(failed=failed)
         elif dist.is_initialized():
             dist.destroy_process_group()
         if self.cause:
@@ -79,7 +79,7 @@ class Group:
         if self.init_file and self.world.is_main:
             self.init_file.unlink(missing_ok=True)
 
-    def _leave_standing(self, *, failed: bool) -> None:
+    def _leave_existing(self, *, failed: bool) -> None:
         """Takes away the groups that we made beside one that stays; after a failure NCCL might wait in that."""
         if failed and self.world.device != "cpu":
             return
@@ -88,7 +88,7 @@ class Group:
                 dist.destroy_process_group(group)
 
 
-def join(membership: Membership, digest: str, collective_timeout_s: float, say: Say) -> Group:
+def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, say: Say) -> Group:
     """Takes this process's place; `digest` is of what must be equal on all processes (versions, job).
 
     A peer that is silent for `collective_timeout_s` is given up. `say` is told what the user should know, such as what
@@ -98,66 +98,71 @@ def join(membership: Membership, digest: str, collective_timeout_s: float, say: 
         PeerError: somebody is missing, there twice, or differs.
         UserError: the address can't be used.
     """
-    if membership.started_by == STARTED_BY:
-        return _take_standing(membership, digest, say)
-    device = _device(membership)
-    if membership.size == 1 and not membership.init:
+    if process_info.started_by == STARTED_BY:
+        return _use_existing(process_info, digest, say)
+    device = _device(process_info)
+    if process_info.size == 1 and not process_info.init:
         _use(device)
         return Group(World(device=device))
-    store = _open_store(membership, digest, say)
-    if membership.agent_store:
-        store = own_use(store, membership.rank, membership.attempt)
-    present = check_in(store, membership, digest, say)
-    if membership.started_by == "--init":
-        membership = _among_neighbours(membership, [present[rank]["machine"] for rank in range(membership.size)])
-        device = _device(membership)
+    store = _open_store(process_info, digest, say)
+    if process_info.agent_store:
+        store = own_use(store, process_info.rank, process_info.attempt)
+    present = check_in(store, process_info, digest, say)
+    if process_info.started_by == "--init":
+        process_info = _among_neighbours(process_info, [present[rank]["machine"] for rank in range(process_info.size)])
+        device = _device(process_info)
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, torch.get_num_threads() // membership.local_size))
-    elif "OMP_NUM_THREADS" not in os.environ and membership.started_by != "manyhands":
+            torch.set_num_threads(max(1, torch.get_num_threads() // process_info.local_size))
+    elif "OMP_NUM_THREADS" not in os.environ and process_info.started_by != "manyhands":
         # A launcher may have bound each process to some cores already; then these are all that torch counts.
-        share = (os.cpu_count() or 1) // membership.local_size
+        share = (os.cpu_count() or 1) // process_info.local_size
         torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
-    backend = _backend(membership, device)
-    interface = choose_interface(membership, present)
+    backend = _backend(process_info, device)
+    interface = choose_interface(process_info, present)
     _use(device)
     with closed_once_formed(backend):
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"group/{membership.attempt}", store),
-            rank=membership.rank,
-            world_size=membership.size,
+            store=dist.PrefixStore(f"group/{process_info.attempt}", store),
+            rank=process_info.rank,
+            world_size=process_info.size,
             timeout=timedelta(seconds=collective_timeout_s),
         )
     world = World(
-        membership.rank,
-        membership.size,
-        membership.local_rank,
-        membership.local_size,
+        process_info.rank,
+        process_info.size,
+        process_info.local_rank,
+        process_info.local_size,
         device,
         str(dist.get_backend()),
         collective_timeout_s,
     )
-    for line in what_listens(membership, interface):
+    for line in what_listens(process_info, interface):
         say(line)
-    if membership.started_by in {"--init", "met"} and not world.is_main:
+    if process_info.started_by in {"--init", "met"} and not world.is_main:
         say(f"rank {world.rank} of {world.size} has joined; rank 0 shows the progress")
-    url = urlparse(membership.init)
+    url = urlparse(process_info.init)
     init_file = Path(url.netloc + url.path) if url.scheme == "file" else None
-    keeps_store = membership.rank == 0 and not membership.agent_store
+    keeps_store = process_info.rank == 0 and not process_info.agent_store
     return Group(world, store, init_file, keeps_store, present=present)
 
 
-def _take_standing(membership: Membership, digest: str, say: Say) -> Group:
+def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
     """Takes this process's place in the group that it is in already."""
-    before, store = tuple(groups()), standing_store()
-    present = check_in(store, membership, digest, say)
-    membership = _among_neighbours(membership, [present[rank]["machine"] for rank in range(membership.size)])
-    device = _device(membership)
+    before, store = tuple(groups()), existing_store()
+    present = check_in(store, process_info, digest, say)
+    process_info = _among_neighbours(process_info, [present[rank]["machine"] for rank in range(process_info.size)])
+    device = _device(process_info)
     _use(device)
     world = World(
-        membership.rank, membership.size, membership.local_rank, membership.local_size, device, membership.backend
+        process_info.rank,
+        process_info.size,
+        process_info.local_rank,
+        process_info.local_size,
+        device,
+        process_info.backend,
     )
-    return Group(world, store, keeps_store=membership.rank == 0, stands=before, present=present)
+    return Group(world, store, keeps_store=process_info.rank == 0, stands=before, present=present)
 
 
 def _use(device: str) -> None:
@@ -166,27 +171,27 @@ def _use(device: str) -> None:
         torch.accelerator.set_device_index(device)
 
 
-def _among_neighbours(membership: Membership, machines: list[str]) -> Membership:
+def _among_neighbours(process_info: ProcessInfo, machines: list[str]) -> ProcessInfo:
     """Counts the processes of this machine, which met by hand and were not told of each other; machines by rank."""
-    here = [rank for rank, machine in enumerate(machines) if machine == machines[membership.rank]]
-    return replace(membership, local_rank=here.index(membership.rank), local_size=len(here))
+    here = [rank for rank, machine in enumerate(machines) if machine == machines[process_info.rank]]
+    return replace(process_info, local_rank=here.index(process_info.rank), local_size=len(here))
 
 
-def choose_interface(membership: Membership, present: dict[int, dict[str, Any]]) -> str:
+def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> str:
     """Has the collectives listen on the interface towards the others, or on loopback where all share one machine.
 
     Between machines the shell's own word counts. On one machine it doesn't: a cluster's shells name the interface that
     machines talk over, and nobody else is to be reached there. Gives what gloo listens on; empty where that is left to
     it. Raises UserError: the shell names an interface that this machine doesn't have.
     """
-    here, loopback = present[membership.rank]["machine"], ports.loopback_interface()
+    here, loopback = present[process_info.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]
     if use_tunnels() or not others:
         os.environ.update(dict.fromkeys(IFNAMES, loopback))
         return loopback
     if said := os.environ.get(IFNAMES[0], ""):
         ports.require_interface(said, IFNAMES[0])
-    host = urlparse(membership.init).hostname or os.environ.get("MASTER_ADDR", "")
+    host = urlparse(process_info.init).hostname or os.environ.get("MASTER_ADDR", "")
     name = ports.interface_of(host) if host and host not in {"0.0.0.0", "::"} else ""
     if name in {"", loopback}:
         # Left to themselves the backends would take what this machine's own name stands for, often loopback.
@@ -197,116 +202,120 @@ def choose_interface(membership: Membership, present: dict[int, dict[str, Any]])
     return said or name
 
 
-def what_listens(membership: Membership, interface: str) -> list[str]:
+def what_listens(process_info: ProcessInfo, interface: str) -> list[str]:
     """What this machine's processes, and their launcher, have open to others, unless a head of ours says it itself."""
-    if membership.local_rank or membership.started_by == "manyhands":
+    if process_info.local_rank or process_info.started_by == "manyhands":
         return []
     lines = [] if interface == ports.loopback_interface() else [ports.describe_collectives(interface)]
-    if membership.agent_store and membership.started_by != "met":
-        lines += ports.describe_launcher(membership.started_by)
+    if process_info.agent_store and process_info.started_by != "met":
+        lines += ports.describe_launcher(process_info.started_by)
     return lines
 
 
-def _device(membership: Membership) -> str:
+def _device(process_info: ProcessInfo) -> str:
     """This process's device: its own accelerator where there is one for each process on this machine."""
-    kind = device_kind(membership.device, membership.size)
+    kind = device_kind(process_info.device, process_info.size)
     name, _, number = kind.partition(":")
     if name == "cpu":
         return kind
     if name == "mps":
         require_device(kind, "mps is the GPU of an Apple computer, for torch made for macOS")
-        if membership.size > 1:
-            what = f"{membership.size} processes can't communicate on mps, for which torch has no collectives"
+        if process_info.size > 1:
+            what = f"{process_info.size} processes can't communicate on mps, for which torch has no collectives"
             raise UserError(what, "cluster.device", ("-n 1", "or --device cpu"))
         return name
     require_device(kind)
     if number:
         return kind
     count = torch.accelerator.device_count()
-    if membership.device_index is not None:
-        return _chosen(kind, membership.device_index, count)
-    if membership.local_size > count:
-        what = f"{membership.local_size} processes on this machine, but {count} {kind} devices"
+    if process_info.device_index is not None:
+        return _chosen(kind, process_info.device_index, count)
+    if process_info.local_size > count:
+        what = f"{process_info.local_size} processes on this machine, but {count} {kind} devices"
         raise UserError(what, "-n", (f"start fewer processes: -n {count}", "or use --device cpu"))
-    return f"{kind}:{membership.local_rank % count}"
+    return f"{kind}:{process_info.local_rank % count}"
 
 
 def _chosen(kind: str, index: int, count: int) -> str:
     """The device that a launcher or a description of the cluster gave this process."""
     if index >= count:
         what = f"this process is assigned {kind} device {index}, but the devices here are 0 to {count - 1}"
-        mend = ("number the devices from 0 within the visible ones (CUDA_VISIBLE_DEVICES)",)
-        raise UserError(what, "DEVICE_ID, or the description of the cluster", mend)
+        hints = ("number the devices from 0 within the visible ones (CUDA_VISIBLE_DEVICES)",)
+        raise UserError(what, "DEVICE_ID, or the description of the cluster", hints)
     return f"{kind}:{index}"
 
 
-def _backend(membership: Membership, device: str) -> str:
-    if membership.backend != "auto":
-        if not dist.is_backend_available(membership.backend):
-            what = f'torch has no backend "{membership.backend}" here'
+def _backend(process_info: ProcessInfo, device: str) -> str:
+    if process_info.backend != "auto":
+        if not dist.is_backend_available(process_info.backend):
+            what = f'torch has no backend "{process_info.backend}" here'
             raise UserError(what, "cluster.backend", ("leave cluster.backend out to use the device's default",))
-        suits = dist.Backend.backend_capability.get(membership.backend, [])
-        if suits and device.partition(":")[0] not in suits:
-            what = f"the backend {membership.backend} is for {' and '.join(suits)}, but this process uses {device}"
+        supported = dist.Backend.backend_capability.get(process_info.backend, [])
+        if supported and device.partition(":")[0] not in supported:
+            what = (
+                f"the backend {process_info.backend} is for {' and '.join(supported)}, but this process uses {device}"
+            )
             raise UserError(what, "cluster.backend", ("leave cluster.backend out to use the device's default",))
-        return membership.backend
+        return process_info.backend
     return dist.get_default_backend_for_device(device)
 
 
-def _open_store(membership: Membership, digest: str, say: Say) -> Any:
-    timeout = timedelta(seconds=membership.join_timeout_s)
-    url = urlparse(membership.init)
+def _open_store(process_info: ProcessInfo, digest: str, say: Say) -> Any:
+    timeout = timedelta(seconds=process_info.join_timeout_s)
+    url = urlparse(process_info.init)
     if url.scheme == "file":
-        return _file_store(Path(url.netloc + url.path), membership)
+        return _file_store(Path(url.netloc + url.path), process_info)
     if url.scheme == "tcp":
         host, port = url.hostname or "", url.port or 0
     else:
         host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0") or 0)
     if not host or not port:
-        what = f'"{membership.init}" needs an address and a port'
-        mend = "--init tcp://10.0.0.1:23456" if url.scheme == "tcp" else "export MASTER_ADDR=10.0.0.1 MASTER_PORT=23456"
-        raise UserError(what, "--init" if url.scheme == "tcp" else "MASTER_ADDR and MASTER_PORT", (mend,))
-    if membership.rank == 0 and not membership.agent_store:
+        what = f'"{process_info.init}" needs an address and a port'
+        hints = (
+            "--init tcp://10.0.0.1:23456" if url.scheme == "tcp" else "export MASTER_ADDR=10.0.0.1 MASTER_PORT=23456"
+        )
+        raise UserError(what, "--init" if url.scheme == "tcp" else "MASTER_ADDR and MASTER_PORT", (hints,))
+    if process_info.rank == 0 and not process_info.agent_store:
         try:
-            listener = ports.listen(host, port, _address_is_from(membership))
+            listener = ports.listen(host, port, _address_is_from(process_info))
         except ports.PortTakenError:
             # It may be held by a rank 0 of this very job that waits for the others.
-            tell_those_who_wait(membership, lambda names: tell_of_two(names, membership, digest))
+            report_to_waiting_ranks(process_info, lambda names: report_duplicate_rank(names, process_info, digest))
             raise
-        if membership.started_by != "manyhands":
+        if process_info.started_by != "manyhands":
             say(ports.describe_exposure(host, port))
         descriptor = listener.detach()
         return dist.TCPStore(host, port, None, True, timeout, False, master_listen_fd=descriptor)
     if host in {"0.0.0.0", "::"}:
         what = f"{host} is an address to listen on, not to connect to"
         raise UserError(what, "--init", ("give rank 0's address",))
-    _wait_for_listener(host, port, membership, say)
-    return _connect(host, port, membership)
+    _wait_for_listener(host, port, process_info, say)
+    return _connect(host, port, process_info)
 
 
-def _address_is_from(membership: Membership) -> str:
-    return "--init" if membership.started_by == "--init" else "MASTER_ADDR and MASTER_PORT"
+def _address_is_from(process_info: ProcessInfo) -> str:
+    return "--init" if process_info.started_by == "--init" else "MASTER_ADDR and MASTER_PORT"
 
 
-def _connect(host: str, port: int, membership: Membership) -> Any:
+def _connect(host: str, port: int, process_info: ProcessInfo) -> Any:
     """Connects to rank 0's store; torch itself would wait for ever for a listener that accepts and says nothing."""
     found: list[Any] = []
 
     def connect() -> None:
         try:
-            timeout = timedelta(seconds=membership.join_timeout_s)
+            timeout = timedelta(seconds=process_info.join_timeout_s)
             found.append(dist.TCPStore(host, port, None, False, timeout, False))
         except (dist.DistError, ValueError) as error:
             found.append(error)
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(min(ANSWER_S, membership.join_timeout_s))
+    thread.join(min(ANSWER_S, process_info.join_timeout_s))
     if not found or isinstance(found[0], Exception):
         reason = str(found[0]).partition("\n")[0] if found else "no answer"
         raise PeerError(
             f"the program listening at {host}:{port} is not rank 0 of a run: {reason}",
-            _address_is_from(membership),
+            _address_is_from(process_info),
             (
                 "if another program uses the port, choose another port on every process",
                 f"find the program: ss -ltnp | grep {port}",
@@ -315,19 +324,19 @@ def _connect(host: str, port: int, membership: Membership) -> Any:
     return found[0]
 
 
-def _file_store(path: Path, membership: Membership) -> Any:
+def _file_store(path: Path, process_info: ProcessInfo) -> Any:
     if not path.parent.is_dir():
         raise UserError(f"there is no folder {path.parent} for the init file", "--init", ("use a shared folder",))
     if path.is_dir():
         raise UserError(f"{path} is a folder", "--init", (f"name a file: file://{path}/meet",))
     if path.is_file() and path.stat().st_size and not path.stat().st_mode & 0o200:
         raise UserError(f"{path} can't be written", "--init")
-    store = dist.FileStore(str(path), membership.size)
-    store.set_timeout(timedelta(seconds=membership.join_timeout_s))
+    store = dist.FileStore(str(path), process_info.size)
+    store.set_timeout(timedelta(seconds=process_info.join_timeout_s))
     return store
 
 
-def _wait_for_listener(host: str, port: int, membership: Membership, say: Say) -> None:
+def _wait_for_listener(host: str, port: int, process_info: ProcessInfo, say: Say) -> None:
     started, warned = time.monotonic(), False
     while True:
         try:
@@ -337,17 +346,17 @@ def _wait_for_listener(host: str, port: int, membership: Membership, say: Say) -
             reason = error.strerror or str(error)
             if isinstance(error, socket.gaierror):
                 what = f"the name {host} has no address: {reason}"
-                raise UserError(what, _address_is_from(membership), ("give an IP address",)) from None
-            if waited > membership.join_timeout_s:
+                raise UserError(what, _address_is_from(process_info), ("give an IP address",)) from None
+            if waited > process_info.join_timeout_s:
                 raise PeerError(
-                    f"rank {membership.rank} can't reach rank 0 at {host}:{port}: {reason}",
-                    _address_is_from(membership),
+                    f"rank {process_info.rank} can't reach rank 0 at {host}:{port}: {reason}",
+                    _address_is_from(process_info),
                     ("check that rank 0 is started and the address right", f"check the firewall: nc -zv {host} {port}"),
                 ) from None
-            if waited > membership.join_warn_s and not warned:
+            if waited > process_info.join_warn_s and not warned:
                 warned = True
                 say(f"still waiting for rank 0 at {host}:{port} ({reason}); giving up after "
-                    f"{membership.join_timeout_s:.0f} s (cluster.join_timeout_s)")  # fmt: skip
+                    f"{process_info.join_timeout_s:.0f} s (cluster.join_timeout_s)")  # fmt: skip
             time.sleep(0.2)
         else:
             return

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, whole
+from manyhands.core.layouts import TensorLayout, unsharded
 from manyhands.core.mesh import Mesh
 
 # Where a module keeps the marks of its buffers, which lose attributes of their own when they are moved.
@@ -113,7 +113,7 @@ def layouts_of(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayou
 def layout_of(mark: Mark | None, piece: tuple[int, ...], mesh: Mesh, rank: int, name: str) -> TensorLayout:
     """The layout that a mark means on a mesh."""
     if mark is None:
-        return whole(piece)
+        return unsharded(piece)
     cuts = tuple(sorted((dim, _numbers(names, mesh, name)) for dim, names in mark.cuts))
     parts = {dim: mesh.parts(axes) for dim, axes in cuts}
     shape = mark.shape or tuple(length * parts.get(dim, 1) for dim, length in enumerate(piece))
@@ -135,8 +135,8 @@ def axis_numbers(names: Sequence[str], mesh: Mesh, where: str) -> tuple[int, ...
     """Numbers of named axes, ascending. Raises UserError: the mesh has no such axis, or one is named twice."""
     unknown = [name for name in names if name not in mesh.names]
     if unknown:
-        mend = (f"use one of the axes {', '.join(mesh.names)}", "or change --mesh")
-        raise UserError(f'the mesh {mesh} has no axis "{unknown[0]}"', where, mend)
+        hints = (f"use one of the axes {', '.join(mesh.names)}", "or change --mesh")
+        raise UserError(f'the mesh {mesh} has no axis "{unknown[0]}"', where, hints)
     if len(set(names)) != len(names):
         raise UserError(f"an axis is named twice: {', '.join(names)}", where)
     return tuple(sorted(mesh.names.index(name) for name in names))

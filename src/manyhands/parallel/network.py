@@ -16,7 +16,7 @@ from manyhands.core.shares import Share
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.norm import NormGroups, norms_of
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.spread import whole
+from manyhands.parallel.spread import full_tensor
 
 NothingToSync = contextlib.nullcontext
 
@@ -46,7 +46,7 @@ class MicroBatch:
     shape: MicroBatchShape  # the same over all processes
 
 
-def whole_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
+def full_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
     """An update of one micro-batch on this process alone, whose samples are one group of BatchNorm."""
     count = len(labels)
     everything = Share(0, count, (), ())
@@ -81,7 +81,7 @@ class ParallelNetwork:
     outputs: int = 0  # how many classes it tells apart, where that is known from splitting it; else 0
     most_parts: int = 1  # into how many parts some op shares out the samples of a micro-batch
     draws: bool = False  # some op is known to draw random numbers in training
-    settles: bool = False  # its averaging takes the order of its sums from the first backward pass
+    orders_sums: bool = False  # its averaging takes the order of its sums from the first backward pass
     averages: str = ""  # how it averages gradients, and why so, in a sentence; empty where that isn't decided here
     norms: NormGroups = field(init=False)  # what its BatchNorm layers are told of each micro-batch
 
@@ -140,9 +140,9 @@ class ParallelNetwork:
         """The labels of what `call` gives in training here, from those that `begin` gives; for a loss of the user's."""
         return labels
 
-    def whole_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Tensor]:
         """All tensors whole, on the CPU, under the network's own names; a collective where processes hold pieces."""
-        state = {name: whole(one) for name, one in self.inner.state_dict().items()}
+        state = {name: full_tensor(one) for name, one in self.inner.state_dict().items()}
         return {name: one.detach().cpu().clone() if isinstance(one, Tensor) else one for name, one in state.items()}
 
     def counted(self, part: MicroBatch, labels: Tensor) -> int:  # noqa: ARG002 - of those who compute the same loss
@@ -162,7 +162,9 @@ class ParallelNetwork:
 
     def gradient_norm(self) -> Tensor:
         """The 2-norm [] of all gradients of the whole network, whoever holds them; a collective unless all are here."""
-        return whole(nn_utils.get_total_norm([one.grad for one in self.inner.parameters() if one.grad is not None]))
+        return full_tensor(
+            nn_utils.get_total_norm([one.grad for one in self.inner.parameters() if one.grad is not None])
+        )
 
     def first_holder(self, name: str, rank: int) -> int:  # noqa: ARG002 - of pieces
         """The first process that must have the same of a tensor as process number `rank`."""

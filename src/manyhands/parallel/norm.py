@@ -34,7 +34,7 @@ from manyhands.parallel.norm_pass import (
 )
 
 # A pass over several groups starts some thirty kernels, forward and backward, and a group alone a dozen.
-_FEWEST_IN_ONE_PASS = 3
+_MIN_IN_ONE_PASS = 3
 # In larger groups starting kernels costs less than what one pass moves more, 52 bytes a value where torch's own moves
 # 32: by arithmetic, at what an H100's memory gives. No card has measured it.
 _MOST_VALUES = 1 << 22
@@ -122,8 +122,8 @@ class GroupedNorm(_BatchNorm):
             self.track_running_stats = tracks
         if not ours.called:
             what = f"{type(self).__mro__[2].__name__} is a subclass of BatchNorm, but doesn't call its normalisation"
-            mend = ("call super().forward or torch's batch_norm", "or derive the class from nn.Module")
-            raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", mend)
+            hints = ("call super().forward or torch's batch_norm", "or derive the class from nn.Module")
+            raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", hints)
         return output
 
     def normalise(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -185,8 +185,8 @@ class GroupedNorm(_BatchNorm):
         rows = groups.spans[-1].stop * self.rows_per_sample if groups.spans else input.shape[0]
         if (len(groups.spans) > 1 or groups.shared_sizes) and rows != input.shape[0]:
             what = f"the input of BatchNorm has {input.shape[0]} rows, but its groups of samples expect {rows}"
-            mend = ("take statistics over each rank's own rows: --set train.norm_group=local",)
-            raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", mend)
+            hints = ("take statistics over each rank's own rows: --set train.norm_group=local",)
+            raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", hints)
 
     def _held_whole(self, part: Tensor, run: Run) -> Tensor:
         """Groups of equal size that this process holds whole: [groups n, C, ...]."""
@@ -273,7 +273,7 @@ def _runs(spans: tuple[Span, ...]) -> tuple[Run, ...]:
 
     def together(ordered: Sequence[Span]) -> tuple[Run, ...]:
         runs = [tuple(run) for _, run in itertools.groupby(ordered, alike)]
-        short = [[(span,) for span in run] if len(run) < _FEWEST_IN_ONE_PASS else [run] for run in runs]
+        short = [[(span,) for span in run] if len(run) < _MIN_IN_ONE_PASS else [run] for run in runs]
         return tuple(itertools.chain.from_iterable(short))
 
     neighbours, by_size = together(spans), together(sorted(spans, key=alike))
@@ -347,8 +347,8 @@ def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a BatchNorm class with our training pass, so that isinstance and state_dict stay as they were."""
     if issubclass(kind, nn.SyncBatchNorm) and not _is_torchs_own(kind.__mro__):
         what = f"{kind.__name__} is a custom SyncBatchNorm, which can't be replaced"
-        mend = ("use plain BatchNorm: statistics already cover groups of the global batch",)
-        raise UserError(what, "the network", mend)
+        hints = ("use plain BatchNorm: statistics already cover groups of the global batch",)
+        raise UserError(what, "the network", hints)
     base = nn.BatchNorm2d if issubclass(kind, nn.SyncBatchNorm) else kind
     return type(f"Grouped{base.__name__}", (GroupedNorm, base), {"__module__": __name__})
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.convert import convert, gather_whole
+from manyhands.parallel.convert import convert, gather_full
 from manyhands.parallel.execute import shard_tensor
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.network import LossFn, LossFnWithLabels, MicroBatch, MicroBatchShape, ParallelNetwork
@@ -116,9 +116,9 @@ class NetworkOnMesh(ParallelNetwork):
         return shard_tensor(tensor, self.layouts[name], self.grid)
 
     @override
-    def whole_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Tensor]:
         return {
-            name: gather_whole(one.detach(), self.layouts[name], self.grid).cpu() if isinstance(one, Tensor) else one
+            name: gather_full(one.detach(), self.layouts[name], self.grid).cpu() if isinstance(one, Tensor) else one
             for name, one in self.inner.state_dict().items()
         }
 

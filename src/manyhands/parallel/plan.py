@@ -267,7 +267,7 @@ def plan_of(options: ParallelOptions, world_size: int) -> Plan:
     kept = tuple(name for name in plan.pinned if name not in pins)
     rest = {name: text for name, text in plan.ops.items() if name not in pins}
     if options.full_batch and INPUT in pins:
-        mend = ("leave --parallel.full-batch out", f"or leave the pin of {INPUT} out")
-        raise UserError(f"parallel.full_batch and a pin of {INPUT} exclude each other", "parallel.pin", mend)
+        hints = ("leave --parallel.full-batch out", f"or leave the pin of {INPUT} out")
+        raise UserError(f"parallel.full_batch and a pin of {INPUT} exclude each other", "parallel.pin", hints)
     whole_input = {INPUT: f"r@{','.join(plan.mesh.names)}"} if options.full_batch else {}
     return replace(plan, ops={**rest, **pins, **whole_input}, pinned=(*kept, *pins))

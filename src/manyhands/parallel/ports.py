@@ -49,7 +49,7 @@ def _cannot_listen(host: str, port: int, error: OSError, given_by: str) -> UserE
             (f"choose another port on every process, such as {port + 1}", "or end that process"),
         )
     if error.errno == errno.EADDRNOTAVAIL:
-        ours = ", ".join(own_addresses())
+        ours = ", ".join(local_addresses())
         return UserError(
             f"{host} is not an address of this machine (it has {ours})",
             given_by,
@@ -74,7 +74,7 @@ def holder_of(port: int) -> str:
     return ""
 
 
-def own_addresses() -> list[str]:
+def local_addresses() -> list[str]:
     """The IPv4 and IPv6 addresses of this machine, loopback last."""
     found = [
         address.address.partition("%")[0]
@@ -89,7 +89,7 @@ def outer_addresses() -> list[str]:
     """This machine's addresses that other machines may reach."""
     return [
         address
-        for address in own_addresses()
+        for address in local_addresses()
         if not ipaddress.ip_address(address).is_loopback and not address.startswith(INNER_NETWORKS)
     ]
 
@@ -182,7 +182,7 @@ def describe_exposure(host: str, port: int) -> str:
     """One line: what listens, and who can reach it."""
     if host in {"0.0.0.0", "::"}:
         return (
-            f"port {port} is open on every interface ({', '.join(own_addresses())}): anybody can connect, join "
+            f"port {port} is open on every interface ({', '.join(local_addresses())}): anybody can connect, join "
             "or disturb this run; name the address of one interface to restrict access"
         )
     if host.startswith("127.") or host in {"localhost", "::1"}:

@@ -134,7 +134,7 @@ def total_norm(parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Ten
     squares: dict[tuple[int, ...], list[Tensor]] = {}
     for name, parameter in parameters.items():
         if parameter.grad is not None:
-            cut = tuple(sorted(axis for axis in layouts[name].cut_axes if grid.mesh.sizes[axis] > 1))
+            cut = tuple(sorted(axis for axis in layouts[name].sharded_axes if grid.mesh.sizes[axis] > 1))
             squares.setdefault(cut, []).append(torch.linalg.vector_norm(parameter.grad) ** 2)
     total = torch.zeros((), device=grid.world.device)
     for cut in sorted(squares):

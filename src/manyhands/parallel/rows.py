@@ -40,10 +40,10 @@ def find_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -
     model.eval()
     with torch.no_grad(), watching(layers) as seen:
         model(images)
-    settle_rows(model.train(), seen, images)
+    set_rows_per_sample(model.train(), seen, images)
 
 
-def settle_rows(model: nn.Module, seen: Inputs, images: Tensor) -> None:
+def set_rows_per_sample(model: nn.Module, seen: Inputs, images: Tensor) -> None:
     """Sets `rows_per_sample` of the layers of which an input had another number of rows than there were samples.
 
     `seen` is what they were given when the network, in training, was run on the images [n, ...]. Where there are such

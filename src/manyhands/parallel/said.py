@@ -10,8 +10,8 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from manyhands.core.heartbeat import Heartbeat
 from manyhands.core.outside import parse_json
-from manyhands.core.pulse import Pulse
 from manyhands.core.shown import plain
 
 # Far above what any process says of itself.
@@ -50,7 +50,7 @@ class Present(_Said):
     python: _Name = ""
 
 
-class Twice(_Said):
+class DuplicateRank(_Said):
     """A rank that two processes were started with, as the second one says it: under present/<attempt>/twice."""
 
     rank: _Rank
@@ -58,7 +58,7 @@ class Twice(_Said):
     pid: _Pid
 
 
-class Outsider(_Said):
+class InvalidRank(_Said):
     """A process whose rank is none of the job's, as it says before it ends: under present/<attempt>/outsider."""
 
     host: _Name
@@ -67,7 +67,7 @@ class Outsider(_Said):
     what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_shown)]
 
 
-class Told(_Said):
+class PeerFailure(_Said):
     """Why the first process failed: under failure/<attempt>/text."""
 
     rank: _Rank
@@ -75,7 +75,7 @@ class Told(_Said):
     what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_shown)]
 
     @classmethod
-    def of(cls, rank: int, host: str, what: str) -> "Told":
+    def of(cls, rank: int, host: str, what: str) -> "PeerFailure":
         """With words that are too long cut off."""
         return cls(rank=rank, host=host[:256], what=what[:_LONGEST_WHAT])
 
@@ -83,8 +83,8 @@ class Told(_Said):
 class Answer(_Said):
     """How far a process is, and was some seconds before, as it answers a call: under roll/<attempt>/<call>/<rank>."""
 
-    before: Pulse
-    now: Pulse
+    before: Heartbeat
+    now: Heartbeat
 
 
 S = TypeVar("S", bound=_Said)

@@ -20,13 +20,13 @@ from manyhands.parallel.rules.reduce import MAXIMA, largest, reduced
 from manyhands.parallel.tracing import FEWER, SAMPLES, describe_ops, run_twice
 
 # Of a network's output [n, C] and labels int64 [n]: a value per sample [n, …], or their mean [].
-OwnLoss = Callable[[Tensor, Tensor], Tensor]
+CustomLoss = Callable[[Tensor, Tensor], Tensor]
 
 WHOLE_CLASSES = "classes are split for cross-entropy and for losses whose operators all have rules"
 
 
 class _Traced(nn.Module):
-    def __init__(self, function: OwnLoss) -> None:
+    def __init__(self, function: CustomLoss) -> None:
         super().__init__()
         self.function = function
 
@@ -34,7 +34,7 @@ class _Traced(nn.Module):
         return self.function(output, labels)
 
 
-def describe_loss(function: OwnLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
+def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
     """A loss over so many classes as a graph of ops that can each do a part of them, or why there is none."""
     traced, unseen = graphs.trace(_Traced(function), lambda _: False, ("output", "labels"))
     if unseen:

@@ -187,8 +187,8 @@ class SharedSums:
                     return
                 raise RuntimeError(f"remote process exited: rank {self._ranks[place]}, which memory was shared with")
             if time.monotonic() - began > self._timeout_s:
-                told = f"Timed out waiting for rank {self._ranks[place]}, silent for {self._timeout_s:.0f} s"
-                raise RuntimeError(told)
+                answers = f"Timed out waiting for rank {self._ranks[place]}, silent for {self._timeout_s:.0f} s"
+                raise RuntimeError(answers)
         self._tries = tries_after(self._tries, time.monotonic() - began)
 
     def _has_gone(self, place: int) -> bool:
@@ -214,11 +214,11 @@ def tries_after(tries: int, waited_s: float) -> int:
 
 def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
     """Ranks of those who can open each other's memory, by their first; or why nobody can. A collective."""
-    told = gather_plain(_machine(), world, group)
-    if not any(told):
+    answers = gather_plain(_machine(), world, group)
+    if not any(answers):
         return "this system has no memory without a name, or no semaphores in it"
     machines: dict[Any, list[int]] = {}
-    for rank, name in zip(dist.get_process_group_ranks(group), told, strict=True):
+    for rank, name in zip(dist.get_process_group_ranks(group), answers, strict=True):
         machines.setdefault(name or rank, []).append(rank)
     return list(machines.values())
 

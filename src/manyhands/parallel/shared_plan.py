@@ -11,14 +11,14 @@ from manyhands.parallel.plan import Plan, plan_from_plain, plan_of
 
 def shared_plan(options: ParallelOptions, world: World) -> Plan:
     """What `plan_of` gives on rank 0, on every process; a collective. Raises UserError as it does, on all alike."""
-    told = broadcast_plain(_read(options, world.size) if world.is_main else None, world)
-    if "error" in told:
-        raise UserError(told["error"], told["where"], tuple(told["mend"]))
-    return plan_from_plain(told["plan"], "plan")
+    content = broadcast_plain(_read(options, world.size) if world.is_main else None, world)
+    if "error" in content:
+        raise UserError(content["error"], content["where"], tuple(content["hints"]))
+    return plan_from_plain(content["plan"], "plan")
 
 
 def _read(options: ParallelOptions, size: int) -> dict[str, Any]:
     try:
         return {"plan": plan_of(options, size).as_plain()}
     except UserError as error:
-        return {"error": error.what, "where": error.where, "mend": list(error.mend)}
+        return {"error": error.what, "where": error.where, "hints": list(error.hints)}

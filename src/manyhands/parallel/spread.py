@@ -10,7 +10,7 @@ def is_spread(tensor: Any) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def whole(tensor: Any) -> Any:
+def full_tensor(tensor: Any) -> Any:
     """The whole of a tensor; a collective where it is spread."""
     return tensor.full_tensor() if is_spread(tensor) else tensor
 

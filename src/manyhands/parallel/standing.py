@@ -7,14 +7,14 @@ import sys
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.core.world import Membership
+from manyhands.core.world import ProcessInfo
 
 STARTED_BY = "its own process group"
 # In the words of `Membership.init`, which is shown where somebody is missing.
 INIT = "the process group that was there already"
 
 
-def standing_membership(device: str, backend: str) -> Membership | None:
+def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
     """This process's place in the group that it is in already, if any. Raises UserError: another backend is wanted."""
     # Who hasn't imported it has no group, and the head doesn't import torch.
     distributed: Any = sys.modules.get("torch.distributed")
@@ -24,7 +24,7 @@ def standing_membership(device: str, backend: str) -> Membership | None:
     if backend not in {"auto", own}:
         what = f"cluster.backend is {backend}, but this process is already in a group with {own}"
         raise UserError(what, "cluster.backend", ("leave cluster.backend out to use the existing group",))
-    return Membership(
+    return ProcessInfo(
         rank=distributed.get_rank(),
         size=distributed.get_world_size(),
         init=INIT,
@@ -51,7 +51,7 @@ def _device_and_backend(distributed: Any, wanted: str) -> tuple[str, str]:
     return device, backends.get(device.partition(":")[0], str(distributed.get_backend()))
 
 
-def standing_store() -> Any:
+def existing_store() -> Any:
     """The group's store, with names of our own for this use."""
     import torch.distributed as dist
 

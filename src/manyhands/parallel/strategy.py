@@ -40,8 +40,8 @@ def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
             raise UserError(f'"{word}" is not a part of a strategy', where, (EXAMPLE, f"letters: {letters}"))
         for name in match[2].split(","):
             if name not in mesh.names:
-                mend = (f"name axes of the mesh {mesh}, {EXAMPLE}",)
-                raise UserError(f'"{text}" names the axis {name}, which the mesh lacks', where, mend)
+                hints = (f"name axes of the mesh {mesh}, {EXAMPLE}",)
+                raise UserError(f'"{text}" names the axis {name}, which the mesh lacks', where, hints)
             axis = mesh.names.index(name)
             if axis in found:
                 raise UserError(f'"{text}" names the axis {name} twice', where, (EXAMPLE,))
@@ -73,8 +73,8 @@ def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
         content: Any = ast.literal_eval(plain)
         found = tuple(tuple(operator.index(number) for number in one) for one in content)
     except (ValueError, SyntaxError, TypeError) as error:
-        mend = ("write MindSpore's form, such as ((1, 1), (1, 2))", f"or axes, {EXAMPLE}")
-        raise UserError(f'"{text}" is not a strategy', where, mend) from error
+        hints = ("write MindSpore's form, such as ((1, 1), (1, 2))", f"or axes, {EXAMPLE}")
+        raise UserError(f'"{text}" is not a strategy', where, hints) from error
     if not found or not all(found) or any(number < 1 for one in found for number in one):
         raise UserError(f'"{text}" is not a strategy: counts start at 1', where, (f"write axes, {EXAMPLE}",))
     return found

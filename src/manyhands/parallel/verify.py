@@ -44,14 +44,14 @@ class Finding:
             that is not marked as it lies (mark), or none of these (wrong).
         axes: names of the mesh's axes concerned.
         what: what is seen, and on which rank the error is largest.
-        mend: what is likely to help.
+        hints: what is likely to help.
     """
 
     name: str
     cause: Cause
     axes: tuple[str, ...]
     what: str
-    mend: str
+    hints: str
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class GradientCheck:
             return f"{self.compared} gradients equal those of one process (largest relative error {self.worst:.1e})"
         lines = [f"findings: {len(self.findings)}; gradients compared: {self.compared}"]
         for finding in self.findings[:_MOST_SHOWN]:
-            lines += [f"{finding.name}: {finding.what}", f"  do: {finding.mend}"]
+            lines += [f"{finding.name}: {finding.what}", f"  do: {finding.hints}"]
         if len(self.findings) > _MOST_SHOWN:
             lines.append(f"… and {len(self.findings) - _MOST_SHOWN} more")
         return "\n".join(lines)
@@ -143,8 +143,8 @@ def _mesh_of(net: Any) -> Grid:
         for value in vars(module).values():
             if isinstance(value, Axis | Grid):
                 return value.mesh if isinstance(value, Axis) else value
-    mend = ("give the network's mesh: mesh=manyhands.open_mesh(...)",)
-    raise UserError("the network has no axis of a mesh", "verify_gradients", mend)
+    hints = ("give the network's mesh: mesh=manyhands.open_mesh(...)",)
+    raise UserError("the network has no axis of a mesh", "verify_gradients", hints)
 
 
 def _copies(net: nn.Module | Make, grid: Grid) -> tuple[nn.Module, nn.Module]:
@@ -206,8 +206,8 @@ class _Check:
             name = OUTPUT if len(due_outputs) == 1 else f"{OUTPUT} {number}"
             if any(gather_plain(output.shape != due_output.shape, self.grid.world)):
                 what = f"rank 0 has shape {tuple(output.shape)}, where {tuple(due_output.shape)} is expected"
-                mend = "check for a missing gather or scatter, or a wrong axis"
-                found.append(Finding(name, "cut", (), broadcast_plain(what, self.grid.world), mend))
+                hints = "check for a missing gather or scatter, or a wrong axis"
+                found.append(Finding(name, "cut", (), broadcast_plain(what, self.grid.world), hints))
                 return found, 0.0
             error, rank = self._compare(output, due_output)
             if error > self.tolerance:
@@ -228,7 +228,7 @@ class _Check:
             if error > self.tolerance:
                 # Before the sum over the samples, axes of equal sizes can be told apart.
                 pairs = [(own, own_due), (total, total_due)]
-                found.append(self._explain(name, pairs, layout.cut_axes, rank))
+                found.append(self._explain(name, pairs, layout.sharded_axes, rank))
         return found, worst
 
     def _from_rank_0(self, tensor: Tensor) -> Tensor:
@@ -252,14 +252,14 @@ class _Check:
                 gather_plain(isinstance(target, nn.Parameter) and tuple(target.shape) not in shapes, self.grid.world)
             ):
                 what = f"its shape is {tuple(target.shape)} on one process, and {layout.shape} here without a mark"
-                mend = (
+                hints = (
                     "shard it with shard or shard_module, or by Parameter(piece, layerwise_parallel=(axis, dimension))"
                 )
-                found.append(Finding(name, "mark", mesh.names, what, mend))
+                found.append(Finding(name, "mark", mesh.names, what, hints))
                 continue
             differing = tuple(
                 mesh.names[axis]
-                for axis in self._axes(layout.cut_axes)
+                for axis in self._axes(layout.sharded_axes)
                 if self._compare(self._sum(local, (axis,)), mesh.sizes[axis] * local)[0] > self.tolerance
             )
             if differing:
@@ -282,12 +282,12 @@ class _Check:
         try:
             output = self.alone(self.sample)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            mend = (
+            hints = (
                 "give the class or function of a network that stores the sizes of its shards, such as",
                 "verify_gradients(Net, sample, mesh=mesh)",
             )
             what = f"the network does not run on a mesh of one process: {type(error).__name__}: {error}"
-            raise UserError(what, "verify_gradients", mend) from error
+            raise UserError(what, "verify_gradients", hints) from error
         output = pytree.tree_map_only(Tensor, lambda one: one[self.rows], output)
         named = {name: one for name, one in self.alone.named_parameters() if one.requires_grad}
         gradients = torch.autograd.grad(self._loss(output), list(named.values()), allow_unused=True)
@@ -360,10 +360,10 @@ class _Check:
                     sets = [over for over, found in zip(candidates, causes, strict=True) if found == cause]
                     if sets:
                         return self._finding(name, cause, sets, f"{subject} is", rank)
-        mend = "correct the earlier findings first: they may cause this one"
+        hints = "correct the earlier findings first: they may cause this one"
         if subject == "the output":
-            mend = "check for a missing collective, a wrong axis, or a bias added before an all_reduce"
-        return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}, which no single sum explains", mend)
+            hints = "check for a missing collective, a wrong axis, or a bias added before an all_reduce"
+        return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}, which no single sum explains", hints)
 
     def _cause(
         self, observed: Tensor, expected: Tensor, over: tuple[int, ...], cut: Collection[int]
@@ -387,15 +387,15 @@ class _Check:
         output = name.startswith(OUTPUT)
         if cause == "missing":
             what = f"{subject} partial over {where} on rank {rank}: its sum over {where} matches"
-            mend = f"add {where}.enter where a value computed from {name} enters a computation split over {where}"
-            return Finding(name, cause, axes, what, f"add {where}.all_reduce" if output else mend)
+            hints = f"add {where}.enter where a value computed from {name} enters a computation split over {where}"
+            return Finding(name, cause, axes, what, f"add {where}.all_reduce" if output else hints)
         what = f"{subject} {self.grid.parts(sets[0])} times too large on rank {rank}: summed twice over {where}"
-        mend = f"remove one all-reduce over {where}: {where}.enter twice, or torch.distributed in backward"
+        hints = f"remove one all-reduce over {where}: {where}.enter twice, or torch.distributed in backward"
         if output:
-            mend = f"remove one {where}.all_reduce"
+            hints = f"remove one {where}.all_reduce"
         elif {axis for over in sets for axis in over} & set(self.network.samples):
-            mend = f"remove {where}.enter: the mode sums over the axes of the samples"
-        return Finding(name, cause, axes, what, mend)
+            hints = f"remove {where}.enter: the mode sums over the axes of the samples"
+        return Finding(name, cause, axes, what, hints)
 
 
 def _begin(model: nn.Module, shares: list[slice], count: int) -> None:

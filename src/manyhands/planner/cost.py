@@ -73,7 +73,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Own:
+class OpCost:
     """What an op costs by itself on one process."""
 
     forward: float
@@ -85,7 +85,7 @@ class Own:
     memory_bytes: float
 
 
-def own_costs(op: Op, letters: tuple[str, ...], setting: Setting) -> Own:
+def op_costs(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
     """Of one op, whatever its neighbours do."""
     mesh, work = setting.mesh, setting.work
     seconds = work.seconds(op, letters, mesh)
@@ -97,7 +97,7 @@ def own_costs(op: Op, letters: tuple[str, ...], setting: Setting) -> Own:
     memory = held * (2 + setting.slots) + sent + saved
     update = work.update_seconds(held * (3 + 2 * setting.slots))
     norm = _norm_seconds(op, letters, setting)
-    return Own(seconds.forward, seconds.backward, update, norm, gradient - working, working, memory)
+    return OpCost(seconds.forward, seconds.backward, update, norm, gradient - working, working, memory)
 
 
 def _parameters(op: Op, letters: tuple[str, ...], setting: Setting) -> tuple[float, float, tuple[float, float]]:
@@ -206,10 +206,10 @@ def _row(
     return made[key]
 
 
-def _own(op: Op, letters: tuple[str, ...], setting: Setting, known: Known) -> Own:
+def _own(op: Op, letters: tuple[str, ...], setting: Setting, known: Known) -> OpCost:
     key = "own", setting.work.signature(op), _alike(letters, setting)
     if key not in known:
-        known[key] = own_costs(op, letters, setting)
+        known[key] = op_costs(op, letters, setting)
     return known[key]
 
 

@@ -33,8 +33,8 @@ class DeviceModel:
         """(operations, bytes) per second that are assumed to be reached. Raises UserError: none for this precision."""
         if precision not in self.operations:
             known = ", ".join(self.operations)
-            mend = tuple(f"add --set train.precision={one}" for one in self.operations)
-            raise UserError(f"{self.name} has speeds only for {known}, not {precision}", "--device-model", mend)
+            hints = tuple(f"add --set train.precision={one}" for one in self.operations)
+            raise UserError(f"{self.name} has speeds only for {known}, not {precision}", "--device-model", hints)
         return REACHED_OPERATIONS * self.operations[precision], REACHED_BANDWIDTH * self.bandwidth
 
     def said(self, precision: str) -> str:
@@ -46,7 +46,7 @@ class DeviceModel:
         )
 
 
-def own_file() -> Path:
+def device_models_file() -> Path:
     """Where users add devices."""
     return platformdirs.user_config_path("manyhands") / _FILE
 
@@ -57,7 +57,7 @@ def device_model(name: str) -> DeviceModel:
     known: dict[str, tuple[Any, str]] = {
         key: (value, "device_models.toml") for key, value in parse_toml(ours.read_bytes()).items()
     }
-    path = own_file()
+    path = device_models_file()
     try:
         known |= {key.lower(): (value, str(path)) for key, value in parse_toml(read_bytes(path)).items()}
     except FileNotFoundError:
@@ -65,8 +65,8 @@ def device_model(name: str) -> DeviceModel:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} can't be read: {error}", str(path)) from error
     if name.lower() not in known:
-        mend = (f"choose one of: {', '.join(sorted(known))}", f"or add the model to {path}")
-        raise UserError(f"no device model is called {name}", "--device-model", mend)
+        hints = (f"choose one of: {', '.join(sorted(known))}", f"or add the model to {path}")
+        raise UserError(f"no device model is called {name}", "--device-model", hints)
     content, where = known[name.lower()]
     return _read(name.lower(), content, where)
 
@@ -83,8 +83,8 @@ def _read(key: str, content: Any, where: str) -> DeviceModel:
             str(content["source"]),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        mend = ("define name, memory, bandwidth, within, operations (by precision) and source",)
-        raise UserError(f"the device model {key} is invalid: {error}", f"{where}, {key}", mend) from error
+        hints = ("define name, memory, bandwidth, within, operations (by precision) and source",)
+        raise UserError(f"the device model {key} is invalid: {error}", f"{where}, {key}", hints) from error
 
 
 def _positive(value: Any) -> float:

@@ -49,13 +49,13 @@ def enough(found: SearchResult, fewer: Sequence[Option], seconds: float, spread:
     under the plan that was picked, `spread` the share by which what was timed varied; no number is recommended by less.
     """
     repeating = _without_repeats(found.chosen)
-    if repeating < found.wish.world_size:
-        return repeating, f"{found.chosen.name} repeats all work on {found.wish.world_size // repeating} processes"
+    if repeating < found.request.world_size:
+        return repeating, f"{found.chosen.name} repeats all work on {found.request.world_size // repeating} processes"
     doing = [one for one in fewer if one.fits and _slowest(one, spread) <= seconds * LEAST_GAIN]
     if doing:
         limit = LEAST_PREDICTED_GAIN * min(_slowest(one, spread) for one in doing)
         option = min((one for one in doing if one.prediction.seconds <= limit), key=lambda one: one.mesh.size)
-        took = f"{short_time(option.prediction.seconds)} a step, {found.pick.name} on {found.wish.world_size}"
+        took = f"{short_time(option.prediction.seconds)} a step, {found.pick.name} on {found.request.world_size}"
         return option.mesh.size, f"{option.name} takes {took} takes {short_time(seconds)}"
     return 0, ""
 

@@ -73,7 +73,7 @@ class SearchResult:
     options: tuple[Option, ...]  # all plans looked at; data parallel first
     pick: Pick  # which one is to run, and why
     graph: Graph  # of the network
-    wish: SearchRequest  # what was wanted
+    request: SearchRequest  # what was wanted
     notes: tuple[str, ...] = ()  # sentences on ops that could not be timed
     spread: float = 0.0  # the share by which the times that predictions are made from varied
     fewer: Callable[[int], Option] | None = None  # prices data parallel on another number of processes
@@ -92,7 +92,7 @@ class SearchResult:
 
     @property
     def _mode(self) -> str:
-        return MODE_OF_SEARCHES if self.wish.fill == SEARCH else MODE_OF_PLANS
+        return MODE_OF_SEARCHES if self.request.fill == SEARCH else MODE_OF_PLANS
 
     def plan_of(self, option: Option) -> Plan:
         """Returns an option as the plan of a plan file."""
@@ -101,7 +101,7 @@ class SearchResult:
             "mode": USUAL_MODE if option.name == DATA_PARALLEL else self._mode,
             "reason": self.pick.reason,
             "predicted": option.prediction.as_plain(),
-            "graph": {"sha": digest(self.graph), "input": list(self.graph.input_shape), "samples": self.wish.batch},
+            "graph": {"sha": digest(self.graph), "input": list(self.graph.input_shape), "samples": self.request.batch},
         }
         measured = self.pick.measured_seconds.get(option.name)
         if measured is not None:
@@ -109,14 +109,14 @@ class SearchResult:
         layouts = parameter_layouts(self.graph, option.letters)
         if not option.allowed:
             return Plan(option.mesh, ops, default, (), layouts, about)
-        pinned = strategies(Plan(option.mesh, self.wish.pins or {}), self.graph)
+        pinned = strategies(Plan(option.mesh, self.request.pins or {}), self.graph)
         tied = {self.graph.ops[name].tied for name in pinned}
         kept = tuple(name for name in ops if self.graph.ops[name].tied in tied)
         return Plan(option.mesh, ops, default, kept, layouts, about)
 
     def repicked(self, seconds: float) -> "SearchResult":
         """The same where data parallel's update takes so many seconds, since processes agree in another way."""
-        return replace(self, pick=_pick(self.options, self.wish, self.spread, seconds))
+        return replace(self, pick=_pick(self.options, self.request, self.spread, seconds))
 
     def finalists(self, count: int = 3) -> list[Option]:
         """Those worth timing: data parallel, the user's own, and the best predicted others, each plan once."""

@@ -101,7 +101,7 @@ class OpTimes:
         self._used[key] = self._seconds[key]
         return self._seconds[key].seconds
 
-    def kept(self, key: str) -> float | None:
+    def cached(self, key: str) -> float | None:
         """Seconds that were measured before, however busy the machine was; None where none are kept."""
         return self._seconds[key].seconds if key in self._seconds else None
 

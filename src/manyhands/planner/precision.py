@@ -13,7 +13,7 @@ EXACT, HALF = "fp32", "bf16"
 # How many times as fast bf16 must be for its rounding, and channels_last for the trouble of another layout.
 LEAST_GAIN, LEAST_GAIN_OF_LAYOUT = 1.3, 1.05
 # Rounds in turns after a first one: so many at least, more within the seconds; none begins after the last of them.
-_LEAST_ROUNDS, _MOST_ROUNDS, _WISHED_S, _MOST_S = 2, 40, 0.4, 2.0
+_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S, _MOST_S = 2, 40, 0.4, 2.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class KindOfMachine:
 
 
 @dataclass(frozen=True)
-class WishedPrecision:
+class PrecisionRequest:
     """What a job says; "auto" is to be decided."""
 
     precision: str
@@ -56,7 +56,7 @@ class WishedPrecision:
         return [Variant(precision, layout) for precision in precisions for layout in layouts]
 
 
-def choose_variant(wished: WishedPrecision, kinds: Sequence[KindOfMachine]) -> tuple[Variant, list[str]]:
+def choose_variant(requested: PrecisionRequest, kinds: Sequence[KindOfMachine]) -> tuple[Variant, list[str]]:
     """What all machines of a run compute in, and a sentence on each thing that was measured or that a machine forbids.
 
     The least gain of all kinds counts, so another kind of machine never makes a variant likelier.
@@ -68,18 +68,18 @@ def choose_variant(wished: WishedPrecision, kinds: Sequence[KindOfMachine]) -> t
         return min(old / new if old and new else 0.0 for old, new in seconds)
 
     def layout(precision: str) -> Variant:
-        if wished.channels_last != "auto":
-            return Variant(precision, wished.channels_last)
+        if requested.channels_last != "auto":
+            return Variant(precision, requested.channels_last)
         pays = gain(Variant(precision, False), Variant(precision, True)) >= LEAST_GAIN_OF_LAYOUT
         return Variant(precision, pays)
 
-    taken, said = layout(EXACT if wished.precision == "auto" else wished.precision), list[str]()
-    if wished.precision == "auto":
+    taken, said = layout(EXACT if requested.precision == "auto" else requested.precision), list[str]()
+    if requested.precision == "auto":
         half = layout(HALF)
         gained = gain(taken, half)
         said += _said_of_half(kinds, half, gained)
         taken = half if all(kind.bf16 for kind in kinds) and gained >= LEAST_GAIN else taken
-    if wished.channels_last == "auto":
+    if requested.channels_last == "auto":
         other = Variant(taken.precision, True)
         said += _said_of_layout(kinds, other, gain(Variant(taken.precision, False), other))
     return taken, said
@@ -153,7 +153,7 @@ def _rounds() -> Iterable[int]:
     began = time.perf_counter()
     for number in range(_MOST_ROUNDS):
         taken = time.perf_counter() - began
-        if number and (taken > _MOST_S or (number >= _LEAST_ROUNDS and taken > _WISHED_S)):
+        if number and (taken > _MOST_S or (number >= _LEAST_ROUNDS and taken > _ENOUGH_S)):
             return
         yield number
 

@@ -64,7 +64,7 @@ class Solution:
     bound_seconds: float | None = None  # no assignment that is allowed is faster; None where nobody searched
 
     @property
-    def proven(self) -> bool:
+    def optimal(self) -> bool:
         """Whether a search has shown that nothing is faster."""
         return self.bound_seconds is not None and self.bound_seconds >= self.seconds - 1e-9 * abs(self.seconds)
 

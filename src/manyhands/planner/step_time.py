@@ -11,7 +11,7 @@ from manyhands.planner.trial import PlanCase, Runner
 
 _MOST_REPEATS = 7
 # BatchNorm needs two samples for a variance.
-_FEWEST_SAMPLES = 2
+_MIN_SAMPLES = 2
 
 
 def share_timing(
@@ -22,8 +22,8 @@ def share_timing(
     Processes share the update, each with so many threads of the CPU (0: as many as this one has). Of a micro-batch, if
     it isn't 0, that alone is timed. One repeat is always made, others within the budget.
     """
-    share = max(_FEWEST_SAMPLES, -(-case.batch // processes))
-    timed = min(share, max(_FEWEST_SAMPLES, micro_batch or share))
+    share = max(_MIN_SAMPLES, -(-case.batch // processes))
+    timed = min(share, max(_MIN_SAMPLES, micro_batch or share))
     device, before = str(case.picture.device), torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

@@ -27,7 +27,7 @@ from manyhands.planner.choose import Finalist, time_in_turns
 # Differences below this share of the network's largest gradient are noise of values that should be zero. A bias before
 # a BatchNorm adds up some hundred values to zero, which leaves a few 1e-15 of the largest; PROVEN * _NOISE lies above.
 _NOISE = 1e-5
-PROVEN = 1e-9
+VERIFIED_WITHIN = 1e-9
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _slowest(update: Callable[[], None], world: World) -> float:
 
 
 @dataclass(frozen=True)
-class Proof:
+class Verification:
     """How far a plan's update is from that of one process."""
 
     worst: float  # the largest difference, as a share of the tensor's largest value
@@ -141,13 +141,13 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        return self.worst <= PROVEN
+        return self.worst <= VERIFIED_WITHIN
 
     def as_plain(self) -> dict[str, Any]:
         return {"worst": self.worst, "where": self.where, "compared": self.compared, "holds": self.holds}
 
 
-def verify(case: PlanCase, plan: Plan, world: World) -> Proof:
+def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
     """Compares one update under a plan with one process's, in double precision, on random samples.
 
     Every process computes the whole and compares its own pieces; all get the same answer. Dropout is left out, since
@@ -203,11 +203,11 @@ def _difference(whole: Tensor, mine: Tensor, piece: Tensor | None, least: float)
     return float((mine - piece).abs().max()) / max(float(whole.abs().max()), least) if mine.numel() else 0.0
 
 
-def _worst(errors: dict[str, float], world: World) -> Proof:
+def _worst(errors: dict[str, float], world: World) -> Verification:
     names = list(errors)
     values = torch.tensor([errors[name] for name in names], dtype=torch.float64, device=world.device)
     # What is no number must not lose against one.
     values = values.nan_to_num(nan=math.inf)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     place = int(values.argmax())
-    return Proof(float(values[place]), names[place], len(names))
+    return Verification(float(values[place]), names[place], len(names))

@@ -11,8 +11,8 @@ from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, MEASURED, Job
 from manyhands.config.load import LoadedJob, written_values
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder, free_name
-from manyhands.core.going_on import OBJECTS
 from manyhands.core.plugins import code_digests
+from manyhands.core.resuming import OBJECTS
 from manyhands.core.trained import find_record
 from manyhands.report.read import read_run
 from manyhands.report.summary import status
@@ -61,12 +61,12 @@ def changes_since(folder: RunFolder, job: Job) -> list[Change]:
 
 
 def refuse_changes(
-    loaded: LoadedJob, *, to_go_on: bool = False, digests: Callable[[], Mapping[str, str]] = dict
+    loaded: LoadedJob, *, resume_hint: bool = False, digests: Callable[[], Mapping[str, str]] = dict
 ) -> None:
     """Refuses to go on with a finished run under other options than it was trained by: nothing would be trained.
 
     So it does where the code files that the job names, or what `digests` returns, changed. Where the user has asked
-    `to_go_on` with changes only those that come too late are refused. Raises UserError.
+    `resume_hint` with changes only those that come too late are refused. Raises UserError.
     """
     job, folder = loaded.job, RunFolder(Path(loaded.job.run.out).expanduser())
     if not job.run.out or job.checkpoint.resume != "auto" or not folder.exists():
@@ -77,11 +77,11 @@ def refuse_changes(
     found = found or _changed_parts(folder, job, digests())
     if not found:
         return
-    if not to_go_on and "checkpoint.resume" not in loaded.origins:
+    if not resume_hint and "checkpoint.resume" not in loaded.origins:
         raise UserError(
             f"the run in {folder.path} has finished, but the job has changed: {_listed(found)}",
             "--out",
-            (*_go_on(folder, job, found), f"to train from scratch, use --out {_another(folder)}"),
+            (*_train_longer(folder, job, found), f"to train from scratch, use --out {_another(folder)}"),
         )
     longer = any(change.key in {"train.max_steps", "train.batch"} or _more_epochs(change) for change in found)
     if run.steps and not longer:
@@ -114,7 +114,7 @@ def refuse_idle(folder: RunFolder, found: list[Change], step: int, total: int) -
         )
 
 
-def _go_on(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
+def _train_longer(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
     """The command that trains the finished run longer under the new options; none for another network."""
     if any(change.key.startswith("model.") for change in found):
         return []

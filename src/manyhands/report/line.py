@@ -11,10 +11,10 @@ from manyhands.report.read import STARTS
 from manyhands.report.words import (
     FEW_CLASSES,
     ago,
+    custom_metrics,
     duration,
     epoch_name,
     number,
-    own_figures,
     percent,
     place,
     rate,
@@ -134,7 +134,7 @@ def evaluation_line(record: EvaluationMetrics, last: StepMetrics | None) -> str:
     best = ", best" if record.best else ""
     trained = f", train loss {number(last.epoch_loss or 0.0)}" if last and _ends_epoch(last, record.step) else ""
     fifth = top5(record.top5, record.classes, ", top-5 {}")
-    own = own_figures(record.metrics, ", {} {}")
+    own = custom_metrics(record.metrics, ", {} {}")
     return f"epoch {name}: top-1 {percent(record.top1)}{fifth}, loss {number(record.loss)}{own}{trained}{best}"
 
 
@@ -159,5 +159,6 @@ def evaluation_log(record: EvaluationMetrics, last: StepMetrics | None) -> str:
     fifth = "" if 0 < record.classes <= FEW_CLASSES else f"top5={percentage(record.top5, 2)} "
     return (
         f"epoch={name} evaluated={record.count} top1={percentage(record.top1, 2)} {fifth}"
-        f"val_loss={record.loss:.3f}{own_figures(record.metrics, ' {}={}')}{trained}" + (" best" if record.best else "")
+        f"val_loss={record.loss:.3f}{custom_metrics(record.metrics, ' {}={}')}{trained}"
+        + (" best" if record.best else "")
     )

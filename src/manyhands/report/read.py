@@ -131,8 +131,8 @@ class _MetricsFile:
         """The step records; the others are there once all of these were taken."""
         for line in records.read_lines(self._folder.metrics):
             if line.get("kind") == "phases":
-                told = parse(PhaseMetrics, line, self._folder.metrics)
-                self.phases += [told] if told else []
+                parsed = parse(PhaseMetrics, line, self._folder.metrics)
+                self.phases += [parsed] if parsed else []
             elif record := parse_metrics(line, self._folder):
                 number = bisect.bisect_left(self._starts, record.time)
                 first, last = self.ends.get(number, (record.time, record.time))
@@ -228,8 +228,8 @@ def no_run(path: Path) -> UserError:
     """The error for a folder that holds no run, with the newest runs nearby."""
     what = f"{path} holds no run: job.toml is missing" if path.is_dir() else f"there is no folder {path}"
     near = [str(run) for run in newest_runs((path, path.parent, Path("runs")))]
-    mend = ("newest runs: " + ", ".join(near),) if near else ("name a run folder, which manyhands train creates",)
-    return UserError(what, str(path), mend)
+    hints = ("newest runs: " + ", ".join(near),) if near else ("name a run folder, which manyhands train creates",)
+    return UserError(what, str(path), hints)
 
 
 def newest_runs(bases: Iterable[Path], listed: Iterable[Path] = (), count: int = 3) -> Iterator[Path]:

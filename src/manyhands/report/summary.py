@@ -4,10 +4,10 @@ import math
 import statistics
 from typing import Any
 
-from manyhands.core.going_on import going_on
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
+from manyhands.core.resuming import resume_command
 from manyhands.report.read import STARTS, RunData
-from manyhands.report.words import duration, epoch_name, number, own_figures, percent, plain, rate, top5
+from manyhands.report.words import custom_metrics, duration, epoch_name, number, percent, plain, rate, top5
 
 # The kinds of events that end a session, and what they make of the run.
 ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
@@ -134,12 +134,12 @@ def result_lines(run: RunData) -> list[str]:
     if run.folder.report.is_file():
         lines.append(f"report {run.folder.report}")
     if status(run) != "finished":
-        lines.append(f"resume {going_on(run.folder.path)}")
+        lines.append(f"resume {resume_command(run.folder.path)}")
     return lines
 
 
 def _scores(run: RunData, evaluation: EvaluationMetrics | EvaluationDetail) -> str:
-    own = own_figures(evaluation.metrics, "  {} {}")
+    own = custom_metrics(evaluation.metrics, "  {} {}")
     return (
         f"top-1 {percent(evaluation.top1)}  {top5(evaluation.top5, classes_of(evaluation), 'top-5 {}  ')}"
         f"loss {number(evaluation.loss)}{own}  (epoch {evaluation_name(run, evaluation)})"

@@ -91,7 +91,7 @@ class Screen:
         )
         self._progress = ScreenProgress()
         self._stopping = False
-        self._told: set[tuple[str, str]] = set()
+        self._shown_lines: set[tuple[str, str]] = set()
         self._held: list[Event] | None = None  # of a start whose setup isn't recorded yet
         self._plain_at = clock()
         self._drawn = ""
@@ -103,7 +103,7 @@ class Screen:
         try:
             new = self._follower.poll()
         except UserError as error:
-            self._tell("WARNING", error.what)
+            self._show("WARNING", error.what)
             new = []
         for record in new:
             if isinstance(record, StepMetrics):
@@ -176,12 +176,12 @@ class Screen:
         message = "" if event.kind == "saved" else event.message
         level, words = LEVELS.get(event.kind, "INFO"), message or f"{event.kind}{at}"
         if event.kind != "setup":
-            self._tell(level, words)
+            self._show(level, words)
         elif not self._quiet:
             for line in words.split("\n"):
-                self._tell(level, line)
-        elif (level, words) not in self._told:
-            self._told.add((level, words))
+                self._show(level, line)
+        elif (level, words) not in self._shown_lines:
+            self._shown_lines.add((level, words))
             self._log(level, plain(words))
 
     def _show_held(self) -> None:
@@ -203,9 +203,9 @@ class Screen:
             self.say(f"the disk of {self.folder} has free space again")
         self._disk_full = full
 
-    def _tell(self, level: str, message: str) -> None:
-        if (level, message) not in self._told:
-            self._told.add((level, message))
+    def _show(self, level: str, message: str) -> None:
+        if (level, message) not in self._shown_lines:
+            self._shown_lines.add((level, message))
             self.say(message, level)
 
     def _log(self, level: str, message: str) -> None:

@@ -49,13 +49,13 @@ def samples_of_each(run: RunData) -> list[int]:
     for event in run.events:
         if event.kind in STARTS:  # what it began with is in plan.json
             taken = [sum(passes) for passes in zip(*run.plan.shares, strict=False)]
-        elif event.kind == "shares" and (told := _counts(event.data.get("shares"))):
-            taken = told
+        elif event.kind == "shares" and (counts := _counts(event.data.get("shares"))):
+            taken = counts
     return taken
 
 
-def _counts(told: object) -> list[int]:
-    numbers: list[Any] = list(told) if isinstance(told, list) else []  # pyright: ignore[reportUnknownArgumentType]
+def _counts(counts: object) -> list[int]:
+    numbers: list[Any] = list(counts) if isinstance(counts, list) else []  # pyright: ignore[reportUnknownArgumentType]
     return numbers if all(type(one) is int for one in numbers) else []
 
 
@@ -112,12 +112,12 @@ def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
     others_s = statistics.median([*own_s[:slowest], *own_s[slowest + 1 :]] or [own_s[slowest]])
     if own_s[slowest] > _SLOW * others_s > 0:
         who, times = f"rank {slowest}{_host(run, slowest)}", own_s[slowest] / others_s
-        mend = _suiting_shares(run, own_s) or "stop other programs on its machine, or remove the machine"
-        what = f"{who} takes {times:.2f} times as long as the other ranks, which wait: {mend}"
+        hints = _balanced_shares(run, own_s) or "stop other programs on its machine, or remove the machine"
+        what = f"{who} takes {times:.2f} times as long as the other ranks, which wait: {hints}"
         yield Improvement(what, (own_s[slowest] - others_s) / sum(ranks[slowest].values()))
 
 
-def _suiting_shares(run: RunData, own_s: Sequence[float]) -> str:
+def _balanced_shares(run: RunData, own_s: Sequence[float]) -> str:
     """Shares of an update that all take equally long over, where all have had the same; else nothing."""
     batch = _option(run, "train", "batch", 0)
     open_ = _option(run, "cluster", "shares", "equal") in ("machines", "equal")

@@ -52,7 +52,7 @@ def top5(share: float, classes: int, form: str) -> str:
     return form.format(percent(share)) if not 0 < classes <= FEW_CLASSES else ""
 
 
-def own_figures(metrics: Mapping[str, float], form: str) -> str:
+def custom_metrics(metrics: Mapping[str, float], form: str) -> str:
     """Figures of the user's own, each in a form such as ", {} {}" of its name and value."""
     return "".join(form.format(plain(name), number(value)) for name, value in metrics.items())
 

@@ -5,8 +5,8 @@ import signal
 import sys
 from pathlib import Path
 
-from manyhands.core.going_on import going_on
 from manyhands.core.private import private_files
+from manyhands.core.resuming import resume_command
 from manyhands.core.shown import show, show_json
 from manyhands.core.stops import STOPS, handled
 
@@ -21,7 +21,7 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._heard, self._tells = os.pipe()
+        self._heard, self._writer = os.pipe()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         # What comes before `wait` hears it is heard then, and passed on.
@@ -42,12 +42,12 @@ class Background:
         with private_files(), (run / LOG).open("ab") as log:
             for number in (1, 2):
                 os.dup2(log.fileno(), number)
-        os.write(self._tells, os.fsencode(run))
-        os.close(self._tells)
+        os.write(self._writer, os.fsencode(run))
+        os.close(self._writer)
 
     def wait(self, *, as_json: bool) -> int:
         """Until the run trains, or has ended before that; what asks this command to stop is passed on."""
-        os.close(self._tells)
+        os.close(self._writer)
         with handled(lambda number, _frame: os.kill(self.elsewhere, number)), os.fdopen(self._heard, "rb") as heard:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
             run = Path(os.fsdecode(heard.read()))
@@ -60,7 +60,7 @@ class Background:
             [
                 f"{run} keeps training without this terminal; launcher log: {run / LOG}",
                 f"to stop: manyhands stop {run}",
-                f"to resume on another machine of the run, if this machine is lost: {going_on(run)}",
+                f"to resume on another machine of the run, if this machine is lost: {resume_command(run)}",
             ]
         )
         return 0

@@ -49,5 +49,5 @@ def reshard_checkpoint(reference: Path, target: Path, *, plan: Path, which: str)
     """
     files = load_worker("checkpoints")
     files.refuse_existing(target)
-    cut = files.read_cut(plan)
+    cut = files.read_network_layout(plan)
     return files.reshard_file(resolve_checkpoint(reference, which), target, cut)

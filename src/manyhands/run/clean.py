@@ -134,8 +134,8 @@ def _run(word: str) -> Path:
     try:
         lock = claim(folder, new_holder())
     except Timeout:
-        mend = (f"stop the run: manyhands stop {shlex.quote(word)}", "or wait for its end")
-        raise UserError("an active run can't be removed", str(folder.path), mend) from None
+        hints = (f"stop the run: manyhands stop {shlex.quote(word)}", "or wait for its end")
+        raise UserError("an active run can't be removed", str(folder.path), hints) from None
     if lock:
         lock.release()
     return folder.path

@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from manyhands.cluster.agents.assemble import Crew, assembled, prepare
+from manyhands.cluster.agents.assemble import AgentLinks, assembled, prepare
 from manyhands.cluster.agents.ending import first_cause
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.protocol import MakeScratch
 from manyhands.cluster.agents.ssh import reached_by
-from manyhands.cluster.agents.store_way import StoreWay, store_way
+from manyhands.cluster.agents.store_tunnel import StoreTunnel, store_tunnel
 from manyhands.cluster.agents.supervise import Watch, supervise
-from manyhands.cluster.doctor.addresses import own_candidates
+from manyhands.cluster.doctor.addresses import local_candidates
 from manyhands.cluster.doctor.examine import examine, fails
 from manyhands.cluster.doctor.facts import gather
 from manyhands.cluster.doctor.findings import AllReduceTest, DoctorFinding, Facts, Needs, Survey
 from manyhands.cluster.doctor.probe import Listeners
 from manyhands.cluster.doctor.questions import FactsWanted
 from manyhands.cluster.doctor.survey import matrix, take_survey
-from manyhands.cluster.hosts.inventory import Address, Machine, Meeting
+from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK, ManyhandsError
@@ -91,11 +91,11 @@ def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) ->
     asked = {machine.name: machine.slots or job.cluster.processes for machine in machines}
     counts = {host: asked.get(host, 0) or len(own.get("accelerators", ())) or 1 for host, own in facts.items()}
     carried = not job.cluster.sync_code
-    references = (job.data.name, job.data.held_out, job.model.name, *job.train.own_code)
+    references = (job.data.name, job.data.held_out, job.model.name, *job.train.custom_code)
     return Needs(
         processes=counts,
         threads=job.cluster.threads,
-        port=_meeting(job)[1],
+        port=_rendezvous(job)[1],
         interface=job.cluster.interface,
         through_ssh=job.cluster.through_ssh,
         data=job.data.name,
@@ -111,16 +111,16 @@ def _survey_here(job: Job) -> Survey:
     name = socket.gethostname()
     facts = {name: gather(facts_wanted(job, torch=job.cluster.device != "cpu"))}
     survey = Survey((name,), dict(facts), needs=_needs(job, [Machine(name, job.cluster.processes)], facts))
-    address, port = _meeting(job)
-    if address in own_candidates(facts[name]) or address in LOOPBACK:
+    address, port = _rendezvous(job)
+    if address in local_candidates(facts[name]) or address in LOOPBACK:
         listeners = Listeners([address], port)
         listeners.close()
-        if listeners.told[0].error:
-            survey.port_errors[name] = listeners.told[0].trouble
+        if listeners.opened[0].error:
+            survey.port_errors[name] = listeners.opened[0].trouble
     return survey
 
 
-def _meeting(job: Job) -> tuple[str, int]:
+def _rendezvous(job: Job) -> tuple[str, int]:
     """The address and port where the job's processes are to meet, if it names one."""
     url = urlparse(job.cluster.init)
     return (url.hostname or "", url.port or 0) if url.scheme == "tcp" else ("", 0)
@@ -131,10 +131,10 @@ def _survey_machines(job: Job, machines: Sequence[Machine], say: Callable[[str],
         say(LISTENING)
     with (
         scratch("doctor") as logs,
-        assembled(machines, job.cluster, logs, facts_wanted(job, torch=job.cluster.device != "cpu")) as crew,
+        assembled(machines, job.cluster, logs, facts_wanted(job, torch=job.cluster.device != "cpu")) as agents,
     ):
-        survey = survey_crew(job, crew, machines)
-        survey.collective = _add_up(job, crew, survey, say)
+        survey = survey_agents(job, agents, machines)
+        survey.collective = _add_up(job, agents, survey, say)
         return survey
 
 
@@ -143,38 +143,38 @@ def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) 
     return Survey(tuple(machine.name for machine in machines), dict(facts), needs=_needs(job, machines, facts))
 
 
-def survey_crew(job: Job, crew: Crew, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
+def survey_agents(job: Job, agents: AgentLinks, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
     """Tries out everything between the machines that answer; why the others don't is noted.
 
     Args:
         job: what they shall do.
-        crew: the agents of those that answer.
+        agents: the agents of those that answer.
         machines: all.
         measure: clocks and the speed of links too, which takes seconds.
     """
-    names = [link.machine.name for link in crew.links]
-    facts = dict(zip(names, crew.facts, strict=True))
+    names = [link.machine.name for link in agents.links]
+    facts = dict(zip(names, agents.facts, strict=True))
     needs = _needs(job, machines, facts)
-    survey = take_survey(crew.ask_some, facts, [machine.name for machine in machines], needs, measure=measure)
-    survey.errors |= crew.contacts
+    survey = take_survey(agents.ask_some, facts, [machine.name for machine in machines], needs, measure=measure)
+    survey.errors |= agents.contacts
     return survey
 
 
-def _add_up(job: Job, crew: Crew, survey: Survey, say: Callable[[str], object]) -> AllReduceTest:
+def _add_up(job: Job, agents: AgentLinks, survey: Survey, say: Callable[[str], object]) -> AllReduceTest:
     """A real all-reduce with one process on each machine, where nothing is known that would keep it from working."""
     alone = len(survey.hosts) < 2
     if alone or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
         return AllReduceTest("skipped")
-    with store_way(job.cluster) as way:
+    with store_tunnel(job.cluster) as way:
         try:
-            orders = _orders(job, crew, survey, way)
+            orders = _orders(job, agents, survey, way)
         except ManyhandsError as error:
             return AllReduceTest("failed", error.what)
-        met = orders[0].meeting
+        met = orders[0].rendezvous
         store = "" if met.address == LOOPBACK[0] else f"port {met.port} of {met.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
         say(f"during the all-reduce test {store}a free port on each of {where} are open, without a password")
-        ending = supervise(crew.links, orders, Watch())
+        ending = supervise(agents.links, orders, Watch())
     if ending.ok:
         return AllReduceTest("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))
     cause = first_cause(ending)
@@ -182,12 +182,12 @@ def _add_up(job: Job, crew: Crew, survey: Survey, say: Callable[[str], object]) 
     return AllReduceTest("failed", said, missing=tuple(ending.lost))
 
 
-def _orders(job: Job, crew: Crew, survey: Survey, way: StoreWay) -> list[Orders]:
+def _orders(job: Job, agents: AgentLinks, survey: Survey, way: StoreTunnel) -> list[Orders]:
     """One process for each machine; what they write goes into a folder that goes with the agent."""
-    _, devices = prepare(crew, [1] * len(crew.links), job.cluster)
+    _, devices = prepare(agents, [1] * len(agents.links), job.cluster)
     addresses = [Address(*survey.chosen[host]) for host in survey.hosts]
-    places = way.open(crew, addresses)
-    answers = crew.ask_each(MakeScratch(), COLLECTIVE_S)
+    places = way.open(agents, addresses)
+    answers = agents.ask_each(MakeScratch(), COLLECTIVE_S)
     limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
     quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)})
     return [
@@ -195,7 +195,7 @@ def _orders(job: Job, crew: Crew, survey: Survey, way: StoreWay) -> list[Orders]
             quick,
             "add-up",
             answer.folder,
-            Meeting((1,) * len(answers), machine, *places.ends[machine]),
+            Rendezvous((1,) * len(answers), machine, *places.ends[machine]),
             device=devices[machine],
             environment=addresses[machine].environment(),
         )

@@ -10,9 +10,9 @@ from manyhands.config.job import OBJECT, Job
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
-from manyhands.core.going_on import OBJECTS
 from manyhands.core.named_code import announce
 from manyhands.core.plan_record import read_plan_record
+from manyhands.core.resuming import OBJECTS
 from manyhands.core.shown import say
 from manyhands.parallel.options import MODE_OF_PLANS, USUAL_MODE, ParallelOptions
 from manyhands.run.load import load_worker
@@ -40,8 +40,8 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
     job, path = job_of(reference, flags), resolve_checkpoint(reference, which)
     _announce_code(job, path, {key for key, value in flags.items() if value is not None})
     if job.data.name == OBJECTS:
-        mend = ("name a folder of pictures: manyhands eval RUN FOLDER", "or call manyhands.evaluate(MODEL, TEST_SET)")
-        raise UserError("the data of this run was a Python object of its own program", str(reference), mend)
+        hints = ("name a folder of pictures: manyhands eval RUN FOLDER", "or call manyhands.evaluate(MODEL, TEST_SET)")
+        raise UserError("the data of this run was a Python object of its own program", str(reference), hints)
     given = [key for key, value in flags.items() if value is not None]
     whole = "data.name" in given and load_worker("check").is_plain_folder(job.data.name)
     if whole and _is_own_data(reference, job.data.name):

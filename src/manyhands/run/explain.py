@@ -8,13 +8,13 @@ from typing import Any
 from urllib.parse import urlparse
 
 from manyhands.cluster.hosts.formats import hostfile, rank_table, slurm
-from manyhands.cluster.hosts.inventory import Cluster, Meeting
+from manyhands.cluster.hosts.inventory import Cluster, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.hosts.recognise import described_cluster, given_cluster
-from manyhands.cluster.rendezvous import Participation, participate
+from manyhands.cluster.rendezvous import LaunchDecision, participate
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
-from manyhands.core.world import Membership
+from manyhands.core.world import ProcessInfo
 
 # Words for options in the origins of a participation.
 OPTIONS = {
@@ -58,12 +58,12 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
     variables = os.environ if environment is None else environment
     at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})
     found = participate(at_once, variables)
-    if found.membership:
-        rows = _member(found.membership, found.origins, variables)
-        many, index = found.membership.size > 1, found.membership.device_index
-        index = found.membership.local_rank if index is None else index
-    elif found.meeting:
-        rows, many, index = _machine(found.meeting, found.origins), sum(found.meeting.sizes) != 1, None
+    if found.process_info:
+        rows = _member(found.process_info, found.origins, variables)
+        many, index = found.process_info.size > 1, found.process_info.device_index
+        index = found.process_info.local_rank if index is None else index
+    elif found.rendezvous:
+        rows, many, index = _machine(found.rendezvous, found.origins), sum(found.rendezvous.sizes) != 1, None
     else:
         rows, many, index = _here(found), found.processes != 1, None
     rows = [ExplainedValue(row.key, row.value, _from_option(row.origin, loaded), row.said) for row in rows]
@@ -117,17 +117,19 @@ def _from_option(origin: str, loaded: LoadedJob) -> str:
     return origin if given == "flag" else given
 
 
-def _member(membership: Membership, origins: Mapping[str, str], variables: Mapping[str, str]) -> list[ExplainedValue]:
-    url = urlparse(membership.init)
+def _member(
+    process_info: ProcessInfo, origins: Mapping[str, str], variables: Mapping[str, str]
+) -> list[ExplainedValue]:
+    url = urlparse(process_info.init)
     address, port = url.hostname or "", url.port
     if url.scheme == "env":
         address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-    by_hand = membership.started_by == "--init"
-    known = {} if by_hand else {"local_rank": membership.local_rank, "local_size": membership.local_size}
+    by_hand = process_info.started_by == "--init"
+    known = {} if by_hand else {"local_rank": process_info.local_rank, "local_size": process_info.local_size}
     rows = [
-        ExplainedValue("started_by", membership.started_by, said="by hand, one command per process" if by_hand else ""),
-        ExplainedValue("rank", membership.rank, origins["rank"]),
-        ExplainedValue("world_size", membership.size, origins["size"]),
+        ExplainedValue("started_by", process_info.started_by, said="one command per process" if by_hand else ""),
+        ExplainedValue("rank", process_info.rank, origins["rank"]),
+        ExplainedValue("world_size", process_info.size, origins["size"]),
         *(ExplainedValue(key, known.get(key), origins.get(key, ""), "" if key in known else "?") for key in
           ("local_rank", "local_size")),
     ]  # fmt: skip
@@ -140,24 +142,26 @@ def _member(membership: Membership, origins: Mapping[str, str], variables: Mappi
     ]
 
 
-def _machine(meeting: Meeting, origins: Mapping[str, str]) -> list[ExplainedValue]:
+def _machine(rendezvous: Rendezvous, origins: Mapping[str, str]) -> list[ExplainedValue]:
     """This machine's processes among those of others."""
-    first, own = sum(meeting.sizes[: meeting.machine]), meeting.sizes[meeting.machine]
-    known = all(meeting.sizes)
+    first, own = sum(rendezvous.sizes[: rendezvous.machine]), rendezvous.sizes[rendezvous.machine]
+    known = all(rendezvous.sizes)
     ranks = [first, first + own - 1] if known else None
     said = "by each machine's devices" if not known else f"{first} … {first + own - 1}" if own > 1 else f"{first}"
     return [
         ExplainedValue("started_by", "manyhands", said="manyhands, one command per machine"),
-        ExplainedValue("machine", meeting.machine, origins["machine"], f"{meeting.machine} of {len(meeting.sizes)}"),
+        ExplainedValue(
+            "machine", rendezvous.machine, origins["machine"], f"{rendezvous.machine} of {len(rendezvous.sizes)}"
+        ),
         ExplainedValue("processes", own or None, origins["processes"], "" if own else "one per accelerator, or one"),
         ExplainedValue("ranks", ranks, origins["size"], said),
-        ExplainedValue("world_size", sum(meeting.sizes) if known else None, origins["size"], "" if known else "?"),
-        ExplainedValue("master_address", meeting.address, origins["master_address"]),
-        ExplainedValue("master_port", meeting.port, origins["master_port"]),
+        ExplainedValue("world_size", sum(rendezvous.sizes) if known else None, origins["size"], "" if known else "?"),
+        ExplainedValue("master_address", rendezvous.address, origins["master_address"]),
+        ExplainedValue("master_port", rendezvous.port, origins["master_port"]),
     ]
 
 
-def _here(found: Participation) -> list[ExplainedValue]:
+def _here(found: LaunchDecision) -> list[ExplainedValue]:
     count = found.processes or None
     return [
         ExplainedValue("started_by", "manyhands", said="manyhands, on this machine only"),

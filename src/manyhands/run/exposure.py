@@ -11,7 +11,7 @@ from manyhands.cluster.doctor.questions import AskPorts, OpenPort
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.scratch import scratch
-from manyhands.run.doctor import LISTENING, facts_wanted, survey_crew
+from manyhands.run.doctor import LISTENING, facts_wanted, survey_agents
 from manyhands.run.preflight import public_addresses
 
 HERE = "this machine"
@@ -35,7 +35,7 @@ class Exposure:
         """For people."""
         found = [f"{host}: {what}" for host, what in self.why_not.items()]
         for host, ports in self.now.items():
-            found += [f"{host}: {_told(port)}" for port in ports] or [f"{host}: manyhands has no open port"]
+            found += [f"{host}: {_describe(port)}" for port in ports] or [f"{host}: manyhands has no open port"]
         return [*found, "a job would open:", *(f"  {line}" for line in self.then)]
 
 
@@ -49,13 +49,13 @@ def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
     machines = machines_of(job.cluster)
     if not machines:
         return Exposure({HERE: open_ports()}, {}, (ALONE,))
-    with scratch("doctor") as logs, assembled(machines, job.cluster, logs, facts_wanted(job)) as crew:
-        names = [link.machine.name for link in crew.links]
-        ports = {name: answer.ports for name, answer in zip(names, crew.ask_each(AskPorts()), strict=True)}
+    with scratch("doctor") as logs, assembled(machines, job.cluster, logs, facts_wanted(job)) as agents:
+        names = [link.machine.name for link in agents.links]
+        ports = {name: answer.ports for name, answer in zip(names, agents.ask_each(AskPorts()), strict=True)}
         if len(machines) > 1:
             say(LISTENING)
-        survey = survey_crew(job, crew, machines, measure=False)
-        why_not = {host: contact.what for host, contact in crew.contacts.items()}
+        survey = survey_agents(job, agents, machines, measure=False)
+        why_not = {host: contact.what for host, contact in agents.contacts.items()}
         return Exposure(ports, why_not, _then(job, survey.hosts, survey.chosen))
 
 
@@ -72,7 +72,7 @@ def _then(job: Job, hosts: tuple[str, ...], chosen: dict[str, tuple[str, str]]) 
     )  # fmt: skip
 
 
-def _told(port: OpenPort) -> str:
+def _describe(port: OpenPort) -> str:
     where = f"process {port.pid} listens on {port.address} port {port.port}"
     if not port.lets_in:
         return f"{where}, closed to new connections"

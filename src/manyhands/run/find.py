@@ -7,9 +7,9 @@ from pathlib import Path
 from manyhands.core.claim import agents_work
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
-from manyhands.core.going_on import going_on
 from manyhands.core.plugins import did_you_mean
 from manyhands.core.registry import Running, head_of, headless, running
+from manyhands.core.resuming import resume_command
 from manyhands.core.shown import say
 from manyhands.report.read import newest_runs, no_run
 
@@ -49,8 +49,8 @@ def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolde
         raise no_run(Path(word))
     names = list(dict.fromkeys(sorted(path.name for path in known)))
     listed = f"runs: {', '.join(names[:8])}" if names else "start a run with manyhands train"
-    mend = (did_you_mean(word, names), listed)
-    raise UserError(f'no run is called "{word}"', word or "RUN", tuple(filter(None, mend)))
+    hints = (did_you_mean(word, names), listed)
+    raise UserError(f'no run is called "{word}"', word or "RUN", tuple(filter(None, hints)))
 
 
 def named_by(word: str, names: Iterable[str], *, parts: bool = True) -> list[str]:
@@ -93,14 +93,14 @@ def head_of_active(folder: RunFolder) -> Running:
         return head
     run = shlex.quote(str(folder.path))
     if agents_work(folder.ranks):
-        mend = (
+        hints = (
             f"to take over the run, see manyhands why {run}",
             f"or save and stop the processes: manyhands stop {run}",
         )
-        raise UserError("the launcher of the run is gone, but its processes still train", str(folder.path), mend)
-    mend = (
+        raise UserError("the launcher of the run is gone, but its processes still train", str(folder.path), hints)
+    hints = (
         f"to see how the run ended: manyhands why {run}",
-        f"to resume the run: {going_on(folder.path)}",
+        f"to resume the run: {resume_command(folder.path)}",
         "to list active runs: manyhands ps",
     )
-    raise UserError("the run is not active", str(folder.path), mend)
+    raise UserError("the run is not active", str(folder.path), hints)

@@ -12,7 +12,7 @@ from manyhands.core.folder import RunFolder, free_name, holds_run
 from manyhands.core.stops import request_stop
 
 # Seconds between two looks, and how long a job file may be missing while it is replaced.
-LOOK_S, REPLACING_S = 1.0, 0.05
+POLL_S, REPLACING_S = 1.0, 0.05
 
 
 class FolderWatch:
@@ -40,7 +40,7 @@ class FolderWatch:
         """
         if time.monotonic() < self._look_at:
             return
-        self._look_at = time.monotonic() + LOOK_S
+        self._look_at = time.monotonic() + POLL_S
         with contextlib.suppress(OSError):
             self._compare()
         if self._stop_is_due and request_stop():

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from manyhands.cluster.agents.assemble import Crew
+from manyhands.cluster.agents.assemble import AgentLinks
 from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.mirror import Receiver, pieces_of
 from manyhands.cluster.agents.protocol import KeepRecords, OpenRun, RunOpened
 from manyhands.core.claim import new_holder, run_id
 from manyhands.core.errors import RunError
 from manyhands.core.folder import RunFolder
-from manyhands.run.newcomers import Newcomers, PartTaken
+from manyhands.run.pending import PendingMachines, RejoinInfo
 
 # Records that wait for a slow line.
 RECORDS_S = 120.0
@@ -25,11 +25,11 @@ REPLACED = "another launcher has taken over the run"
 class FoldersOfRun:
     """The run folder on each machine of a crew; `receiver` keeps the records that come into the head's `folder`."""
 
-    def __init__(self, crew: Crew, folder: RunFolder, receiver: Receiver, newcomers: Newcomers) -> None:
-        self._crew, self._folder, self._receiver, self._newcomers = crew, folder, receiver, newcomers
+    def __init__(self, agents: AgentLinks, folder: RunFolder, receiver: Receiver, pending: PendingMachines) -> None:
+        self._agents, self._folder, self._receiver, self._pending = agents, folder, receiver, pending
         self._holder = new_holder()
         self.opened: list[RunOpened] = []  # what each machine said last
-        self.parts: dict[str, PartTaken] = {}  # of each machine that has taken part in a start
+        self.parts: dict[str, RejoinInfo] = {}  # of each machine that has taken part in a start
         self.estranged: set[str] = set()  # whose records of the run may be others than ours
         self.before: int | None = None  # the newest step that was saved before this run's first start
 
@@ -41,16 +41,16 @@ class FoldersOfRun:
             records: it sends the records.
             anew: all of them, since those that are here may be others; they are kept aside.
         """
-        mine = self._newcomers.term
+        mine = self._pending.term
         with self._recognised() as token:
             requests = [
                 self._request(link, token, records=records and number == 0, output=output, anew=anew)
-                for number, link in enumerate(self._crew.links)
+                for number, link in enumerate(self._agents.links)
             ]
-            self.opened = self._crew.ask(requests, TAKE_OVER_S if mine else OPEN_S)
+            self.opened = self._agents.ask(requests, TAKE_OVER_S if mine else OPEN_S)
         highest = max(answer.term for answer in self.opened)
         if highest > mine > 0 and self.before is None:
-            self._newcomers.term = highest + 1
+            self._pending.term = highest + 1
             return self.open(output=output, records=records, anew=anew)
         if highest > mine > 0:
             raise RunError(REPLACED)
@@ -60,7 +60,7 @@ class FoldersOfRun:
     def open_on(self, link: AgentConnection) -> RunOpened:
         """The same on a machine that has come."""
         with self._recognised() as token:
-            return link.ask(self._request(link, token, records=False, output=False), OPEN_S, self._crew.links)
+            return link.ask(self._request(link, token, records=False, output=False), OPEN_S, self._agents.links)
 
     @contextmanager
     def _recognised(self) -> Iterator[str]:
@@ -77,15 +77,15 @@ class FoldersOfRun:
         self, link: AgentConnection, token: str, *, records: bool, output: bool, anew: bool = False
     ) -> OpenRun:
         place = str(self._folder.path.absolute()) if link.here else self.part_of(link.machine.name).folder
-        run, held, term = run_id(self._folder), {} if anew else self._receiver.held(), self._newcomers.term
+        run, held, term = run_id(self._folder), {} if anew else self._receiver.held(), self._pending.term
         return OpenRun(place, token, self._holder, run, records=records, held=held, output=output, term=term)
 
-    def part_of(self, name: str) -> PartTaken:
+    def part_of(self, name: str) -> RejoinInfo:
         """A machine's part, with the run folder as it was opened there, or as seen from the work folder."""
         if name in self.parts:
             return self.parts[name]
         path = self._folder.path.absolute()
-        return PartTaken(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+        return RejoinInfo(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
     @property
     def saved(self) -> int:
@@ -95,9 +95,9 @@ class FoldersOfRun:
     def newest_first(self) -> tuple[AgentConnection, RunOpened]:
         """Has the first machine be one that has the newest checkpoint; the others keep their order."""
         order = sorted(range(len(self.opened)), key=lambda number: self.opened[number].saved < self.saved)
-        for listed in (self._crew.links, self._crew.facts, self.opened):
+        for listed in (self._agents.links, self._agents.facts, self.opened):
             listed[:] = [listed[number] for number in order]  # type: ignore[reportUnknownMemberType]
-        return self._crew.links[0], self.opened[0]
+        return self._agents.links[0], self.opened[0]
 
     def give_records(self, link: AgentConnection, there: RunOpened) -> None:
         """Rank 0 goes on with what is in the head's folder, which knows of the fault and of what came before."""
@@ -106,5 +106,5 @@ class FoldersOfRun:
         # What a machine wrote last before it was lost needn't have come here, so that its own may be others.
         held = {} if link.machine.name in self.estranged else there.held
         for pieces in pieces_of(self._folder.path, held):
-            link.ask(KeepRecords(there.folder, pieces), RECORDS_S, self._crew.links)
+            link.ask(KeepRecords(there.folder, pieces), RECORDS_S, self._agents.links)
         self.estranged.discard(link.machine.name)

@@ -6,7 +6,7 @@ from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Watch
-from manyhands.cluster.hosts.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.core.folder import RunFolder
 from manyhands.run.recovery import Recovery
 
@@ -16,13 +16,13 @@ class Here:
 
     Args:
         folder: the run folder.
-        meeting: who takes part.
+        rendezvous: who takes part.
         watch: what the head wants to hear of.
         more: what the task needs besides.
     """
 
-    def __init__(self, folder: RunFolder, meeting: Meeting, watch: Watch, more: dict[str, Any]) -> None:
-        self._folder, self._meeting, self._watch, self._more = folder, meeting, watch, more
+    def __init__(self, folder: RunFolder, rendezvous: Rendezvous, watch: Watch, more: dict[str, Any]) -> None:
+        self._folder, self._rendezvous, self._watch, self._more = folder, rendezvous, watch, more
         self._link: AgentConnection | None = None
 
     def link(self) -> AgentConnection:
@@ -34,7 +34,7 @@ class Here:
     def orders(self, recovery: Recovery) -> Orders:
         """What it is to start next."""
         place = str(self._folder.path.resolve())
-        return orders_for(recovery.job, "train", place, self._meeting, generation=recovery.number, **self._more)
+        return orders_for(recovery.job, "train", place, self._rendezvous, generation=recovery.number, **self._more)
 
     def close(self) -> None:
         """Ends the agent."""

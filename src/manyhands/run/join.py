@@ -15,7 +15,7 @@ from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.run.find import find_run, head_of_active
 
 SOCKET = "head.sock"
-Tell = Callable[[str, bool], object]
+Notify = Callable[[str, bool], object]
 
 
 @dataclass(frozen=True)
@@ -26,23 +26,23 @@ class AskToJoin(Message):
 
 
 @dataclass(frozen=True)
-class JoinTold(Message):
+class JoinStatus(Message):
     """What became of that."""
 
     text: str
     takes_part: bool
 
 
-class FrontDoor:
+class JoinListener:
     """The head's end of the socket. Nothing here waits.
 
     Args:
         folder: the run's.
-        admit: is given each machine that is asked for and whom to tell; raises ManyhandsError for one that can't come.
+        on_request: called with each requested machine and whom to notify; raises ManyhandsError to refuse it.
     """
 
-    def __init__(self, folder: Path, admit: Callable[[Machine, Tell], None]) -> None:
-        self._path, self._admit = folder / SOCKET, admit
+    def __init__(self, folder: Path, on_request: Callable[[Machine, Notify], None]) -> None:
+        self._path, self._on_request = folder / SOCKET, on_request
         self._path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
@@ -76,18 +76,18 @@ class FrontDoor:
             self._let_go(one)
 
     def _asked(self, one: socket.socket, host: str) -> None:
-        def tell(text: str, takes_part: bool) -> None:
+        def notify(text: str, takes_part: bool) -> None:
             with suppress(OSError):  # who asked may have gone
-                one.sendall(encode(JoinTold(text, takes_part)))
+                one.sendall(encode(JoinStatus(text, takes_part)))
             self._let_go(one)
 
         try:
             (machine,) = hostfile.read_list(host, "--host").machines
-            self._admit(machine, tell)
+            self._on_request(machine, notify)
         except ManyhandsError as error:
-            tell("; ".join([error.what, *error.mend]), False)
+            notify("; ".join([error.what, *error.hints]), False)
         except ValueError:
-            tell("join adds one machine at a time", False)
+            notify("join adds one machine at a time", False)
 
     def _let_go(self, one: socket.socket) -> None:
         self._open.pop(one, None)
@@ -101,12 +101,12 @@ class FrontDoor:
 
 
 @contextmanager
-def front_door(
-    folder: Path, admit: Callable[[Machine, Tell], None], say: Callable[[str, str], object]
+def join_listener(
+    folder: Path, on_request: Callable[[Machine, Notify], None], say: Callable[[str, str], object]
 ) -> Generator[Callable[[], None]]:
     """Opens the socket for as long as the block lasts; gives what is to be called often."""
     try:
-        door = FrontDoor(folder, admit)
+        door = JoinListener(folder, on_request)
     except OSError as error:
         say(f"manyhands join can't add machines to this run: {error.strerror} ({folder / SOCKET})", "WARNING")
         yield lambda: None
@@ -140,21 +140,21 @@ def join_here(run: str, host: str) -> str:
     found = find_run(run, active=True)
     folder = found.path
     if not (folder / SOCKET).exists() and not (head := head_of_active(found)).here:
-        mend = (f"run this on {head.host}: manyhands join {shlex.quote(run)} --host {host}",)
-        raise UserError(f"{head.name} was launched from {head.host}", head.run, mend)
+        hints = (f"run this on {head.host}: manyhands join {shlex.quote(run)} --host {host}",)
+        raise UserError(f"{head.name} was launched from {head.host}", head.run, hints)
     with socket.socket(socket.AF_UNIX) as head:
         try:
             with _short(folder / SOCKET) as short:
                 head.connect(short)
         except OSError:
-            mend = ("name an active run that was started by manyhands launch",)
-            raise UserError("the launcher of the run does not answer", str(folder), mend) from None
+            hints = ("name an active run that was started by manyhands launch",)
+            raise UserError("the launcher of the run does not answer", str(folder), hints) from None
         head.sendall(encode(AskToJoin(host)))
         lines = Lines()
         while received := head.recv(1 << 16):
             for _, message in lines.take(received):
-                if isinstance(message, JoinTold) and message.takes_part:
+                if isinstance(message, JoinStatus) and message.takes_part:
                     return message.text
-                if isinstance(message, JoinTold):
+                if isinstance(message, JoinStatus):
                     raise RunError(message.text, host)
     raise RunError(f"the run ended before {host} joined", str(folder))

@@ -6,13 +6,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from manyhands.cluster.agents.assemble import Crew, assembled, prepare, refuse_doubles
+from manyhands.cluster.agents.assemble import AgentLinks, assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.code import code_files
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece, RunOpened, TakeCode
 from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.agents.store_way import store_way
+from manyhands.cluster.agents.store_tunnel import store_tunnel
 from manyhands.cluster.agents.supervise import supervise_once
 from manyhands.cluster.doctor.questions import AskClock
 from manyhands.cluster.hosts.inventory import Machine
@@ -24,13 +24,13 @@ from manyhands.core.records import read_lines
 from manyhands.core.registry import remember_reach
 from manyhands.core.stops import saved_step
 from manyhands.report.terminal import Screen
-from manyhands.run.diary import ends_noted, note_replaced, starts_and_stops
 from manyhands.run.doctor import LISTENING, facts_wanted
-from manyhands.run.join import front_door
+from manyhands.run.failure_log import ends_noted, note_replaced, starts_and_stops
+from manyhands.run.join import join_listener
 from manyhands.run.logs import reach_of, read_places
-from manyhands.run.newcomers import Newcomers
-from manyhands.run.on_machines import OnMachines
-from manyhands.run.preflight import judge, look_over
+from manyhands.run.on_machines import AgentMachines
+from manyhands.run.pending import PendingMachines
+from manyhands.run.preflight import check_machines, judge
 from manyhands.run.recovery import Recovery
 from manyhands.run.script import shown
 from manyhands.run.train import Outcome, check_names, conclude, run_folder, watch_on
@@ -69,50 +69,56 @@ def launch(
             if len(machines) > 1 and not job.cluster.through_ssh:
                 screen.say(LISTENING)
             reached = assembled(machines, job.cluster, folder.ranks, facts_wanted(job), lambda: screen.say(NOT_BEGUN))
-            with ExitStack() as stack, reached as crew, store_way(job.cluster) as way:
-                absent = _absent(job, folder, crew, machines, screen)
+            with ExitStack() as stack, reached as agents, store_tunnel(job.cluster) as way:
+                absent = _absent(job, folder, agents, machines, screen)
                 remember_reach(folder.path, reach_of(job.cluster))
-                newcomers = stack.enter_context(closing(Newcomers(job, folder, partial(judge, job, crew), screen.say)))
-                squad = _ready(job, crew, folder, receiver, screen, newcomers, absent)
-                stack.callback(squad.head_tunnels.close)
+                pending = stack.enter_context(
+                    closing(PendingMachines(job, folder, partial(judge, job, agents), screen.say))
+                )
+                run_machines = _ready(job, agents, folder, receiver, screen, pending, absent)
+                stack.callback(run_machines.head_tunnels.close)
                 show_news = shown(job, folder, screen, quiet=quiet)
 
                 def on_tick() -> None:
                     show_news()
-                    if squad.steps or job.run.script:
+                    if run_machines.steps or job.run.script:
                         begun(folder.path)
 
                 watch = replace(
                     watch_on(job, screen, on_tick),
-                    on_file=_Keeper(receiver, screen, crew.links[0].machine.name),
-                    clock_offsets_s=crew.clock_offsets_s,
-                    cut=squad.head_tunnels.ended,
-                    regroups=squad.regroups,
+                    on_file=_Keeper(receiver, screen, agents.links[0].machine.name),
+                    clock_offsets_s=agents.clock_offsets_s,
+                    cut=run_machines.head_tunnels.ended,
+                    regroups=run_machines.regroups,
                 )
-                squad.hear = stack.enter_context(front_door(folder.path, squad.admit, screen.say))
-                recovery = Recovery(job, folder, screen.say, squad)
-                while recovery.again(ending := supervise_once(crew.links, squad.orders(recovery, way), watch)):
-                    squad.heed(ending)
-                if squad.copy:
-                    squad.copy.finish()
+                run_machines.hear = stack.enter_context(
+                    join_listener(folder.path, run_machines.add_pending, screen.say)
+                )
+                recovery = Recovery(job, folder, screen.say, run_machines)
+                while recovery.again(ending := supervise_once(agents.links, run_machines.orders(recovery, way), watch)):
+                    run_machines.handle_ending(ending)
+                if run_machines.copy:
+                    run_machines.copy.finish()
                 if ending.replaced:
                     note_replaced(folder, ending.replaced)
         return conclude(job, folder, ending, earlier)
 
 
-def _absent(job: Job, folder: RunFolder, crew: Crew, machines: Sequence[Machine], screen: Screen) -> Sequence[Machine]:
+def _absent(
+    job: Job, folder: RunFolder, agents: AgentLinks, machines: Sequence[Machine], screen: Screen
+) -> Sequence[Machine]:
     """Who doesn't answer, where a run that has saved can go on without, as `--elastic` says.
 
     Raises:
         RunError: one is needed that doesn't answer.
     """
-    there = [link.machine for link in crew.links]
-    goes_on = job.cluster.recovers and saved_step(folder) is not None and job.checkpoint.resume == "auto"
-    if not (goes_on and there and len(there) >= job.cluster.machines_wanted.start):
-        crew.require_all()
-    for contact in crew.contacts.values():
+    there = [link.machine for link in agents.links]
+    resumes = job.cluster.recovers and saved_step(folder) is not None and job.checkpoint.resume == "auto"
+    if not (resumes and there and len(there) >= job.cluster.machines_wanted.start):
+        agents.require_all()
+    for contact in agents.contacts.values():
         screen.say(f"{contact.what}: continuing without this machine", "WARNING")
-    crew.contacts.clear()
+    agents.contacts.clear()
     return [machine for machine in machines if machine not in there]
 
 
@@ -135,28 +141,28 @@ class _Keeper:
 
 def _ready(
     job: Job,
-    crew: Crew,
+    agents: AgentLinks,
     folder: RunFolder,
     receiver: Receiver,
     screen: Screen,
-    newcomers: Newcomers,
+    pending: PendingMachines,
     absent: Sequence[Machine],
-) -> OnMachines:
+) -> AgentMachines:
     """Everything that comes before the workers: addresses, sizes, folders, code."""
-    addresses = look_over(job, screen.say, crew)
+    addresses = check_machines(job, screen.say, agents)
     # First what the user's mistakes show in, so that they leave no folders elsewhere.
-    sizes, devices = prepare(crew, [link.machine.slots for link in crew.links], job.cluster)
-    again = partial(look_over, job, screen.say)
-    machines = OnMachines(job, crew, sizes, devices, addresses, folder, receiver, screen.say, again, newcomers)
+    sizes, devices = prepare(agents, [link.machine.slots for link in agents.links], job.cluster)
+    again = partial(check_machines, job, screen.say)
+    machines = AgentMachines(job, agents, sizes, devices, addresses, folder, receiver, screen.say, again, pending)
     if not addresses:
         _refuse_devices(job, devices)
     opened = machines.folders.open(output=bool(job.run.script))
-    _refuse_another_run(job, folder, crew, opened)
+    _refuse_another_run(job, folder, agents, opened)
     if job.checkpoint.resume == "auto" and not job.run.script:
-        machines.go_on_from_newest(absent)
-    _refuse_lost_checkpoints(job, folder, crew, machines.folders.opened[0])
+        machines.resume_from_newest(absent)
+    _refuse_lost_checkpoints(job, folder, agents, machines.folders.opened[0])
     if job.cluster.sync_code:
-        newcomers.code = _share_code(crew, screen)
+        pending.code = _share_code(agents, screen)
     return machines
 
 
@@ -165,47 +171,47 @@ def _refuse_devices(job: Job, devices: Sequence[str]) -> None:
     if any(device != "cpu" for device in devices) and job.cluster.backend != "gloo":
         others = ", ".join(sorted({*devices} - {"cpu"}))
         what = f"only ssh connects these machines, and collectives of {others} devices can't go through ssh"
-        mend = (
+        hints = (
             "use --backend gloo, which copies through CPU memory",
             "or --device cpu",
             "or put the machines into one network",
             "or name a trusted network with public addresses: --interface NAME",
         )
-        raise UserError(what, "cluster.backend", mend)
+        raise UserError(what, "cluster.backend", hints)
 
 
-def _refuse_another_run(job: Job, folder: RunFolder, crew: Crew, opened: Sequence[RunOpened]) -> None:
+def _refuse_another_run(job: Job, folder: RunFolder, agents: AgentLinks, opened: Sequence[RunOpened]) -> None:
     """No machine's folder of this name may be in use, or hold what was saved by a run that isn't this one.
 
     Raises:
         UserError: one does; its checkpoints would be taken for this run's.
     """
-    goes_on = job.run.out and job.checkpoint.resume != "never"
-    for link, answer in zip(crew.links, opened, strict=True):
+    resumes = job.run.out and job.checkpoint.resume != "never"
+    for link, answer in zip(agents.links, opened, strict=True):
         name, place = link.machine.name, answer.folder
         if answer.taken:
-            mend = ("wait for its end, or stop the run where it was launched", "or choose another --out runs/NAME")
-            raise UserError(f"a run is active in {name}:{place}", "--out", mend)
+            hints = ("wait for its end, or stop the run where it was launched", "or choose another --out runs/NAME")
+            raise UserError(f"a run is active in {name}:{place}", "--out", hints)
         if link.here or answer.shared or not answer.checkpoints:
             continue
         found = answer.run
         if found and found != run_id(folder):
             copy = copied_by(link.machine, place, str(folder.path))
-            mend = ("choose another --out runs/NAME", f"or, to resume that run, copy it to a new folder: {copy}")
-            raise UserError(f"{name} holds another run in {place} than {folder.path}", "--out", mend)
-        if not found and not goes_on:
-            mend = ("choose another --out runs/NAME", "or resume that run: name its folder with --out")
-            raise UserError(f"{name} already holds a run in {place}", "--out", mend)
+            hints = ("choose another --out runs/NAME", f"or, to resume that run, copy it to a new folder: {copy}")
+            raise UserError(f"{name} holds another run in {place} than {folder.path}", "--out", hints)
+        if not found and not resumes:
+            hints = ("choose another --out runs/NAME", "or resume that run: name its folder with --out")
+            raise UserError(f"{name} already holds a run in {place}", "--out", hints)
 
 
-def _refuse_lost_checkpoints(job: Job, folder: RunFolder, crew: Crew, opened: RunOpened) -> None:
+def _refuse_lost_checkpoints(job: Job, folder: RunFolder, agents: AgentLinks, opened: RunOpened) -> None:
     """A run that has saved must not begin anew because the first machine has lost, or never had, what was saved.
 
     Raises:
         UserError: there is no checkpoint where rank 0 looks for one.
     """
     saved = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
-    link = crew.links[0]
+    link = agents.links[0]
     if saved and job.checkpoint.resume == "auto" and not opened.checkpoints:
         had = next((place.host for place in read_places(folder)), "")
         raise UserError(
@@ -216,10 +222,10 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, crew: Crew, opened: Ru
         )
 
 
-def _share_code(crew: Crew, screen: Screen) -> dict[str, str]:
+def _share_code(agents: AgentLinks, screen: Screen) -> dict[str, str]:
     """This folder's code on every other machine, in a folder of its own; the agent, and so its workers, go there."""
     files, left = code_files(Path.cwd())
     for line in left:
         screen.say(line)
-    crew.ask([AskClock() if link.here else TakeCode(files) for link in crew.links], CODE_S)
+    agents.ask([AskClock() if link.here else TakeCode(files) for link in agents.links], CODE_S)
     return files

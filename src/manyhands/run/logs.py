@@ -21,7 +21,7 @@ from manyhands.config.load import load_job, written_values
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.outside import open_file, parse_json, read_bytes
-from manyhands.core.registry import goes_on, head_of, remembered_reach
+from manyhands.core.registry import head_of, is_running, remembered_reach
 from manyhands.core.scratch import scratch
 
 POLL_S = 0.2
@@ -154,16 +154,16 @@ def _far_files(
     machines = [place.machine for place in wanted]
     with (
         scratch("logs") as private,
-        assembled(machines, options, private, FactsWanted(only=("name",))) as crew,
+        assembled(machines, options, private, FactsWanted(only=("name",))) as agents,
     ):
         if rank is not None:
-            crew.require_all()
+            agents.require_all()
         for place in wanted:
-            contact = crew.contacts.get(place.machine.name)
+            contact = agents.contacts.get(place.machine.name)
             if contact:
                 who = f"ranks {place.ranks[0]} to {sum(place.ranks) - 1}"
                 say(f"{contact.what}; the logs of {who} are in {place.folder}/ranks there")
-        links = {link.machine.name: link for link in crew.links}
+        links = {link.machine.name: link for link in agents.links}
         yield [
             FarFile(each, f"{place.folder}/ranks/{each}.log", links[place.machine.name])
             for place in wanted
@@ -241,7 +241,7 @@ def _grown(
     head, over = head_of(folder.path), False
     while not over:
         # Asked before the last look, so that nothing written before the end is missed.
-        over = not (head and goes_on(head))
+        over = not (head and is_running(head))
         for file in log_files(folder):
             if rank in (None, file.rank):
                 files.setdefault(file.rank, file)

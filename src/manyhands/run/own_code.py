@@ -9,9 +9,9 @@ from manyhands.config.job import ClusterOptions
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
-from manyhands.core.going_on import going_on, in_python
 from manyhands.core.named_code import announce, refuse_other_users
 from manyhands.core.registry import remembered_reach
+from manyhands.core.resuming import in_python, resume_command
 from manyhands.core.shown import say
 from manyhands.core.trained import TrainedNetwork, find_record
 
@@ -77,6 +77,6 @@ def _refuse_objects(folder: RunFolder, loaded: LoadedJob) -> None:
     lost = [what for what in in_python(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
     if lost:
         longer = 'to train longer: here.epochs(20), or fit(…, epochs=20, checkpoint__resume="auto")'
-        mend = (f"to resume, run {going_on(folder.path)}", longer)
+        hints = (f"to resume, run {resume_command(folder.path)}", longer)
         what = f"only the Python program that trained this run has its {' and '.join(lost)}"
-        raise UserError(what, str(folder.path), mend)
+        raise UserError(what, str(folder.path), hints)

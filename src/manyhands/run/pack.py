@@ -31,12 +31,12 @@ def request_of(root: Path, target: Path | None, size: int, quality: int) -> Pack
     if is_pack(root):
         raise UserError(f"{root} is already a packed copy", "", (f"run manyhands train {shlex.quote(str(root))}",))
     if size < 0 or not 0 <= quality <= MOST_QUALITY or (quality and not size):
-        mend = (f"give --size in pixels, such as 256, and --quality from 1 to {MOST_QUALITY} only with --size",)
-        raise UserError(f"--size {size} with --quality {quality} is not valid", "--size", mend)
+        hints = (f"give --size in pixels, such as 256, and --quality from 1 to {MOST_QUALITY} only with --size",)
+        raise UserError(f"--size {size} with --quality {quality} is not valid", "--size", hints)
     target = target or place_of_pack(root)
     if target.resolve().is_relative_to(root.resolve()):
-        mend = ("name a folder outside with --to, or remove --to",)
-        raise UserError("the packed copy would be inside the folder of pictures", str(target), mend)
+        hints = ("name a folder outside with --to, or remove --to",)
+        raise UserError("the packed copy would be inside the folder of pictures", str(target), hints)
     return PackRequest(root, target, size, (quality or USUAL_QUALITY) if size else 0)
 
 

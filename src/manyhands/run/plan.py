@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from manyhands.worker.plan_show import Shown
 
 
-def search_plan(job: Job, wishes: Mapping[str, Any], out: Path, *, force: bool) -> "tuple[Planned, tuple[Path, Path]]":
+def search_plan(
+    job: Job, requested: Mapping[str, Any], out: Path, *, force: bool
+) -> "tuple[Planned, tuple[Path, Path]]":
     """Finds the plan for a job and writes it.
 
     Args:
         job: what is to be trained.
-        wishes: of its plan, as `PlanRequest` has them; pins as they were written.
+        requested: of its plan, as `PlanRequest` has them; pins as they were written.
         out: the plan's file; its picture lies beside it.
         force: write over an older plan.
 
@@ -34,15 +36,15 @@ def search_plan(job: Job, wishes: Mapping[str, Any], out: Path, *, force: bool) 
     """
     check_names(job)
     with _uncollected():
-        return load_worker("plan_search").search_plan(job, wishes, out, run_by_agent, force=force)
+        return load_worker("plan_search").search_plan(job, requested, out, run_by_agent, force=force)
 
 
-def predict_growth(job: Job, wishes: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
+def predict_growth(job: Job, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
     """Predicts throughput, efficiency and cost of a job on several numbers of machines.
 
     Args:
         job: what is to be trained.
-        wishes: as `GrowthRequest` has them.
+        requested: as `GrowthRequest` has them.
         out: where the picture goes; None for none.
         force: write over an older one.
 
@@ -54,7 +56,7 @@ def predict_growth(job: Job, wishes: Mapping[str, Any], out: Path | None, *, for
     if out is not None:
         refuse_file(out, force=force)
     with _uncollected():
-        growth: Growth = load_worker("plan_growth").predict_growth(job, wishes)
+        growth: Growth = load_worker("plan_growth").predict_growth(job, requested)
     if out is not None:
         draw_growth(growth.rows, growth.title, out)
     return growth

@@ -45,7 +45,7 @@ def predict_files(
     if model is None and record:
         announce([record.name], path, record, "--model {}")
     job = load_job({"cluster.processes": processes, "cluster.device": device}).job
-    if (processes or 1) > 1 or participate(job.cluster).membership:
+    if (processes or 1) > 1 or participate(job.cluster).process_info:
         argument = {
             "checkpoint": str(path.resolve()),
             "pictures": [str(file.resolve()) for file in files],
@@ -75,8 +75,8 @@ def list_pictures(named: Iterable[Path]) -> list[Path]:
             )
             inside = [file for file in inside if not any(map(is_junk, file.relative_to(path).parts))]
             if not inside:
-                mend = (f"name a folder with pictures that end in {', '.join(sorted(PICTURE_SUFFIXES))}",)
-                raise UserError(f"there is no picture in {path}", str(path), mend)
+                hints = (f"name a folder with pictures that end in {', '.join(sorted(PICTURE_SUFFIXES))}",)
+                raise UserError(f"there is no picture in {path}", str(path), hints)
             found += inside
         elif path.is_file():
             found.append(path)

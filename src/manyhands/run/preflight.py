@@ -3,21 +3,21 @@
 from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 
-from manyhands.cluster.agents.assemble import Crew
+from manyhands.cluster.agents.assemble import AgentLinks
 from manyhands.cluster.doctor.examine import examine
 from manyhands.cluster.doctor.findings import DoctorFinding, Facts
 from manyhands.cluster.hosts.inventory import Address, Machine
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, RunError
-from manyhands.run.doctor import known_of, survey_crew
-from manyhands.run.newcomers import RefusedError
+from manyhands.run.doctor import known_of, survey_agents
+from manyhands.run.pending import RefusedError
 from manyhands.run.train import LOOPBACK
 
 # What the doctor would say, and the next minute may change.
 MOMENTARY = {"cpu", "jobs"}
 
 
-def look_over(job: Job, say: Callable[[str, str], object], crew: Crew) -> list[Address]:
+def check_machines(job: Job, say: Callable[[str, str], object], agents: AgentLinks) -> list[Address]:
     """What the doctor sees without measuring anything, and the addresses that all machines reach each other at.
 
     There are none where the machines are to be joined through ssh, or nothing else joins them.
@@ -25,9 +25,9 @@ def look_over(job: Job, say: Callable[[str, str], object], crew: Crew) -> list[A
     Raises:
         RunError: training would fail; what the doctor found is in it.
     """
-    if len(crew.links) == 1:
+    if len(agents.links) == 1:
         return [Address("", LOOPBACK)]
-    survey = survey_crew(job, crew, [link.machine for link in crew.links], measure=False)
+    survey = survey_agents(job, agents, [link.machine for link in agents.links], measure=False)
     found = examine(survey)
     worst = _fails(found)
     apart = bool(worst) and all(finding.check == "reach" for finding in worst)
@@ -38,7 +38,7 @@ def look_over(job: Job, say: Callable[[str, str], object], crew: Crew) -> list[A
         say(f"{worst[0].what}: trying ssh between the machines", "INFO")
     elif worst:
         others = [f"also: {finding.what}" for finding in worst[1:]]
-        error = RunError(worst[0].what, ", ".join(worst[0].hosts), (*worst[0].mend, *others))
+        error = RunError(worst[0].what, ", ".join(worst[0].hosts), (*worst[0].hints, *others))
         error.exit_code = EXIT_DOCTOR
         raise error
     if public and through_ssh and not job.cluster.through_ssh:
@@ -46,7 +46,7 @@ def look_over(job: Job, say: Callable[[str, str], object], crew: Crew) -> list[A
     for finding in found:
         if finding.severity == "warn" and finding.check not in MOMENTARY:
             say(finding.what, "WARNING")
-    return [] if through_ssh else [Address(*survey.chosen[link.machine.name]) for link in crew.links]
+    return [] if through_ssh else [Address(*survey.chosen[link.machine.name]) for link in agents.links]
 
 
 def public_addresses(chosen: Mapping[str, tuple[str, str]]) -> str:
@@ -55,16 +55,16 @@ def public_addresses(chosen: Mapping[str, tuple[str, str]]) -> str:
     return f"only the Internet connects the machines ({', '.join(public)})" if public else ""
 
 
-def judge(job: Job, crew: Crew, machine: Machine, facts: Facts) -> None:
+def judge(job: Job, agents: AgentLinks, machine: Machine, facts: Facts) -> None:
     """Compares what a machine says of itself with what is known of those that take part.
 
     Raises:
         RefusedError: training with it would fail.
     """
-    known = {link.machine.name: own for link, own in zip(crew.links, crew.facts, strict=True) if not link.closed}
-    machines = [*(link.machine for link in crew.links if not link.closed), machine]
+    known = {link.machine.name: own for link, own in zip(agents.links, agents.facts, strict=True) if not link.closed}
+    machines = [*(link.machine for link in agents.links if not link.closed), machine]
     if worst := _fails(examine(known_of(job, machines, {**known, machine.name: facts}))):
-        raise RefusedError(worst[0].what, machine.name, worst[0].mend)
+        raise RefusedError(worst[0].what, machine.name, worst[0].hints)
 
 
 def _fails(found: list[DoctorFinding]) -> list[DoctorFinding]:

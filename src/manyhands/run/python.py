@@ -18,11 +18,11 @@ from manyhands.config.job import OBJECT, Job, TrainOptions
 from manyhands.config.load import ONE_WORD, is_switch, known_keys, load_on, meant_key
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError, UserError
 from manyhands.core.folder import NOWHERE, RunFolder
-from manyhands.core.going_on import OBJECTS
 from manyhands.core.named_code import announce
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
+from manyhands.core.resuming import OBJECTS
 from manyhands.core.stops import RECEIVED
-from manyhands.core.world import Membership
+from manyhands.core.world import ProcessInfo
 from manyhands.report.changes import refuse_changes
 from manyhands.report.page import write_report
 from manyhands.report.read import read_run
@@ -137,7 +137,7 @@ def _hints_as_arguments() -> Iterator[None]:
     try:
         yield
     except ManyhandsError as error:
-        error.where, error.mend = _as_arguments(error.where, ""), tuple(map(_as_arguments, error.mend))
+        error.where, error.hints = _as_arguments(error.where, ""), tuple(map(_as_arguments, error.hints))
         raise
 
 
@@ -205,8 +205,8 @@ def fit(  # noqa: PLR0913 - all but three are named
     if at_epoch_end is not None and not callable(at_epoch_end):
         raise UserError("at_epoch_end is not a function", "fit", ("such as at_epoch_end=lambda end: print(end.epoch)",))
     if not (optimizer is None or isinstance(optimizer, str) or callable(optimizer)):
-        mend = ("pass a function of the parameters, such as optimizer=torch.optim.RMSprop",)
-        raise UserError(f"the optimizer is a {type(optimizer).__name__}, not a function", "fit", mend)
+        hints = ("pass a function of the parameters, such as optimizer=torch.optim.RMSprop",)
+        raise UserError(f"the optimizer is a {type(optimizer).__name__}, not a function", "fit", hints)
     live: dict[str, Any] = {name: one for name, one in own.items() if not isinstance(one, str)}
     objects = Objects(None if isinstance(model, str) else model, at_epoch_end=at_epoch_end, **live)
     objects.metrics = metrics if isinstance(metrics, Mapping) else None
@@ -272,12 +272,12 @@ def _refuse_what_is_lost(name: str | None, test_set: Any, held_out_set: Any) -> 
     """Raises UserError for a set that would be passed over, since the training set isn't an object."""
     if name == OBJECTS:
         return
-    for word, given, mend in (
+    for word, given, hints in (
         ("test_set", test_set, "use the test split of the named data set, or data__validation=0.1 for a part of it"),
         ("held_out_set", held_out_set, 'pass a name or folder: data__held_out="./folder"'),
     ):
         if given is not None:
-            raise UserError(f"{word} needs a train_set that is a Dataset, not a name", word, (mend,))
+            raise UserError(f"{word} needs a train_set that is a Dataset, not a name", word, (hints,))
 
 
 def _start(job: Job, objects: Objects, asked: int | None, started: int | None, *, quiet: bool) -> tuple[Outcome, bool]:
@@ -294,27 +294,27 @@ def _start(job: Job, objects: Objects, asked: int | None, started: int | None, *
     if started is None or (standing and asked is None):
         return train_in_process(job, _place_of(job), quiet=quiet, objects=objects), False
     if standing:
-        mend = ("remove processes to train with this group", "or call fit before the group is created")
-        raise UserError("fit can't start processes: this process is already in a process group", "fit", mend)
+        hints = ("remove processes to train with this group", "or call fit before the group is created")
+        raise UserError("fit can't start processes: this process is already in a process group", "fit", hints)
     # A launcher's place wins over the job's number of processes.
-    elsewhere = place_of(job).membership is None
+    elsewhere = place_of(job).process_info is None
     return train(job, quiet=quiet, objects=objects), elsewhere
 
 
-def _place_of(job: Job) -> Membership:
+def _place_of(job: Job) -> ProcessInfo:
     """This process's place: in the group that it is in already, as a launcher gave it, or on its own."""
-    return _standing(job.cluster.device, job.cluster.backend) or place_of(job).membership or _on_its_own(job)
+    return _standing(job.cluster.device, job.cluster.backend) or place_of(job).process_info or _on_its_own(job)
 
 
-def _standing(device: str, backend: str) -> Membership | None:
+def _standing(device: str, backend: str) -> ProcessInfo | None:
     """The place in a process group that the script has made already; who hasn't imported torch has made none."""
     if "torch.distributed" not in sys.modules:
         return None
-    return load_worker("own_process").standing_membership(device, backend)
+    return load_worker("own_process").existing_process_info(device, backend)
 
 
-def _on_its_own(job: Job) -> Membership:
-    return Membership(device=job.cluster.device, backend=job.cluster.backend)
+def _on_its_own(job: Job) -> ProcessInfo:
+    return ProcessInfo(device=job.cluster.device, backend=job.cluster.backend)
 
 
 @_hints_as_arguments()
@@ -444,27 +444,27 @@ def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[
             raise UserError(what, "session", ("pass optimizer and batch to prepare of the session",))
         named = {"data.name": OBJECTS, "run.out": str(out) if out else None, "train.metrics": metric_words(metrics)}
         loaded = load_on(job, {**flags, **named})
-        settled = loaded.job
+        resolved = loaded.job
         # A recipe's are for what fit makes of its data set.
         given = {key for key, origin in loaded.origins.items() if not origin.startswith("recipe")}
         scheduled = "train.schedule" in given
-        if scheduled and settled.train.schedule != "constant" and "train.epochs" not in given:
-            mend = (f"pass epochs too: session(schedule={settled.train.schedule!r}, epochs=30)",)
-            raise UserError("session has a schedule, but no number of epochs", "session", mend)
+        if scheduled and resolved.train.schedule != "constant" and "train.epochs" not in given:
+            hints = (f"pass epochs too: session(schedule={resolved.train.schedule!r}, epochs=30)",)
+            raise UserError("session has a schedule, but no number of epochs", "session", hints)
         program = os.path.basename(sys.argv[0]).replace(" ", "_")  # noqa: PTH119 - sys.argv[0] may be "-c"
-        place = _place_of(settled)
+        place = _place_of(resolved)
         open_session = load_worker("own_process").opened
         own: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
-        with _folder_of(settled, place) as folder:
+        with _folder_of(resolved, place) as folder:
             try:
-                with open_session(settled, place, program, folder, scheduled, own) as opened:
+                with open_session(resolved, place, program, folder, scheduled, own) as opened:
                     yield opened
             finally:
                 if folder and not place.rank:
-                    report_on(settled, folder)
+                    report_on(resolved, folder)
 
 
-def _folder_of(job: Job, place: Membership) -> contextlib.AbstractContextManager[RunFolder | None]:
+def _folder_of(job: Job, place: ProcessInfo) -> contextlib.AbstractContextManager[RunFolder | None]:
     """The run folder where one is asked for, which rank 0 keeps."""
     if not job.run.out:
         return contextlib.nullcontext()

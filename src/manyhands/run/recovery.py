@@ -39,7 +39,7 @@ class LostWorkError(RunError):
     """What was trained is on no machine that is left."""
 
 
-class Company:
+class RunMachines:
     """Who takes part, as far as a recovery asks. On one machine nobody is lost, and nobody comes."""
 
     def too_few(self) -> str:
@@ -62,7 +62,7 @@ class Recovery:
         job: what to do.
         folder: where the run is kept.
         say: tells the user, a sentence and its level.
-        company: who takes part.
+        machines: who takes part.
 
     Attributes:
         job: as the next start has it.
@@ -70,10 +70,10 @@ class Recovery:
     """
 
     def __init__(
-        self, job: Job, folder: RunFolder, say: Callable[[str, str], object], company: Company | None = None
+        self, job: Job, folder: RunFolder, say: Callable[[str, str], object], machines: RunMachines | None = None
     ) -> None:
         self.job, self.number = job, 0
-        self._folder, self._say, self._company = folder, say, company or Company()
+        self._folder, self._say, self._machines = folder, say, machines or RunMachines()
         self._budget, self._before = RestartBudget(folder), saved_step(folder)
 
     def again(self, ending: Ending) -> bool:
@@ -83,31 +83,31 @@ class Recovery:
         if ending.ok:
             return ending.regrouped and self._regrouped(ending)
         cause = first_cause(ending)
-        trial = "" if from_outside(cause) else " and ".join(self._company.on_trial())
+        trial = "" if from_outside(cause) else " and ".join(self._machines.on_trial())
         if trial:
             what = cause.what if cause else ending.refused.what if ending.refused else ending.broken
-            return self._go_on("restarted", cause, f"the start with {trial} failed ({what})")
+            return self._restart("restarted", cause, f"the start with {trial} failed ({what})")
         if ending.refused:
             return False
-        useless, too_few = self._budget.spend(cause, script=bool(self.job.run.script)), self._company.too_few()
+        useless, too_few = self._budget.spend(cause, script=bool(self.job.run.script)), self._machines.too_few()
         if too_few or (useless and self.number):
             self._say(too_few or useless, "WARNING")
         if useless or too_few:
             return False
         what = cause.what if cause else f"the agent that watches the processes failed: {ending.broken}"
-        return self._go_on("restarted", cause, what)
+        return self._restart("restarted", cause, what)
 
     def _regrouped(self, ending: Ending) -> bool:
         """The processes were asked to leave because somebody has come; they may have been at their end just then."""
         if all(value["status"] == "finished" for value in ending.returned.values()):
             return False
-        if why := self._company.too_few():
+        if why := self._machines.too_few():
             self._say(why, "WARNING")
             return False
         self._budget.begin()
-        return self._go_on("regrouped", None, f"{' and '.join(self._company.coming())} can join")
+        return self._restart("regrouped", None, f"{' and '.join(self._machines.coming())} can join")
 
-    def _go_on(self, kind: str, cause: Failure | None, what: str) -> bool:
+    def _restart(self, kind: str, cause: Failure | None, what: str) -> bool:
         step = saved_step(self._folder)
         restart = "restarting from the beginning" if step is None else f"restarting from step {step}"
         _note(self._folder, kind, cause, self.number, f"{what}: {restart}", step)
@@ -217,13 +217,15 @@ def gone_on_with(job: Job) -> Job:
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
 
 
-def _note(folder: RunFolder, kind: str, cause: Failure | None, number: int, told: str, step: int | None) -> None:
+def _note(folder: RunFolder, kind: str, cause: Failure | None, number: int, message: str, step: int | None) -> None:
     """In the diary; the failed processes' own records make room for those of the next start."""
     rank, at = (cause.rank, cause.time) if cause else (0, time.time())
     with suppress(OSError):
         append(
             folder.events,
-            Event(time=at, kind=kind, rank=rank, step=step, message=told, data={"host": cause.host if cause else ""}),
+            Event(
+                time=at, kind=kind, rank=rank, step=step, message=message, data={"host": cause.host if cause else ""}
+            ),
         )
         kept = folder.failures / f"start-{number}"
         for record in folder.failures.glob("*.json"):

@@ -31,15 +31,15 @@ def check_script(loaded: LoadedJob) -> None:
     script = job.run.script[0]
     given = [key for key, origin in loaded.origins.items() if origin == "flag" and not key.startswith(_SECTIONS)]
     if given:
-        mend = (f"put options of the script after --: manyhands train {script} -n 2 -- --its-own-option 3",)
-        raise UserError(f"{given[0]} has no effect on a script of your own", f"flag --{given[0]}", mend)
+        hints = (f"put options of the script after --: manyhands train {script} -n 2 -- --its-own-option 3",)
+        raise UserError(f"{given[0]} has no effect on a script of your own", f"flag --{given[0]}", hints)
     if not machines_of(job.cluster) and not Path(script).is_file():
         raise UserError(f"there is no script {script}", str(Path.cwd()), ("write the path relative to this folder",))
-    found = participate(job.cluster).membership
+    found = participate(job.cluster).process_info
     if found:
         what = f"this process is already rank {found.rank} of {found.size}, by {found.started_by}"
-        mend = (f"start {script} without manyhands", f"or without a launcher: manyhands train {script} -n 2")
-        raise UserError(what, script, mend)
+        hints = (f"start {script} without manyhands", f"or without a launcher: manyhands train {script} -n 2")
+        raise UserError(what, script, hints)
 
 
 def shown(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> Callable[[], None]:
@@ -73,7 +73,7 @@ def note_end(job: Job, folder: RunFolder, ending: Ending) -> None:
     if ending.interrupted:
         error = ManyhandsError(
             f"{job.run.script[0]} was stopped",
-            mend=(f"for its output: manyhands logs {shlex.quote(str(folder.path))}",),
+            hints=(f"for its output: manyhands logs {shlex.quote(str(folder.path))}",),
         )
         error.exit_code = EXIT_INTERRUPTED
         raise error

@@ -12,7 +12,7 @@ from manyhands.core.claim import agents_here, agents_work
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event
-from manyhands.core.registry import Running, goes_on, headed_here, headless, signal_head
+from manyhands.core.registry import Running, headed_here, headless, is_running, signal_head
 from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.report.now import look
 
@@ -78,12 +78,12 @@ def stop_run(record: Running, say: Callable[[str], None], *, now: bool) -> Event
 
 
 def _wait_for_save(record: Running, say: Callable[[str], None]) -> None:
-    asked, told = time.monotonic(), ""
-    while goes_on(record):
+    asked, shown = time.monotonic(), ""
+    while is_running(record):
         stopping = look(record).state == "stopping"
         words = "waiting for the last checkpoint" if stopping else "waiting for the current update"
-        if words != told and time.monotonic() - asked > QUIET_S:
-            told = words
+        if words != shown and time.monotonic() - asked > QUIET_S:
+            shown = words
             say(f"{words}; use --now to end the run at once")
         time.sleep(POLL_S)
 
@@ -102,7 +102,7 @@ def _end(record: Running, say: Callable[[str], None]) -> None:
 
 def _wait_until_gone(record: Running, limit_s: float) -> bool:
     until = time.monotonic() + limit_s
-    while goes_on(record):
+    while is_running(record):
         if time.monotonic() > until:
             return False
         time.sleep(POLL_S)

@@ -37,24 +37,24 @@ def submit(job: Job, job_file: Path | None, on: str, *, dry_run: bool) -> str:
     """
     if on == "slurm":
         text, program = slurm.script(_for_slurm(job, job_file)), ["sbatch"]
-        mend = "run this command on the login machine of the cluster"
+        hints = "run this command on the login machine of the cluster"
     elif on == "kubernetes":
         text, program = kubernetes.manifest(_for_kubernetes(job)), ["kubectl", "apply", "-f", "-"]
-        mend = "install kubectl and select the cluster (kubectl config use-context …)"
+        hints = "install kubectl and select the cluster (kubectl config use-context …)"
     else:
         raise UserError(f'no scheduler is called "{on}"', "--on", ("choose slurm or kubernetes",))
     if dry_run:
         return text
     if not shutil.which(program[0]):
-        raise UserError(f"{program[0]} is not on this machine", f"--on {on}", (mend, "or print the job: --dry-run"))
+        raise UserError(f"{program[0]} is not on this machine", f"--on {on}", (hints, "or print the job: --dry-run"))
     done = subprocess.run(program, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        raise RunError(f"{program[0]} refused the job: {said.splitlines()[-1]}", shlex.join(program), _mend(said))
+        raise RunError(f"{program[0]} refused the job: {said.splitlines()[-1]}", shlex.join(program), _hints(said))
     return done.stdout.strip()
 
 
-def _mend(said: str) -> tuple[str, ...]:
+def _hints(said: str) -> tuple[str, ...]:
     """Everything the program said, where it is more than one line, and how to look at what it was given."""
     return (*said.splitlines()[:-1][:8], "to see the submitted job, use --dry-run")
 
@@ -80,8 +80,8 @@ def _for_kubernetes(job: Job) -> Submission:
         if getattr(job.submit, key):
             raise UserError(f"submit.{key} is for Slurm", f"submit.{key}", (f"remove submit.{key}",))
     if not job.run.out:
-        mend = ("add --out /data/runs/first, where /data is a volume that the runtime mounts",)
-        raise UserError("Kubernetes deletes the files of a container, and with them the run", "--out", mend)
+        hints = ("add --out /data/runs/first, where /data is a volume that the runtime mounts",)
+        raise UserError("Kubernetes deletes the files of a container, and with them the run", "--out", hints)
     return _submission(job, ("manyhands", "train", *_words(job, None), "--out", job.run.out))
 
 

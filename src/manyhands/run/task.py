@@ -7,7 +7,7 @@ from typing import Any, Literal
 from manyhands.cluster.agents.orders import orders_for
 from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Watch, supervise
-from manyhands.cluster.hosts.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.config.job import Job
 from manyhands.core.failures import Failed, as_error
 from manyhands.core.folder import RunFolder
@@ -26,16 +26,16 @@ def take_part_or_start(job: Job, task: Literal["evaluate", "predict"], argument:
     Raises:
         ManyhandsError: the task failed.
     """
-    membership = place_of(job).membership
-    if membership is None:
+    process_info = place_of(job).process_info
+    if process_info is None:
         return run_by_agent(job, {"task": task, **argument})
     work = load_worker("entry").TASKS[task]
     with _private_folder() as folder:
         try:
-            found = work(job, membership, folder, argument, say)
+            found = work(job, process_info, folder, argument, say)
         except Failed as failed:
             raise as_error(failed.record) from failed.__cause__
-    return found if membership.rank == 0 else {}
+    return found if process_info.rank == 0 else {}
 
 
 def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
         KeyboardInterrupt: the user stopped it.
     """
     with _private_folder() as folder:
-        orders = orders_for(job, folder=str(folder.path), meeting=Meeting((job.cluster.processes,)), **argument)
+        orders = orders_for(job, folder=str(folder.path), rendezvous=Rendezvous((job.cluster.processes,)), **argument)
         ending = supervise([open_here(folder.ranks / "agent.log")], [orders], Watch())
         if ending.interrupted:
             raise KeyboardInterrupt  # there is nothing to save, and what a signal ended is no failure

@@ -19,9 +19,9 @@ from manyhands.checkpoint.find import resolve
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.supervise import Watch, supervise_once
-from manyhands.cluster.hosts.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
-from manyhands.cluster.rendezvous import Participation, RankOutsideError, participate, refuse_unfollowed
+from manyhands.cluster.rendezvous import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
 from manyhands.config.load import read_toml
 from manyhands.core.claim import claim, new_holder, run_id, set_run_id
@@ -49,23 +49,23 @@ from manyhands.core.folder import (
     write_job,
     writing_into,
 )
-from manyhands.core.going_on import OBJECTS, going_on, tells_how
 from manyhands.core.mesh import parse_mesh
 from manyhands.core.plugins import refuse_no_code
 from manyhands.core.private import private_files
 from manyhands.core.registry import headed_here, registered
+from manyhands.core.resuming import OBJECTS, names_resume, resume_command
 from manyhands.core.scratch import scratch
 from manyhands.core.shown import say
 from manyhands.core.stops import ended_like_ctrl_c, kept_step
 from manyhands.core.terms import Term, raise_term, term_in
-from manyhands.core.world import Membership
+from manyhands.core.world import ProcessInfo
 from manyhands.data.known import find_choice
 from manyhands.models.published import check_network
 from manyhands.parallel.options import check_mode
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
 from manyhands.report.terminal import Screen
-from manyhands.run.diary import ends_noted, interrupted, note_cause, note_head, starts_and_stops, stop_saved
+from manyhands.run.failure_log import ends_noted, interrupted, note_cause, note_head, starts_and_stops, stop_saved
 from manyhands.run.folder_watch import FolderWatch
 from manyhands.run.here import Here
 from manyhands.run.load import load_worker
@@ -94,36 +94,36 @@ class Outcome:
         return read_run(self.folder.path)
 
 
-def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meeting | None = None) -> Outcome:
+def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Rendezvous | None = None) -> Outcome:
     """Trains as the job says: starts processes here, or takes part in a group that somebody else formed.
 
     Args:
         job: what to do.
         quiet: no progress on standard error.
         objects: `train.job.Objects` of a user of the Python interface.
-        meeting: this machine among others that each start their own processes; None for what flags and environment say.
+        rendezvous: this machine among others that each start their own processes; None: from flags and environment.
 
     Raises:
         ManyhandsError: the run failed; the first cause is in it.
     """
-    participation = Participation(None, meeting=meeting) if meeting else place_of(job)
+    decision = LaunchDecision(None, rendezvous=rendezvous) if rendezvous else place_of(job)
     if job.cluster.detach:
-        mend = ("use manyhands launch --detach --hosts localhost …", "or remove cluster.detach")
-        raise UserError("only manyhands launch can detach a run", "cluster.detach", mend)
-    if participation.membership:
+        hints = ("use manyhands launch --detach --hosts localhost …", "or remove cluster.detach")
+        raise UserError("only manyhands launch can detach a run", "cluster.detach", hints)
+    if decision.process_info:
         end_early()
-        return train_in_process(job, participation.membership, quiet=quiet, objects=objects)
+        return train_in_process(job, decision.process_info, quiet=quiet, objects=objects)
     if job.cluster.debugging:
         say(attach_notice(job.cluster))
-    meeting = participation.meeting or Meeting((participation.processes,))
-    several = len(meeting.sizes) > 1
-    _refuse_few_files(max(1, participation.processes))
+    rendezvous = decision.rendezvous or Rendezvous((decision.processes,))
+    several = len(rendezvous.sizes) > 1
+    _refuse_few_files(max(1, decision.processes))
     if not several:
         _refuse_missing(job, objects)
     if several:
-        job = _among_machines(job, meeting, quiet=quiet)
+        job = _among_machines(job, rendezvous, quiet=quiet)
     else:
-        meeting = Meeting(meeting.sizes, devices=meeting.devices)
+        rendezvous = Rendezvous(rendezvous.sizes, devices=rendezvous.devices)
     private_folder = scratch("objects") if objects is not None else nullcontext(Path())
     with run_folder(job) as folder, private_folder as private:
         more, earlier = {"met": several, **_hand_over(objects, private)}, len(starts_and_stops(folder))
@@ -131,20 +131,20 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, meeting: Meetin
             watch = watch_on(job, screen, shown(job, folder, screen, quiet=quiet))
             # Where no head watches all processes nobody starts them again; who stands still may yet go on.
             watch.evicts &= not several
-            with closing(Here(folder, meeting, watch, more)) as here:
+            with closing(Here(folder, rendezvous, watch, more)) as here:
                 recovery = Recovery(job, folder, screen.say)
                 ending = supervise_once([here.link()], [here.orders(recovery)], watch)
                 while not several and recovery.again(ending):
                     ending = supervise_once([here.link()], [here.orders(recovery)], watch)
-        return replace(conclude(job, folder, ending, earlier), is_main=meeting.machine == 0)
+        return replace(conclude(job, folder, ending, earlier), is_main=rendezvous.machine == 0)
 
 
 def _refuse_few_files(processes: int) -> None:
     """Raises UserError where the system lets a process open too few files for a run."""
     needed = FILES + FILES_EACH * processes
     if (most := raise_file_limit(needed)) < needed:
-        mend = (f"raise the limit: ulimit -n {needed}",)
-        raise UserError(f"this run opens up to {needed} files per process, but the limit is {most}", "ulimit -n", mend)
+        hints = (f"raise the limit: ulimit -n {needed}",)
+        raise UserError(f"this run opens up to {needed} files per process, but the limit is {most}", "ulimit -n", hints)
 
 
 def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
@@ -174,8 +174,11 @@ def _refuse_missing(job: Job, objects: Any) -> None:
     if job.run.script:
         return
     if job.cluster.device.partition(":")[0] == "gpu":
-        mend = ("remove --device to detect the accelerator", "or use --device cuda (NVIDIA, AMD), npu, xpu, mps or cpu")
-        raise UserError("there is no device type gpu", "cluster.device", mend)
+        hints = (
+            "remove --device to detect the accelerator",
+            "or use --device cuda (NVIDIA, AMD), npu, xpu, mps or cpu",
+        )
+        raise UserError("there is no device type gpu", "cluster.device", hints)
     check_names(job, data=job.data.name != OBJECTS, model=getattr(objects, "model", None) is None)
     code = {"data.name": job.data.name, "model.name": job.model.name, "train.loss": job.train.loss}
     for where, word in code.items():
@@ -186,7 +189,7 @@ def _refuse_missing(job: Job, objects: Any) -> None:
         resolve(weights, "best")
 
 
-def place_of(job: Job) -> Participation:
+def place_of(job: Job) -> LaunchDecision:
     """How this process takes part; where its rank can't be, those that wait for it hear so before this raises.
 
     Raises:
@@ -195,7 +198,7 @@ def place_of(job: Job) -> Participation:
     try:
         found = participate(job.cluster)
     except RankOutsideError as outside:
-        load_worker("member").tell_of_outside(job, outside.membership, outside.what)
+        load_worker("member").publish_invalid_rank(job, outside.process_info, outside.what)
         raise
     refuse_unfollowed(job.cluster, found)
     for words, option, value in found.requests:
@@ -207,16 +210,16 @@ def place_of(job: Job) -> Participation:
     return found
 
 
-def _among_machines(job: Job, meeting: Meeting, *, quiet: bool) -> Job:
+def _among_machines(job: Job, rendezvous: Rendezvous, *, quiet: bool) -> Job:
     """This machine's part of a job whose processes meet those that other machines start; rank 0's keeps the run."""
-    if meeting.machine == 0 and not meeting.file:
+    if rendezvous.machine == 0 and not rendezvous.file:
         # Said only of what can be opened; the agent opens it.
-        listen(meeting.address, meeting.port, "MASTER_ADDR and MASTER_PORT, or the cluster file").close()
+        listen(rendezvous.address, rendezvous.port, "MASTER_ADDR and MASTER_PORT, or the cluster file").close()
         if not quiet:
-            say(describe_exposure(meeting.address, meeting.port))
-    if meeting.machine == 0:
+            say(describe_exposure(rendezvous.address, rendezvous.port))
+    if rendezvous.machine == 0:
         return job
-    out = f"{job.run.out}.node{meeting.machine}" if job.run.out else ""
+    out = f"{job.run.out}.node{rendezvous.machine}" if job.run.out else ""
     return job.model_copy(update={"run": job.run.model_copy(update={"out": out, "report": False})})
 
 
@@ -290,22 +293,23 @@ def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
     cause = first_cause(ending)
     if cause is None:
         where = str(folder.ranks / "agent.log")
-        return RunError(f"the agent that watches the processes failed: {ending.broken}", where, _go_on(folder))
+        return RunError(f"the agent that watches the processes failed: {ending.broken}", where, _resume_hint(folder))
     return _with_line(as_error(cause), folder)
 
 
 def _with_line(error: ManyhandsError, folder: RunFolder) -> ManyhandsError:
     """A failure's error with the line that goes on, unless it has one."""
-    if error.exit_code == EXIT_FAILED and not any(map(tells_how, error.mend)):
-        error.mend += _go_on(folder)
+    if error.exit_code == EXIT_FAILED and not any(map(names_resume, error.hints)):
+        error.hints += _resume_hint(folder)
     return error
 
 
-def _go_on(folder: RunFolder) -> tuple[str, ...]:
+def _resume_hint(folder: RunFolder) -> tuple[str, ...]:
     """The line that goes on with a run that has failed, where something was saved."""
     step = kept_step(folder)
-    told = f"resume from the last checkpoint, of step {step}, with the same or other options: {going_on(folder.path)}"
-    return (told,) if step is not None else ()
+    command = resume_command(folder.path)
+    resume_hint = f"resume from the last checkpoint, of step {step}, with the same or other options: {command}"
+    return (resume_hint,) if step is not None else ()
 
 
 def report_on(job: Job, folder: RunFolder) -> None:
@@ -374,10 +378,10 @@ def open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     return folder, lock
 
 
-def goes_on_already(folder: RunFolder, *more: str) -> UserError:
+def already_running(folder: RunFolder, *more: str) -> UserError:
     """What is said of a folder that a run is at work in."""
-    mend = (f"wait for its end, or stop the run: manyhands stop {shlex.quote(str(folder.path))}", *more)
-    return UserError(f"a run is active in {folder.path}", "--out" if more else str(folder.path), mend)
+    hints = (f"wait for its end, or stop the run: manyhands stop {shlex.quote(str(folder.path))}", *more)
+    return UserError(f"a run is active in {folder.path}", "--out" if more else str(folder.path), hints)
 
 
 def _claim(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
@@ -388,7 +392,7 @@ def _claim(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
             raise_term(folder.ranks, Term(term_in(folder.ranks).head + 1))
         lock = claim(folder, new_holder(), *((TAKE_OVER_S, TAKE_OVER_S) if takes_over else ()))
     except Timeout:
-        raise goes_on_already(folder, "or choose another --out") from None
+        raise already_running(folder, "or choose another --out") from None
     if not run_id(folder):
         set_run_id(folder)
     folder.failures.mkdir(exist_ok=True)
@@ -397,19 +401,21 @@ def _claim(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
     return lock
 
 
-def train_in_process(job: Job, membership: Membership, *, quiet: bool, objects: Any) -> Outcome:
+def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, objects: Any) -> Outcome:
     """Takes part as the process that this is: under torchrun, with --init, or on its own in Python."""
     # What torch's C++ parts log, each error with fifty lines of addresses, they raise as well.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    if membership.rank:
-        tell = say if membership.started_by == "--init" else lambda _text: None  # under a launcher rank 0 alone speaks
+    if process_info.rank:
+        notify = (
+            say if process_info.started_by == "--init" else lambda _text: None
+        )  # under a launcher rank 0 alone speaks
         with private_files():
-            result = _take_part(job, membership, NOWHERE, objects, tell)
+            result = _take_part(job, process_info, NOWHERE, objects, notify)
         return _outcome(RunFolder(Path(result["folder"])), result, is_main=False)
     with run_folder(job) as folder:
         screen = _ScreenThread(folder, quiet=quiet)
         try:
-            result = _take_part(job, membership, folder, objects, say)
+            result = _take_part(job, process_info, folder, objects, say)
         finally:
             screen.close()
         report_on(job, folder)
@@ -417,17 +423,17 @@ def train_in_process(job: Job, membership: Membership, *, quiet: bool, objects: 
 
 
 def _take_part(
-    job: Job, membership: Membership, folder: RunFolder, objects: Any, say: Callable[[str], None]
+    job: Job, process_info: ProcessInfo, folder: RunFolder, objects: Any, say: Callable[[str], None]
 ) -> dict[str, Any]:
     try:
-        return load_worker("entry").train_here(job, membership, folder, {"live": objects}, say)
+        return load_worker("entry").train_here(job, process_info, folder, {"live": objects}, say)
     except Failed as failed:
-        if membership.rank == 0:
+        if process_info.rank == 0:
             note_cause(folder, failed.record)
-        if failed.record.exit_code == EXIT_INTERRUPTED and membership.rank == 0:
+        if failed.record.exit_code == EXIT_INTERRUPTED and process_info.rank == 0:
             raise interrupted(folder) from None
         error = as_error(failed.record)
-        raise (error if membership.rank else _with_line(error, folder)) from failed.__cause__
+        raise (error if process_info.rank else _with_line(error, folder)) from failed.__cause__
 
 
 def _outcome(folder: RunFolder, result: dict[str, Any], *, is_main: bool) -> Outcome:

@@ -2,27 +2,31 @@
 
 from collections.abc import Sequence
 
-from manyhands.cluster.agents.assemble import Crew
-from manyhands.cluster.agents.dig import Way
+from manyhands.cluster.agents.assemble import AgentLinks
+from manyhands.cluster.agents.open_tunnels import TunnelRoutes
 from manyhands.cluster.agents.protocol import RunOpened
-from manyhands.cluster.agents.store_way import StorePlaces
+from manyhands.cluster.agents.store_tunnel import StorePlaces
 from manyhands.cluster.hosts.inventory import Address
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import write_json
 
 
 def describe(
-    crew: Crew, sizes: Sequence[int], addresses: Sequence[Address], places: StorePlaces, through_ssh: Way | None = None
+    agents: AgentLinks,
+    sizes: Sequence[int],
+    addresses: Sequence[Address],
+    places: StorePlaces,
+    through_ssh: TunnelRoutes | None = None,
 ) -> list[str]:
     """Who takes part, and what listens where."""
-    names = [link.machine.name for link in crew.links]
+    names = [link.machine.name for link in agents.links]
     who = ", ".join(f"{name} ({size})" if size > 1 else name for name, size in zip(names, sizes, strict=True))
     total = sum(sizes)
     lines = [f"{total} process{'es' if total > 1 else ''} on {who}"]
-    if len(crew.links) == 1 or all(link.here for link in crew.links):
+    if len(agents.links) == 1 or all(link.here for link in agents.links):
         return lines
     if through_ssh:
-        return [*lines, through_ssh.told()]
+        return [*lines, through_ssh.summary()]
     where = ", ".join(
         f"{name} {address.address} ({address.interface})" for name, address in zip(names, addresses, strict=True)
     )
@@ -41,7 +45,11 @@ def describe(
 
 
 def write_places(
-    folder: RunFolder, crew: Crew, sizes: Sequence[int], addresses: Sequence[Address], opened: Sequence[RunOpened]
+    folder: RunFolder,
+    agents: AgentLinks,
+    sizes: Sequence[int],
+    addresses: Sequence[Address],
+    opened: Sequence[RunOpened],
 ) -> None:
     """machines.json: who has which ranks, and where its part of the run folder is."""
     firsts = [sum(sizes[:machine]) for machine in range(len(sizes))]
@@ -51,6 +59,6 @@ def write_places(
             {"host": link.machine.host, "port": link.machine.port, "here": link.here,
              "local": link.here or answer.shared, "ranks": [first, size], "folder": answer.folder,
              "address": address.address, "interface": address.interface}
-            for link, first, size, answer, address in zip(crew.links, firsts, sizes, opened, addresses, strict=True)
+            for link, first, size, answer, address in zip(agents.links, firsts, sizes, opened, addresses, strict=True)
         ],
     )  # fmt: skip

@@ -10,9 +10,9 @@ from pathlib import Path
 from manyhands.core.claim import agents_work
 from manyhands.core.errors import shortened
 from manyhands.core.failures import users_place
-from manyhands.core.going_on import going_on, tells_how
 from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure
 from manyhands.core.registry import Running, head_of
+from manyhands.core.resuming import names_resume, resume_command
 from manyhands.core.shown import plain
 from manyhands.core.stops import kept_step
 from manyhands.core.terms import Term, term_in
@@ -34,7 +34,7 @@ class Why:
     Attributes:
         run: its folder.
         state: "running", "finished", "stopped", "interrupted" (at once, unsaved), "failed", "killed" (without a word).
-        told: how far it is or came, in a sentence.
+        headline: how far it is or came, in a sentence.
         cause: the first cause, in a sentence.
         rank: that it was on; None where it was on none, or isn't known.
         host: the machine of that.
@@ -49,7 +49,7 @@ class Why:
 
     run: str
     state: str
-    told: str
+    headline: str
     cause: str = ""
     rank: int | None = None
     host: str = ""
@@ -64,7 +64,7 @@ class Why:
     def lines(self) -> list[str]:
         """For people; who and what comes first."""
         named = [("why", self.cause), ("others", self.others), ("on", self.machines)]
-        rows = [self.told, *(f"{name}: {text}" for name, text in named if text)]
+        rows = [self.headline, *(f"{name}: {text}" for name, text in named if text)]
         return [*rows, *(f"done: {text}" for text in self.done), *(f"do: {text}" for text in self.do)]
 
 
@@ -84,21 +84,21 @@ def explained(run: RunData, head: Running | None = None) -> Why:
     folder = str(run.folder.path)
     done, do = _done(run), []
     if state not in {"running", "finished"}:
-        do = [_go_on(run)]
+        do = [_resume_hint(run)]
     if state == "running" and head:
         ours = "" if head.here else f" on {head.host}, unless that machine is down"
-        told = f"{folder} is running{ours}, {_place(run)}{_heard(run)}"
+        headline = f"{folder} is running{ours}, {_place(run)}{_heard(run)}"
         do = [f"to see the output of the processes: manyhands logs {folder} --follow"]
-        return Why(folder, state, told, machines=_machines(run), done=done, do=do)
+        return Why(folder, state, headline, machines=_machines(run), done=done, do=do)
     if state == "running":
-        told = f"{folder} is running, {_place(run)}{_heard(run)}; the launcher is on another machine, or lost"
+        headline = f"{folder} is running, {_place(run)}{_heard(run)}; the launcher is on another machine, or lost"
         do = [f"to save and stop, run on the launching machine: manyhands stop {folder}"]
         if term_in(run.folder.ranks) != Term():  # it is detached
             do = [
-                f"to take over from a lost launcher: {going_on(run.folder.path)}",
+                f"to take over from a lost launcher: {resume_command(run.folder.path)}",
                 f"to save and stop: manyhands stop {folder}",
             ]
-        return Why(folder, state, told, done=done, do=do)
+        return Why(folder, state, headline, done=done, do=do)
     took = f"after {duration(summary.seconds(run))} of work, {_place(run)}"
     if state == "finished":
         return Why(folder, state, f"{folder} finished {took}", done=done)
@@ -118,9 +118,9 @@ def explained(run: RunData, head: Running | None = None) -> Why:
             "no process recorded a reason: all processes were killed from outside, or the machine of the launcher went "
             "down"
         )
-        told = f"{folder} ended without a record {took}{_heard(run)}"
+        headline = f"{folder} ended without a record {took}{_heard(run)}"
         do = ["look for out-of-memory kills with dmesg | tail, and for a shutdown of the machine with last -x", *do]
-        return Why(folder, state, told, cause, done=done, do=do)
+        return Why(folder, state, headline, cause, done=done, do=do)
     return _failed(run, f"{folder} failed {took}", done, do)
 
 
@@ -130,20 +130,20 @@ def _machines(run: RunData) -> str:
     return plain(", ".join(f"{host} (rank{f's {one} to' if one < last else ''} {last})" for host, one, last in ranks))
 
 
-def _failed(run: RunData, told: str, done: list[str], do: list[str]) -> Why:
+def _failed(run: RunData, headline: str, done: list[str], do: list[str]) -> Why:
     # What an earlier start failed of was overcome: the last one may have ended without a word of its head.
     last = itertools.takewhile(lambda event: event.kind not in summary.STARTS, reversed(run.events))
     event = next((event for event in last if event.kind == "failed"), None)
     if event and event.data.get("rankless"):
-        where, mend = plain(str(event.data.get("where", ""))), event.data.get("mend", ())
+        where, hints = plain(str(event.data.get("where", ""))), event.data.get("hints", event.data.get("mend", ()))
         cause, host = _both_ends(event.message), plain(str(event.data.get("host", "")))
         if where and where not in cause:
             cause = f"machine {host}: {cause}" if host else f"{cause} ({where})"
-        do = [*(line for line in map(plain, map(str, mend)) if not tells_how(line)), *do]
-        return Why(str(run.folder.path), "failed", told, cause, host=host, done=done, do=do)
+        do = [*(line for line in map(plain, map(str, hints)) if not names_resume(line)), *do]
+        return Why(str(run.folder.path), "failed", headline, cause, host=host, done=done, do=do)
     first = _first(run, event)
     others = _others(run, first)
-    mend = [line for line in first.mend if not tells_how(line)]
+    hints = [line for line in first.hints if not names_resume(line)]
     if first.error == MACHINE_LOST:
         cause, rank = f"machine {plain(first.host)}: {plain(first.what)}", None
     else:
@@ -155,8 +155,8 @@ def _failed(run: RunData, told: str, done: list[str], do: list[str]) -> Why:
     elif file and file not in cause:
         cause += f" ({file})"
     return Why(
-        str(run.folder.path), "failed", told, cause, rank, first.host, first.step, first.phase, file, others, done,
-        [*mend, *do],
+        str(run.folder.path), "failed", headline, cause, rank, first.host, first.step, first.phase, file, others, done,
+        [*hints, *do],
     )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def _first(run: RunData, event: Event | None) -> Failure:
 def _others(run: RunData, first: Failure) -> str:
     """What the other processes were doing as it came about."""
     rest = [one for one in run.failures if one is not first and one.rank != first.rank]
-    told = "; ".join(
+    headline = "; ".join(
         f"{_who(one)} {'ended after another failed' if one.consequence else 'failed as well: ' + shortened(one.what)}"
         for one in rest[:_SHOWN]
     )
@@ -195,7 +195,7 @@ def _others(run: RunData, first: Failure) -> str:
     unknown = size - 1 - len(rest) if isinstance(size, int) else 0
     more = f"{len(rest) - _SHOWN} more processes likewise" if len(rest) > _SHOWN else ""
     silent = f"{unknown} of {size} processes were ended before recording an error" if unknown > 0 else ""
-    return plain("; ".join(filter(None, (told, more, silent))))
+    return plain("; ".join(filter(None, (headline, more, silent))))
 
 
 def _done(run: RunData) -> list[str]:
@@ -233,13 +233,13 @@ def _without_figures(event: Event) -> str:
     return re.sub(r"[\d.e+-]+ s|\d+%", "", event.message)
 
 
-def _go_on(run: RunData) -> str:
+def _resume_hint(run: RunData) -> str:
     step = kept_step(run.folder)
     if step is None:
         if any(event.kind == "saved" for event in run.events):
             return f"restore a checkpoint in {run.folder.checkpoints}, where none is left, or use another --out"
         return "nothing was saved: run the same command to start from scratch"
-    return f"resume from step {step}: {going_on(run.folder.path)}"
+    return f"resume from step {step}: {resume_command(run.folder.path)}"
 
 
 def _place(run: RunData) -> str:

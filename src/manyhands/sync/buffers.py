@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.sync.codecs import Plain
-from manyhands.sync.talk import SyncGroup, mean_of, settle
+from manyhands.sync.talk import SyncGroup, drive, mean_of
 from manyhands.sync.vector import as_vector, dtype_of, write_vector
 
 
 @dataclass(frozen=True)
-class MachineGroup:
+class LocalGroup:
     """Processes that agree in every step by other means, of which one leads."""
 
     group: Any  # their process group
@@ -35,7 +35,7 @@ class Buffers:
     """
 
     def __init__(
-        self, buffers: Sequence[Tensor], peers: SyncGroup, machine: MachineGroup | None = None, device: str = "cpu"
+        self, buffers: Sequence[Tensor], peers: SyncGroup, machine: LocalGroup | None = None, device: str = "cpu"
     ) -> None:
         floating = [buffer for buffer in buffers if buffer.is_floating_point()]
         self._buffers = floating or [torch.zeros(0, device=device)]
@@ -62,7 +62,7 @@ class Buffers:
             dist.all_reduce(mean, group=machine.group)
             mean /= machine.size
         if machine is None or machine.is_leader:
-            mean, _ = settle(mean_of(mean, Plain(self._dtype), self._peers))
+            mean, _ = drive(mean_of(mean, Plain(self._dtype), self._peers))
         if machine:
             dist.broadcast(mean, machine.leader, group=machine.group)
         self.averaged, self._step = mean, step

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from manyhands.core.plugins import unknown_choice
 from manyhands.sync.costs import Cost, LinkCase
-from manyhands.sync.method import agrees_in_every_update, methods
+from manyhands.sync.method import methods, synchronizes_every_update
 from manyhands.sync.options import AUTO, SyncOptions
 
 # What every parallel mode does by itself; plans are priced with it.
@@ -56,7 +56,7 @@ def choose(
         for cost in method.estimate(case, options)
     )
     able = [cost for cost in costs if not cost.refused and only in {"", cost.method}]
-    each = [cost for cost in able if agrees_in_every_update(cost.method)]
+    each = [cost for cost in able if synchronizes_every_update(cost.method)]
     rest = [cost for cost in able if cost not in each]
     chosen = None
     if each:
@@ -83,7 +83,7 @@ def _near(cost: Cost, best: Cost, case: LinkCase, share: float) -> bool:
 
 def words_of(cost: Cost) -> str:
     """A method in a few words: "local (int4, every 96 steps)"."""
-    if agrees_in_every_update(cost.method):
+    if synchronizes_every_update(cost.method):
         return cost.method
     return f"{cost.method} ({cost.codec}, every {f'{cost.every} steps' if cost.every > 1 else 'step'})"
 

@@ -14,13 +14,13 @@ from manyhands.core.seeds import mix
 from manyhands.sync.codecs import Integers, codec_named
 from manyhands.sync.products import PORTABLE, Arithmetic, fastest_alike, gram_schmidt, lengths_of, write_product
 from manyhands.sync.shapes import FACTOR_BITS, FACTOR_BLOCK, Matrix, rank_shapes
-from manyhands.sync.talk import Conversation, Residual, SyncGroup, mean_of
+from manyhands.sync.talk import ExchangeSteps, Residual, SyncGroup, mean_of
 
 
 class Compressor(Protocol):
     """A way of agreeing on the mean of vectors [n]."""
 
-    def average(self, values: Tensor, peers: SyncGroup) -> Conversation[tuple[Tensor, Tensor]]:
+    def average(self, values: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Tensor]]:
         """The agreed mean [n], and what of the values it lacks [n], in whose memory it may lie."""
         ...
 
@@ -40,7 +40,7 @@ class Rounded:
         self._codec = codec_named(name, dtype)
         self._sums: Tensor | None = None
 
-    def average(self, values: Tensor, peers: SyncGroup) -> Conversation[tuple[Tensor, Tensor]]:
+    def average(self, values: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Tensor]]:
         """See `Compressor`; what was kept back of the sums stays with whoever added them up."""
         averaged, residual = yield from mean_of(values, self._codec, peers, self._sums)
         self._sums = residual.sums
@@ -92,7 +92,7 @@ class LowRank:
         # The factors that are known, those of the turn before, as orthonormal columns.
         self._known = gram_schmidt(self._first[1 - turn], self._first[1 - turn])
 
-    def average(self, values: Tensor, peers: SyncGroup) -> Conversation[tuple[Tensor, Tensor]]:
+    def average(self, values: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Tensor]]:
         sent = self.begin(values)
         mean, residual = yield from self.send(sent, peers)
         averaged = torch.empty_like(values)
@@ -111,7 +111,7 @@ class LowRank:
         ]
         return torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.rest))])
 
-    def send(self, sent: Tensor, peers: SyncGroup) -> Conversation[tuple[Tensor, Residual]]:
+    def send(self, sent: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Residual]]:
         """The mean over all peers of what `begin` gave, and what rounding kept back of it; two messages."""
         return (yield from mean_of(sent, self._codec, peers))
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.core.phases import CLOCK, COMMUNICATION
-from manyhands.sync.buffers import Buffers, MachineGroup
+from manyhands.sync.buffers import Buffers, LocalGroup
 from manyhands.sync.compress import Compressor
 from manyhands.sync.costs import Cost
 from manyhands.sync.synchronizer import Synchronizer
-from manyhands.sync.talk import SyncGroup, Talk
+from manyhands.sync.talk import AsyncExchange, SyncGroup
 from manyhands.sync.vector import add_vector, as_vector, dtype_of, write_vector
 
 
@@ -33,7 +33,7 @@ class Flight:
     moved: Tensor  # how far this process had come from the agreed point then [n]
     residual: Tensor  # of the exchange before, which goes along [n]
     compressor: dict[str, Tensor]  # the compressor's state before
-    talk: Talk[tuple[Tensor, Tensor]] | None  # the conversation, on its machine's leader
+    talk: AsyncExchange[tuple[Tensor, Tensor]] | None  # the conversation, on its machine's leader
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LocalSteps(Synchronizer):
     """Has processes, or machines, train apart from each other, keeps the agreed point, and has them agree."""
 
     alone = True
-    own_statistics = True
+    local_statistics = True
 
     parameters: Sequence[Tensor]  # the trainable ones, in an order that is equal everywhere
     buffers: Buffers  # of the network; agreed on where an exchange isn't under way
@@ -59,10 +59,10 @@ class LocalSteps(Synchronizer):
     compressor: Compressor  # how the movement is sent
     pace: Pace  # how often
     weight: float = 1.0  # of this machine's movement in the mean; the mean of all weights is 1
-    machine: MachineGroup | None = None  # where several processes move together
+    machine: LocalGroup | None = None  # where several processes move together
     own: Mapping[str, Any] = field(default_factory=dict)  # see `Synchronizer`
-    # see `Synchronizer.suit_pace`; None where the pace stays
-    suit: Callable[[Sequence[float], Sequence[float]], Cost | None] | None = None
+    # see `Synchronizer.adapt_pace`; None where the pace stays
+    adapt: Callable[[Sequence[float], Sequence[float]], Cost | None] | None = None
     rounds: int = field(default=0, init=False)  # exchanges that have been applied
     waited_s: float = field(default=0.0, init=False)  # time that training stood still for them
     exchange_s: float = field(default=0.0, init=False)  # how long the last one took
@@ -101,8 +101,8 @@ class LocalSteps(Synchronizer):
         elif self._flight and step >= self._flight.since + self.pace.delay:
             self._land()
 
-    def suit_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
-        return self.suit(speeds_s, exchanges_s) if self.suit else None
+    def adapt_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
+        return self.adapt(speeds_s, exchanges_s) if self.adapt else None
 
     def finish(self, step: int) -> None:
         """Ends with all at the agreed point, with all that they did but what compression holds back; waits."""
@@ -180,7 +180,7 @@ class LocalSteps(Synchronizer):
         talk = None
         if is_leader:
             values = torch.add(self._residual, moved, alpha=self.weight, out=self._spare)
-            talk = Talk(self.compressor.average(values, self.peers), beside=beside)
+            talk = AsyncExchange(self.compressor.average(values, self.peers), beside=beside)
         self._flight = Flight(step, moved, self._residual, before, talk)
 
     def _land(self, *, still: bool = False) -> None:

@@ -17,7 +17,7 @@ def methods() -> dict[str, Any]:
     return dict(sorted(found.items(), key=lambda one: getattr(one[1], "PRECEDENCE", _LAST)))
 
 
-def agrees_in_every_update(name: str) -> bool:
+def synchronizes_every_update(name: str) -> bool:
     """True for methods without a pace."""
     return bool(getattr(methods()[name], "EVERY_UPDATE", True))
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.seeds import mix
-from manyhands.sync.buffers import Buffers, MachineGroup
+from manyhands.sync.buffers import Buffers, LocalGroup
 from manyhands.sync.compress import LowRank, compute_alike
 from manyhands.sync.shapes import batches
 from manyhands.sync.synchronizer import Synchronizer
-from manyhands.sync.talk import Conversation, Relay, SyncGroup
+from manyhands.sync.talk import CollectiveQueue, ExchangeSteps, SyncGroup
 from manyhands.sync.vector import dtype_of
 
 # Between two looks at what has come.
@@ -59,7 +59,7 @@ class PowerSgd:
         seed: int,
         rare: Sequence[nn.Parameter] = (),
         *,
-        machine: MachineGroup | None = None,
+        machine: LocalGroup | None = None,
         processes: int = 0,
     ) -> None:
         # time that training stood still for agreed gradients; 0, since no exchange outlasts an update
@@ -180,18 +180,18 @@ class PowerSgd:
         # While the forward pass goes on.
         for batch in self._batches:
             batch.compressor.prepare()
-        relay = Relay[_SentBatch](len(self._batches), 2 if self._machine is None else 4)
+        relay = CollectiveQueue[_SentBatch](len(self._batches), 2 if self._machine is None else 4)
         for number, batch in enumerate(self._batches):
             while number not in relay.results:
                 # Not get(timeout=…), which waits for ever where its thread is held up for longer than that (CPython
                 # 3.11, on a busy machine).
-                if relay.under_way:
+                if relay.in_progress:
                     time.sleep(_LOOK_S)
-                self._send(relay, wait=not relay.under_way)
+                self._send(relay, wait=not relay.in_progress)
             # What comes meanwhile is sent first.
             batch.give(relay.results[number], lambda: self._send(relay))
 
-    def _send(self, relay: Relay[_SentBatch], *, wait: bool = False) -> None:
+    def _send(self, relay: CollectiveQueue[_SentBatch], *, wait: bool = False) -> None:
         """Sends a batch if one has come, or waits for one, and moves on what has been sent."""
         with contextlib.suppress(Empty):
             batch = self._complete.get(block=wait)
@@ -200,7 +200,7 @@ class PowerSgd:
             relay.add(self._mean(batch))
         relay.advance()
 
-    def _mean(self, batch: "_Batch") -> Conversation[_SentBatch]:
+    def _mean(self, batch: "_Batch") -> ExchangeSteps[_SentBatch]:
         """Has all agree on a batch."""
         sent, machine = batch.take(), self._machine
         if machine is None:
@@ -272,7 +272,7 @@ class PowerSgdSynchronizer(Synchronizer):
     """Gradients of low rank, in every update; BatchNorm's statistics when somebody looks at them."""
 
     reduces = False
-    own_statistics = True
+    local_statistics = True
 
     def __init__(self, power: PowerSgd, buffers: Buffers, own: Mapping[str, Any]) -> None:
         self._power, self._buffers, self.own = power, buffers, own

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 FACTOR_BITS, FACTOR_BLOCK = 4, 32
 # Tensors of fewer values go as they are, and factors aren't thinner than that: next to the time that a message takes to
 # arrive, nothing would be saved. In a ResNet-18 that concerns the first layers, and makes a twentieth of its bytes.
-_FEWEST_IN_MATRIX, _FEWEST_IN_FACTOR = 4096, 1536
+_MIN_IN_MATRIX, _MIN_IN_FACTOR = 4096, 1536
 # Gradients leave in batches, each so much of what is still to be sent, so that little is left when the last ones come.
-_SHARE, _MOST, _FEWEST_VALUES = 0.4, 0.25, 8192
+_SHARE, _MOST, _MIN_VALUES = 0.4, 0.25, 8192
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
     for place, shape in enumerate(shapes):
         # A vector has no structure that factors could follow.
         rows, columns = _nearly_square(shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
-        most = rows * columns // (2 * (rows + columns)) if rows * columns >= _FEWEST_IN_MATRIX else 0
+        most = rows * columns // (2 * (rows + columns)) if rows * columns >= _MIN_IN_MATRIX else 0
         if most < rank:
             rest.append(place)
         else:
-            found.append((place, rows, columns, min(most, max(rank, 2 * _FEWEST_IN_FACTOR // (rows + columns)))))
+            found.append((place, rows, columns, min(most, max(rank, 2 * _MIN_IN_FACTOR // (rows + columns)))))
     matrices: list[Matrix] = []
     ahead = 0  # values by which even turns send more than odd ones
     for place, rows, columns, own in sorted(found, key=lambda matrix: -matrix[3] * abs(matrix[1] - matrix[2])):
@@ -86,7 +86,7 @@ def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
     for place in reversed(range(len(shapes))):
         found[-1].append(place)
         gathered += sent[place]
-        if gathered >= max(min(_SHARE * left, _MOST * whole), _FEWEST_VALUES) and place:
+        if gathered >= max(min(_SHARE * left, _MOST * whole), _MIN_VALUES) and place:
             left, gathered = left - gathered, 0.0
             found.append([])
     return found

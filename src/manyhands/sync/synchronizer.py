@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from manyhands.core.needs import HasGradients
 from manyhands.core.world import World
-from manyhands.sync.buffers import Buffers, MachineGroup
+from manyhands.sync.buffers import Buffers, LocalGroup
 from manyhands.sync.costs import Cost
 from manyhands.sync.talk import SyncGroup
 from manyhands.sync.vector import dtype_of
@@ -33,7 +33,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Party:
+class SyncContext:
     """Who takes part, as a method's `make` must know it."""
 
     world: World  # all processes
@@ -55,12 +55,12 @@ class Party:
         group = self.new_group(leaders)
         return SyncGroup(leaders.index(self.world.rank) if self.is_leader else 0, len(leaders), group)
 
-    def machine(self) -> MachineGroup | None:
+    def machine(self) -> LocalGroup | None:
         """This process's machine, where some machine has several processes that go together."""
         places = self.places
         if places.group is None:
             return None
-        return MachineGroup(places.group, places.machine[0], len(places.machine), self.world.rank == places.machine[0])
+        return LocalGroup(places.group, places.machine[0], len(places.machine), self.world.rank == places.machine[0])
 
     def own(self, cost: Cost, trained: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
         """What the things go with that only one process has: a run takes them back where all of this is the same."""
@@ -92,7 +92,9 @@ class Synchronizer:
     group: Any = None  # the processes that it averages them over; None: all
     hook: Any = None  # what the mode does with gradients instead of a plain mean; None for that
     alone = False  # True when processes train apart from each other between agreements
-    own_statistics = False  # True when each process's BatchNorm normalises its own samples and keeps its own statistics
+    local_statistics = (
+        False  # True when each process's BatchNorm normalises its own samples and keeps its own statistics
+    )
     timed: Timed | None = None  # tells how long this process has waited for others; None where the mode waits
     # where each process has something that only it has, which `state` gives: what that goes with (method, codec, who
     # leads …), as JSON data; else empty
@@ -113,7 +115,7 @@ class Synchronizer:
         """Gives up what came of an update's gradients that aren't finite; what that costs besides, for the user."""
         return ""
 
-    def suit_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
+    def adapt_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
         """Suits the pace to all processes' seconds of a step, and of an exchange (0: none); the new one, if any."""
 
     def finish(self, step: int) -> None:
@@ -155,7 +157,7 @@ class Synchronizer:
         """Takes the network, which is equal everywhere, as agreed."""
 
 
-def buffers_of(network: HasGradients, peers: SyncGroup, machine: MachineGroup | None, device: str) -> Buffers:
+def buffers_of(network: HasGradients, peers: SyncGroup, machine: LocalGroup | None, device: str) -> Buffers:
     """The network's buffers, of which each process has its own."""
     return Buffers(list(network.buffers()), peers, machine, device)
 

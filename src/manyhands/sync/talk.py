@@ -1,6 +1,6 @@
 """Conversations between machines that go on beside training.
 
-A conversation is a generator: it starts a collective, yields it, and goes on when that is done. A thread (`Talk`) looks
+An exchange is a generator: it starts a collective, yields it, and continues when that is done. `AsyncExchange` looks
 after it. Each process takes the same steps in the same order, so the result doesn't depend on how fast anybody is.
 """
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 # Between two looks at a collective; and how long a process that ends waits for one.
 _LOOK_S, _LONGEST_S = 0.002, 60.0
 
-Conversation = Generator[Any, None, T]
+ExchangeSteps = Generator[Any, None, T]
 
 
 @dataclass
@@ -48,24 +48,24 @@ class SyncGroup:
         return received, dist.all_gather_into_tensor(received.view(-1), part, group=self.group, async_op=True)
 
 
-def settle(conversation: Conversation[T]) -> T:
+def drive(steps: ExchangeSteps[T]) -> T:
     """The result of a conversation that is waited for."""
     while True:
         try:
-            next(conversation).wait()
+            next(steps).wait()
         except StopIteration as stop:
             return stop.value
 
 
-class Talk(Generic[T]):
+class AsyncExchange(Generic[T]):
     """A conversation under way, beside whatever this process does meanwhile; it starts at once.
 
     Not beside it, and without a thread, where the result is waited for at once. `seconds` is how long it took; 0 until
     its end.
     """
 
-    def __init__(self, conversation: Conversation[T], *, beside: bool = True) -> None:
-        self._conversation, self._began_s, self.seconds = conversation, time.perf_counter(), 0.0
+    def __init__(self, steps: ExchangeSteps[T], *, beside: bool = True) -> None:
+        self._steps, self._began_s, self.seconds = steps, time.perf_counter(), 0.0
         self._results: list[T] = []
         self._error: Exception | None = None
         self._ended = threading.Event()
@@ -75,7 +75,7 @@ class Talk(Generic[T]):
             self._work.wait()
             self._work = self._next()
         if not self._ended.is_set():
-            threading.Thread(target=self._go_on, name="manyhands exchange", daemon=True).start()
+            threading.Thread(target=self._continue, name="manyhands exchange", daemon=True).start()
 
     def result(self) -> T:
         """Waits for the end. Raises RuntimeError: a collective failed; as it said."""
@@ -89,7 +89,7 @@ class Talk(Generic[T]):
         self._ended.wait(_LONGEST_S)
         self._ended.set()
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         try:
             while not self._ended.is_set():
                 # Not wait(), which a process that is on its way out could not interrupt.
@@ -105,7 +105,7 @@ class Talk(Generic[T]):
 
     def _next(self) -> Any:
         try:
-            return next(self._conversation)
+            return next(self._steps)
         except StopIteration as stop:
             self._results.append(stop.value)
             self.seconds = time.perf_counter() - self._began_s
@@ -113,7 +113,7 @@ class Talk(Generic[T]):
         return None
 
 
-class Relay(Generic[T]):
+class CollectiveQueue(Generic[T]):
     """Conversations in one group whose collectives begin in one order everywhere, however fast anybody is.
 
     The first collective of a conversation, which has `messages` of them, comes before the last of the one that was
@@ -126,17 +126,17 @@ class Relay(Generic[T]):
             (number + 1.5 * message, number) for number in range(conversations) for message in range(messages)
         )
         self._order = deque(number for _, number in places)
-        self._conversations: list[Conversation[T]] = []
+        self._conversations: list[ExchangeSteps[T]] = []
         self._works: dict[int, Any] = {}
         self.results: dict[int, T] = {}
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         """True while one that was added hasn't ended."""
         return len(self.results) < len(self._conversations)
 
-    def add(self, conversation: Conversation[T]) -> None:
-        self._conversations.append(conversation)
+    def add(self, steps: ExchangeSteps[T]) -> None:
+        self._conversations.append(steps)
 
     def advance(self) -> None:
         """Begins each collective whose turn has come; waits for none. Raises RuntimeError as a collective fails."""
@@ -181,7 +181,7 @@ class Residual:
         return kept
 
 
-def mean_of(values: Tensor, codec: Codec, peers: SyncGroup, sums_before: Tensor | None = None) -> Conversation[Any]:
+def mean_of(values: Tensor, codec: Codec, peers: SyncGroup, sums_before: Tensor | None = None) -> ExchangeSteps[Any]:
     """The mean over all peers of vectors [n], equal to the last bit everywhere; a conversation.
 
     Each process adds up one part for all, and hands the rounded mean on; values travel by the codec both ways.

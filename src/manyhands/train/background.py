@@ -25,14 +25,14 @@ class Saver:
     Attributes:
         step: of the save that goes on, None where none does; equal on all processes.
         waited_s: how long training waited for the copy that is written.
-        held_up_s: how long it stood still for this save so far.
+        stalled_s: how long it stood still for this save so far.
         wrote_s: how long this process wrote beside training.
         has_run: whether a save of this process has found the run's job file in its folder.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
-        self.waited_s = self.held_up_s = self.wrote_s = 0.0
+        self.waited_s = self.stalled_s = self.wrote_s = 0.0
         self.has_run = False
         self._thread: threading.Thread | None = None
         self._outcome: SaveOutcome | None = None

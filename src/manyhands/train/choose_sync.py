@@ -23,9 +23,9 @@ from manyhands.parallel.plain import broadcast_plain
 from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose
 from manyhands.sync.costs import CodecName, Cost, LinkCase
 from manyhands.sync.measure import measure_link, pass_seconds
-from manyhands.sync.method import agrees_in_every_update, methods, refused
+from manyhands.sync.method import methods, refused, synchronizes_every_update
 from manyhands.sync.synchronizer import Places, Synchronizer
-from manyhands.train.standing import Standing
+from manyhands.train.communication import CommunicationMonitor
 from manyhands.train.synchronizer import machines_of, make_synchronizer, new_group, places_of
 
 # What a job offers to sync methods unless it says otherwise.
@@ -40,7 +40,7 @@ class ChosenSync:
     synchronizer: Synchronizer  # what carries it out
     how: ModeRequest  # what the parallel mode must know of it
     # says so where this takes long; None where machines don't wait for each other in every update
-    standing: Standing | None = None
+    communication: CommunicationMonitor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SyncRequest:
     time_step: Callable[[], tuple[float, float]]
 
 
-def settle(
+def select_sync(
     sync_request: SyncRequest, model: nn.Module, unused: list[str], world: World, journal: Journal, request: ModeRequest
 ) -> ChosenSync:
     """Decides, alike on all processes, and says so; a collective.
@@ -70,7 +70,7 @@ def settle(
     """
     job, options = sync_request.job, sync_request.job.sync
     if world.alone or not leaves_a_choice(sync_request.mode) or options.method == EXACT:
-        return ChosenSync(BY_MODE, Synchronizer(), request, _watch_standing(sync_request, model, world))
+        return ChosenSync(BY_MODE, Synchronizer(), request, _watch_communication(sync_request, model, world))
     if options.is_auto and not options.link and len(machines_of(world)) == 1:
         return ChosenSync(BY_MODE, Synchronizer(), request)  # processes of one machine talk through its memory
     asked = _asked(job, sync_request.mode)
@@ -122,14 +122,14 @@ def _asked(job: Job, mode: str) -> Cost | None:
     method = job.sync.method
     if method not in methods():
         for name in methods():
-            if not agrees_in_every_update(name):
+            if not synchronizes_every_update(name):
                 # Options that contradict each other are refused before anything is timed.
                 methods()[name].asked(job.sync)
         return None
     need = refused(method, _offers(job, mode))
     if need:
-        raise UserError(f"{method} {need.reason}", need.option, (*need.mend, f"or choose --sync {EXACT}"))
-    return Cost(method, 0.0, 0.0) if agrees_in_every_update(method) else methods()[method].asked(job.sync)
+        raise UserError(f"{method} {need.reason}", need.option, (*need.hints, f"or choose --sync {EXACT}"))
+    return Cost(method, 0.0, 0.0) if synchronizes_every_update(method) else methods()[method].asked(job.sync)
 
 
 def ruled_out(job: Job, mode: str) -> dict[str, str]:
@@ -174,7 +174,7 @@ def _is_wanted(cost: Cost, job: Job, mode: str) -> bool:
         return False
     if not (cost.every >= 1 and 0 <= cost.delay <= cost.every):
         return False
-    return agrees_in_every_update(cost.method) or methods()[cost.method].fits(cost, options)
+    return synchronizes_every_update(cost.method) or methods()[cost.method].fits(cost, options)
 
 
 def _codec(word: Any) -> CodecName:
@@ -221,7 +221,7 @@ def _case(
     )
 
 
-def _watch_standing(sync_request: SyncRequest, model: nn.Module, world: World) -> Standing | None:
+def _watch_communication(sync_request: SyncRequest, model: nn.Module, world: World) -> CommunicationMonitor | None:
     """What says that machines stand still for each other in every update; None on one machine. A collective."""
     job = sync_request.job
     if world.alone or not leaves_a_choice(sync_request.mode) or (len(machines_of(world)) == 1 and not job.sync.link):
@@ -232,7 +232,7 @@ def _watch_standing(sync_request: SyncRequest, model: nn.Module, world: World) -
         link = named_link(job.sync.link, "sync.link") if job.sync.link else _link(job, world, places)
         return _case(model, (computing_s, 0.0), link, len(places.leaders), sync_request.steps, world)
 
-    return Standing(
+    return CommunicationMonitor(
         case, job.sync, ruled_out(job, sync_request.mode), 0.0 if world.device == "cpu" else sync_request.time_step()[0]
     )
 

@@ -19,8 +19,8 @@ from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.norm import NormGroups
 from manyhands.train.draws import drawing
 from manyhands.train.feed import LoadedMicroBatch
-from manyhands.train.rehearse import first_samples, left_as_it_was
 from manyhands.train.trainer import Trainer
+from manyhands.train.trial_step import first_samples, left_as_it_was
 
 
 def keep_compiled() -> None:
@@ -72,10 +72,10 @@ def compiled(trainer: Trainer) -> Trainer:
             "note", "compiling the network, which may take some minutes; compiled code is cached for the next run"
         )
     with left_as_it_was(network.inner, network.norms), drawn:
-        for shares in feed.cut.micro_batches(count):
+        for shares in feed.sharing.micro_batches(count):
             share = shares[network.replica(world.rank)]
             batch = first_samples(feed.loader, max(1, share.count))
-            loaded = LoadedMicroBatch(share, batch, (shares[0].start, shares[-1].stop), feed.cut.group)
+            loaded = LoadedMicroBatch(share, batch, (shares[0].start, shares[-1].stop), feed.sharing.group)
             gradients.forward_backward(loaded.micro_batch(count, 0), count, last=False)
     calls.learning = False
     if calls.used:

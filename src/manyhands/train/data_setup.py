@@ -15,7 +15,7 @@ from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
 from manyhands.data.open import from_objects, from_targets, open_data, open_whole, resolve_pixels
-from manyhands.data.order import told_of_batch
+from manyhands.data.order import batch_noted
 from manyhands.data.pictures import decode_jpeg
 from manyhands.data.splits import ImageFiles, Splits, UserSamples
 from manyhands.data.transforms import Pixels
@@ -56,8 +56,8 @@ def open_samples(
     `outputs` is as `class_names` has it.
     """
     splits = splits or open_splits(job, world, objects)
-    tell_of_skipped(splits, journal)
-    smaller = told_of_batch(job.train.batch, len(splits.train))
+    record_skipped(splits, journal)
+    smaller = batch_noted(job.train.batch, len(splits.train))
     if smaller:
         journal.event("warning", smaller)
     pixels = pixels_for(job, splits, objects)
@@ -83,8 +83,8 @@ def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False
         splits = open_whole(job.data) if whole else open_data(job.data)
     for word, split in splits.named():
         if not len(split):
-            mend = ("add samples", "or change the share for evaluation, such as --set data.validation=0.3")
-            raise UserError(f"the {word} split holds no samples", "data.name", mend)
+            hints = ("add samples", "or change the share for evaluation, such as --set data.validation=0.3")
+            raise UserError(f"the {word} split holds no samples", "data.name", hints)
     refuse_other_data(splits, world)
     return splits
 
@@ -151,7 +151,7 @@ def missing_classes(splits: Splits) -> list[str]:
     return sentences
 
 
-def tell_of_skipped(splits: Splits, journal: Journal) -> None:
+def record_skipped(splits: Splits, journal: Journal) -> None:
     """Says which pictures can't be read, whether they are packed, and what else isn't as it looks."""
     if splits.packed:
         journal.event("note", f"reading pictures from the packed copy {splits.packed}")
@@ -169,8 +169,8 @@ def check_bad_pictures(bad: Collection[str], samples: int, kind: type[ManyhandsE
     """Refuses a data set of which more than ten pictures, and than 0.1 %, can't be read; raises a `kind`."""
     most = max(_MOST_BAD, int(samples * _MOST_BAD_SHARE))
     if len(bad) > most:
-        mend = (f"repair or remove the pictures (limit: {most} of {samples:,})", "check the disk: dmesg | tail")
-        raise kind(f"{len(bad)} pictures can't be read, such as {some_pictures(bad)}", "data.skip_corrupt", mend)
+        hints = (f"repair or remove the pictures (limit: {most} of {samples:,})", "check the disk: dmesg | tail")
+        raise kind(f"{len(bad)} pictures can't be read, such as {some_pictures(bad)}", "data.skip_corrupt", hints)
 
 
 def some_pictures(pictures: Collection[str]) -> str:

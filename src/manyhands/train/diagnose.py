@@ -12,16 +12,16 @@ from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.plain import gather_plain
 from manyhands.train.diverging import ADVICE
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
-from manyhands.train.synchronizer import told
+from manyhands.train.synchronizer import values_by_rank
 
 if TYPE_CHECKING:
     from manyhands.train.step import StepSums, Updater
 
-MEND = (
+HINTS = (
     ADVICE,
     "replace fp16 by bf16 or fp32",
 )
-MEND_INPUT = ("check these samples (counted from 0 in the training split) and the code that prepares samples",)
+INPUT_HINTS = ("check these samples (counted from 0 in the training split) and the code that prepares samples",)
 
 
 def explain_left_out(
@@ -40,13 +40,13 @@ def explain_left_out(
     mine = None
     if bad:
         found = explain_loss(network, bad, world, step, closely=closely)
-        mine = [found.what, found.where, list(found.mend)]
-    losses = [said for said in told(updater.synchronizer, mine, world).values() if said]
+        mine = [found.what, found.where, list(found.hints)]
+    losses = [said for said in values_by_rank(updater.synchronizer, mine, world).values() if said]
     if losses:
-        what, where, mend = losses[0]
-        return RunError(what, where, tuple(mend))
+        what, where, hints = losses[0]
+        return RunError(what, where, tuple(hints))
     if network.sharded and not closely:  # torch would add what is computed once more to the next update
-        return RunError("a gradient is not finite", f"step {step}", MEND)
+        return RunError("a gradient is not finite", f"step {step}", HINTS)
     return explain_gradient(updater, update, step)
 
 
@@ -61,9 +61,11 @@ def explain_loss(
     spoilt = batch.samples[~_finite_samples(batch.images)] if len(batch.images) == len(batch.samples) else batch.samples
     where = f"rank {world.rank}, step {step}, samples {_some(spoilt if len(spoilt) else batch.samples)}"
     if not _finite(batch.images):
-        return RunError("the loss is not finite, because the input pictures contain NaN or infinity", where, MEND_INPUT)
+        return RunError(
+            "the loss is not finite, because the input pictures contain NaN or infinity", where, INPUT_HINTS
+        )
     found = f": {_first_bad(network.inner, batch.images)}" if closely and network.runs_alone else ""
-    return RunError(f"the loss is not finite{found}", where, MEND)
+    return RunError(f"the loss is not finite{found}", where, HINTS)
 
 
 def _some(samples: Tensor, most: int = 8) -> str:
@@ -107,10 +109,10 @@ def explain_gradient(updater: "Updater", update: UpdateShare, step: int, *, alon
     mine = next((f"the gradient of {n} is {_kind(g)}" for n, g in found if g is not None and not _finite(g)), "")
     everybody: dict[int, str] = {updater.world.rank: mine}
     if not alone:
-        everybody = told(updater.synchronizer, mine, updater.world)
+        everybody = values_by_rank(updater.synchronizer, mine, updater.world)
     rank = next((rank for rank, text in everybody.items() if text), min(everybody))
     what = everybody[rank] or "a gradient is not finite after the all-reduce"
-    return RunError(what, f"rank {rank}, step {step}", MEND)
+    return RunError(what, f"rank {rank}, step {step}", HINTS)
 
 
 def explain_lost(network: ParallelNetwork, world: World, measured: "StepSums") -> RunError:
@@ -133,12 +135,12 @@ def explain_lost(network: ParallelNetwork, world: World, measured: "StepSums") -
     for name, buffer in network.inner.named_buffers():
         if not lost and name not in network.endless and not _finite(buffer):
             lost = f"buffer {name}"
-    mend = (*MEND, "resume from the last checkpoint, which was saved before this error")
+    hints = (*HINTS, "resume from the last checkpoint, which was saved before this error")
     if not math.isfinite(step):
         what = f"{lost or 'a part of the network'} is not finite, although every loss was finite"
-        return RunError(what, "an update", mend)
+        return RunError(what, "an update", hints)
     what = f", and {lost} is not finite either" if lost else ""
-    return RunError(f"{spoilt} is not finite{what}", f"rank {rank}, step {step:.0f}", mend)
+    return RunError(f"{spoilt} is not finite{what}", f"rank {rank}, step {step:.0f}", hints)
 
 
 def _finite(tensor: Tensor) -> bool:

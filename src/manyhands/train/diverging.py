@@ -15,16 +15,16 @@ class Divergence:
     classes: int  # that are told apart
     _began: float = math.nan
     _high: int = 0
-    _told: bool = False
+    _reported: bool = False
 
-    def heed(self, loss: float) -> str:
+    def observe(self, loss: float) -> str:
         """A sentence, once, when the loss stays far above what it began at; else empty."""
         if math.isnan(self._began):
             self._began = loss
         # A run that goes on begins low, and a small loss may well grow threefold.
         limit = TIMES * max(self._began, math.log(max(2, self.classes)))
         self._high = self._high + 1 if loss > limit else 0
-        if self._high < RECORDS or self._told:
+        if self._high < RECORDS or self._reported:
             return ""
-        self._told = True
+        self._reported = True
         return f"training diverges: the loss rose from {self._began:.4g} to {loss:.4g} (do: {ADVICE})"

@@ -13,7 +13,7 @@ from torch import nn
 _KNOWN = ("torch.nn.modules.", "torch.nn.parallel.", "manyhands.")
 
 
-def draws_from_torch_alone(model: nn.Module) -> bool:
+def uses_torch_rng_alone(model: nn.Module) -> bool:
     """True where nothing of the user's takes part in a forward pass: layers that are torch's or ours, without hooks."""
     return all(map(_is_known, model.modules()))
 

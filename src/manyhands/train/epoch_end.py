@@ -32,7 +32,7 @@ class EpochEnd:
 AtEpochEnd = Callable[[EpochEnd], object]
 
 
-def tell_of_epoch(trainer: "Trainer") -> None:
+def record_epoch(trainer: "Trainer") -> None:
     """Calls the user's function on rank 0 where an epoch has just ended; what it raises ends the run."""
     progress = trainer.progress
     if trainer.at_epoch_end is None or not trainer.world.is_main or progress.step_in_epoch:
@@ -42,5 +42,5 @@ def tell_of_epoch(trainer: "Trainer") -> None:
     began = time.perf_counter()
     trainer.at_epoch_end(EpochEnd(progress.epoch, progress.step, made, trainer.folder.path.absolute()))
     trainer.status_round.leave_out(time.perf_counter() - began)
-    trainer.heart.beat()
+    trainer.heartbeats.beat()
     trainer.phase = "train"

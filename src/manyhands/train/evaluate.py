@@ -23,7 +23,7 @@ from manyhands.data.loader import Loader
 from manyhands.data.order import dealt_blocks, evaluation_blocks
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.train.own_metrics import FigureSums, OwnMetric
+from manyhands.train.own_metrics import CustomMetric, FigureSums
 
 # Processes ask each other about so often whether to stop.
 ASK_S, MOST_BLOCKS = 1.0, 1000
@@ -81,7 +81,7 @@ class StopRequest:
         self._world, self._asked = world, asked
         self._last, self._next, self._since = 0, 0, time.perf_counter()
 
-    def heed(self, done: int) -> None:
+    def check_stop(self, done: int) -> None:
         """To be called before each block, `done` of which are behind; every second or so it is a collective.
 
         All call it equally often; where some have more blocks, each at the same part of its own.
@@ -143,7 +143,7 @@ class Evaluator:
         *,
         log_probabilities: bool = False,
         network: ParallelNetwork | None = None,
-        metrics: Sequence[OwnMetric] = (),
+        metrics: Sequence[CustomMetric] = (),
         views: int = 1,
     ) -> None:
         self._views = views
@@ -206,7 +206,7 @@ class Evaluator:
         asks = {len(mine) * turn // common: turn for turn in range(common)}
         for place, (number, counted, batch) in enumerate(self._batches(mine, max(map(len, dealt)))):
             if request and place in asks:
-                request.heed(asks[place])
+                request.check_stop(asks[place])
             length, labels = len(self.blocks[number]), batch.labels
             filled = max(length, self._together.most_parts) if self._together else length
             if self._together:

@@ -9,7 +9,7 @@ from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.data_setup import DataSetup
 from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.feed import Feed
-from manyhands.train.own_metrics import OwnMetric
+from manyhands.train.own_metrics import CustomMetric
 from manyhands.train.step import Updater
 
 
@@ -20,7 +20,7 @@ def make_evaluator(
     job: Job,
     network: ParallelNetwork,
     world: World,
-    metrics: Sequence[OwnMetric],
+    metrics: Sequence[CustomMetric],
 ) -> Evaluator:
     """Evaluates a network on `length` samples that the loader serves, as the job says."""
     return Evaluator(
@@ -42,7 +42,7 @@ def make_tester(
     job: Job,
     update: Updater,
     feed: Feed,
-    metrics: Sequence[OwnMetric],
+    metrics: Sequence[CustomMetric],
 ) -> Callable[..., Evaluation] | None:
     """Evaluates what was held out, as `evaluate_as_shared` does; None where nothing was."""
     if samples.held_out is None or samples.splits.held_out is None:
@@ -55,4 +55,4 @@ def make_tester(
 def evaluate_as_shared(evaluator: Evaluator, update: Updater, feed: Feed) -> Callable[..., Evaluation]:
     """Evaluates the network under its mode, each time by the shares that are in force then."""
     network, gradients = update.network, update.gradients
-    return lambda asked=None: evaluator(network.evaluated, gradients.autocast(), asked, feed.cut.shares)
+    return lambda asked=None: evaluator(network.evaluated, gradients.autocast(), asked, feed.sharing.shares)

@@ -25,7 +25,7 @@ def _of_norms(trainer: Trainer) -> list[str]:
     modules = trainer.network.inner.modules()
     if not any(isinstance(module, _BatchNorm) for module in modules):
         return []
-    local = trainer.job.train.norm_group == "local" or trainer.synchronizer.own_statistics
+    local = trainer.job.train.norm_group == "local" or trainer.synchronizer.local_statistics
     if local or not normalises_in_groups(trainer.mode):
         return ["BatchNorm computes statistics over each process's own samples (norm_group = local)."]
     unknown = sum(not layer.rows_per_sample for layer in trainer.network.norms.layers)

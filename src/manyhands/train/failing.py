@@ -15,7 +15,7 @@ from manyhands.core.errors import EXIT_INTERRUPTED, ManyhandsError, RunError
 from manyhands.core.records import Failure
 from manyhands.core.world import World
 from manyhands.parallel.gradients import AUTOCAST, Gradients
-from manyhands.parallel.network import ParallelNetwork, whole_batch
+from manyhands.parallel.network import ParallelNetwork, full_batch
 
 if TYPE_CHECKING:
     from manyhands.data.loader import Batch
@@ -68,7 +68,7 @@ def describe_failure(error: BaseException, *, rank: int, step: int | None, phase
         error=type(error).__name__,
         what=what,
         where=known.where if known else "",
-        mend=list(known.mend) if known else [],
+        hints=list(known.hints) if known else [],
         traceback="" if known and known.__cause__ is None else text,
         excerpt=excerpt or ("" if known else text),
         consequence=is_consequence(error),
@@ -103,29 +103,29 @@ def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
     if evaluating:
         taken = options.evaluate_batch
         fits = _largest_that_fits(trainer, taken, _try_evaluation)
-        mend = [f"reduce the batch: --set train.evaluate_batch={fits}"] if fits else []
+        hints = [f"reduce the batch: --set train.evaluate_batch={fits}"] if fits else []
     else:
         share = max(trainer.feed.samples_of_each())
         taken = min(options.micro_batch or share, share)
         fits = _largest_that_fits(trainer, taken, _try_update)
-        mend = [f"add --set train.micro_batch={fits}; the global batch stays {options.batch}"] if fits else []
+        hints = [f"add --set train.micro_batch={fits}; the global batch stays {options.batch}"] if fits else []
         if fits and trainer.network.norms.layers and isinstance(options.norm_group, int) and fits < options.norm_group:
-            mend.append(f"also add --set train.norm_group={max(2, fits)}: BatchNorm needs a group in one pass")
+            hints.append(f"also add --set train.norm_group={max(2, fits)}: BatchNorm needs a group in one pass")
     halved = "" if options.precision in AUTOCAST else ", or add --set train.precision=bf16"
     return RunError(
         f"out of memory at {taken} pictures in one pass{' of the evaluation' * evaluating}: {_first_line(error)}",
         f"rank {trainer.world.rank} on {socket.gethostname()}, {trainer.world.device}",
-        (*mend, f"{'or ' * bool(mend)}reduce data.image_size{halved}"),
+        (*hints, f"{'or ' * bool(hints)}reduce data.image_size{halved}"),
     )
 
 
 def explain_early_memory(error: BaseException) -> RunError:
     """The error for a lack of memory before the first update."""
-    mend = (
+    hints = (
         "choose a smaller network or a smaller data.image_size",
         "or shard the network over several processes: --parallel fsdp",
     )
-    return RunError(f"out of memory before the first update: {_first_line(error)}", socket.gethostname(), mend)
+    return RunError(f"out of memory before the first update: {_first_line(error)}", socket.gethostname(), hints)
 
 
 def _first_line(error: BaseException) -> str:
@@ -158,7 +158,7 @@ def _try_update(trainer: "Trainer", batch: "Batch") -> None:
     alone = ParallelNetwork(trainer.network.inner, trainer.network.inner)
     precision = trainer.job.train.precision  # in another one other sizes fit
     gradients = Gradients(alone, World(device=trainer.world.device), trainer.update.loss_fn, precision=precision)
-    gradients.forward_backward(whole_batch(batch.images, batch.labels), len(batch.labels))
+    gradients.forward_backward(full_batch(batch.images, batch.labels), len(batch.labels))
 
 
 def _try_evaluation(trainer: "Trainer", batch: "Batch") -> None:

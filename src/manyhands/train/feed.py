@@ -39,13 +39,13 @@ class Feed:
 
     Args:
         order: which samples make up each update.
-        cut: how an update is shared.
+        sharing: how an update is shared.
         loader: samples to pixels.
         rank: this process's place among those that samples are shared among.
     """
 
     def __init__(self, order: Order, batch_sharing: BatchSharing, loader: Loader, rank: int) -> None:
-        self.order, self.cut, self.loader, self._rank = order, batch_sharing, loader, rank
+        self.order, self.sharing, self.loader, self._rank = order, batch_sharing, loader, rank
 
     def updates(self, epoch: int, first_step: int) -> Iterator[UpdateShare]:
         """The epoch's updates from `first_step` on."""
@@ -53,20 +53,20 @@ class Feed:
         for step in range(first_step, self.order.steps_per_epoch):
             count = min(self.order.batch, self.order.length - step * self.order.batch)
             yield UpdateShare(
-                [self._micro_batch(shares, next(batches)) for shares in self.cut.micro_batches(count)], count
+                [self._micro_batch(shares, next(batches)) for shares in self.sharing.micro_batches(count)], count
             )
 
     def samples_of_each(self) -> list[int]:
         """What each of those that share takes of a whole update."""
-        parts = self.cut.micro_batches(min(self.order.batch, self.order.length))
+        parts = self.sharing.micro_batches(min(self.order.batch, self.order.length))
         return [sum(share.count for share in shares) for shares in zip(*parts, strict=True)]
 
     def _micro_batch(self, shares: Sequence[Share], batch: Batch) -> LoadedMicroBatch:
-        return LoadedMicroBatch(shares[self._rank], batch, (shares[0].start, shares[-1].stop), self.cut.group)
+        return LoadedMicroBatch(shares[self._rank], batch, (shares[0].start, shares[-1].stop), self.sharing.group)
 
     def _requests(self, epoch: int, first_step: int) -> Iterator[Tensor]:
         for samples in self.order.batches(epoch, first_step):
-            for shares in self.cut.micro_batches(len(samples)):
+            for shares in self.sharing.micro_batches(len(samples)):
                 share = shares[self._rank]
                 start, stop = share.start, max(share.stop, share.start + 1)
                 # A process with nothing to do takes part with a sample that counts for nothing.

@@ -36,16 +36,16 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
         last = describe(trainer.test(lambda: stop), trainer)
     best = _of_the_best(trainer, last, stop)
     trainer.journal.detail(LAST, last)
-    told = f"test on {last.count:,} held-out samples: "
+    message = f"test on {last.count:,} held-out samples: "
     of_last = percentage(last.top1, 2)
     if best:
         trainer.journal.detail(BEST, best)
         of_best = percentage(best.top1, 2)
-        told += f"top-1 {of_best}% with the best weights (step {best.step}), {of_last}% with the last weights"
+        message += f"top-1 {of_best}% with the best weights (step {best.step}), {of_last}% with the last weights"
     else:
-        told += f"top-1 {of_last}% with the last weights"
+        message += f"top-1 {of_last}% with the last weights"
     step = trainer.progress.step
-    trainer.journal.event("tested", told, step, best=best.top1 if best else None, last=last.top1)
+    trainer.journal.event("tested", message, step, best=best.top1 if best else None, last=last.top1)
     trainer.phase = "train"
 
 

@@ -21,7 +21,7 @@ SHARE, USUAL_S = 0.01, 60.0
 EXPECTED_S, WEIGHT_S = 86_400.0, 3600.0
 # Saves whose median counts; rounds of training that say what is usual, and how many are enough.
 _SAVES, _ROUNDS, _ENOUGH = 9, 20, 3
-_TOLD = 2.0
+_REPORT_RATIO = 2.0
 _BEGINS, _FAILS = {"first-step", "resumed"}, {"restarted", "failed"}
 _ENDS = {*_FAILS, "regrouped", "stopped", "interrupted", "finished"}
 
@@ -76,7 +76,7 @@ class SaveInterval:
         self.machines = -(-world.size // max(1, world.local_size))
         self.failures, self._before_s = seen_failures(folder)
         self._began_s, self._excess_s = time.perf_counter(), 0.0
-        self._told_s, self._said = 0.0, False
+        self._reported_s, self._said = 0.0, False
         self._usual_s: deque[float] = deque(maxlen=_ROUNDS)
         self._saves_s: deque[float] = deque(maxlen=_SAVES)
 
@@ -94,21 +94,21 @@ class SaveInterval:
         self._excess_s = 0.0
         return best_interval(statistics.median(self._saves_s), self._between_failures_s())
 
-    def tell(self, seconds: float, journal: Journal, step: int) -> None:
+    def record(self, seconds: float, journal: Journal, step: int) -> None:
         """Records what was chosen, and again where it is another by far; says it once, when it has an effect."""
         save_s, fails_s = statistics.median(self._saves_s), self._between_failures_s()
         seen = f"{self.failures} seen" if self.failures else "none seen; assumed"
-        told = (
+        message = (
             f"a checkpoint every {seconds:.0f} s, because each delays training by {save_s:.2g} s and failures are "
             f"expected every {fails_s / 3600:.2g} h ({seen})"
         )
-        if not self._told_s or max(seconds / self._told_s, self._told_s / seconds) >= _TOLD:
-            self._told_s = seconds
+        if not self._reported_s or max(seconds / self._reported_s, self._reported_s / seconds) >= _REPORT_RATIO:
+            self._reported_s = seconds
             figures = {"seconds": seconds, "save_s": save_s, "between_failures_s": fails_s, "failures": self.failures}
-            journal.event("interval", told, step, **figures)
+            journal.event("interval", message, step, **figures)
         if not self._said and time.perf_counter() - self._began_s >= seconds:
             self._said = True
-            journal.event("note", told, step)
+            journal.event("note", message, step)
 
     def _between_failures_s(self) -> float:
         trained_s = self._before_s + time.perf_counter() - self._began_s

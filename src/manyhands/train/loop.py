@@ -9,17 +9,17 @@ from manyhands.core.phases import CLOCK, COMPUTE, DATA, OTHER, RECORDS, SAVING
 from manyhands.core.quantities import percentage
 from manyhands.core.records import StepMetrics
 from manyhands.train.diagnose import explain_lost
-from manyhands.train.epoch_end import tell_of_epoch
+from manyhands.train.epoch_end import record_epoch
 from manyhands.train.evaluate import Interrupted
 from manyhands.train.feed import UpdateShare
 from manyhands.train.held_out import test_once
 from manyhands.train.own_optimizer import largest_rate
 from manyhands.train.pth_tar import write_pth_tar
-from manyhands.train.replaced import tell_of_replaced
-from manyhands.train.saving import evaluate, save, save_last, settle
+from manyhands.train.record_time import record_time
+from manyhands.train.replaced import record_replaced
+from manyhands.train.saving import evaluate, finish_save, save, save_last
 from manyhands.train.status import Status
 from manyhands.train.stopping import StopSignal, listening
-from manyhands.train.tell_time import tell_of_time
 from manyhands.train.trainer import Trainer
 
 
@@ -29,7 +29,7 @@ def fit(trainer: Trainer) -> str:
     Returns:
         "finished", or "stopped" with everything saved.
     """
-    with listening() as stop, trainer.heart.beating(lambda: trainer.phase):
+    with listening() as stop, trainer.heartbeats.beating(lambda: trainer.phase):
         try:
             ended = _train(trainer, stop)
         except Interrupted:
@@ -38,8 +38,8 @@ def fit(trainer: Trainer) -> str:
             )
             save_last(trainer)
             ended = "stopped"
-        settle(trainer)
-        tell_of_time(trainer)
+        finish_save(trainer)
+        record_time(trainer)
         return ended
 
 
@@ -55,8 +55,8 @@ def _train(trainer: Trainer, stop: StopSignal) -> str:
     if progress.owed and _conclude(trainer, stop):
         save(trainer)
     while not (trainer.done() or trainer.stopped):
-        if trainer.settle_shares:
-            trainer.settle_shares()
+        if trainer.balance_shares:
+            trainer.balance_shares()
         for update in updates(trainer, stop):
             trainer.update(update, progress.step)
             trainer.count_update()
@@ -64,7 +64,7 @@ def _train(trainer: Trainer, stop: StopSignal) -> str:
         return "stopped"
     if progress.evaluated_step != progress.step:
         evaluate(trainer, stop)
-    settle(trainer)
+    finish_save(trainer)
     if progress.saved_step != progress.step or not trainer.saves:
         save_last(trainer)
     test_once(trainer, stop)
@@ -80,22 +80,22 @@ def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
     while not (trainer.done() or trainer.stopped):
         started = time.perf_counter()
         CLOCK.to(DATA)
-        trainer.heart.beat(waiting=True)
+        trainer.heartbeats.beat(waiting=True)
         update = next(found, None)
         trainer.status_round.waiting_s += time.perf_counter() - started
         CLOCK.to(COMPUTE)
         if update is None:
             CLOCK.to(OTHER)
             started = time.perf_counter()
-            tell_of_time(trainer)
+            record_time(trainer)
             waited_s = time.perf_counter() - started  # for a process that stands still just now
-            trainer.note_stall(trainer.heart.too_long(waited_s), waited_s)
+            trainer.note_stall(trainer.heartbeats.too_long(waited_s), waited_s)
             return
-        trainer.heart.beat()
+        trainer.heartbeats.beat()
         started = time.perf_counter()
         yield update
         CLOCK.to(RECORDS)
-        trainer.note_stall(trainer.heart.updated(trainer.progress.step), time.perf_counter() - started)
+        trainer.note_stall(trainer.heartbeats.updated(trainer.progress.step), time.perf_counter() - started)
         if trainer.done():
             trainer.synchronizer.finish(trainer.progress.step)
         trainer.stopped = trainer.folder is not NOWHERE and attend(trainer, stop)
@@ -108,7 +108,7 @@ def attend(trainer: Trainer, stop: StopSignal) -> bool:
     epoch_ends = progress.step_in_epoch == 0
     audit = trainer.job.train.audit_every
     if progress.step == 1 or (audit and progress.step % audit == 0):
-        trainer.prove_replicas()
+        trainer.verify_replicas()
     evaluation = trainer.evaluation_due()
     forced = epoch_ends or evaluation or trainer.done() or progress.step == 1 or trainer.line_due()
     if not trainer.status_round.due(progress.step, force=forced):
@@ -121,23 +121,23 @@ def attend(trainer: Trainer, stop: StopSignal) -> bool:
         progress.step,
         stop=bool(stop),
         written=written,
-        extra=trainer.telling,
+        extra=trainer.status_values,
         replaced=bad,
     )
     if not math.isfinite(status.loss):
         raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
     _record(trainer, status, order.steps_per_epoch)
-    trainer.note_stall(trainer.heart.too_long(status.waited_s), status.waited_s)
-    trainer.heed(status)
-    settle(trainer, written=status.written)
+    trainer.note_stall(trainer.heartbeats.too_long(status.waited_s), status.waited_s)
+    trainer.observe(status)
+    finish_save(trainer, written=status.written)
     if status.stop:
         trainer.journal.event("stopping", "saving", progress.step)
     progress.owed = evaluation
     if status.stop:
         if not progress.owed:
-            tell_of_epoch(trainer)
+            record_epoch(trainer)
         save_last(trainer)
-    elif trainer.own_loop and epoch_ends:
+    elif trainer.custom_loop and epoch_ends:
         pass  # what the user's own loop does at an epoch's end belongs to what is saved there
     elif _conclude(trainer, stop) or trainer.save_due(by_time=status.save):
         save(trainer)
@@ -150,7 +150,7 @@ def _conclude(trainer: Trainer, stop: StopSignal) -> bool:
     if trainer.progress.step_in_epoch == 0:
         with CLOCK.within(SAVING):
             write_pth_tar(trainer, best=improved)
-    tell_of_epoch(trainer)
+    record_epoch(trainer)
     return improved
 
 
@@ -161,13 +161,13 @@ def _record(trainer: Trainer, status: Status, steps_per_epoch: int) -> None:
     if differing := trainer.update.differing_buffers():
         trainer.on_differing_buffers(differing)
     if status.replaced:
-        tell_of_replaced(trainer)
-    if status.tell:
-        tell_of_time(trainer)
+        record_replaced(trainer)
+    if status.report_time:
+        record_time(trainer)
     if not status.samples:
         return
     trainer.epoch_mean.add(status)
-    growing = trainer.divergence.heed(status.loss)
+    growing = trainer.divergence.observe(status.loss)
     if growing:
         trainer.journal.event("warning", growing, progress.step)
     epoch_loss, epoch_top1 = trainer.epoch_mean.take() if progress.step_in_epoch == 0 else (None, None)
@@ -191,7 +191,7 @@ def _record(trainer: Trainer, status: Status, steps_per_epoch: int) -> None:
             asked=trainer.line_due(),
         )
     )
-    own = f"loss={status.own_loss:.4f} acc={percentage(status.own_top1)}" if status.own_samples else "loss=- acc=-"
+    own = f"loss={status.custom_loss:.4f} acc={percentage(status.own_top1)}" if status.own_samples else "loss=- acc=-"
     of_epoch = f" epoch_loss={epoch_loss:.4f}" if epoch_loss is not None else ""
     place = f"epoch={(progress.step - 1) // steps_per_epoch + 1} step={progress.step}/{trainer.total_steps}"
     trainer.journal.line(

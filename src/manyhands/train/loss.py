@@ -145,5 +145,5 @@ def summed(function: Function, output: Tensor, labels: Tensor) -> Tensor:
     if isinstance(loss, Tensor) and (loss.ndim == 0 or len(loss) == len(labels)):
         return summed_over_samples(loss, len(labels))
     given = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    mend = ("return one value per sample, or the mean over the samples",)
-    raise UserError(f"the loss function returned {given} for {len(labels)} samples", "train.loss", mend)
+    hints = ("return one value per sample, or the mean over the samples",)
+    raise UserError(f"the loss function returned {given} for {len(labels)} samples", "train.loss", hints)

@@ -16,8 +16,8 @@ from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.random import spread
 from manyhands.data.transforms import Pixels
-from manyhands.models.build import build_model, describe, settle
-from manyhands.models.first_look import LOOKED_AT, LooksFirst
+from manyhands.models.build import build_model, describe, resolve_model
+from manyhands.models.first_look import INITIALIZATION_SAMPLES, InitializedFromData
 from manyhands.parallel.grid import Grid
 from manyhands.train.data_setup import DataSetup, Objects, make_loader
 from manyhands.train.state import load_snapshot, split_state
@@ -47,11 +47,11 @@ def make_model(
     return model.train()
 
 
-def look_first(model: nn.Module, job: Job, samples: DataSetup, world: World) -> None:
+def initialize_from_data(model: nn.Module, job: Job, samples: DataSetup, world: World) -> None:
     """Shows training pictures to a network that begins with no weights of before, where it asks for them."""
-    if isinstance(model, LooksFirst) and not job.model.weights:
+    if isinstance(model, InitializedFromData) and not job.model.weights:
         loader = make_loader(job, samples.splits.train, samples.pixels, world, train=False)
-        model.look(next(iter(loader.batches(0, [spread(LOOKED_AT, len(samples.splits.train))]))).images)
+        model.look(next(iter(loader.batches(0, [spread(INITIALIZATION_SAMPLES, len(samples.splits.train))]))).images)
         loader.close()
 
 
@@ -63,8 +63,10 @@ def without_first_weights(job: Job, size: int, objects: Objects) -> Job:
         size: of the pictures, in pixels.
         objects: what the user brought instead of names.
     """
-    settled = job.model.model_copy(update={"weights": ""}) if objects.model is not None else settle(job.model, size)
-    return job.model_copy(update={"model": settled})
+    resolved = (
+        job.model.model_copy(update={"weights": ""}) if objects.model is not None else resolve_model(job.model, size)
+    )
+    return job.model_copy(update={"model": resolved})
 
 
 def read_any(path: Path) -> Snapshot:
@@ -91,8 +93,8 @@ def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal
     try:
         load_snapshot(snapshot, model, "model.weights", renames=False)
     except UserError as error:
-        mend = ("choose the network of these weights; only the last layer may have a different number of classes",)
-        raise UserError(error.what, f"model.weights: {path}", mend) from None
+        hints = ("choose the network of these weights; only the last layer may have a different number of classes",)
+        raise UserError(error.what, f"model.weights: {path}", hints) from None
     for note in snapshot.notes:
         journal.event("note", note)
 
@@ -107,11 +109,11 @@ def refuse_other_head(snapshot: Snapshot, model: nn.Module, classes: int, where:
     head = _other_head(saved, live, classes)
     if head:
         outputs = len(saved[head[0]])
-        mend = (
+        hints = (
             f"start from these weights with a new last layer: --model.weights {where}",
             f"or keep all outputs: --set model.num_classes={outputs}",
         )
-        raise UserError(f"the network has {outputs:,} outputs, but the data has {classes:,} classes", where, mend)
+        raise UserError(f"the network has {outputs:,} outputs, but the data has {classes:,} classes", where, hints)
 
 
 def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int) -> list[str]:

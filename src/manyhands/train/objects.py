@@ -45,13 +45,13 @@ def metric_words(given: Any) -> tuple[str, ...] | None:
         named: Mapping[Any, Any] = given
         for name in named:
             if not (isinstance(name, str) and name.isidentifier()):
-                mend = ("use letters, digits and _, such as top_3 or macro_recall",)
-                raise UserError(f"{shortened(repr(name))} is not a valid name for a metric", "metrics", mend)
+                hints = ("use letters, digits and _, such as top_3 or macro_recall",)
+                raise UserError(f"{shortened(repr(name))} is not a valid name for a metric", "metrics", hints)
         return tuple(f"{OBJECT}:{name}" for name in named)
     words: Sequence[Any] = (given,) if isinstance(given, str) else given if isinstance(given, list | tuple) else ()
     if given is not None and not (words and all(isinstance(word, str) for word in words)):
-        mend = ('pass metrics={"top3": function}', 'or metrics=["file.py:function"]')
-        raise UserError(f"metrics is a {type(given).__name__}, not a dict or a list of names", "fit", mend)
+        hints = ('pass metrics={"top3": function}', 'or metrics=["file.py:function"]')
+        raise UserError(f"metrics is a {type(given).__name__}, not a dict or a list of names", "fit", hints)
     return tuple(words) if words else None
 
 
@@ -121,6 +121,6 @@ def brought(key: str, word: str, given: Any) -> Any:
         return given
     if word == OBJECT:
         name = key.rpartition(".")[2]
-        mend = (f"resume in Python: fit(…, {name}=…)", f"or name the code: --set {key}=file.py:function")
-        raise UserError(f"this run's {name} was a Python object, now unavailable", key, mend)
+        hints = (f"resume in Python: fit(…, {name}=…)", f"or name the code: --set {key}=file.py:function")
+        raise UserError(f"this run's {name} was a Python object, now unavailable", key, hints)
     return load_object(word, key) if is_object_reference(word) else None

@@ -11,7 +11,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from manyhands.config.job import TrainOptions
 from manyhands.data.order import Order
-from manyhands.train.own_optimizer import OF_LR, MakeOptimizer, make_own, own_maker
+from manyhands.train.own_optimizer import OF_LR, MakeOptimizer, make_custom, own_maker
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 _WRAPPED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
@@ -81,7 +81,7 @@ def make_optimizer(
         own: the user's function, from Python; it wins over the name in the options.
     """
     if make := own_maker(options, own):
-        return make_own(make, model)
+        return make_custom(make, model)
     groups = _groups(model, options)
     # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
     fused = None if sharded else True

@@ -24,7 +24,7 @@ _TRIED = 8
 
 
 @dataclass(frozen=True)
-class OwnMetric:
+class CustomMetric:
     """A figure of the user's own; `own` is their function, or their object with `update` and `compute`."""
 
     name: str
@@ -44,15 +44,15 @@ class OwnMetric:
         given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         if self._adds_up:
             if not isinstance(value, Tensor):
-                mend = (
+                hints = (
                     "return sums over the samples from update(outputs, labels), and the metric from compute(sums)",
                     "don't keep state in the object, because manyhands adds sums over processes",
                 )
-                raise UserError(f"update of the metric {self.name} returned {given}, not a tensor", _WHERE, mend)
+                raise UserError(f"update of the metric {self.name} returned {given}, not a tensor", _WHERE, hints)
             return value.to(dtype).flatten()
         if not isinstance(value, Tensor) or value.shape != labels.shape:
-            mend = ("return one value per sample, [n]; the metric is their mean",)
-            raise UserError(f"the metric {self.name} returned {given} for {len(labels)} samples", _WHERE, mend)
+            hints = ("return one value per sample, [n]; the metric is their mean",)
+            raise UserError(f"the metric {self.name} returned {given} for {len(labels)} samples", _WHERE, hints)
         return value.to(dtype).sum()[None]
 
     def number(self, sums: Tensor, count: int) -> float:
@@ -72,8 +72,8 @@ class OwnMetric:
         """
         figure = self.number(sums, count)
         if not math.isfinite(figure):
-            mend = ("return a finite number, such as 0 for a division by 0: torch.nan_to_num", "or remove this metric")
-            raise UserError(f"the metric {self.name} is {figure}", _WHERE, mend)
+            hints = ("return a finite number, such as 0 for a division by 0: torch.nan_to_num", "or remove this metric")
+            raise UserError(f"the metric {self.name} is {figure}", _WHERE, hints)
         return figure
 
 
@@ -91,7 +91,7 @@ class FigureSums:
         UserError: a metric fails, or gives what isn't one value per sample or sums.
     """
 
-    def __init__(self, metrics: Sequence[OwnMetric], outputs: int, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, metrics: Sequence[CustomMetric], outputs: int, device: str, dtype: torch.dtype) -> None:
         self._metrics, self._dtype = metrics, dtype
         generator = torch.Generator().manual_seed(0)
         logits = torch.randn(_TRIED, outputs, generator=generator).to(device)
@@ -110,9 +110,9 @@ class FigureSums:
         found = [metric.sums(logits.clone(), labels.clone(), self._dtype) for metric in self._metrics]
         for metric, sums, width in zip(self._metrics, found, self._widths, strict=True):
             if len(sums) != width:
-                mend = ("return the same number of sums for any samples",)
+                hints = ("return the same number of sums for any samples",)
                 what = f"update of the metric {metric.name} returned {len(sums)} sums, but {width} before"
-                raise UserError(what, _WHERE, mend)
+                raise UserError(what, _WHERE, hints)
         return torch.cat(found)
 
     def figures(self, sums: Tensor, count: int) -> dict[str, float]:
@@ -121,7 +121,7 @@ class FigureSums:
         return {metric.name: metric.figure(part, count) for metric, part in parts}
 
 
-def _tried(metric: OwnMetric, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+def _tried(metric: CustomMetric, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
     try:
         sums = metric.sums(logits, labels, dtype)
         # Of samples that are made up there may be nothing to divide by.
@@ -138,7 +138,7 @@ def _tried(metric: OwnMetric, logits: Tensor, labels: Tensor, dtype: torch.dtype
 
 def make_metrics(
     words: Iterable[str], given: Mapping[str, Any] | None, *, live_only: bool = False
-) -> tuple[OwnMetric, ...]:
+) -> tuple[CustomMetric, ...]:
     """The user's metrics, from Python or from their files.
 
     Args:
@@ -149,7 +149,7 @@ def make_metrics(
     Raises:
         UserError: a file has no such function, or an object isn't here.
     """
-    found: list[OwnMetric] = []
+    found: list[CustomMetric] = []
     for word in words:
         kind, _, name = word.rpartition(":")
         if kind != OBJECT:
@@ -159,16 +159,16 @@ def make_metrics(
         elif live_only:
             continue
         else:
-            mend = (
+            hints = (
                 f'resume in Python: fit(…, metrics={{"{name}": …}})',
                 f"or name the code: --set 'train.metrics=[\"file.py:{name}\"]'",
                 "or resume without metrics: --set 'train.metrics=[]'",
             )
-            raise UserError(f"this run's metric {name} was a Python object, now unavailable", _WHERE, mend)
+            raise UserError(f"this run's metric {name} was a Python object, now unavailable", _WHERE, hints)
         if not callable(own) and not hasattr(own, "update"):
-            mend = ("name a function of outputs and labels that returns one value per sample",)
-            raise UserError(f"the metric {name} is a {type(own).__name__}, not a function", _WHERE, mend)
+            hints = ("name a function of outputs and labels that returns one value per sample",)
+            raise UserError(f"the metric {name} is a {type(own).__name__}, not a function", _WHERE, hints)
         if isinstance(own, type):
             raise UserError(f"the metric {name} is a class", _WHERE, (f"pass an instance: {own.__name__}()",))
-        found.append(OwnMetric(name, own))
+        found.append(CustomMetric(name, own))
     return tuple(found)

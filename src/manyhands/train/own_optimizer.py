@@ -30,12 +30,12 @@ def own_maker(options: TrainOptions, given: MakeOptimizer | None) -> MakeOptimiz
     """
     make: Any = brought(_WHERE, options.optimizer, given)
     if make is not None and not callable(make):
-        mend = ("name a function of the parameters that returns a torch.optim.Optimizer",)
-        raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, mend)
+        hints = ("name a function of the parameters that returns a torch.optim.Optimizer",)
+        raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, hints)
     return cast(MakeOptimizer | None, make)
 
 
-def make_own(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     """The user's optimizer of a network's trainable parameters, each group's learning rate noted.
 
     Raises:
@@ -44,8 +44,8 @@ def make_own(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = make(list(parameters))
     if not isinstance(optimizer, torch.optim.Optimizer):
-        mend = ("return a torch.optim.Optimizer, such as lambda parameters: torch.optim.RMSprop(parameters)",)
-        raise UserError(f"the optimizer function returned a {type(optimizer).__name__}", _WHERE, mend)
+        hints = ("return a torch.optim.Optimizer, such as lambda parameters: torch.optim.RMSprop(parameters)",)
+        raise UserError(f"the optimizer function returned a {type(optimizer).__name__}", _WHERE, hints)
     kind = type(optimizer).__name__
     needed = inspect.signature(optimizer.step).parameters.get("closure")
     if needed is not None and needed.default is inspect.Parameter.empty:
@@ -57,8 +57,8 @@ def make_own(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left_out = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in held]
     if left_out:
-        mend = ("pass all parameters to the optimizer", "or freeze the parameter: parameter.requires_grad = False")
-        raise UserError(f"{kind} doesn't have the trainable parameter {left_out[0]}", _WHERE, mend)
+        hints = ("pass all parameters to the optimizer", "or freeze the parameter: parameter.requires_grad = False")
+        raise UserError(f"{kind} doesn't have the trainable parameter {left_out[0]}", _WHERE, hints)
     rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
     if not all(isinstance(rate, int | float) for rate in rates) or max(rates, default=0.0) <= 0:
         raise UserError(f"{kind} has no usable learning rate: {rates}", _WHERE, ("pass lr=… above 0",))
@@ -91,14 +91,14 @@ def mark_own(optimizer: torch.optim.Optimizer) -> None:
     _start_momentum(optimizer)
 
 
-def is_own(optimizer: torch.optim.Optimizer) -> bool:
-    """True for what `make_own` has made or `mark_own` noted."""
+def is_custom(optimizer: torch.optim.Optimizer) -> bool:
+    """True for what `make_custom` has made or `mark_own` noted."""
     return _OF_PEAK in optimizer.param_groups[0]
 
 
 def with_own_rate(options: TrainOptions, optimizer: torch.optim.Optimizer) -> TrainOptions:
     """The options with the peak learning rate that the user's optimizer says; of one of ours as they are."""
-    return options.model_copy(update={"lr": largest_rate(optimizer)}) if is_own(optimizer) else options
+    return options.model_copy(update={"lr": largest_rate(optimizer)}) if is_custom(optimizer) else options
 
 
 def largest_rate(optimizer: torch.optim.Optimizer) -> float:

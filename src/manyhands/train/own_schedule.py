@@ -56,7 +56,7 @@ def make_schedule(
 
     try:
         if of_optimizer:
-            scheduler = OwnScheduler(function(optimizer, **asked), optimizer)
+            scheduler = CustomScheduler(function(optimizer, **asked), optimizer)
             if scheduler.waits and not options.evaluate_every:
                 what = "the schedule needs evaluations, but evaluate_every=0 evaluates only at the end"
                 raise UserError(what, _WHERE, ("set --train.evaluate-every 1, or choose another schedule",))
@@ -67,8 +67,8 @@ def make_schedule(
     except Exception as error:
         given = "with this optimizer" if of_optimizer else "at step 0"
         what = f"the schedule failed {given}: {type(error).__name__}: {error}"
-        mend = () if of_optimizer else ("for a torch scheduler, name the function's first parameter optimizer",)
-        raise UserError(what, users_line(error) or _WHERE, mend) from error
+        hints = () if of_optimizer else ("for a torch scheduler, name the function's first parameter optimizer",)
+        raise UserError(what, users_line(error) or _WHERE, hints) from error
     return set_rates
 
 
@@ -76,11 +76,11 @@ def _asked_for(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[b
     """Whether a function is one of the optimizer, and what it asks for besides its first argument."""
     if not callable(function):
         kind = type(function).__name__
-        mend = (
+        hints = (
             "pass a function of the step: schedule=lambda step: 0.99 ** step",
             "or of the optimizer: schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9)",
         )
-        raise UserError(f"the schedule is a {kind}, not a function", _WHERE, mend)
+        raise UserError(f"the schedule is a {kind}, not a function", _WHERE, hints)
     try:
         first, *others = list(inspect.signature(function).parameters.values()) or [_NOTHING]
     except ValueError:  # of what is written in C it isn't always known
@@ -93,8 +93,8 @@ def _asked_for(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[b
     ]
     missing = [name for name in needed if name not in known]
     if missing:
-        mend = ("use only the further parameters total_steps and steps_per_epoch",)
-        raise UserError(f"the schedule has an unknown parameter: {missing[0]}", _WHERE, mend)
+        hints = ("use only the further parameters total_steps and steps_per_epoch",)
+        raise UserError(f"the schedule has an unknown parameter: {missing[0]}", _WHERE, hints)
     names = {one.name for one in others}
     return first.name == _OF_OPTIMIZER, {name: value for name, value in known.items() if name in names}
 
@@ -104,15 +104,15 @@ def _part(value: Any, step: int) -> float:
     try:
         part = float(value)
     except (TypeError, ValueError):
-        mend = ("return a number, the factor of the peak learning rate",)
-        raise UserError(f"the schedule returned a {type(value).__name__} at step {step}", _WHERE, mend) from None
+        hints = ("return a number, the factor of the peak learning rate",)
+        raise UserError(f"the schedule returned a {type(value).__name__} at step {step}", _WHERE, hints) from None
     if not math.isfinite(part) or part < 0:
-        mend = ("return the factor of the peak learning rate, 0 or higher",)
-        raise UserError(f"the schedule returned {part} at step {step}", _WHERE, mend)
+        hints = ("return the factor of the peak learning rate, 0 or higher",)
+        raise UserError(f"the schedule returned {part} at step {step}", _WHERE, hints)
     return part
 
 
-class OwnScheduler:
+class CustomScheduler:
     """A torch scheduler, stepped once before each update but the first; one that waits for a loss, by each evaluation.
 
     Where a run goes on, it goes on from its saved state; made otherwise than before (a longer run's), it makes all
@@ -125,11 +125,11 @@ class OwnScheduler:
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
         kind = self._kind = type(scheduler).__name__
         if not isinstance(scheduler, LRScheduler):
-            mend = ("return a torch.optim.lr_scheduler.LRScheduler of the optimizer",)
-            raise UserError(f"the schedule function returned a {kind}", _WHERE, mend)
+            hints = ("return a torch.optim.lr_scheduler.LRScheduler of the optimizer",)
+            raise UserError(f"the schedule function returned a {kind}", _WHERE, hints)
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-            mend = ("create the scheduler from the function's argument",)
-            raise UserError(f"the schedule's {kind} belongs to another optimizer", _WHERE, mend)
+            hints = ("create the scheduler from the function's argument",)
+            raise UserError(f"the schedule's {kind} belongs to another optimizer", _WHERE, hints)
         self.waits = isinstance(scheduler, ReduceLROnPlateau)
         self._scheduler: Any = scheduler
         if self.waits and self._scheduler.mode != "min":
@@ -158,7 +158,7 @@ class OwnScheduler:
         """Where it is, as JSON."""
         return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._now()})
 
-    def go_on(self, saved: str, step: int) -> None:
+    def resume(self, saved: str, step: int) -> None:
         """Is put where it was when `saved` was made, where that fits a run that has made so many updates.
 
         Raises:
@@ -198,7 +198,7 @@ class _SavedPlace(BaseModel):
 
 
 class _SavedScheduler(BaseModel):
-    """What `OwnScheduler.saved` gives."""
+    """What `CustomScheduler.saved` gives."""
 
     kind: str
     made: int

@@ -33,7 +33,7 @@ class OutputHook:
         return OutputHook, ()
 
 
-class OwnUpdate:
+class CustomUpdate:
     """Gives micro-batches one by one, takes the mean loss of each, then updates the parameters.
 
     Args:
@@ -157,8 +157,8 @@ class OwnUpdate:
     def _refuse_changes(self) -> None:
         """Raises UserError where the loop changed gradients that are a part of the update's, scaled or in pieces."""
         if any(one.grad is not grad or grad._version != version for one, grad, version in self._added):
-            mend = ("to clip, use manyhands.session(clip=1.0)", "to reset gradients, call optimizer.zero_grad()")
-            raise UserError("the loop changed gradients before the update was complete", "samples", mend)
+            hints = ("to clip, use manyhands.session(clip=1.0)", "to reset gradients, call optimizer.zero_grad()")
+            raise UserError("the loop changed gradients before the update was complete", "samples", hints)
         self._added.clear()
 
     def finish(self) -> bool:

@@ -8,7 +8,7 @@ from manyhands.core.journal import Journal
 from manyhands.core.world import World
 from manyhands.sync.costs import Cost
 from manyhands.sync.synchronizer import Synchronizer, Timed
-from manyhands.train.heart import stood_still
+from manyhands.train.heartbeat import stood_still
 
 # A process is slow that takes so many times as long as the others' median, in so many agreements one after the other.
 _SLOW, _TIMES = 1.3, 3
@@ -26,7 +26,7 @@ class Watcher:
     hosts: list[str]  # name of each rank's machine
     _waited_s: float = field(default=0.0, init=False)
     _slow: list[int] = field(default_factory=list[int], init=False)
-    _told: set[int] = field(default_factory=set[int], init=False)
+    _reported: set[int] = field(default_factory=set[int], init=False)
     _stood_s: float = field(default=0.0, init=False)
     _stalls_s: list[float] = field(default_factory=list[float], init=False)
 
@@ -50,11 +50,11 @@ class Watcher:
         own = [rank == self.world.rank for rank in range(self.world.size)]
         return [*(step_s * one for one in own), *(self.timed.exchange_s * one for one in own)]
 
-    def heed(self, told: list[float], step: int, journal: Journal) -> Cost:
+    def observe(self, values: list[float], step: int, journal: Journal) -> Cost:
         """Says what the sums of `mine` show, alike on all processes; returns the method as it is from now on."""
-        speeds_s, exchanges_s = told[: self.world.size], told[self.world.size :]
+        speeds_s, exchanges_s = values[: self.world.size], values[self.world.size :]
         self._name_the_slow(speeds_s, step, journal)
-        before, now = self.cost, self.synchronizer.suit_pace(speeds_s, exchanges_s)
+        before, now = self.cost, self.synchronizer.adapt_pace(speeds_s, exchanges_s)
         if now is not None:
             self.cost = now
             longer = (now.every, now.delay) > (before.every, before.delay)
@@ -87,8 +87,8 @@ class Watcher:
             self._slow.clear()
             return
         self._slow.append(slowest)
-        if len(self._slow) >= _TIMES and set(self._slow[-_TIMES:]) == {slowest} and slowest not in self._told:
-            self._told.add(slowest)
+        if len(self._slow) >= _TIMES and set(self._slow[-_TIMES:]) == {slowest} and slowest not in self._reported:
+            self._reported.add(slowest)
             what = (
                 f"rank {slowest} on {self.hosts[slowest]} takes {speeds[slowest]:.3g} s a step, "
                 f"the other ranks {usual_s:.3g} s"

@@ -35,18 +35,18 @@ from manyhands.train.feed import Feed
 from manyhands.train.job import record_setup, refuse_uncuttable, resume, say_expected, set_determinism
 from manyhands.train.objects import Objects, digest_objects
 from manyhands.train.optimize import total_steps
-from manyhands.train.own_optimizer import make_own, mark_own
-from manyhands.train.own_schedule import OwnScheduler, make_schedule
+from manyhands.train.own_optimizer import make_custom, mark_own
+from manyhands.train.own_schedule import CustomScheduler, make_schedule
 from manyhands.train.prepared import take_groups
 from manyhands.train.recover import Resumable, find_state, training_digest
-from manyhands.train.rehearse import warm_up
 from manyhands.train.scheduler_state import reading_of, restore_scheduler
-from manyhands.train.sharing import order_and_cut, refuse_small_micro_batches
+from manyhands.train.sharing import order_and_sharing, refuse_small_micro_batches
 from manyhands.train.state import Progress
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
 from manyhands.train.trained import describe_trained
 from manyhands.train.trainer import Trainer, seconds_between_saves
+from manyhands.train.trial_step import warm_up
 from manyhands.train.under_mode import BeforeMode, grid_of, put_under_mode
 
 # The key of a checkpoint's state for what a session alone knows.
@@ -75,7 +75,7 @@ class SpokenJournal(Journal):
 
 
 @dataclass(frozen=True)
-class OwnParts:
+class CustomParts:
     """What a loop of the user's own brings."""
 
     model: nn.Module  # the network
@@ -101,7 +101,9 @@ def as_plan(plan: PlanLike) -> Plan:
     return Plan(parse_mesh(plan["mesh"]), {name: text for name, text in plan.items() if name != "mesh"})
 
 
-def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnParts) -> tuple[Trainer, dict[str, Any]]:
+def prepare_trainer(
+    job: Job, folder: RunFolder | None, world: World, own: CustomParts
+) -> tuple[Trainer, dict[str, Any]]:
     """Builds the trainer, and puts it where the run folder's newest checkpoint was; a collective.
 
     The job has the batch; without a folder nothing is kept.
@@ -125,28 +127,28 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     splits, grid = open_splits(job, world, objects), grid_of(job, world, mode)
     layouts = layouts_of(model, grid.mesh, world.rank) if grid else {}
     known = journal, job, world, splits, class_names(job, splits), objects, model, layouts
-    record_setup(*known, optimizer=own.optimizer, own_loop=True)
-    refuse_uncuttable(job, plan, mode, journal, goes_on=folder is not None and folder.has_checkpoints())
+    record_setup(*known, optimizer=own.optimizer, custom_loop=True)
+    refuse_uncuttable(job, plan, mode, journal, resumes=folder is not None and folder.has_checkpoints())
     samples = open_samples(job, world, objects, journal, splits=splits)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     under = put_under_mode(BeforeMode(job, model, samples, mode, world, journal, plan=plan, grid=grid, found=found))
     network, synced = under.network, under.synced
     _follow_parameters(own, names)
     # Measured shares of a checkpoint aren't kept: nothing measures them anew here.
-    own_statistics, kept = synced.synchronizer.own_statistics, [] if found else None
-    order, cut = order_and_cut(job, samples.splits, world, mode, network, journal, kept, own=own_statistics)
-    refuse_small_micro_batches(order, cut, network)
+    local_statistics, kept = synced.synchronizer.local_statistics, [] if found else None
+    order, sharing = order_and_sharing(job, samples.splits, world, mode, network, journal, kept, own=local_statistics)
+    refuse_small_micro_batches(order, sharing, network)
     if job.train.compile:
         keep_compiled()
         model.compile()
     if own.scheduled:
-        make_own(lambda _: own.optimizer, model)
+        make_custom(lambda _: own.optimizer, model)
     else:
         mark_own(own.optimizer)
     set_rates = make_schedule(own.optimizer, job.train, order.steps_per_epoch) if own.scheduled else lambda _step: None
-    if isinstance(set_rates, OwnScheduler) and set_rates.waits:
-        mend = ("pass the scheduler to session.prepare(…, scheduler=scheduler), and call scheduler.step(loss)",)
-        raise UserError("this schedule needs evaluations, which sessions don't make", "train.schedule", mend)
+    if isinstance(set_rates, CustomScheduler) and set_rates.waits:
+        hints = ("pass the scheduler to session.prepare(…, scheduler=scheduler), and call scheduler.step(loss)",)
+        raise UserError("this schedule needs evaluations, which sessions don't make", "train.schedule", hints)
     update = Updater(
         network,
         own.optimizer,
@@ -156,7 +158,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         set_rates,
         synchronizer=synced.synchronizer,
         gradients_mean=job.parallel.gradients_mean,
-        unused=under.rehearsed.unused,
+        unused=under.trial.unused,
     )
     warm_up(update, samples.train, min(2, order.length))
     for module in frozen:
@@ -169,7 +171,7 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         mode=mode,
         classes=samples.classes,
         trained=describe_trained(job, samples, samples.classes, mode, objects, world.size),
-        feed=Feed(order, cut, samples.train, network.replica(world.rank)),
+        feed=Feed(order, sharing, samples.train, network.replica(world.rank)),
         network=network,
         update=update,
         evaluate=_not_by_itself,
@@ -181,10 +183,10 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
         digest=training_digest(job, order.length),
         sync=synced.cost,
         augment=samples.pixels.augment,
-        draws=under.rehearsed.draws,
+        draws=under.trial.draws,
         watcher=under.watcher(world),
-        standing=synced.standing,
-        own_loop=True,
+        communication=synced.communication,
+        custom_loop=True,
         release=lambda: under.release(samples),
     )
     say_expected(under.sample_s, trainer)
@@ -192,9 +194,9 @@ def prepare_trainer(job: Job, folder: RunFolder | None, world: World, own: OwnPa
     return trainer, noted
 
 
-def _start(trainer: Trainer, found: Resumable | None, own: OwnParts) -> dict[str, Any]:
+def _start(trainer: Trainer, found: Resumable | None, own: CustomParts) -> dict[str, Any]:
     """Restores the trainer from the checkpoint, if there is one; returns the session's saved notes."""
-    noted = _go_on(trainer, found, own) if found else {}
+    noted = _resume(trainer, found, own) if found else {}
     CLOCK.take()
     trainer.status_round.reset(trainer.progress.step)
     trainer.epoch_mean.whole = trainer.progress.step_in_epoch == 0
@@ -208,16 +210,16 @@ def _not_by_itself(*_: object) -> Any:
 def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan | None]:
     """Returns the parallel mode and the plan, from the argument of `prepare` or from the job; a collective."""
     if job.cluster.shares == "auto" and not world.alone:
-        mend = ("set the shares, such as --set cluster.shares=[24,8]", "or remove cluster.shares")
-        raise UserError("cluster.shares = auto is not available in a session", "cluster.shares", mend)
+        hints = ("set the shares, such as --set cluster.shares=[24,8]", "or remove cluster.shares")
+        raise UserError("cluster.shares = auto is not available in a session", "cluster.shares", hints)
     mode = MODE_OF_PLANS if plan else resolve_mode(job.parallel.mode, world)
     check_combination(job.sync.method, mode)
     if plan or not follows_plan(mode):
         return mode, plan
     if job.parallel.searches:
         what = f"--parallel {mode} times plans with the job's loss, but sessions have their own loss"
-        mend = ("call session.prepare(…, plan=manyhands.find_plan(net, x, world_size=here.size))",)
-        raise UserError(what, "parallel.mode", mend)
+        hints = ("call session.prepare(…, plan=manyhands.find_plan(net, x, world_size=here.size))",)
+        raise UserError(what, "parallel.mode", hints)
     return mode, shared_plan(job.parallel, world)
 
 
@@ -241,22 +243,22 @@ def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
     return model.train(), job.model_copy(update={"model": named, "train": options.model_copy(update=changes)})
 
 
-def _follow_parameters(own: OwnParts, names: dict[int, str]) -> None:
+def _follow_parameters(own: CustomParts, names: dict[int, str]) -> None:
     """Gives the optimizer the network's parameters as they are under its mode; `names` are of those before it."""
     live = dict(own.model.named_parameters())
     for group in own.optimizer.param_groups:
         if any(id(parameter) not in names for parameter in group["params"]):
-            mend = ("create the optimizer from model.parameters() before session.prepare",)
-            raise UserError("the optimizer has parameters that don't belong to the network", "session.prepare", mend)
+            hints = ("create the optimizer from model.parameters() before session.prepare",)
+            raise UserError("the optimizer has parameters that don't belong to the network", "session.prepare", hints)
         group["params"] = [live[names[id(parameter)]] for parameter in group["params"]]
 
 
-def _go_on(trainer: Trainer, found: Resumable, own: OwnParts) -> dict[str, Any]:
+def _resume(trainer: Trainer, found: Resumable, own: CustomParts) -> dict[str, Any]:
     """Puts network, optimizer, scheduler and progress where a checkpoint was; what the session had noted."""
     saved: Any = (found.snapshot.optimizer or {}).get("param_groups", [])
     if found.source:
         saved = unflatten(found.source.branches.get("param_groups", []), {})
-    if not isinstance(trainer.update.set_rates, OwnScheduler):
+    if not isinstance(trainer.update.set_rates, CustomScheduler):
         take_groups(own.optimizer, saved)
     resume(trainer, found)
     noted = found.snapshot.state.get(SESSION, {})

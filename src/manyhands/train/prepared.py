@@ -32,8 +32,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "step":  # a scheduler puts its own count around it
-            mend = ("create the scheduler first, and pass session.prepare(…, scheduler=scheduler)",)
-            raise UserError("a scheduler was created from a prepared optimizer", "session.prepare", mend)
+            hints = ("create the scheduler first, and pass session.prepare(…, scheduler=scheduler)",)
+            raise UserError("a scheduler was created from a prepared optimizer", "session.prepare", hints)
         setattr(self._inner, name, value)
 
     def __repr__(self) -> str:
@@ -42,8 +42,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @override
     def step(self, closure: Any = None) -> Any:  # None; torch's own type names a closure's value
         if closure is not None:
-            mend = ("call session.backward(loss), then optimizer.step() without a closure",)
-            raise UserError("sessions don't support closures, which compute the loss again", "optimizer.step", mend)
+            hints = ("call session.backward(loss), then optimizer.step() without a closure",)
+            raise UserError("sessions don't support closures, which compute the loss again", "optimizer.step", hints)
         self._finish()
 
     @override
@@ -61,8 +61,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        mend = ("add the parameter group before session.prepare",)
-        raise UserError("a prepared optimizer doesn't accept more parameters", "add_param_group", mend)
+        hints = ("add the parameter group before session.prepare",)
+        raise UserError("a prepared optimizer doesn't accept more parameters", "add_param_group", hints)
 
 
 def as_given(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -70,7 +70,7 @@ def as_given(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.__dict__["_inner"] if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 
-def hold_back(scheduler: LRScheduler, waits: Callable[[], bool]) -> None:
+def postpone_steps(scheduler: LRScheduler, waits: Callable[[], bool]) -> None:
     """Has a scheduler's `step` do nothing while `waits` is true; its state stays as it is, to be saved."""
     kind = type(scheduler)
 

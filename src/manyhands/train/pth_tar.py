@@ -88,10 +88,10 @@ def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
     found = _of_file(snapshot)
     wrong = {flag: found[flag] for flag, value in asked.items() if flag in found and _differ(found[flag], value)}
     if wrong:
-        told = ", ".join(f"{flag} {value}, not {asked[flag]}" for flag, value in wrong.items())
-        mend = "resume with " + " ".join(f"{flag} {str(value).lower()}" for flag, value in wrong.items())
+        differing = ", ".join(f"{flag} {value}, not {asked[flag]}" for flag, value in wrong.items())
+        hints = "resume with " + " ".join(f"{flag} {str(value).lower()}" for flag, value in wrong.items())
         raise UserError(
-            f"{Path(where).name} was trained with {told}", where, (mend, "or use `manyhands train --resume`")
+            f"{Path(where).name} was trained with {differing}", where, (hints, "or use `manyhands train --resume`")
         )
 
 

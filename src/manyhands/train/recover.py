@@ -98,12 +98,14 @@ def _find(job: Job, folder: RunFolder, *, in_pieces: bool) -> Resumable | None:
     if resume == "auto":
         path, passed_over = newest(folder.checkpoints)
         if path is None and passed_over:
-            mend = (*passed_over[:3], "start a new run in another folder: --out DIR")
-            raise UserError("no checkpoint of this run can be read", str(folder.checkpoints), mend)
+            hints = (*passed_over[:3], "start a new run in another folder: --out DIR")
+            raise UserError("no checkpoint of this run can be read", str(folder.checkpoints), hints)
         saved = None if path else saved_step(folder)
         if saved is not None:
-            mend = ("restore checkpoints/ from a copy or from rank 0's machine", "or start a new run: --out DIR")
-            raise UserError(f"step {saved} was saved, but the run has no checkpoint now", str(folder.checkpoints), mend)
+            hints = ("restore checkpoints/ from a copy or from rank 0's machine", "or start a new run: --out DIR")
+            raise UserError(
+                f"step {saved} was saved, but the run has no checkpoint now", str(folder.checkpoints), hints
+            )
         return _open(path, tuple(passed_over), in_pieces=in_pieces) if path else None
     reference = Path(resume).expanduser()
     if not reference.exists():

@@ -6,7 +6,7 @@ from manyhands.train.data_setup import check_bad_pictures, some_pictures
 from manyhands.train.trainer import Trainer
 
 
-def tell_of_replaced(trainer: Trainer) -> None:
+def record_replaced(trainer: Trainer) -> None:
     """Tells of the pictures that others were given for since the last time; a collective.
 
     Raises:
@@ -17,6 +17,6 @@ def tell_of_replaced(trainer: Trainer) -> None:
     mine.clear()
     trainer.bad_pictures |= found
     step = trainer.progress.step
-    told = f"{len(found)} unreadable picture(s) were replaced by other pictures: {some_pictures(found)}"
-    trainer.journal.event("replaced", told, step, count=len(found), pictures=sorted(found))
+    message = f"{len(found)} unreadable picture(s) were replaced by other pictures: {some_pictures(found)}"
+    trainer.journal.event("replaced", message, step, count=len(found), pictures=sorted(found))
     check_bad_pictures(trainer.bad_pictures, trainer.feed.order.length, RunError)

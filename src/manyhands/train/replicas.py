@@ -32,7 +32,7 @@ def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int,
     writers = {0: range(machines[0][1])}
     for rank, (host, size) in enumerate(machines):
         if host:
-            told = f"each checkpoint is saved on both {platform.node()} and {host}, because they don't share a disk"
-            Journal(folder, world.rank).event("note", told)
+            message = f"each checkpoint is saved on both {platform.node()} and {host}, because they don't share a disk"
+            Journal(folder, world.rank).event("note", message)
             return {**writers, rank: range(rank, rank + size)}
     return writers

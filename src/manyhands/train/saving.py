@@ -17,16 +17,16 @@ from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.verify import TornCheckpointError, read_manifest
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import NOWHERE
-from manyhands.core.going_on import going_on
 from manyhands.core.memory import memory
 from manyhands.core.phases import CLOCK, EVALUATION, SAVING
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
+from manyhands.core.resuming import resume_command
 from manyhands.core.trained import STATE_KEY
 from manyhands.parallel.plain import gather_plain
 from manyhands.train.background import NOT_FINITE, SAVED, SaveOutcome
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Evaluation
-from manyhands.train.own_schedule import OwnScheduler
+from manyhands.train.own_schedule import CustomScheduler
 from manyhands.train.rank_state import prune_rank_states, save_rank_state
 from manyhands.train.sharded_state import peers_of, save_sharded
 from manyhands.train.state import capture
@@ -45,7 +45,7 @@ def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
     trainer.phase = "evaluate"
     progress.owed = True
     with agreed(trainer):
-        found = trainer.evaluate(lambda: trainer.heart.beat() or stop)
+        found = trainer.evaluate(lambda: trainer.heartbeats.beat() or stop)
     best = record_evaluation(trainer, found)
     trainer.status_round.leave_out(time.perf_counter() - started)
     trainer.phase = "train"
@@ -66,7 +66,7 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
     progress.evaluated_step, progress.owed = progress.step, False
     by = trainer.job.train.best
     best = progress.improves(by, found.figure(by.partition(" ")[2]))
-    if isinstance(trainer.update.set_rates, OwnScheduler) and trainer.evaluation_asked():
+    if isinstance(trainer.update.set_rates, CustomScheduler) and trainer.evaluation_asked():
         trainer.update.set_rates.evaluated(found.loss)
     trainer.evaluated = EvaluationMetrics(
         time=time.time(),
@@ -106,8 +106,8 @@ def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
 
 @CLOCK.within(SAVING)
 def save(trainer: Trainer) -> None:
-    """Has a checkpoint written, beside training where it can be; a collective. How it ended is learnt by `settle`."""
-    settle(trainer)
+    """Starts writing a checkpoint, in the background where possible; a collective. `finish_save` returns its result."""
+    finish_save(trainer)
     network, progress, started = trainer.network, trainer.progress, time.perf_counter()
     trainer.phase = "save"
     extra = _beside_the_network(trainer)
@@ -126,15 +126,15 @@ def save(trainer: Trainer) -> None:
     trainer.saver.waited_s = time.perf_counter() - started
     trainer.saver.begin(progress.step, write, beside=beside)
     trainer.status_round.saved()
-    trainer.saver.held_up_s = time.perf_counter() - started
-    trainer.status_round.leave_out(trainer.saver.held_up_s)
+    trainer.saver.stalled_s = time.perf_counter() - started
+    trainer.status_round.leave_out(trainer.saver.stalled_s)
     if network.layouts:
-        settle(trainer)
+        finish_save(trainer)
     trainer.phase = "train"
 
 
 @CLOCK.within(SAVING)
-def settle(trainer: Trainer, *, written: int | None = None) -> None:
+def finish_save(trainer: Trainer, *, written: int | None = None) -> None:
     """Waits for the save that goes on and learns how it ended; a collective. Nothing where none goes on.
 
     A full disk or the like costs the checkpoint, not the run, and is said loudly.
@@ -165,7 +165,7 @@ def settle(trainer: Trainer, *, written: int | None = None) -> None:
     _compare(trainer, step, outcomes)
     took_s = time.perf_counter() - started
     trainer.status_round.leave_out(took_s)
-    trainer.weigh_save(saver.held_up_s + took_s)
+    trainer.weigh_save(saver.stalled_s + took_s)
 
 
 def _compare(trainer: Trainer, step: int, outcomes: dict[int, SaveOutcome]) -> None:
@@ -174,9 +174,9 @@ def _compare(trainer: Trainer, step: int, outcomes: dict[int, SaveOutcome]) -> N
     for rank, digests in copies.items():
         other = [name for name, digest in copies.get(0, digests).items() if digests.get(name) != digest]
         if other:
-            trainer.prove_replicas()
-            told = f"rank {rank}'s copy of the checkpoint of step {step} differs from rank 0's: {', '.join(other)}"
-            trainer.journal.event("warning", told, step)
+            trainer.verify_replicas()
+            message = f"rank {rank}'s copy of the checkpoint of step {step} differs from rank 0's: {', '.join(other)}"
+            trainer.journal.event("warning", message, step)
 
 
 def rescue(trainer: Trainer) -> bool:
@@ -188,11 +188,13 @@ def rescue(trainer: Trainer) -> bool:
     network, progress = trainer.network, trainer.progress
     held_alone = network.sharded or network.layouts or trainer.synchronizer.own
     # A scheduler of somebody else's has moved on with an update's beginning.
-    under_way = trainer.update.under_way
-    between = under_way.in_pieces or (under_way.begun and isinstance(trainer.update.set_rates, OwnScheduler))
+    partial_update = trainer.update.partial_update
+    between = partial_update.in_pieces or (
+        partial_update.begun and isinstance(trainer.update.set_rates, CustomScheduler)
+    )
     if held_alone or between or not progress.step or trainer.folder is NOWHERE:
         return False
-    under_way.undo()
+    partial_update.undo()
     # The others may have failed before all could agree that it is to be made.
     progress.owed |= trainer.evaluation_due() and progress.evaluated_step != progress.step
     folder = trainer.folder.checkpoints
@@ -214,13 +216,13 @@ def _beside_the_network(trainer: Trainer) -> dict[str, Any]:
         STATE_KEY: trainer.trained.model_dump(mode="json"),
         **trainer.noted(),
         "sync": {**asdict(trainer.sync), "processes": trainer.world.size},
-        "most_in_a_pass": trainer.feed.cut.most,
+        "most_in_a_pass": trainer.feed.sharing.most,
     }
-    if trainer.settle_shares:
-        extra["shares"] = list(trainer.feed.cut.shares) or [1] * trainer.feed.cut.processes
+    if trainer.balance_shares:
+        extra["shares"] = list(trainer.feed.sharing.shares) or [1] * trainer.feed.sharing.processes
     if trainer.update.gradients.scaler:
         extra["scaler"] = trainer.update.gradients.scaler.state_dict()
-    if isinstance(trainer.update.set_rates, OwnScheduler):
+    if isinstance(trainer.update.set_rates, CustomScheduler):
         extra["schedule"] = trainer.update.set_rates.saved()
     return extra
 
@@ -232,12 +234,12 @@ def save_last(trainer: Trainer) -> None:
         RunError: there is no checkpoint of the run's last step; on all processes alike.
     """
     save(trainer)
-    settle(trainer)
+    finish_save(trainer)
     if trainer.progress.saved_step != trainer.progress.step:
         raise RunError(
             f"step {trainer.progress.step} could not be saved; the last warning gives the reason",
             str(trainer.folder.checkpoints),
-            (f"free disk space, then resume from the last checkpoint: {going_on(trainer.folder.path)}",),
+            (f"free disk space, then resume from the last checkpoint: {resume_command(trainer.folder.path)}",),
         )
 
 

@@ -26,9 +26,9 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
             found.update({} if _is_constant(value) else {name: as_plain_data(value)})
         except TypeError as error:
             kind = type(scheduler).__name__
-            mend = ("store only numbers, strings, lists and dicts", "or return only those from state_dict")
+            hints = ("store only numbers, strings, lists and dicts", "or return only those from state_dict")
             what = f"the scheduler {kind} has a {error} in {name}, which a checkpoint can't hold"
-            raise UserError(what, f"{kind}.state_dict", mend) from None
+            raise UserError(what, f"{kind}.state_dict", hints) from None
     return found
 
 
@@ -52,8 +52,8 @@ def reading_of(where: str) -> Generator[None]:
         yield
     except Exception as error:
         what = f"the scheduler's state in the checkpoint can't be restored: {type(error).__name__}: {error}"
-        mend = ("remove this checkpoint to resume from the previous one", "or start a new run in another folder")
-        raise UserError(what, where, mend) from error
+        hints = ("remove this checkpoint to resume from the previous one", "or start a new run in another folder")
+        raise UserError(what, where, hints) from error
 
 
 def _refuse_state_of_another(scheduler: LRScheduler, given: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from manyhands.data.options import DataOptions
 from manyhands.data.splits import ImagesInMemory, Splits, check_labels
 from manyhands.data.transforms import Pixels
 from manyhands.models.outputs import main_and_auxiliary
-from manyhands.parallel.collectives import Subgroup, new_group, whole
+from manyhands.parallel.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.gradients import autocast
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.data_setup import make_loader
@@ -37,14 +37,14 @@ from manyhands.train.evaluators import make_evaluator
 from manyhands.train.loop import updates
 from manyhands.train.objects import metric_words
 from manyhands.train.own_metrics import make_metrics
-from manyhands.train.own_update import OutputHook, OwnUpdate
-from manyhands.train.prepare import SESSION, OwnParts, PlanLike, as_plan, prepare_trainer
-from manyhands.train.prepared import PreparedOptimizer, as_given, hold_back
-from manyhands.train.saving import agreed, record_evaluation, save, settle
+from manyhands.train.own_update import CustomUpdate, OutputHook
+from manyhands.train.prepare import SESSION, CustomParts, PlanLike, as_plan, prepare_trainer
+from manyhands.train.prepared import PreparedOptimizer, as_given, postpone_steps
+from manyhands.train.record_time import record_time
+from manyhands.train.saving import agreed, finish_save, record_evaluation, save
 from manyhands.train.scheduler_state import scheduler_state
 from manyhands.train.session_samples import SessionSamples
 from manyhands.train.stopping import StopSignal
-from manyhands.train.tell_time import tell_of_time
 from manyhands.train.trained import PICTURES, pixels_of
 from manyhands.train.trainer import Trainer
 
@@ -66,7 +66,7 @@ class Session(Subgroup):
         scheduled: bool = False,
         metrics: Mapping[str, Any] | None = None,
         stop: StopSignal | None = None,
-        give_account: Callable[[Trainer], None] = lambda _: None,
+        write_metadata: Callable[[Trainer], None] = lambda _: None,
     ) -> None:
         """Prepares nothing yet.
 
@@ -77,17 +77,17 @@ class Session(Subgroup):
             scheduled: the job moves the learning rate.
             metrics: figures of the user's own that are objects, by name.
             stop: says whether somebody asked for a stop.
-            give_account: writes into the run folder what is trained how.
+            write_metadata: writes into the run folder what is trained how.
         """
-        everybody = whole(world)
+        everybody = world_group(world)
         super().__init__(everybody.ranks, everybody.rank, None)
         self.world, self.job = world, job
         self._folder, self._scheduled, self._metrics = folder, scheduled, metrics or {}
         self._stop = StopSignal() if stop is None else stop  # false until somebody asks
-        self._give_account = give_account
+        self._write_metadata = write_metadata
         self._trainer: Trainer | None = None
         self._scheduler: LRScheduler | None = None
-        self._own: OwnUpdate | None = None
+        self._own: CustomUpdate | None = None
         self._hook: RemovableHandle | None = None
         # Epochs whose end the user's loop has come to; and where this process is in the one that goes on.
         self._concluded, self._begun, self._owed, self._changed = 0, False, False, list[str]()
@@ -138,16 +138,16 @@ class Session(Subgroup):
             UserError: the arguments contradict each other or the job, or the run folder holds another training.
         """
         if self._folder and self._trainer:
-            mend = ("open another session with another out=… for each training",)
-            raise UserError("prepare was called twice, but a run folder holds one training", "session.prepare", mend)
+            hints = ("open another session with another out=… for each training",)
+            raise UserError("prepare was called twice, but a run folder holds one training", "session.prepare", hints)
         if scheduler and self._scheduled:
-            mend = ("remove schedule= or scheduler=",)
-            raise UserError("both session(schedule=…) and scheduler=… set the learning rate", "session.prepare", mend)
+            hints = ("remove schedule= or scheduler=",)
+            raise UserError("both session(schedule=…) and scheduler=… set the learning rate", "session.prepare", hints)
         self.close()
         job = self.job.model_copy(update={"train": self.job.train.model_copy(update={"batch": batch})})
         split = None if plan is None else as_plan(plan)
         optimizer = as_given(optimizer)
-        own = OwnParts(model, optimizer, train_set, split, scheduler, self._scheduled)
+        own = CustomParts(model, optimizer, train_set, split, scheduler, self._scheduled)
         trainer, noted = prepare_trainer(job, self._folder, self.world, own)
         self._trainer, self._scheduler, self._loss = trainer, scheduler, self._losses_of(noted)
         self._concluded, self._changed = int(noted.get("epochs", 0)), noted.get("changed", [])
@@ -156,10 +156,10 @@ class Session(Subgroup):
         trainer.noted = self._noted
         if self._folder:
             self._hook = trainer.network.call.register_forward_hook(OutputHook(self._saw))
-            self._give_account(trainer)
+            self._write_metadata(trainer)
         if scheduler:
             scheduler_state(scheduler)  # refused before anything is trained
-            hold_back(scheduler, lambda: self._own is not None and not self._own.at_last)
+            postpone_steps(scheduler, lambda: self._own is not None and not self._own.at_last)
         prepared = PreparedOptimizer(optimizer, functools.partial(self._finish, trainer), self._unfinished)
         return trainer.network.call, prepared, SessionSamples(self.batches, trainer.feed.order)
 
@@ -173,8 +173,8 @@ class Session(Subgroup):
         trainer.total_steps = self._last_step = count * trainer.feed.order.steps_per_epoch
         if self._concluded >= count and self._changed:
             what = f"the {self._concluded} epochs of this run are complete, but {self._changed[0]} changed"
-            mend = (f"train longer: epochs({2 * self._concluded})", "or start another run: session(out=…)")
-            raise UserError(what, str(trainer.folder.path), mend)
+            hints = (f"train longer: epochs({2 * self._concluded})", "or start another run: session(out=…)")
+            raise UserError(what, str(trainer.folder.path), hints)
         while self._concluded < count:
             epoch = self._concluded
             yield epoch
@@ -194,7 +194,7 @@ class Session(Subgroup):
         self._conclude()
         self._begun = True
         for update in updates(trainer, self._stop):
-            self._own = OwnUpdate(trainer.update, update, trainer.progress.step)
+            self._own = CustomUpdate(trainer.update, update, trainer.progress.step)
             try:
                 yield from self._own.micro_batches()
             finally:
@@ -203,7 +203,7 @@ class Session(Subgroup):
                 self._bring_together(trainer)
         if trainer.stopped:
             step = trainer.progress.step
-            tell_of_time(trainer)
+            record_time(trainer)
             trainer.journal.event("stopped", f"saved at step {step}; start the same program again to resume", step)
             raise SystemExit(EXIT_SAVED)
 
@@ -250,7 +250,7 @@ class Session(Subgroup):
             raise UserError("save was called within an update", "session.save", ("save after optimizer.step()",))
         if trainer.progress.step_in_epoch:
             save(trainer)
-            settle(trainer)
+            finish_save(trainer)
 
     @CLOCK.within(EVALUATION)
     def evaluate(
@@ -270,7 +270,7 @@ class Session(Subgroup):
             own = make_metrics(words, {**self._metrics, **(metrics if isinstance(metrics, Mapping) else {})})
             make = make_evaluator(loader, len(test_set), outputs, self.job, plain, self.world, own)
             with agreed(trainer) if trainer else contextlib.nullcontext():
-                shares = self._trainer.feed.cut.shares if self._trainer else ()
+                shares = self._trainer.feed.sharing.shares if self._trainer else ()
                 found = make(evaluated, autocast(precision, self.world.device), shares=shares)
         finally:
             loader.close()
@@ -279,11 +279,11 @@ class Session(Subgroup):
             trainer.status_round.leave_out(time.perf_counter() - started)
         return found
 
-    def whole_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Tensor]:
         """Returns the prepared model's state dict with unsharded, synchronized tensors on the CPU; a collective."""
         trainer = self._ready()
         with agreed(trainer):
-            return trainer.network.whole_state_dict()
+            return trainer.network.full_state_dict()
 
     def finish(self) -> None:
         """Synchronizes the model and saves a checkpoint; a collective, called at the end of the session."""
@@ -293,12 +293,12 @@ class Session(Subgroup):
         self._bring_together(trainer)
         if self._folder:
             self._conclude()
-            settle(trainer)
+            finish_save(trainer)
             step = trainer.progress.step
             if step != trainer.progress.saved_step:
                 save(trainer)
-                settle(trainer)
-            tell_of_time(trainer)
+                finish_save(trainer)
+            record_time(trainer)
             trainer.journal.event("finished", step=step)
 
     def close(self) -> None:
@@ -327,8 +327,8 @@ class Session(Subgroup):
             UserError: a label is beyond; of labels that must be read, when its sample is.
         """
         if has_targets(data):
-            mend = ("add up your own metric with session.all_reduce(sums)",)
-            raise UserError("evaluate needs class numbers, but y is not a whole number", "session.evaluate", mend)
+            hints = ("add up your own metric with session.all_reduce(sums)",)
+            raise UserError("evaluate needs class numbers, but y is not a whole number", "session.evaluate", hints)
         splits = from_objects(data, data, DataOptions(name="objects"))
         if classes and splits.train.labels is not None:
             check_labels(splits.train.labels, classes, "the data set")
@@ -351,11 +351,11 @@ class Session(Subgroup):
                 pixels = pixels_of(noted)
             elif isinstance(splits.test, ImagesInMemory) and not (own.mean and own.std):
                 what = "the mean and standard deviation of the network's pictures are unknown"
-                mend = (
+                hints = (
                     "call manyhands.evaluate(run, test_set)",
                     'or set them: job=Job(data={"mean": [0.5], "std": [0.25]})',
                 )
-                raise UserError(what, "evaluate", mend)
+                raise UserError(what, "evaluate", hints)
         return resolve_pixels(own, pixels)
 
     def _outputs(self, evaluated: nn.Module, network: ParallelNetwork | None, test_set: Any) -> int:
@@ -378,9 +378,9 @@ class Session(Subgroup):
 
     def _finish(self, trainer: Trainer) -> None:
         if self._trainer not in (trainer, None):
-            mend = ("put several networks into one nn.Module",)
+            hints = ("put several networks into one nn.Module",)
             raise UserError(
-                "session.prepare was called again after this optimizer was prepared", "optimizer.step", mend
+                "session.prepare was called again after this optimizer was prepared", "optimizer.step", hints
             )
         if self._own is None:
             raise UserError("optimizer.step() was called outside the loop over samples", "optimizer.step")

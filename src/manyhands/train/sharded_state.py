@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from manyhands.checkpoint.pieces import OPTIMIZER, NetworkLayout
-from manyhands.checkpoint.save import save_pieces, save_whole
+from manyhands.checkpoint.save import save_full, save_pieces
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import Source
 from manyhands.checkpoint.tensors import unflatten
-from manyhands.checkpoint.together import SavingGroup
+from manyhands.checkpoint.together import CheckpointGroup
 from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.spread import is_spread, spread_like
 from manyhands.train.optimize import start_state
-from manyhands.train.own_optimizer import is_own, restore_own
+from manyhands.train.own_optimizer import is_custom, restore_own
 
 
-def peers_of(world: World, writers: Mapping[int, range]) -> SavingGroup:
+def peers_of(world: World, writers: Mapping[int, range]) -> CheckpointGroup:
     """The processes of a run, as saving together wants them."""
-    return SavingGroup(world.rank, world.size, functools.partial(gather_plain, world=world), world.device, writers)
+    return CheckpointGroup(world.rank, world.size, functools.partial(gather_plain, world=world), world.device, writers)
 
 
 def network_layout_of(network: ParallelNetwork) -> NetworkLayout:
@@ -33,7 +33,7 @@ def network_layout_of(network: ParallelNetwork) -> NetworkLayout:
 
 
 def save_sharded(
-    folder: Path, step: int, snapshot: Snapshot, network: ParallelNetwork, peers: SavingGroup, *, pieces: bool
+    folder: Path, step: int, snapshot: Snapshot, network: ParallelNetwork, peers: CheckpointGroup, *, pieces: bool
 ) -> Path:
     """Commits a checkpoint of what all processes hold; a collective.
 
@@ -48,7 +48,7 @@ def save_sharded(
     Raises:
         RunError: it could not be saved (`SaveError` if the disk is at fault); on all processes alike.
     """
-    save = save_pieces if pieces else save_whole
+    save = save_pieces if pieces else save_full
     return save(folder, step, snapshot, network_layout_of(network), peers)
 
 
@@ -88,7 +88,7 @@ def restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer
     Returns:
         A sentence that says what starts anew although something was saved; empty if nothing does.
     """
-    if is_own(optimizer):
+    if is_custom(optimizer):
         return restore_own(saved, network.inner, optimizer)
     others: set[str] = set()
     for name, parameter in network.inner.named_parameters():

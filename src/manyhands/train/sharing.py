@@ -19,7 +19,7 @@ MACHINES = "machines"
 _WHERE, _EQUAL = "cluster.shares", "add --set cluster.shares=equal"
 
 
-def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
+def order_and_sharing(  # noqa: PLR0913 - what a batch meets before it is shared out
     job: Job,
     splits: Splits,
     world: World,
@@ -63,24 +63,24 @@ def order_and_cut(  # noqa: PLR0913 - what a batch meets before it is shared out
         group = batch
     why = _why_equal(job, mode, network, own=own)
     if why and sharing > 1 and job.cluster.shares not in {"equal", MACHINES}:
-        mend = ("set --parallel data --sync allreduce", f"or {_EQUAL}")
-        raise UserError(f"cluster.shares can't be used: {why}", _WHERE, mend)
+        hints = ("set --parallel data --sync allreduce", f"or {_EQUAL}")
+        raise UserError(f"cluster.shares can't be used: {why}", _WHERE, hints)
     shares = () if why and job.cluster.shares == MACHINES else _shares(job, sharing, journal, kept)
     order = Order(len(splits.train), batch, options.seed, options.drop_last)
-    cut = BatchSharing(sharing, options.micro_batch, group, aligned=not network.together, shares=shares)
-    within = cut.within(most, batch)
-    if within.micro_batch != cut.micro_batch:
-        journal.event("note", _told_of_passes(within, most, batch), 0)
+    sharing = BatchSharing(sharing, options.micro_batch, group, aligned=not network.together, shares=shares)
+    within = sharing.within(most, batch)
+    if within.micro_batch != sharing.micro_batch:
+        journal.event("note", _passes_message(within, most, batch), 0)
     return order, within
 
 
-def _told_of_passes(cut: BatchSharing, most: int, batch: int) -> str:
+def _passes_message(sharing: BatchSharing, most: int, batch: int) -> str:
     """What is said where passes are made smaller, so that they fit where they did when the run began."""
-    passes, largest = len(cut.micro_batches(batch)), cut.largest_share(batch)
+    passes, largest = len(sharing.micro_batches(batch)), sharing.largest_share(batch)
     more = f"with enough memory, add --set train.micro_batch={batch}"
     if largest <= most:
         return f"each update takes {passes} passes of at most {most} samples, the run's first limit ({more})"
-    groups = f"BatchNorm needs groups of {cut.group}, train.norm_group"
+    groups = f"BatchNorm needs groups of {sharing.group}, train.norm_group"
     return f"a process computes {largest} samples in one pass, and {most} at the start of the run ({groups}; {more})"
 
 
@@ -94,8 +94,8 @@ def _shares(job: Job, sharing: int, journal: Journal, kept: list[int] | None) ->
         what = f"the sum of cluster.shares {list(shares)} is {sum(shares)}, but train.batch is {job.train.batch}"
         raise UserError(what, _WHERE, (f"set --batch {sum(shares)}", "or correct the shares", f"or {_EQUAL}"))
     if len(shares) == sharing:
-        told = f"shares of the batch of {job.train.batch} samples, by process: {', '.join(map(str, shares))}"
-        journal.event("shares", told, 0, shares=list(shares))
+        message = f"shares of the batch of {job.train.batch} samples, by process: {', '.join(map(str, shares))}"
+        journal.event("shares", message, 0, shares=list(shares))
         return shares
     what = f"cluster.shares has {len(shares)} number(s) for {sharing} processes"
     if kept is None:
@@ -115,8 +115,8 @@ def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> s
     return ""
 
 
-def kept_shares(found: Resumable | None) -> list[int] | None:
-    """What `order_and_cut` asks for of the checkpoint that a run goes on from."""
+def previous_shares(found: Resumable | None) -> list[int] | None:
+    """What `order_and_sharing` asks for of the checkpoint that a run goes on from."""
     kept: Any = found.snapshot.state.get("shares", []) if found else None
     if kept is None:
         return None

@@ -18,7 +18,7 @@ from manyhands.checkpoint.tensors import EXTRA_STATE, flatten, plain_extra_state
 from manyhands.config.job import BY_TOP1
 from manyhands.core.errors import UserError
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.spread import whole
+from manyhands.parallel.spread import full_tensor
 from manyhands.train.sharded_state import restore_optimizer, restore_pieces
 
 
@@ -87,15 +87,15 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         extra = plain_extra_state(state)
     except TypeError as error:
-        mend = ("return numbers, strings, lists and dicts with string keys, or one tensor",)
-        raise UserError(f"a module's get_extra_state can't be saved: {error}", "the network", mend) from None
+        hints = ("return numbers, strings, lists and dicts with string keys, or one tensor",)
+        raise UserError(f"a module's get_extra_state can't be saved: {error}", "the network", hints) from None
     return {name: one for name, one in state.items() if isinstance(one, Tensor)}, extra
 
 
 def copied(value: Any, *, keep: bool = True) -> Any:
     """Copies tensors to the CPU. Sharded ones are gathered by a collective; without `keep` this process gets none."""
     if isinstance(value, Tensor):
-        tensor = whole(value.detach())
+        tensor = full_tensor(value.detach())
         return tensor.to("cpu", copy=True) if keep else None
     if isinstance(value, dict):
         return {key: copied(one, keep=keep) for key, one in cast(dict[Any, Any], value).items()}

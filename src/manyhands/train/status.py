@@ -20,7 +20,7 @@ MOST_STEPS = 1000
 # No slow link is waited for longer: who asks a run to stop, or looks at its screen, waits as long.
 LONGEST_S = 10.0
 # In long epochs what the time goes to is told so often, and in long runs once in a twentieth of their time.
-TELL_S, TELL = 30.0, 1 / 20
+REPORT_S, REPORT_SHARE = 30.0, 1 / 20
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Status:
     stop: bool  # somebody was asked to stop
     save: bool  # it is time for a checkpoint
     written: int  # processes that have written their part of the save that goes on
-    tell: bool  # it is time to record what the time goes to
+    report_time: bool  # it is time to record what the time goes to
     loss: float  # mean over the samples since the last round
     top1: float  # share of them guessed right
     samples: int  # how many they were, over all processes
@@ -39,7 +39,7 @@ class Status:
     extra: list[float]  # sums over all processes of what `extra` gave
     waited_s: float  # how long this process stood still for the round
     own_samples: int  # of the samples, those of this process
-    own_loss: float  # mean over them; not a number where there are none
+    custom_loss: float  # mean over them; not a number where there are none
     own_top1: float  # share of them guessed right
     replaced: int  # pictures, over all processes, that couldn't be read
 
@@ -80,7 +80,7 @@ class StatusRound:
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
         self._world, self._every_s, self.save_every_s = world, every_s, save_every_s
         self.multiple = multiple
-        self._last = self._saved = self._told = self._began = time.perf_counter()
+        self._last = self._saved = self._reported = self._began = time.perf_counter()
         self._next_step, self._last_step = 0, 0
         self.waiting_s = 0.0
 
@@ -120,23 +120,23 @@ class StatusRound:
         more = extra(now - self._last, step - self._last_step) if extra else []
         if self._world.device != "cpu":
             CLOCK.to(COMPUTE)  # an accelerator finishes its updates before it tells what it measured
-        own_loss, own_correct, own_samples = measured.take()
+        custom_loss, own_correct, own_samples = measured.take()
         CLOCK.to(RECORDS)
         main = self._world.rank == 0
         save = main and now - self._saved > self.save_every_s
-        tell = main and now - self._told > max(TELL_S, TELL * (now - self._began))
-        flags = [float(flag) for flag in (stop, save, written, tell)]
-        mine = [own_loss, own_correct, own_samples, *flags, now - self._last, float(replaced), *more]
+        report_time = main and now - self._reported > max(REPORT_S, REPORT_SHARE * (now - self._began))
+        flags = [float(flag) for flag in (stop, save, written, report_time)]
+        mine = [custom_loss, own_correct, own_samples, *flags, now - self._last, float(replaced), *more]
         # Apple's devices know no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64
         total = torch.tensor(mine, dtype=kind, device=self._world.device)
         began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
         if not self._world.alone:
             dist.all_reduce(total)
-        loss, correct, count, stops, saves, writers, tells, seconds_sum, bad, *summed = total.tolist()
+        loss, correct, count, stops, saves, writers, reports, seconds_sum, bad, *summed = total.tolist()
         CLOCK.to(before)
         waited_s = time.perf_counter() - began_s
-        self._told = now if tells else self._told
+        self._reported = now if reports else self._reported
         mean_s = seconds_sum / self._world.size / max(1, step - self._last_step)
         wanted = step + min(MOST_STEPS, max(1, round(self._every_s / max(mean_s, 1e-6))))
         free, latest = -(-wanted // self.multiple) * self.multiple, step + round(LONGEST_S / max(mean_s, 1e-6))
@@ -145,7 +145,7 @@ class StatusRound:
             stop=stops > 0,
             save=saves > 0,
             written=round(writers),
-            tell=tells > 0,
+            report_time=reports > 0,
             loss=loss / max(1, count),
             top1=correct / max(1, count),
             samples=int(count),
@@ -154,7 +154,7 @@ class StatusRound:
             extra=summed,
             waited_s=waited_s,
             own_samples=own_samples,
-            own_loss=own_loss / own_samples if own_samples else math.nan,
+            custom_loss=custom_loss / own_samples if own_samples else math.nan,
             own_top1=own_correct / max(1, own_samples),
             replaced=round(bad),
         )

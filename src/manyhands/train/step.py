@@ -21,7 +21,7 @@ from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.norm import forget_seen
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.diagnose import explain_gradient, explain_left_out, explain_loss
-from manyhands.train.draws import draws_from_torch_alone, seed_generators
+from manyhands.train.draws import seed_generators, uses_torch_rng_alone
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loss import LossFn, something
 
@@ -85,7 +85,7 @@ class LeftOutUpdate:
     also: str  # what else that has cost
 
 
-class UnderWay:
+class PartialUpdate:
     """What an update has changed so far, should it fail: a peer's death ends it in the middle.
 
     BatchNorm's statistics and the parameters change at its end alone; other buffers may at every forward.
@@ -169,7 +169,7 @@ class Updater:
         self.device = world.device.partition(":")[0]
         self.measured = StepSums()
         self.synchronizer = synchronizer or Synchronizer()
-        network.norms.apart = self.synchronizer.own_statistics
+        network.norms.apart = self.synchronizer.local_statistics
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         own = {id(p) for p in self.parameters}
         # Nobody clears or unscales the gradients of what the optimizer wasn't given.
@@ -181,16 +181,16 @@ class Updater:
             network, world, loss_fn, smoothing=smoothing, precision=precision, mean=gradients_mean
         )
         self._seed, self._pass_seed = derive(options.seed, "step", world.rank), derive(options.seed, "pass")
-        self.under_way = UnderWay(network)
+        self.partial_update = PartialUpdate(network)
         self._shared_buffers: list[str] = []
-        if not world.alone and not self.synchronizer.own_statistics:
-            cut = {name for name, layout in network.layouts.items() if layout.cuts}
-            shared = network.inner.state_dict().keys() - cut
-            self._shared_buffers = [name for name in self.under_way.buffers if name in shared]
+        if not world.alone and not self.synchronizer.local_statistics:
+            sharing = {name for name, layout in network.layouts.items() if layout.cuts}
+            shared = network.inner.state_dict().keys() - sharing
+            self._shared_buffers = [name for name in self.partial_update.buffers if name in shared]
         self._differing = torch.zeros(len(self._shared_buffers), dtype=torch.int32, device=world.device)
         # Seeding the others' generators costs a small network a fiftieth of its update.
         by_us = loss_fn is not None and not loss_fn.own and type(optimizer).__module__.startswith("manyhands.")
-        self._torch_alone = by_us and draws_from_torch_alone(network.inner)
+        self._torch_alone = by_us and uses_torch_rng_alone(network.inner)
         # A card tells later, fp16's scaler has rules of its own, and a loop of the user's may look at the gradients.
         self._leaves_out = self.device == "cpu" and loss_fn is not None and self.gradients.scaler is None
         self._bad: LoadedMicroBatch | None = None
@@ -219,7 +219,7 @@ class Updater:
         for parameter in self.parameters:
             parameter.grad = None
         self._bad, self._mark = None, self.measured.mark()
-        self.under_way.begin()
+        self.partial_update.begin()
         self.synchronizer.before_update(step)
 
     def finish(self, update: UpdateShare, step: int) -> None:
@@ -239,15 +239,15 @@ class Updater:
         self.gradients.finish_statistics()
         if self._shared_buffers:
             self._share_buffers()
-        self.under_way.in_pieces = True
+        self.partial_update.in_pieces = True
         self.gradients.step(self.optimizer)
         self.synchronizer.after_update(step + 1)
-        self.under_way.end()
+        self.partial_update.end()
         CLOCK.to(COMPUTE)
 
     def _share_buffers(self) -> None:
         """Broadcasts rank 0's buffers, as DDP does, since modules may update them from the samples of a process."""
-        named = self.under_way.buffers
+        named = self.partial_update.buffers
         buffers = [named[name] for name in self._shared_buffers]
         mine = [one.reshape(-1).view(torch.uint8) for one in buffers]
         shared = torch.cat(mine)
@@ -278,8 +278,8 @@ class Updater:
             if number == last:
                 before_last()
             micro_batch = part.micro_batch(update.count, self.pass_seed(step, number))
-            heed = functools.partial(self._measure, part, step, shown)
-            self.gradients.forward_backward(micro_batch, whole, last=averages and number == last, heed=heed)
+            on_result = functools.partial(self._measure, part, step, shown)
+            self.gradients.forward_backward(micro_batch, whole, last=averages and number == last, on_result=on_result)
         if averages:
             self.gradients.finish()
 
@@ -363,11 +363,11 @@ class Updater:
         error = explain_left_out(self, self._bad, update, step, closely=bool(last))
         if last:
             row = f"; the last {last} updates were skipped" if last > 1 else ""
-            raise RunError(f"{error.what}{row}", error.where, error.mend)
+            raise RunError(f"{error.what}{row}", error.where, error.hints)
         self.measured.back(self._mark)
         forget_seen(self.network.inner)
-        self.under_way.undo()
-        self.under_way.end()
+        self.partial_update.undo()
+        self.partial_update.end()
         also = self.synchronizer.forget()
         self.left_out.append(LeftOutUpdate(step, error.what, error.where, also))
         self.synchronizer.after_update(step + 1)
@@ -379,9 +379,9 @@ class Updater:
         finite = bool(flat) and all_finite(flat)
         finite = finite or all_finite([one.grad for one in self.parameters if one.grad is not None])
         if self.network.together and self._leaves_out and not self.world.alone:
-            told = torch.tensor(float(finite))
-            dist.all_reduce(told, dist.ReduceOp.MIN)
-            return bool(told)
+            finite_everywhere = torch.tensor(float(finite))
+            dist.all_reduce(finite_everywhere, dist.ReduceOp.MIN)
+            return bool(finite_everywhere)
         return finite
 
     def _refuse(self, finite: bool, update: UpdateShare, step: int) -> None:

@@ -75,14 +75,14 @@ def ended_where_deaf(hung: Callable[[], str], last_words: Callable[[str], None])
 
 
 def _watch(signals: int, hung: Callable[[], str], last_words: Callable[[str], None], over: threading.Event) -> None:
-    wishes, again_at = 0, float("inf")
+    stop_requests, again_at = 0, float("inf")
     while not over.is_set():
         if select.select([signals], [], [], _POLL_S)[0]:
             heard = [number for number in os.read(signals, 64) if number in {*STOPS}]
-            wishes += len(heard)
-            if wishes > 1 and signal.SIGINT in heard:
+            stop_requests += len(heard)
+            if stop_requests > 1 and signal.SIGINT in heard:
                 again_at = min(again_at, time.monotonic())
-        reason = hung() if wishes else ""
+        reason = hung() if stop_requests else ""
         if (reason or time.monotonic() - again_at > _UP_S) and not over.is_set():
             last_words(reason)
             os._exit(EXIT_INTERRUPTED)

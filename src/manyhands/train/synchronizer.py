@@ -11,11 +11,11 @@ from torch import nn
 from manyhands.config.job import Job
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
-from manyhands.parallel.newcomers import closed_once_formed
+from manyhands.parallel.close_listeners import closed_once_formed
 from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.sync.costs import Cost
 from manyhands.sync.method import methods
-from manyhands.sync.synchronizer import Party, Places, Synchronizer
+from manyhands.sync.synchronizer import Places, SyncContext, Synchronizer
 
 
 def machines_of(world: World) -> list[tuple[int, ...]]:
@@ -24,10 +24,10 @@ def machines_of(world: World) -> list[tuple[int, ...]]:
     Launchers may deal ranks to machines in turns, and machines may share one name (raspberrypi). Each has one process
     of each local rank, so the second of a name with the same local rank is on the second machine of that name.
     """
-    told = gather_plain([platform.node(), world.local_size, world.local_rank], world)
+    values_by_rank = gather_plain([platform.node(), world.local_size, world.local_rank], world)
     machines: dict[tuple[Any, ...], list[int]] = {}
-    for rank, (name, size, local_rank) in enumerate(told):
-        before = told[:rank].count([name, size, local_rank])
+    for rank, (name, size, local_rank) in enumerate(values_by_rank):
+        before = values_by_rank[:rank].count([name, size, local_rank])
         machines.setdefault((name, size, before), []).append(rank)
     return [tuple(machine) for machine in machines.values()]
 
@@ -80,7 +80,7 @@ def make_synchronizer(
     """
     if world.alone:
         return Synchronizer()
-    party = Party(
+    context = SyncContext(
         world,
         places,
         new_group=lambda ranks: new_group(job, ranks, _beside(world)),
@@ -89,10 +89,10 @@ def make_synchronizer(
         unused=unused,
         steps=steps,
     )
-    return methods()[cost.method].make(model, party, job.sync, cost)
+    return methods()[cost.method].make(model, context, job.sync, cost)
 
 
-def told(synchronizer: Synchronizer, value: Any, world: World) -> dict[int, Any]:
+def values_by_rank(synchronizer: Synchronizer, value: Any, world: World) -> dict[int, Any]:
     """By rank, what each process says that updates with the same gradients as this one; a collective of these."""
     if not synchronizer.alone:
         return dict(enumerate(gather_plain(value, world)))

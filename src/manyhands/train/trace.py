@@ -13,11 +13,11 @@ from typing import Any
 from torch.profiler import profile, schedule
 
 from manyhands.core.phases import CLOCK, OTHER, PHASES
-from manyhands.core.records import write_whole
+from manyhands.core.records import write_atomic
 from manyhands.core.scratch import scratch
 from manyhands.parallel.plain import gather_plain
 from manyhands.train.feed import UpdateShare
-from manyhands.train.tell_time import tell_of_time
+from manyhands.train.record_time import record_time
 from manyhands.train.trainer import Trainer
 
 # Updates before those that are traced: the first ones start everything.
@@ -51,14 +51,14 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> str:
                 if made == _WARM_UP + steps:
                     break
         CLOCK.to(OTHER)
-        tell_of_time(trainer)
+        record_time(trainer)
         profiler.stop()
         own = _own_events(folder / "own.json", trainer.world.rank) if trainer.world.rank < _MOST_RANKS else []
     packed = base64.b64encode(zlib.compress(json.dumps(own).encode())).decode()
     everybody = gather_plain(packed, trainer.world)
     if trainer.world.is_main:
         events = [event for one in everybody for event in json.loads(zlib.decompress(base64.b64decode(one)))]
-        trainer.journal.file(lambda: write_whole(trainer.folder.trace, json.dumps(_aligned(events))))
+        trainer.journal.file(lambda: write_atomic(trainer.folder.trace, json.dumps(_aligned(events))))
     CLOCK.take()  # the profiler's own time is nobody's
     return "finished"
 

@@ -22,7 +22,7 @@ from manyhands.data.decode import to_mode
 from manyhands.data.on_demand import as_picture
 from manyhands.data.pictures import prepare, read_picture, to_tensor
 from manyhands.data.transforms import Normalise, Pixels
-from manyhands.models.build import settle
+from manyhands.models.build import resolve_model
 from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.grid import Grid
 from manyhands.train.data_setup import DataSetup, Objects
@@ -58,7 +58,7 @@ def describe_trained(
     )
     if objects.model is not None:
         note_pictures(objects.model, pictures)
-    model = job.model if objects.model is not None else settle(job.model, pixels.size)
+    model = job.model if objects.model is not None else resolve_model(job.model, pixels.size)
     mesh = (parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", size),))) if takes_mesh(mode) else None
     return TrainedNetwork(
         name=model.name,
@@ -71,7 +71,7 @@ def describe_trained(
         channels_last=job.train.channels_last is True,
         pictures=pictures,
         classes=classes,
-        code=code_digests((model.name, job.data.name, job.data.held_out, *job.train.own_code)),
+        code=code_digests((model.name, job.data.name, job.data.held_out, *job.train.custom_code)),
         digests={**objects.digests, **digest_data(samples.splits)},
     )
 
@@ -133,11 +133,11 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
     snapshot, where = read_any(path), str(path)
     record = find_record(path, snapshot.state)
     if record is None:
-        mend = (
+        hints = (
             "choose a run folder of manyhands, or a checkpoint in a run folder",
             "for other files, use manyhands eval FILE DATA MODEL",
         )
-        raise UserError("the file has no record of its network and data", where, mend)
+        raise UserError("the file has no record of its network and data", where, hints)
     record = with_model(record, model) if isinstance(model, str) else record
     objects = Objects(model=model if isinstance(model, nn.Module) else None)
     need_network(record, objects, where)

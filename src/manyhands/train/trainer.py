@@ -17,14 +17,14 @@ from manyhands.parallel.network import ParallelNetwork
 from manyhands.sync.costs import Cost
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.background import Saver
+from manyhands.train.communication import CommunicationMonitor
 from manyhands.train.diverging import Divergence
 from manyhands.train.epoch_end import AtEpochEnd
 from manyhands.train.evaluate import Evaluation
 from manyhands.train.feed import Feed
-from manyhands.train.heart import Heart
+from manyhands.train.heartbeat import HeartbeatWriter
 from manyhands.train.interval import FIRST_S, SaveInterval
 from manyhands.train.pacing import Watcher
-from manyhands.train.standing import Standing
 from manyhands.train.state import Progress
 from manyhands.train.status import EpochMean, Status, StatusRound
 from manyhands.train.step import Updater
@@ -55,11 +55,11 @@ class Trainer:
     sync: Cost  # how processes agree, decided
     release: Callable[[], None]  # gives back what was taken (worker processes, changed classes)
     watcher: Watcher | None = None  # where processes wait for exchanges that the mode doesn't make
-    standing: Standing | None = None  # where machines wait for each other in every update
+    communication: CommunicationMonitor | None = None  # where machines wait for each other in every update
     augment: str = "none"  # how training pictures are varied, decided
     draws: bool = False  # True where the network was seen to draw random numbers in training
     phase: str = "train"  # what is going on, for a failure's record
-    heart: Heart = field(default_factory=Heart)  # says how far this process is
+    heartbeats: HeartbeatWriter = field(default_factory=HeartbeatWriter)  # says how far this process is
     stopped: bool = False  # somebody asked for a stop, and all is saved
     saves: int = field(default=0)  # checkpoints tried in this run
     saver: Saver = field(default_factory=Saver)  # writes them
@@ -74,21 +74,21 @@ class Trainer:
     on_differing_buffers: Callable[[list[str]], None] = lambda _: None  # called with their names, once there are some
     at_epoch_end: AtEpochEnd | None = None  # the user's own function, for rank 0
     evaluated: EvaluationMetrics | None = None  # the last evaluation of this session
-    own_loop: bool = False  # the user's own loop ends epochs and evaluates
+    custom_loop: bool = False  # the user's own loop ends epochs and evaluates
     noted: Callable[[], dict[str, Any]] = dict  # what a checkpoint is to hold besides
     # called where an epoch begins or goes on, so that shares suit the processes; None: they stay
-    settle_shares: Callable[[], None] | None = None
+    balance_shares: Callable[[], None] | None = None
     bad_pictures: set[str] = field(default_factory=set[str])  # that can't be read, and are done without
 
     def __post_init__(self) -> None:
         """Begins to watch the loss, and lets those who watch processes know them."""
         self.divergence = Divergence(len(self.classes))
-        self.heart.linked = self.world.local_size < self.world.size
+        self.heartbeats.linked = self.world.local_size < self.world.size
         weighs = self.job.checkpoint.every == "auto" and self.world.is_main and self.folder is not NOWHERE
         self.interval = SaveInterval(self.folder, self.world) if weighs else None
-        if self.standing:
-            self.standing.waited_for_data_s = lambda: self.status_round.waiting_s
-            self.standing.run = str(self.folder.path)
+        if self.communication:
+            self.communication.waited_for_data_s = lambda: self.status_round.waiting_s
+            self.communication.run = str(self.folder.path)
 
     @property
     def synchronizer(self) -> Synchronizer:
@@ -99,9 +99,9 @@ class Trainer:
         """Counts the update that was just made, or left out, which is told."""
         for one in self.update.left_out:
             cost = f" ({one.also})" if one.also else ""
-            told = f"update {one.step + 1} is skipped: {one.what} ({one.where}){cost}"
-            self.journal.line(told)
-            self.journal.event("left-out", told, self.progress.step + 1)
+            message = f"update {one.step + 1} is skipped: {one.what} ({one.where}){cost}"
+            self.journal.line(message)
+            self.journal.event("left-out", message, self.progress.step + 1)
         self.update.left_out.clear()
         self.progress.advance(self.feed.order.steps_per_epoch)
         if self.on_first_update:
@@ -110,11 +110,11 @@ class Trainer:
 
     def done(self) -> bool:
         """True when no update is left, which the user's own loop says by its end."""
-        return not self.own_loop and self.progress.step >= self.total_steps
+        return not self.custom_loop and self.progress.step >= self.total_steps
 
     def evaluation_due(self) -> bool:
         """True at the steps where an evaluation belongs; the last is one, so that what is saved there knows of it."""
-        return not self.own_loop and (self.done() or self.evaluation_asked())
+        return not self.custom_loop and (self.done() or self.evaluation_asked())
 
     def evaluation_asked(self) -> bool:
         """True at the steps where train.evaluate_every wants an evaluation, wherever this run ends."""
@@ -126,33 +126,33 @@ class Trainer:
         every = steps_between_saves(self.job.checkpoint.every, self.feed.order.steps_per_epoch)
         return (by_time and self.saver.step is None) or (bool(every) and self.progress.step % every == 0)
 
-    def weigh_save(self, held_up_s: float) -> None:
+    def weigh_save(self, stalled_s: float) -> None:
         """Has the time to the next save follow from what the last one held up, where nobody has named it."""
         if self.interval:
-            self.status_round.save_every_s = self.interval.saved(held_up_s, self.saver.wrote_s)
-            self.interval.tell(self.status_round.save_every_s, self.journal, self.progress.step)
+            self.status_round.save_every_s = self.interval.saved(stalled_s, self.saver.wrote_s)
+            self.interval.record(self.status_round.save_every_s, self.journal, self.progress.step)
 
     def line_due(self) -> bool:
         """True at the updates that run.log_steps wants a line of: an epoch's first, and each so many after it."""
         every = self.job.run.log_steps
         return bool(every) and (self.progress.step - 1) % self.feed.order.steps_per_epoch % every == 0
 
-    def heed(self, status: Status) -> None:
+    def observe(self, status: Status) -> None:
         """Says who is slow, when training stood still, what agreeing takes; keeps local steps in time with the link."""
-        told = status.extra
+        message = status.extra
         if self.interval:
             self.interval.trained(status.seconds, status.samples, saving=self.saver.step is not None)
         if self.watcher:
             self.watcher.name_a_stall(status.waited_s, self.progress.step, self.journal)
-            self.sync = self.watcher.heed(told, self.progress.step, self.journal)
+            self.sync = self.watcher.observe(message, self.progress.step, self.journal)
             self.status_round.multiple = self.sync.every
-        elif self.standing:
-            self.standing.heed(told, self.progress.step, self.world.size, self.journal)
+        elif self.communication:
+            self.communication.observe(message, self.progress.step, self.world.size, self.journal)
 
     @property
-    def telling(self) -> "Callable[[float, int], list[float]] | None":
-        """What all tell each other besides; see `heed`."""
-        watching = self.watcher or self.standing
+    def status_values(self) -> "Callable[[float, int], list[float]] | None":
+        """What all tell each other besides; see `observe`."""
+        watching = self.watcher or self.communication
         return watching.mine if watching else None
 
     def note_stall(self, said: str, seconds: float) -> None:
@@ -160,7 +160,7 @@ class Trainer:
         if said and not self.watcher:
             self.journal.event("stall", said, self.progress.step, seconds=seconds)
 
-    def prove_replicas(self) -> None:
+    def verify_replicas(self) -> None:
         """Raises RunError when a process's network has drifted from rank 0's."""
         if self.network.replicated and not self.world.alone:
             named = self.synchronizer.replicas(self.network.inner)

@@ -22,14 +22,14 @@ from manyhands.parallel.plan import Plan
 from manyhands.parallel.rows import find_rows
 from manyhands.sync.choose import BY_MODE, EXACT
 from manyhands.sync.synchronizer import Synchronizer
-from manyhands.train.choose_sync import ChosenSync, SyncRequest, settle
+from manyhands.train.choose_sync import ChosenSync, SyncRequest, select_sync
 from manyhands.train.data_setup import DataSetup, first_picture
 from manyhands.train.loss import LossFn
 from manyhands.train.optimize import steps_to_make
 from manyhands.train.pacing import Watcher
 from manyhands.train.recover import Resumable
-from manyhands.train.rehearse import Rehearsal, RehearsalResult, rehearse, sum_of_outputs, time_sample, time_step
 from manyhands.train.state import split_state
+from manyhands.train.trial_step import TrialResult, TrialStep, run_trial, sum_of_outputs, time_sample, time_step
 
 # Samples that most custom losses can be tried on, and how a network or a loss fails.
 _FEW, _FAILURES = 8, (RuntimeError, TypeError, ValueError, IndexError)
@@ -41,7 +41,7 @@ class UnderMode:
 
     network: ParallelNetwork  # under its mode
     synced: ChosenSync  # the sync method and its choice
-    rehearsed: RehearsalResult  # results of the trial step
+    trial: TrialResult  # results of the trial step
     restore_norms: Callable[[], None]  # gives the network its own BatchNorm back
     sample_s: float  # seconds of an update per sample, as far as they are known before
 
@@ -92,14 +92,14 @@ def put_under_mode(before: BeforeMode) -> UnderMode:
         # It may be too large for one process's gradients, so nothing is rehearsed: the mode tries it without them.
         own = before.loss_fn.own if before.loss_fn else None
         request = ModeRequest(plan=plan, picture=picture, cross_entropy=before.cross_entropy, loss=own)
-        synced, rehearsed = ChosenSync(BY_MODE, Synchronizer(), request), RehearsalResult([], draws=False)
+        synced, trial = ChosenSync(BY_MODE, Synchronizer(), request), TrialResult([], draws=False)
     else:
         loss_fn = before.loss_fn or sum_of_outputs
-        rehearsal = Rehearsal(model, groups, before.samples.train, loss_fn, before.job)
-        rehearsed = _rehearsed(before, rehearsal)
-        synced = _settle(before, rehearsal, rehearsed.unused)
+        trial_step = TrialStep(model, groups, before.samples.train, loss_fn, before.job)
+        trial = _run_trial(before, trial_step)
+        synced = _select_sync(before, trial_step, trial.unused)
     sample_s = time_sample(model, picture.expand(2, *picture.shape), world)
-    return UnderMode(apply_mode(before.mode, model, world, synced.how), synced, rehearsed, restore_norms, sample_s)
+    return UnderMode(apply_mode(before.mode, model, world, synced.how), synced, trial, restore_norms, sample_s)
 
 
 def _refuse_untrainable(model: nn.Module, world: World) -> None:
@@ -114,14 +114,14 @@ def _refuse_untrainable(model: nn.Module, world: World) -> None:
         where = (
             f" on rank {[trains for trains, _ in everybody].index(False)}" if any(one for one, _ in everybody) else ""
         )
-        mend = ("unfreeze parameters: parameter.requires_grad_(True)", "or only evaluate: manyhands eval")
-        raise UserError(f"the network has no trainable parameters{where}", "the network", mend)
+        hints = ("unfreeze parameters: parameter.requires_grad_(True)", "or only evaluate: manyhands eval")
+        raise UserError(f"the network has no trainable parameters{where}", "the network", hints)
     if name := next(filter(None, (name for _, name in everybody)), ""):
-        mend = ("store nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(self.w) in forward",)
-        raise UserError(f"the parameter {name} is complex; manyhands trains only real parameters", "the network", mend)
+        hints = ("store nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(self.w) in forward",)
+        raise UserError(f"the parameter {name} is complex; manyhands trains only real parameters", "the network", hints)
 
 
-def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
+def _run_trial(before: BeforeMode, trial_step: TrialStep) -> TrialResult:
     """Tries the network on two samples; with a custom loss on eight, and where it needs more, on a micro-batch.
 
     A collective, since all must find the same.
@@ -131,40 +131,40 @@ def _rehearsed(before: BeforeMode, rehearsal: Rehearsal) -> RehearsalResult:
     if before.loss_fn and before.loss_fn.own:
         most = min(max(count, train.micro_batch or train.batch // world.size), len(samples.splits.train))
         count = min(_FEW, most)
-    layers = rehearsal.groups.layers
+    layers = trial_step.groups.layers
     if before.loss_fn is None and (world.alone or before.job.sync.method == EXACT):
         # Nothing asks for more, and it isn't known how the user's own loop calls the network.
         find_rows(before.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
-        return RehearsalResult([], draws=False)
+        return TrialResult([], draws=False)
     try:
-        found = _tried(rehearsal, before.classes, count, most, world)
+        found = _tried(trial_step, before.classes, count, most, world)
     except _FAILURES as error:
         if before.loss_fn:
             raise
         method = before.job.sync.method
         what = f"the network failed on the two test samples that sync.method = {method} needs: {error}"
-        mend = (f"accept model(x) for a batch x, or set --sync {EXACT}, which needs no test",)
-        raise UserError(what, "session.prepare", mend) from error
+        hints = (f"accept model(x) for a batch x, or set --sync {EXACT}, which needs no test",)
+        raise UserError(what, "session.prepare", hints) from error
     unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
     for layer, each in zip(layers, rows, strict=True):
         layer.rows_per_sample = each
     if unused:
-        told = f"{', '.join(unused[:3])} never get a gradient (do: freeze parameters that should not train)"
-        before.journal.event("warning", told, 0)
-    return RehearsalResult(unused, draws, found.outputs, found.count)
+        message = f"{', '.join(unused[:3])} never get a gradient (do: freeze parameters that should not train)"
+        before.journal.event("warning", message, 0)
+    return TrialResult(unused, draws, found.outputs, found.count)
 
 
-def _tried(rehearsal: Rehearsal, classes: int, count: int, most: int, world: World) -> RehearsalResult:
+def _tried(trial_step: TrialStep, classes: int, count: int, most: int, world: World) -> TrialResult:
     """Tries the network on `count` samples, and where that fails on `most`, whose error counts."""
     try:
-        return rehearse(rehearsal, classes, count, world)
+        return run_trial(trial_step, classes, count, world)
     except _FAILURES as error:
         if count == most or isinstance(error, torch.OutOfMemoryError):
             raise
-    return rehearse(rehearsal, classes, most, world)
+    return run_trial(trial_step, classes, most, world)
 
 
-def _settle(before: BeforeMode, rehearsal: Rehearsal, unused: list[str]) -> ChosenSync:
+def _select_sync(before: BeforeMode, trial_step: TrialStep, unused: list[str]) -> ChosenSync:
     """Proves that all start from the same, and settles how they will agree; a collective."""
     job, world, samples = before.job, before.world, len(before.samples.splits.train)
     _start_equal(before)
@@ -176,7 +176,7 @@ def _settle(before: BeforeMode, rehearsal: Rehearsal, unused: list[str]) -> Chos
         before.mode,
         steps_to_make(job.train, samples),
         state.get("sync"),
-        lambda: time_step(rehearsal, share, world),
+        lambda: time_step(trial_step, share, world),
     )
     request = ModeRequest(
         bool(unused),
@@ -184,7 +184,7 @@ def _settle(before: BeforeMode, rehearsal: Rehearsal, unused: list[str]) -> Chos
         samples=axes,
         shared_memory=job.parallel.shared_memory,
     )
-    return settle(sync_request, before.model, unused, world, before.journal, request)
+    return select_sync(sync_request, before.model, unused, world, before.journal, request)
 
 
 def _start_equal(before: BeforeMode) -> None:
@@ -196,8 +196,10 @@ def _start_equal(before: BeforeMode) -> None:
         UserError: the processes have other tensors, or train others.
     """
     model, world, grid, always = before.model, before.world, before.grid, before.job.parallel.parameter_broadcast
-    cut = {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
-    named = {name: tensor for name, tensor in split_state(model)[0].items() if name not in cut}
+    sharing = (
+        {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
+    )
+    named = {name: tensor for name, tensor in split_state(model)[0].items() if name not in sharing}
     refuse_other_networks(model, named, world)
     if make_equal(named, world, always=always) and not always:
         before.journal.event("note", "the processes built different networks (missing seed?); all use rank 0's network")

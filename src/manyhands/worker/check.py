@@ -7,15 +7,15 @@ from manyhands.core.errors import UserError
 from manyhands.data.folder import divided, list_parts
 from manyhands.data.known import is_published
 from manyhands.data.open import is_plain_folder, open_data
-from manyhands.data.order import told_of_batch
+from manyhands.data.order import batch_noted
 from manyhands.data.pack_choice import of_pack
 from manyhands.data.packed import is_pack
 from manyhands.data.splits import describe_samples
 
-__all__ = ["is_plain_folder", "look_at_data", "processes_here"]
+__all__ = ["describe_data", "is_plain_folder", "processes_here"]
 
 
-def look_at_data(job: Job) -> tuple[str, str]:
+def describe_data(job: Job) -> tuple[str, str]:
     """What the job trains on, and a warning where the batch is larger than the training split.
 
     Pictures of a folder are counted and not read. Both are empty where looking takes a download or the user's own code.
@@ -37,7 +37,7 @@ def look_at_data(job: Job) -> tuple[str, str]:
         evaluated, classes = min(evaluated, job.data.test_samples or evaluated), parts[0].classes
     else:
         return "", ""
-    return describe_samples(samples, evaluated, classes), told_of_batch(job.train.batch, samples)
+    return describe_samples(samples, evaluated, classes), batch_noted(job.train.batch, samples)
 
 
 def processes_here(job: Job) -> int:

@@ -5,11 +5,18 @@ from typing import Any
 
 from manyhands.checkpoint.described import Description, PlacedTensors
 from manyhands.checkpoint.pieces import MODEL, NetworkLayout
-from manyhands.checkpoint.reshard import SAFETENSORS, is_single_file, merge, read_cut, refuse_existing, reshard
+from manyhands.checkpoint.reshard import (
+    SAFETENSORS,
+    is_single_file,
+    merge,
+    read_network_layout,
+    refuse_existing,
+    reshard,
+)
 from manyhands.checkpoint.source import open_checkpoint
 from manyhands.checkpoint.tensors import EXTRA_STATE
 
-__all__ = ["describe_file", "merge_file", "read_cut", "refuse_existing", "reshard_file"]
+__all__ = ["describe_file", "merge_file", "read_network_layout", "refuse_existing", "reshard_file"]
 
 
 def describe_file(path: Path) -> dict[str, Any]:

@@ -14,20 +14,20 @@ from manyhands.checkpoint.options import CheckpointOptions
 from manyhands.cluster.agents.debugger import wait_for_editor
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.own_output import take_orders
-from manyhands.cluster.rendezvous import worker_membership
+from manyhands.cluster.rendezvous import worker_process_info
 from manyhands.config.job import Job
 from manyhands.core import shown
 from manyhands.core.claim import set_aside
 from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.failures import Failed
 from manyhands.core.folder import RunFolder
+from manyhands.core.heartbeat import HEARTBEAT_FILE, rescue_path
 from manyhands.core.journal import Journal
 from manyhands.core.private import private_files
-from manyhands.core.pulse import PULSE_FILE, rescue_path
-from manyhands.core.world import Membership
+from manyhands.core.world import ProcessInfo
 from manyhands.parallel.options import USUAL_MODE
-from manyhands.worker.account import give_account, own_environment
 from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder
+from manyhands.worker.run_metadata import local_environment, write_metadata
 from manyhands.worker.shared_options import shared_options
 
 T = TypeVar("T")
@@ -47,18 +47,18 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     argument = {**take_orders(orders, scratch, agent), "generation": orders.generation}
     job = Job.model_validate(argument["job"])
     folder = RunFolder(Path(argument["folder"]))
-    membership = worker_membership(job.cluster, os.environ, orders.meeting.file)
+    process_info = worker_process_info(job.cluster, os.environ, orders.rendezvous.file)
     # Where the user's own process finds the modules that its objects are from, in its order.
     found = argument.get("paths", [])
     sys.path[:] = [*found, *(path for path in sys.path if path not in found)]
     task = TASKS[argument["task"]]
-    tell = shown.say
+    notify = shown.say
     if argument.get("met"):
-        membership = replace(membership, started_by=MET)
-        tell = _note_in_folder(folder) if membership.local_rank == 0 else shown.say
+        process_info = replace(process_info, started_by=MET)
+        notify = _note_in_folder(folder) if process_info.local_rank == 0 else shown.say
     try:
         with private_files():
-            return task(job, membership, folder, argument, tell)
+            return task(job, process_info, folder, argument, notify)
     except Failed as failed:
         raise SystemExit(failed.record.exit_code) from None
 
@@ -69,7 +69,7 @@ def _note_in_folder(folder: RunFolder) -> Say:
 
 
 def train_here(
-    job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
+    job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
     """Joins the group, builds the parts, trains, and leaves.
 
@@ -78,7 +78,7 @@ def train_here(
     """
     from manyhands.train.stopping import ended_where_deaf
 
-    mine = GroupMember(membership, folder, "build")
+    mine = GroupMember(process_info, folder, "build")
     with ended_where_deaf(mine.hung, mine.last_words):
         try:
             trainer = _join_and_build(mine, job, argument, say)
@@ -110,8 +110,8 @@ def _rescue(mine: GroupMember, *, consequence: bool) -> None:
     world = mine.trainer.world if mine.trainer else None
     if not world or (consequence and world.device != "cpu" and world.backend != "gloo"):
         return
-    if PULSE_FILE in os.environ:  # the agent gives it the time that it needs
-        rescue_path(Path(os.environ[PULSE_FILE]).parent, mine.membership.rank).touch()
+    if HEARTBEAT_FILE in os.environ:  # the agent gives it the time that it needs
+        rescue_path(Path(os.environ[HEARTBEAT_FILE]).parent, mine.process_info.rank).touch()
     mine.trainer.saver.wait()
     try:
         if rescue(mine.trainer):
@@ -122,7 +122,7 @@ def _rescue(mine: GroupMember, *, consequence: bool) -> None:
 
 def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: Say) -> Any:
     world = mine.join(job, shared_options(job), say).world
-    if mine.membership.started_by not in {OUR_HEAD, MET}:
+    if mine.process_info.started_by not in {OUR_HEAD, MET}:
         mine.folder = share_folder(world, mine.folder)
     wait_for_editor(world.rank, world.size, job.cluster)
     mine.trainer = _build(_from_where_rank_0_says(job, world, say), mine.folder, world, argument)
@@ -154,31 +154,31 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         journal = Journal(folder, world.rank)
         journal.event("started", processes=world.size, device=world.device, backend=world.backend, mode=mode)
         # So that nobody loses days on a CPU beside an accelerator.
-        if world.device == "cpu" and job.cluster.device == "auto" and (told := unused_here()):
-            journal.event("warning", f"{told[0]}: training on the CPU (do: {told[1][0]}; or set --device cpu)")
+        if world.device == "cpu" and job.cluster.device == "auto" and (reason := unused_here()):
+            journal.event("warning", f"{reason[0]}: training on the CPU (do: {reason[1][0]}; or set --device cpu)")
     objects = load_objects(argument)
     measurements: list[Any] = []  # those that the header was recorded for
-    settled = _settle_measured(job, folder, world, mode, objects, measurements)
-    job, decided = settled.job, settled.about
+    resolved = _resolve_measured(job, folder, world, mode, objects, measurements)
+    job, decided = resolved.job, resolved.about
     followed, about = None, dict[str, Any]()
     if follows_plan(mode):
         mode, followed, about = _follow(job, folder, world, mode, objects)
-    trainer = build(job, folder, world, mode, objects, followed, settled.splits, header=not measurements)
+    trainer = build(job, folder, world, mode, objects, followed, resolved.splits, header=not measurements)
     trainer.writers = writers_of(folder, world, in_pieces=job.checkpoint.pieces and bool(trainer.network.layouts))
-    for note in (*settled.said, *about.get("untimed", ()), *((about["reason"],) if about.get("reason") else ())):
+    for note in (*resolved.said, *about.get("untimed", ()), *((about["reason"],) if about.get("reason") else ())):
         trainer.journal.event("note", note)
-    ranks = gather_plain(own_environment(world), world)
+    ranks = gather_plain(local_environment(world), world)
     if world.is_main:
-        give_account(trainer, ranks, {**about, **decided})
+        write_metadata(trainer, ranks, {**about, **decided})
     return trainer
 
 
-def _settle_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any, measurements: list[Any]) -> Any:
-    """`SettledPrecision`: the job with what it leaves to a measurement, and what plan.json says of that."""
+def _resolve_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any, measurements: list[Any]) -> Any:
+    """`ResolvedPrecision`: the job with what it leaves to a measurement, and what plan.json says of that."""
     from manyhands.train.data_setup import class_names
     from manyhands.train.job import record_setup
     from manyhands.train.objects import Objects
-    from manyhands.worker.precision import SettledPrecision, settle_precision
+    from manyhands.worker.precision import ResolvedPrecision, resolve_precision
 
     say, objects = functools.partial(Journal(folder, world.rank).event, "note"), objects or Objects()
 
@@ -189,8 +189,8 @@ def _settle_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects
         say(text)
 
     if not job.train.measured_precision:
-        return SettledPrecision(job)
-    return settle_precision(job, folder, world, mode, objects, say=announce)
+        return ResolvedPrecision(job)
+    return resolve_precision(job, folder, world, mode, objects, say=announce)
 
 
 def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[str, Any, dict[str, Any]]:
@@ -216,7 +216,7 @@ def load_objects(argument: dict[str, Any]) -> Any:
 
 
 def evaluate_here(
-    job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
+    job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
     """Evaluates a checkpoint over all processes.
 
@@ -231,11 +231,11 @@ def evaluate_here(
         given, whole = argument.get("given", ()), bool(argument.get("whole"))
         return evaluate_checkpoint(job, path, world, load_objects(argument), given=given, whole=whole)
 
-    return _together(job, membership, folder, say, evaluate, "evaluate")
+    return _together(job, process_info, folder, say, evaluate, "evaluate")
 
 
 def predict_here(
-    job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
+    job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
     """Says what is on pictures, shared out among all processes.
 
@@ -250,11 +250,11 @@ def predict_here(
         trained = open_trained(Path(argument["checkpoint"]), model=argument["model"], device=world.device)
         return {"guesses": guess_together(trained, argument["pictures"], world)}
 
-    return _together(job, membership, folder, say, predict, "predict")
+    return _together(job, process_info, folder, say, predict, "predict")
 
 
 def plan_here(
-    job: Job, membership: Membership, folder: RunFolder, argument: dict[str, Any], say: Say
+    job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
     """Times plans, proves one, or measures the link between the processes: see `plan_trials`.
 
@@ -267,11 +267,11 @@ def plan_here(
 
         return try_out(job, world, argument)
 
-    return _together(job, membership, folder, say, try_plans, str(argument["action"]))
+    return _together(job, process_info, folder, say, try_plans, str(argument["action"]))
 
 
 def add_up_here(
-    job: Job, membership: Membership, folder: RunFolder, _argument: dict[str, Any], say: Say
+    job: Job, process_info: ProcessInfo, folder: RunFolder, _argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
     """The doctor's sum: see `collective`.
 
@@ -281,20 +281,20 @@ def add_up_here(
     from manyhands.worker.collective import check_sum
 
     started = time.monotonic()
-    _together(job, membership, folder, say, check_sum, "doctor")
+    _together(job, process_info, folder, say, check_sum, "doctor")
     return {"seconds": time.monotonic() - started}
 
 
 def _together(
     job: Job,
-    membership: Membership,
+    process_info: ProcessInfo,
     folder: RunFolder,
     say: Say,
     task: Callable[[Any], T],
     phase: str,
 ) -> T:
     """Joins the group, does the task with its world, and leaves; a failure leaves its record."""
-    mine = GroupMember(membership, folder, phase)
+    mine = GroupMember(process_info, folder, phase)
     try:
         return task(mine.join(job, shared_options(job), say).world)
     except (Exception, KeyboardInterrupt) as error:

@@ -15,7 +15,7 @@ from manyhands.core.failures import as_error
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import FAILURE_FILE, Failure, write_json
 from manyhands.core.stops import held_back, saved_step, unsaved
-from manyhands.core.world import Membership
+from manyhands.core.world import ProcessInfo
 from manyhands.worker.shared_options import shared_options
 
 Say = Callable[[str], None]
@@ -27,13 +27,13 @@ class GroupMember:
     """What a process has got so far of a run or task of several; other threads look at it too.
 
     Args:
-        membership: its place.
+        process_info: its place.
         folder: the run folder; on ranks above 0 that no head of ours has started, rank 0's once they have met.
         phase: what it is about to do, for a failure's record.
     """
 
-    def __init__(self, membership: Membership, folder: RunFolder, phase: str) -> None:
-        self.membership, self.folder, self._phase = membership, folder, phase
+    def __init__(self, process_info: ProcessInfo, folder: RunFolder, phase: str) -> None:
+        self.process_info, self.folder, self._phase = process_info, folder, phase
         self.trainer: Any = None
         self.group: Any = None
         self._failed = False
@@ -50,20 +50,20 @@ class GroupMember:
         with held_back():
             from manyhands.parallel.group import join
 
-        membership = self.membership
-        self.group = group = join(membership, options, job.cluster.peer_timeout_s, say)
-        if membership.started_by != OUR_HEAD:
+        process_info = self.process_info
+        self.group = group = join(process_info, options, job.cluster.peer_timeout_s, say)
+        if process_info.started_by != OUR_HEAD:
             # A closed connection ends gloo's collectives; and a group that stood before is not ours to abort.
             ends_itself = group.world.device in {"cpu", "mps"} or group.stands is not None
             group.listen(
-                membership.attempt,
-                None if ends_itself else lambda told: self.leave(told) if told or ends_with_rank_0 else None,
+                process_info.attempt,
+                None if ends_itself else lambda failure: self.leave(failure) if failure or ends_with_rank_0 else None,
             )
         return group
 
-    def leave(self, told: Any) -> None:
+    def leave(self, failure: Any) -> None:
         """The main thread may wait for an accelerator for ever, so another one writes the record and ends this."""
-        record = leave_record(describe_peer(self.membership.rank, told, self.trainer), self.folder)
+        record = leave_record(describe_peer(self.process_info.rank, failure, self.trainer), self.folder)
         shown.say(str(as_error(record)))
         if self.group:
             self.group.abort()
@@ -71,28 +71,28 @@ class GroupMember:
     def roll_called(self) -> AbstractContextManager[None]:
         """Has the processes name who is missing, where no agent of ours does."""
         group, trainer = self.group, self.trainer
-        if group.store is None or self.membership.started_by in {OUR_HEAD, MET}:
+        if group.store is None or self.process_info.started_by in {OUR_HEAD, MET}:
             return nullcontext()
-        from manyhands.worker.roll_call import RollCall
+        from manyhands.worker.roll_call import LivenessCheck
 
-        def pulse() -> Any:
-            return trainer.heart.pulse(trainer.phase)
+        def heartbeat() -> Any:
+            return trainer.heartbeats.heartbeat(trainer.phase)
 
         def say(words: str) -> None:
-            if self.membership.rank:
+            if self.process_info.rank:
                 shown.say(words)
             trainer.journal.line(words)
             trainer.journal.event("warning", words, trainer.progress.step)
 
-        return RollCall(group.store, self.membership, group.present, pulse, say).taken_part()
+        return LivenessCheck(group.store, self.process_info, group.present, heartbeat, say).answering()
 
     def hung(self) -> str:
         """Why this process can't save any more, as far as it knows."""
-        return self.trainer.heart.hung() if self.trainer else ""
+        return self.trainer.heartbeats.hung() if self.trainer else ""
 
     def last_words(self, why: str) -> None:
         """Says what was saved, where the process is ended at once."""
-        if self.membership.rank == 0 or self.membership.started_by == "--init":
+        if self.process_info.rank == 0 or self.process_info.started_by == "--init":
             shown.say(str(unsaved(self.folder.path, saved_step(self.folder), why)))
 
     def record_of(self, error: BaseException) -> Failure:
@@ -102,7 +102,7 @@ class GroupMember:
         self._failed = True
         step = self.trainer.progress.step if self.trainer else None
         phase = self.trainer.phase if self.trainer else self._phase if self.group else "join"
-        record = describe_failure(_explained(error, self.trainer), rank=self.membership.rank, step=step, phase=phase)
+        record = describe_failure(_explained(error, self.trainer), rank=self.process_info.rank, step=step, phase=phase)
         record = leave_record(record, self.folder)
         if self.group and self.group.cause:
             record = first_of_all(self.group, record)
@@ -127,8 +127,8 @@ def leave_record(record: Failure, folder: RunFolder) -> Failure:
     if record.traceback and folder.failures.is_dir():
         with suppress(OSError), log.open("a", encoding="utf-8") as file:
             file.write(record.traceback)
-            if record.exit_code != EXIT_USAGE and not record.mend:
-                record = record.model_copy(update={"mend": [f"see the full traceback in {log}"]})
+            if record.exit_code != EXIT_USAGE and not record.hints:
+                record = record.model_copy(update={"hints": [f"see the full traceback in {log}"]})
     _write_record(record, folder)
     return record
 
@@ -162,40 +162,40 @@ def share_folder(world: Any, folder: RunFolder) -> RunFolder:
     return folder
 
 
-def tell_of_outside(job: Job, membership: Membership, what: str) -> None:
+def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None:
     """Has all that wait hear that this process, whose rank is none of theirs, ends."""
     # Its C++ parts would log what is no news here.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from manyhands.parallel.meet import tell_of_outsider
-    from manyhands.parallel.tell import tell_those_who_wait
+    from manyhands.parallel.meet import report_invalid_rank
+    from manyhands.parallel.report_failure import report_to_waiting_ranks
 
-    tell_those_who_wait(membership, lambda names: tell_of_outsider(names, shared_options(job), what))
+    report_to_waiting_ranks(process_info, lambda names: report_invalid_rank(names, shared_options(job), what))
 
 
 def first_of_all(group: Any, record: Failure) -> Failure:
     """Publishes the first cause for the other processes, or learns it from them where this is a mere consequence."""
     if not record.consequence:
-        from manyhands.parallel.said import Told
+        from manyhands.parallel.said import PeerFailure
 
-        group.cause.publish(Told.of(record.rank, record.host, record.what))
+        group.cause.publish(PeerFailure.of(record.rank, record.host, record.what))
         return record
-    told = group.cause.learn()
-    if not told:
+    failure = group.cause.learn()
+    if not failure:
         # Nothing better is known than what the library itself has said.
         what = f"another process ended or is unreachable: {record.what}"
-        mend = ["see the last messages of the other processes", *record.mend]
-        return record.model_copy(update={"what": what, "mend": mend, "excerpt": ""})
-    return record.model_copy(update=heard(told))
+        hints = ["see the last messages of the other processes", *record.hints]
+        return record.model_copy(update={"what": what, "hints": hints, "excerpt": ""})
+    return record.model_copy(update=heard(failure))
 
 
-def heard(told: Any) -> dict[str, Any]:
+def heard(failure: Any) -> dict[str, Any]:
     """What a failure's record says where the first cause is another process's; its words, and never its advice."""
-    what = f"rank {told.rank} on {told.host} failed first: {told.what}"
-    return {"what": what, "mend": [f"see the terminal or log of rank {told.rank}"], "excerpt": ""}
+    what = f"rank {failure.rank} on {failure.host} failed first: {failure.what}"
+    return {"what": what, "hints": [f"see the terminal or log of rank {failure.rank}"], "excerpt": ""}
 
 
-def describe_peer(rank: int, told: Any, trainer: Any) -> Failure:
-    """The record of a process that ends because another has; `told` are that one's words, or None where none came."""
+def describe_peer(rank: int, failure: Any, trainer: Any) -> Failure:
+    """The record of a process that ends because another has; `failure` is the record of that one, or None."""
     record = Failure(
         time=time.time(),
         rank=rank,
@@ -205,7 +205,7 @@ def describe_peer(rank: int, told: Any, trainer: Any) -> Failure:
         phase=trainer.phase if trainer else "build",
         error="PeerGone",
         what="rank 0's store is unreachable, so the run can't continue",
-        mend=["see the last messages of rank 0"],
+        hints=["see the last messages of rank 0"],
         consequence=True,
     )
-    return record.model_copy(update=heard(told)) if told else record
+    return record.model_copy(update=heard(failure)) if failure else record

@@ -15,10 +15,10 @@ from manyhands.core.failures import as_error
 from manyhands.core.folder import NOWHERE, RunFolder
 from manyhands.core.shown import say
 from manyhands.core.trained import find_record, note_pictures
-from manyhands.core.world import Membership, World
+from manyhands.core.world import ProcessInfo, World
 from manyhands.data.on_demand import as_picture
 from manyhands.parallel.plain import gather_plain
-from manyhands.parallel.standing import standing_membership
+from manyhands.parallel.standing import existing_process_info
 from manyhands.train.data_setup import open_splits
 from manyhands.train.objects import Objects
 from manyhands.train.predict import Guesses, guess
@@ -28,11 +28,11 @@ from manyhands.train.state import load_snapshot
 from manyhands.train.stopping import StopSignal, listening
 from manyhands.train.trained import open_trained
 from manyhands.train.trainer import Trainer
-from manyhands.worker.account import give_account, own_environment
 from manyhands.worker.member import GroupMember, share_folder
+from manyhands.worker.run_metadata import local_environment, write_metadata
 from manyhands.worker.shared_options import shared_options
 
-__all__ = ["as_picture", "guess", "guess_files", "load_weights", "open_trained", "opened", "standing_membership"]
+__all__ = ["as_picture", "existing_process_info", "guess", "guess_files", "load_weights", "open_trained", "opened"]
 
 
 # What a loop of the user's own leaves with where nothing failed.
@@ -42,7 +42,7 @@ _IN_ORDER = {None, 0, EXIT_SAVED}
 @contextlib.contextmanager
 def opened(
     job: Job,
-    membership: Membership,
+    process_info: ProcessInfo,
     program: str,
     folder: RunFolder | None,
     scheduled: bool,
@@ -52,13 +52,13 @@ def opened(
 
     Args:
         job: the settings.
-        membership: the place.
+        process_info: the place.
         program: the same on all of them.
         folder: the run folder, on ranks above 0 rank 0's once they have met; None for none.
         scheduled: the job moves the learning rate.
         metrics: figures of the user's own that are objects.
     """
-    mine, here = GroupMember(membership, folder or NOWHERE, "session"), None
+    mine, here = GroupMember(process_info, folder or NOWHERE, "session"), None
     options = f"{shared_options(job)} program={program} folder={folder is not None}"
     try:
         world = mine.join(job, options, say, ends_with_rank_0=False).world
@@ -66,7 +66,7 @@ def opened(
             shared = share_folder(world, folder) if folder else None
             mine.folder = shared or NOWHERE
             own = {"scheduled": scheduled, "metrics": metrics}
-            here = Session(world, job, shared, stop=stop, give_account=_give_account, **own)
+            here = Session(world, job, shared, stop=stop, write_metadata=_write_metadata, **own)
             yield here
             here.finish()
     except BaseException as error:
@@ -82,10 +82,10 @@ def opened(
         mine.give_back()
 
 
-def _give_account(trainer: Trainer) -> None:
-    ranks = gather_plain(own_environment(trainer.world), trainer.world)
+def _write_metadata(trainer: Trainer) -> None:
+    ranks = gather_plain(local_environment(trainer.world), trainer.world)
     if trainer.world.is_main:
-        give_account(trainer, ranks, {})
+        write_metadata(trainer, ranks, {})
 
 
 def load_weights(model: nn.Module, run: Path) -> None:

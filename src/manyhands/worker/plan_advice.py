@@ -33,17 +33,17 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[Option], 
         fewer: data parallel on fewer processes.
         apart: each process has a machine of its own.
     """
-    wished = found.wish.world_size
+    world_size = found.request.world_size
     seconds = found.pick.measured_seconds.get(found.pick.name) or found.chosen.prediction.seconds
     name = found.pick.name
     if name == DATA_PARALLEL and (agreed := sync_seconds(sync)) and not found.pick.measured_seconds:
         name, seconds = sync_row(sync_taken(sync) or {}), agreed
-    count, why = (0, "") if found.wish.pins else enough(found, fewer, seconds, found.spread)
+    count, why = (0, "") if found.request.pins else enough(found, fewer, seconds, found.spread)
     if not count:
-        return Advice(name, with_sync(found.pick.reason, sync), wished)
+        return Advice(name, with_sync(found.pick.reason, sync), world_size)
     what = "machine" if apart else "process"
     use = f"use one {what}" if count == 1 else f"use {count} {what}{'s' if apart else 'es'}"
-    reason = f"{use}: {why}; to use all {wished}, run the saved plan, {found.pick.name}"
+    reason = f"{use}: {why}; to use all {world_size}, run the saved plan, {found.pick.name}"
     return Advice(name_of(count), with_sync(reason, sync), count)
 
 

@@ -10,7 +10,7 @@ from manyhands.core.devices import device_kind, require_device
 from manyhands.core.folder import NOWHERE
 from manyhands.core.link_speeds import LinkSpeed, through_ssh
 from manyhands.core.world import World
-from manyhands.data.order import told_of_batch
+from manyhands.data.order import batch_noted
 from manyhands.parallel.graph import Graph
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.tracing import describe_network
@@ -18,14 +18,14 @@ from manyhands.planner.device_models import DeviceModel, device_model
 from manyhands.train.data_setup import Objects, class_names, open_splits, pixels_for
 from manyhands.worker.plan_sync import link_between
 from manyhands.worker.plan_trials import make_network, picture
-from manyhands.worker.precision import plain_precision, settle_precision
+from manyhands.worker.precision import plain_precision, resolve_precision
 
 
 @dataclass(frozen=True)
 class JobCase:
     """A job whose work is to be planned."""
 
-    job: Job  # as the user wrote it; with a precision and a layout once it is `settled`
+    job: Job  # as the user wrote it; with a precision and a layout once it is `resolved`
     network: dict[str, Any]  # channels, size, classes, batch and samples, as plain data
     device: str  # that computes; a model's name where it isn't here
     direct: LinkSpeed | None  # the link between machines of one process each; None where all is on one machine
@@ -44,16 +44,16 @@ class JobCase:
         """Where its network is made on this machine."""
         return "cpu" if self.modelled else self.device
 
-    def settled(self, processes: int, *, measure: bool) -> "JobCase":
+    def resolved(self, processes: int, *, measure: bool) -> "JobCase":
         """The job with a precision and a layout, measured where that is wished for and the device is here."""
-        smaller = told_of_batch(self.job.train.batch, self.network["samples"])
+        smaller = batch_noted(self.job.train.batch, self.network["samples"])
         if self.modelled:
             found = plain_precision(self.job)
             precision = found.job.train.precision
             rates, model = self.modelled.rates(precision), self.modelled.said(precision)
         else:
             world = World(device=device_kind(self.job.cluster.device, processes))
-            found = settle_precision(self.job, NOWHERE, world, self.job.parallel.mode, Objects(), measure=measure)
+            found = resolve_precision(self.job, NOWHERE, world, self.job.parallel.mode, Objects(), measure=measure)
             rates, model = None, ""
         return replace(self, job=found.job, rates=rates, said=(*filter(None, (*found.said, model, smaller)),))
 

@@ -51,16 +51,16 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> Decis
     Raises:
         UserError: a wish can't be fulfilled; on all processes alike.
     """
-    kept = broadcast_plain(_kept(folder, world.size, wish_of(job)) if world.is_main else None, world)
-    if kept is not None:
-        return _decision(kept)
+    previous = broadcast_plain(_previous(folder, world.size, search_key(job)) if world.is_main else None, world)
+    if previous is not None:
+        return _decision(previous)
     if job.parallel.plan:
         return Decision(shared_plan(job.parallel, world))
     case = _case(job, world, objects)
     links = try_out(job, world, {"action": LINKS})["points"] if job.parallel.measure else []
     answer = broadcast_plain(_search(job, world, case, links) if world.is_main else None, world)
     if "error" in answer:
-        raise (UserError if answer["usage"] else RunError)(answer["error"], answer["where"], tuple(answer["mend"]))
+        raise (UserError if answer["usage"] else RunError)(answer["error"], answer["where"], tuple(answer["hints"]))
     plans = {
         name: plan_from_plain(content, "plan") if content else None for name, content in answer["finalists"].items()
     }
@@ -71,25 +71,25 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> Decis
         for row in answer["candidates"]:
             if row["name"] in pick.measured_seconds:
                 row["measured_ms"] = round(pick.measured_seconds[row["name"]] * 1e3, 3)
-    about = {"reason": answer["reason"], "candidates": answer["candidates"], "wish": wish_of(job)}
+    about = {"reason": answer["reason"], "candidates": answer["candidates"], "wish": search_key(job)}
     if answer["untimed"]:
         about["untimed"] = answer["untimed"]
     plan = plans[answer["chosen"]] if answer["chosen"] != DATA_PARALLEL else None
     return Decision(replace(plan, about={**plan.about, **about}) if plan else None, about)
 
 
-def wish_of(job: Job) -> list[Any]:
+def search_key(job: Job) -> list[Any]:
     """What the user asked of a plan, as JSON data."""
     options = job.parallel
     return [list(options.pin), options.mesh, options.memory, options.link, options.plan, options.full_batch]
 
 
-def _kept(folder: RunFolder, world_size: int, wish: list[Any]) -> dict[str, Any] | None:
+def _previous(folder: RunFolder, world_size: int, search: list[Any]) -> dict[str, Any] | None:
     """The plan that this run folder has for as many processes and the same wishes."""
     if not folder.plan.is_file() or not folder.has_checkpoints():
         return None
     plan = read_plan(folder.plan)
-    return plan.as_plain() if plan.mesh.size == world_size and plan.about.get("wish") == wish else None
+    return plan.as_plain() if plan.mesh.size == world_size and plan.about.get("wish") == search else None
 
 
 def _decision(content: dict[str, Any]) -> Decision:
@@ -130,7 +130,7 @@ def _search(job: Job, world: World, case: PlanCase, points: list[list[float]]) -
         found = _found(job, world, case, points)
     except ManyhandsError as error:
         usage = isinstance(error, UserError)
-        return {"error": error.what, "where": error.where, "mend": list(error.mend), "usage": usage}
+        return {"error": error.what, "where": error.where, "hints": list(error.hints), "usage": usage}
     finalists = found.finalists()
     limit = parse_memory(job.parallel.memory) if job.parallel.memory else None
     together = sum(option.prediction.memory_bytes for option in finalists)
@@ -150,9 +150,11 @@ def _search(job: Job, world: World, case: PlanCase, points: list[list[float]]) -
 
 def _found(job: Job, world: World, case: PlanCase, points: list[list[float]]) -> SearchResult:
     options, slots = job.parallel, slots_of(job.train)
-    kept = plan_of(options, world.size) if options.pin or options.full_batch else None
-    request = PlanRequest(world.size, options.mesh, kept.ops if kept else {}, options.memory, options.link, "search")
-    wish = request.as_search(case.batch, case.norm_group, slots, accelerator=not world.device.startswith("cpu"))
+    previous = plan_of(options, world.size) if options.pin or options.full_batch else None
+    request = PlanRequest(
+        world.size, options.mesh, previous.ops if previous else {}, options.memory, options.link, "search"
+    )
+    search = request.as_search(case.batch, case.norm_group, slots, accelerator=not world.device.startswith("cpu"))
     links = request.links()
     if points and not options.link:
         within = fitted_link("all_reduce", world.size, tuple((size, taken) for size, taken in points))
@@ -161,7 +163,7 @@ def _found(job: Job, world: World, case: PlanCase, points: list[list[float]]) ->
     group_batch_norms(model)
     times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
     try:
-        return find(_described(model, case), wish, times, links)
+        return find(_described(model, case), search, times, links)
     finally:
         times.save()
 

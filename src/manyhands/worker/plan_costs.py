@@ -52,9 +52,9 @@ class Costs:
         """Data parallel on fewer processes; where nothing is timed, on machines of their own alone."""
         # Processes of one machine share its cores, of which estimates know nothing.
         apart = self.between is not None or self.device != "cpu"
-        if found.fewer is None or found.wish.pins or not (apart or self.measured):
+        if found.fewer is None or found.request.pins or not (apart or self.measured):
             return ()
-        counts = fewer_counts(found.wish.world_size)
+        counts = fewer_counts(found.request.world_size)
         timed = {count: self.share(count, _FEWER_S) for count in counts}
         return tuple(options_of(counts, found.fewer, {count: one for count, one in timed.items() if one}))
 

@@ -64,25 +64,25 @@ class Growth:
         return {**self.about, "rows": list(self.rows), "notes": list(self.notes)}
 
 
-def predict_growth(job: Job, wishes: Mapping[str, Any]) -> Growth:
+def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
     """Predicts throughput, efficiency and cost on several numbers of machines of one process each.
 
     Args:
         job: what is to be trained.
-        wishes: as `GrowthRequest` has them.
+        requested: as `GrowthRequest` has them.
 
     Raises:
         UserError: a wish can't be fulfilled.
     """
-    request = GrowthRequest(**wishes)
+    request = GrowthRequest(**requested)
     check_method(job.sync.method)
     case = case_to_plan(job, request.last, request.link, request.device_model)
     if case.between is None:
-        mend = ("set the link speed: --link 1gbit", "or choose one number of processes: -n 4")
-        raise UserError("a range of machines needs a link speed", "--link", mend)
+        hints = ("set the link speed: --link 1gbit", "or choose one number of processes: -n 4")
+        raise UserError("a range of machines needs a link speed", "--link", hints)
     counts, notes = _counts(case, request)
     measure = request.measure and not request.device_model
-    case = case.settled(request.last, measure=measure)
+    case = case.resolved(request.last, measure=measure)
     costs = Costs(with_processes(case.job, request.last), case.network, case.device, case.between, measured=measure)
     batch = case.network["batch"]
     timed = _shares(costs, {-(-batch // count): count for count in counts})
@@ -102,13 +102,13 @@ def predict_growth(job: Job, wishes: Mapping[str, Any]) -> Growth:
 
 def _counts(case: JobCase, request: GrowthRequest) -> tuple[list[int], tuple[str, ...]]:
     batch = case.network["batch"]
-    what, mend = (
+    what, hints = (
         f"train.batch is {batch}, so at most {batch} machines can share an update",
         f"set --batch {request.last} or higher",
     )
     if request.first > batch:
-        raise UserError(what, "train.batch", (mend,))
-    return request.counts(min(request.last, batch)), ((f"{what}; {mend}",) if batch < request.last else ())
+        raise UserError(what, "train.batch", (hints,))
+    return request.counts(min(request.last, batch)), ((f"{what}; {hints}",) if batch < request.last else ())
 
 
 def _shares(costs: Costs, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
@@ -164,8 +164,8 @@ def _rows(case: JobCase, costs: Costs, shares: dict[int, Timing | None]) -> list
     batch, samples = case.network["batch"], case.network["samples"]
     group, slots = norm_group(case.job, batch), slots_of(case.job.train)
     for count, share in shares.items():
-        wish = SearchRequest(count, batch, norm_group=group, slots=slots, accelerator=case.device != "cpu")
-        option = price(graph, wish, times, links, share)
+        search = SearchRequest(count, batch, norm_group=group, slots=slots, accelerator=case.device != "cpu")
+        option = price(graph, search, times, links, share)
         on_all = with_processes(case.job, count)
         sync = plan_sync(on_all, case.network, option, links, model=model, link=link, pass_s=pass_s)
         seconds = sync_seconds(sync) or option.prediction.seconds

@@ -137,8 +137,8 @@ def find_plan(  # noqa: PLR0913 - each is one wish
     try:
         graph = describe_network(model.train(), sample[0] if batched else sample)
         times = OpTimes(device, TIMES_BUDGET_S if measure else 0.0)
-        wish = request.as_search(samples, 0, slots_of(given.train), accelerator=not device.startswith("cpu"))
-        found = find(graph, wish, times, request.links())
+        search = request.as_search(samples, 0, slots_of(given.train), accelerator=not device.startswith("cpu"))
+        found = find(graph, search, times, request.links())
         times.save()
         return found.plan
     finally:
@@ -199,10 +199,10 @@ class Planned:
 
 
 def search_plan(
-    job: Job, wishes: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool
+    job: Job, requested: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool
 ) -> tuple[Planned, tuple[Path, Path]]:
     """Finds the plan for a job and writes it: see `run.plan`."""
-    request = PlanRequest(**{**wishes, "pins": parse_pins(wishes["pins"])})
+    request = PlanRequest(**{**requested, "pins": parse_pins(requested["pins"])})
     planned = plan_job(job, request, run_task, lambda: check_free(out, force=force))
     return planned, write_plan(planned, out, force=force)
 
@@ -224,9 +224,9 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     modelled, between, network = case.modelled, case.between, case.network
     if modelled:
         request = replace(request, measure=False, memory=request.memory or str(modelled.memory_bytes))
-    wish = _wish(job, request, network, case.device)
+    search = _search_request(job, request, network, case.device)
     ready()
-    case = case.settled(request.world_size, measure=request.measure)
+    case = case.resolved(request.world_size, measure=request.measure)
     model, graph = case.described()
     together = request.measure and between is None and 1 < request.world_size <= MOST_TIMED
     on_all = with_processes(case.job, request.world_size)
@@ -236,7 +236,7 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     links = request.links(within, costs.worked(between) if between else None)
     times = OpTimes(case.here, TIMES_BUDGET_S if request.measure else 0.0, rates=case.rates)
     share = costs.share(request.world_size)
-    found = find(graph, wish, times, links, share)
+    found = find(graph, search, times, links, share)
     times.save()
     notes = (*case.said, *times.notes, *times.doubts(), *found.notes, *graph.notes)
     planned = Planned(found, network, on_all, links, notes)
@@ -251,7 +251,7 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     return replace(planned, advice=advised(planned.found, planned.sync, planned.fewer, apart=between is not None))
 
 
-def _wish(job: Job, request: PlanRequest, network: dict[str, Any], device: str) -> SearchRequest:
+def _search_request(job: Job, request: PlanRequest, network: dict[str, Any], device: str) -> SearchRequest:
     batch = network["batch"]
     return request.as_search(batch, norm_group(job, batch), slots_of(job.train), accelerator=device != "cpu")
 
@@ -312,8 +312,8 @@ def check_free(path: Path, *, force: bool) -> None:
         raise UserError(f"the plan file must end in .json: {path.name}", "--out", ("choose --out plan.json",))
     there = [one for one in (path, path.with_suffix(".png")) if one.exists()]
     if there and not force:
-        mend = ("overwrite the plan: --force", "or choose another file: --out other.json")
-        raise UserError(f"{there[0]} already exists", str(there[0]), mend)
+        hints = ("overwrite the plan: --force", "or choose another file: --out other.json")
+        raise UserError(f"{there[0]} already exists", str(there[0]), hints)
     if path.exists():
         # Even by force only a plan gives way to a plan.
         read_plan(path)

@@ -96,8 +96,8 @@ def _remade(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[Job, dict
         network = {key: int(about[key]) for key in ("channels", "size", "classes")} | {"batch": int(graph["samples"])}
         model = {f"model.{key}": value for key, value in dict(about["model"]).items()}
     except (KeyError, TypeError, ValueError) as error:
-        mend = ("name data and network: manyhands plan plan.json cifar10 resnet50", "or create a new plan")
-        raise UserError('the plan has no valid field "network"', where, mend) from error
+        hints = ("name data and network: manyhands plan plan.json cifar10 resnet50", "or create a new plan")
+        raise UserError('the plan has no valid field "network"', where, hints) from error
     if min(network.values()) < 1:
         raise UserError("the plan's network has sizes below 1", f"{where}, network", ("create a new plan",))
     job = load_job({**model, "train.batch": network["batch"], **given}).job

@@ -11,7 +11,7 @@ from manyhands.planner.collectives import STATISTICS
 from manyhands.planner.find import LinksOf, Option
 from manyhands.sync.choose import SyncChoice, choose, days_of
 from manyhands.sync.costs import LinkCase
-from manyhands.sync.method import agrees_in_every_update
+from manyhands.sync.method import synchronizes_every_update
 from manyhands.train.choose_sync import ruled_out
 from manyhands.train.optimize import steps_to_make
 
@@ -74,7 +74,7 @@ def as_plain(choice: SyncChoice, case: LinkCase, asked: str) -> dict[str, Any]:
         "methods": [
             {
                 "method": cost.method,
-                "codec": None if agrees_in_every_update(cost.method) else cost.codec,
+                "codec": None if synchronizes_every_update(cost.method) else cost.codec,
                 "every": cost.every,
                 "delay": cost.delay,
                 "step_s": cost.step_s,

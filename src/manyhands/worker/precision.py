@@ -30,16 +30,16 @@ from manyhands.data.splits import Splits
 from manyhands.data.transforms import Pixels
 from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.gradients import Gradients
-from manyhands.parallel.network import ParallelNetwork, whole_batch
+from manyhands.parallel.network import ParallelNetwork, full_batch
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.planner.op_times import OpTimes, environment
 from manyhands.planner.precision import (
     EXACT,
     KindOfMachine,
+    PrecisionRequest,
     Trial,
     Variant,
-    WishedPrecision,
     choose_variant,
     time_variants,
 )
@@ -51,13 +51,13 @@ from manyhands.worker.plan_trials import make_network
 
 # A measured pass has as many samples as make so many pixels, within these limits: 16 of CIFAR-10, 4 of ImageNet. With
 # more of them bf16 and channels_last gain more, so what is taken pays in training too.
-_PIXELS, _FEWEST, _MOST = 16 * 32 * 32, 4, 64
+_PIXELS, _MIN, _MOST = 16 * 32 * 32, 4, 64
 # A network without a convolution gains nothing by bf16 below so many numbers.
 _SMALL = 1_000_000
 
 
 @dataclass(frozen=True)
-class SettledPrecision:
+class ResolvedPrecision:
     """What became of a job."""
 
     job: Job  # with a precision and a layout
@@ -67,7 +67,7 @@ class SettledPrecision:
     splits: Splits | None = None  # the data, where it had to be opened
 
 
-def settle_precision(
+def resolve_precision(
     job: Job,
     folder: RunFolder,
     world: World,
@@ -76,7 +76,7 @@ def settle_precision(
     *,
     measure: bool = True,
     say: Callable[["Measurement", str], object] = lambda *_: None,
-) -> SettledPrecision:
+) -> ResolvedPrecision:
     """The job with what its "auto" for precision and layout becomes; a collective.
 
     A run that has trained keeps what it has, and one that goes on from another's checkpoint what that was trained in.
@@ -92,32 +92,32 @@ def settle_precision(
         measure: False where nothing may be timed; what is known counts.
         say: called with the measurement and a sentence before something is timed here.
     """
-    kept = broadcast_plain(_kept(folder, job) if world.is_main else None, world) or ["auto", "auto"]
-    now = _with(job, *(old if new == "auto" else new for old, new in zip(kept, _values(job), strict=True)))
+    previous = broadcast_plain(_previous(folder, job) if world.is_main else None, world) or ["auto", "auto"]
+    now = _with(job, *(old if new == "auto" else new for old, new in zip(previous, _values(job), strict=True)))
     if not now.train.measured_precision:
-        return SettledPrecision(now, about={"resolved": _resolved(job, now)})
-    wished = WishedPrecision(now.train.precision, now.train.channels_last)
+        return ResolvedPrecision(now, about={"resolved": _resolved(job, now)})
+    requested = PrecisionRequest(now.train.precision, now.train.channels_last)
     splits = open_splits(job, world, objects)
     measurement = Measurement(job, splits, world.device, objects, pixels_for(job, splits, objects))
     mine = KindOfMachine(environment(world.device)["device"], computes_bf16(world.device))
     everybody = [KindOfMachine(**one) for one in gather_plain(mine.as_plain(), world)]
     found = None
     if everybody.index(mine) == world.rank and not takes_mesh(mode):
-        variants = wished.variants(bf16=all(one.bf16 for one in everybody))
+        variants = requested.variants(bf16=all(one.bf16 for one in everybody))
         announce = functools.partial(say, measurement) if measure else None
         found = measured(measurement, mine, variants, announce).as_plain()
     kinds = [KindOfMachine(**one) for one in gather_plain(found, world) if one] or everybody
-    taken, said = choose_variant(wished, kinds)
-    settled = _with(job, taken.precision, taken.channels_last)
-    about = {"resolved": _resolved(job, settled), "precision_measured": [kind.as_plain() for kind in kinds]}
-    return SettledPrecision(settled, said, about, splits)
+    taken, said = choose_variant(requested, kinds)
+    resolved = _with(job, taken.precision, taken.channels_last)
+    about = {"resolved": _resolved(job, resolved), "precision_measured": [kind.as_plain() for kind in kinds]}
+    return ResolvedPrecision(resolved, said, about, splits)
 
 
-def plain_precision(job: Job) -> SettledPrecision:
+def plain_precision(job: Job) -> ResolvedPrecision:
     """The job in fp32 and the usual layout where it leaves them open, for a device that isn't here."""
     plain = [EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True]
     said = [f"{key} is {value}: nothing can be measured" for key, value in _resolved(job, _with(job, *plain)).items()]
-    return SettledPrecision(_with(job, *plain), said)
+    return ResolvedPrecision(_with(job, *plain), said)
 
 
 def _values(job: Job) -> list[Any]:
@@ -129,12 +129,12 @@ def _with(job: Job, precision: str, channels_last: bool | str) -> Job:
     return job.model_copy(update={"train": job.train.model_copy(update=update)})
 
 
-def _resolved(asked: Job, settled: Job) -> dict[str, Any]:
-    pairs = zip(MEASURED, _values(asked), _values(settled), strict=True)
-    return {key: value for key, wish, value in pairs if wish == "auto"}
+def _resolved(asked: Job, resolved: Job) -> dict[str, Any]:
+    pairs = zip(MEASURED, _values(asked), _values(resolved), strict=True)
+    return {key: value for key, before, value in pairs if before == "auto"}
 
 
-def _kept(folder: RunFolder, job: Job) -> list[Any] | None:
+def _previous(folder: RunFolder, job: Job) -> list[Any] | None:
     """Precision and layout of a run that has trained, here or up to a checkpoint; "auto" for what isn't said of it."""
     if not folder.exists() or not folder.has_trained():
         return _kept_by(job.checkpoint.resume)
@@ -170,7 +170,7 @@ class Measurement:
         """All that the seconds depend on but the kind of machine."""
         job, objects = self.job, self.objects
         words: list[Any] = [self.facts(), self.count(), job.train.loss, job.train.label_smoothing]
-        words += [job.model.model_dump(mode="json"), code_digests((job.model.name, *job.train.own_code))]
+        words += [job.model.model_dump(mode="json"), code_digests((job.model.name, *job.train.custom_code))]
         if isinstance(objects.model, nn.Module):
             shapes = [[name, list(one.shape), str(one.dtype)] for name, one in objects.model.named_parameters()]
             words += [str(objects.model), shapes]
@@ -194,7 +194,7 @@ class Measurement:
             layout = torch.channels_last if variant.channels_last else torch.contiguous_format
             gradients = Gradients(network, world, loss_fn, precision=variant.precision)
             images = batch.images.to(memory_format=layout) if batch.images.ndim == 4 else batch.images
-            part = whole_batch(images, batch.labels)
+            part = full_batch(images, batch.labels)
 
             def ready() -> None:
                 model.to(memory_format=layout)  # pyright: ignore[reportCallIssue] - missing in its types
@@ -221,7 +221,7 @@ class Measurement:
 
     def count(self) -> int:
         """Samples of a pass; the number of processes has no part in it."""
-        most = max(_FEWEST, min(_MOST, _PIXELS // max(1, self.pixels.size) ** 2))
+        most = max(_MIN, min(_MOST, _PIXELS // max(1, self.pixels.size) ** 2))
         return min(most, self.job.train.batch, len(self.splits.train), self.job.train.micro_batch or most)
 
 
@@ -235,7 +235,7 @@ def measured(
     if len(variants) < 2:
         return kind
     times, key = times_of_one_thread(measurement.device), measurement.key()
-    known = {str(one): times.kept(f"precision {key} {one}") for one in variants}
+    known = {str(one): times.cached(f"precision {key} {one}") for one in variants}
     if say is None or all(known.values()):
         return replace(kind, seconds={name: seconds for name, seconds in known.items() if seconds})
     device = measurement.device

@@ -14,7 +14,7 @@ from manyhands.cluster.doctor.facts.software import torchvision_misfit
 from manyhands.config.job import Job
 from manyhands.core.errors import RunError
 from manyhands.data.known import is_published
-from manyhands.models.build import is_own
+from manyhands.models.build import is_custom
 from manyhands.parallel.options import USUAL_MODE
 
 
@@ -38,6 +38,8 @@ def preload(orders: Orders | None = None) -> None:
 def _does_without(orders: Orders) -> bool:
     """True where network, data and optimizer are ours, and gradients go through memory: DDP asks the compiler."""
     job = Job.model_validate(orders.argument["job"])
-    own = is_own(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile
-    through_memory = job.parallel.mode == USUAL_MODE and job.parallel.shared_memory and len(orders.meeting.sizes) == 1
+    own = is_custom(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile
+    through_memory = (
+        job.parallel.mode == USUAL_MODE and job.parallel.shared_memory and len(orders.rendezvous.sizes) == 1
+    )
     return orders.argument["task"] == "train" and own and through_memory

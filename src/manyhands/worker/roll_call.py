@@ -11,13 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from manyhands.cluster.agents.heartbeats import process_state
 from manyhands.cluster.agents.protocol import WorkersSeen
-from manyhands.cluster.agents.pulses import look_at
 from manyhands.cluster.agents.stall import Stalls
+from manyhands.core.heartbeat import HEARTBEAT_S, Heartbeat, Seen
 from manyhands.core.machine import this_machine
-from manyhands.core.pulse import PULSE_S, Pulse, Seen
-from manyhands.core.world import Membership
-from manyhands.parallel.newcomers import close_meeting
+from manyhands.core.world import ProcessInfo
+from manyhands.parallel.close_listeners import close_rendezvous
 from manyhands.parallel.said import Answer, understood
 
 # Over so long each counts what it computes and moves, while nobody speaks with the store.
@@ -28,39 +28,39 @@ _PATIENCE_S = 10.0
 BY_HAND = "--init"
 
 
-class RollCall:
+class LivenessCheck:
     """This process's part in calling the roll.
 
     Args:
         store: of all processes.
-        membership: this process's place.
+        process_info: this process's place.
         present: what each process said of itself when all met, by rank.
-        pulse: says how far this process is.
+        heartbeat: says how far this process is.
         say: tells the user who is missing; called on each late process that was started by hand, else on one.
     """
 
     def __init__(
         self,
         store: Any,
-        membership: Membership,
+        process_info: ProcessInfo,
         present: Mapping[int, Mapping[str, Any]],
-        pulse: Callable[[], Pulse],
+        heartbeat: Callable[[], Heartbeat],
         say: Callable[[str], None],
     ) -> None:
-        by_file, own = membership.init.startswith("file://"), dist.PrefixStore(f"roll/{membership.attempt}", store)
+        by_file, own = process_info.init.startswith("file://"), dist.PrefixStore(f"roll/{process_info.attempt}", store)
         # A client of its own, so that the main thread never waits for this one's answers; but a second one of a file
         # writes into it as it goes, and makes it anew where rank 0 has just removed it.
         self._store = own if by_file else own.clone()
-        self._membership, self._present, self._pulse, self._say = membership, present, pulse, say
-        self._held_by_rank_0 = not membership.agent_store and not by_file
+        self._process_info, self._present, self._heartbeat, self._say = process_info, present, heartbeat, say
+        self._held_by_rank_0 = not process_info.agent_store and not by_file
         # On the process that holds the store: its port, until it is closed to strangers.
-        self._open_port = store.port if self._held_by_rank_0 and membership.rank == 0 else 0
+        self._open_port = store.port if self._held_by_rank_0 and process_info.rank == 0 else 0
         if self._held_by_rank_0:
             self._store.add("attending", 1)
-        self._told, self._asked_at, self._over = False, float("inf"), threading.Event()
+        self._reported, self._asked_at, self._over = False, float("inf"), threading.Event()
 
     @contextlib.contextmanager
-    def taken_part(self) -> Generator[None]:
+    def answering(self) -> Generator[None]:
         """Calls and answers as long as the block lasts; a second thread watches a store whose holder may be stopped."""
         threads = [threading.Thread(target=each, daemon=True) for each in (self._attend, self._watch_the_store)]
         for thread in threads:
@@ -70,37 +70,37 @@ class RollCall:
         finally:
             self._over.set()
             for thread in threads:
-                thread.join(PULSE_S)
+                thread.join(HEARTBEAT_S)
 
     def _attend(self) -> None:
         number = 0
         with contextlib.suppress(dist.DistError):  # the store has gone, and others say why
-            while not self._over.wait(PULSE_S):
-                late = self._pulse().late
-                self._told = self._told and late
+            while not self._over.wait(HEARTBEAT_S):
+                late = self._heartbeat().late
+                self._reported = self._reported and late
                 with self._asking():
-                    if late and not self._told:
+                    if late and not self._reported:
                         self._store.set(str(number), "called")
                     called = self._store.check([str(number)])
                     all_attend = self._open_port and self._store.add("attending", 0) >= len(self._present)
                 if all_attend:
-                    self._close_meeting()
+                    self._close_rendezvous()
                 if called:
                     self._answer(number)
                     number += 1
 
-    def _close_meeting(self) -> None:
+    def _close_rendezvous(self) -> None:
         here = this_machine()
         others = {who["machine"]: who["addresses"] for who in self._present.values() if who["machine"] != here}
-        close_meeting(self._open_port, list(others.values()))
+        close_rendezvous(self._open_port, list(others.values()))
         self._open_port = 0
 
     def _watch_the_store(self) -> None:
-        while not self._over.wait(PULSE_S):
+        while not self._over.wait(HEARTBEAT_S):
             asked_s = time.monotonic() - self._asked_at
-            if asked_s > _PATIENCE_S and self._pulse().late and self._held_by_rank_0 and not self._told:
-                mine = [self._seen(self._membership.rank, self._pulse())] * 2
-                self._tell({self._membership.rank: mine} | self._from_outside([0], asked_s), speaker=1)
+            if asked_s > _PATIENCE_S and self._heartbeat().late and self._held_by_rank_0 and not self._reported:
+                mine = [self._seen(self._process_info.rank, self._heartbeat())] * 2
+                self._report({self._process_info.rank: mine} | self._from_outside([0], asked_s), reporter=1)
 
     @contextlib.contextmanager
     def _asking(self) -> Generator[None]:
@@ -110,23 +110,26 @@ class RollCall:
 
     def _answer(self, number: int) -> None:
         """Answers a call, and names who didn't where this process has waited too long itself."""
-        begun, before = time.monotonic(), self._pulse()
+        begun, before = time.monotonic(), self._heartbeat()
         if self._over.wait(_COUNTED_S):
             return
-        answer = Answer(before=before, now=self._pulse())
+        answer = Answer(before=before, now=self._heartbeat())
         with self._asking():
-            self._store.set(f"{number}/{self._membership.rank}", answer.model_dump_json())
-        if not answer.now.late or self._told:
+            self._store.set(f"{number}/{self._process_info.rank}", answer.model_dump_json())
+        if not answer.now.late or self._reported:
             return
         answers = self._collect(number)
-        seen = {rank: [self._seen(rank, pulse) for pulse in (said.before, said.now)] for rank, said in answers.items()}
+        seen = {
+            rank: [self._seen(rank, heartbeat) for heartbeat in (said.before, said.now)]
+            for rank, said in answers.items()
+        }
         late = [rank for rank, said in answers.items() if said.now.late]
         silent = [rank for rank in self._present if rank not in answers]
-        self._tell(seen | self._from_outside(silent, time.monotonic() - begun), min(late, default=0))
+        self._report(seen | self._from_outside(silent, time.monotonic() - begun), min(late, default=0))
 
     def _collect(self, number: int) -> dict[int, Answer]:
         answers, until = dict[int, Answer](), time.monotonic() + _PATIENCE_S
-        while len(answers) < len(self._present) and time.monotonic() < until and not self._over.wait(PULSE_S):
+        while len(answers) < len(self._present) and time.monotonic() < until and not self._over.wait(HEARTBEAT_S):
             for rank in self._present.keys() - answers.keys():
                 key = f"{number}/{rank}"
                 with self._asking():
@@ -137,22 +140,24 @@ class RollCall:
 
     def _from_outside(self, silent: Sequence[int], quiet_s: float) -> dict[int, list[Seen]]:
         """Those that don't answer, as far as the system of this machine tells of them."""
-        pulse = self._pulse().model_copy(update={"still_s": 0.0, "calls": -1, "moved_bytes": 0, "cpu_s": 0.0})
-        seen = {rank: [self._seen(rank, pulse, quiet_s)] for rank in silent}
+        heartbeat = self._heartbeat().model_copy(update={"still_s": 0.0, "calls": -1, "moved_bytes": 0, "cpu_s": 0.0})
+        seen = {rank: [self._seen(rank, heartbeat, quiet_s)] for rank in silent}
         self._over.wait(_COUNTED_S)
-        return {rank: [*first, self._seen(rank, pulse, quiet_s)] for rank, first in seen.items()}
+        return {rank: [*first, self._seen(rank, heartbeat, quiet_s)] for rank, first in seen.items()}
 
-    def _seen(self, rank: int, pulse: Pulse, quiet_s: float = 0.0) -> Seen:
-        who, known = self._present[rank], pulse.model_dump()
-        if quiet_s and who["machine"] == this_machine() and (found := look_at(who["pid"])):
+    def _seen(self, rank: int, heartbeat: Heartbeat, quiet_s: float = 0.0) -> Seen:
+        who, known = self._present[rank], heartbeat.model_dump()
+        if quiet_s and who["machine"] == this_machine() and (found := process_state(who["pid"])):
             known |= found
         return Seen(**{"stopped": False, **known, "rank": rank, "pid": who["pid"], "quiet_s": quiet_s})
 
-    def _tell(self, seen: Mapping[int, Sequence[Seen]], speaker: int) -> None:
+    def _report(self, seen: Mapping[int, Sequence[Seen]], reporter: int) -> None:
         stalls = Stalls()
         for rank, (first, last) in seen.items():
             for at, each in ((time.monotonic() - _COUNTED_S, first), (time.monotonic(), last)):
                 stalls.take(WorkersSeen(self._present[rank]["host"], [each]), at)
-        self._told = True
-        if (words := stalls.to_say()) and (self._membership.rank == speaker or self._membership.started_by == BY_HAND):
+        self._reported = True
+        if (words := stalls.to_say()) and (
+            self._process_info.rank == reporter or self._process_info.started_by == BY_HAND
+        ):
             self._say(words)

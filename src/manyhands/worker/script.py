@@ -46,8 +46,8 @@ def main(words: list[str]) -> None:
 def _run(script: str, own: list[str]) -> None:
     if not Path(script).is_file():
         here = f"{os.uname().nodename}:{Path.cwd()}"
-        mend = ("copy this folder to the other machines: --sync-code", "or copy the script by hand")
-        raise UserError(f"{script} doesn't exist", here, mend)
+        hints = ("copy this folder to the other machines: --sync-code", "or copy the script by hand")
+        raise UserError(f"{script} doesn't exist", here, hints)
     if tunnel_ends():
         from manyhands.parallel.through_ssh import use_tunnels
 

@@ -33,26 +33,26 @@ from manyhands.cluster.agents.own_tunnels import Tunnels
 from manyhands.cluster.agents.protocol import (
     Bind,
     Bound,
-    DigTunnels,
     FolderThere,
     Greeting,
     Hello,
+    InspectRun,
     KeepRecords,
     LogText,
-    LookAtRun,
     MakeScratch,
     OpenRun,
     OpenTunnelEnds,
+    OpenTunnels,
     Prepare,
     Prepared,
     ReachThere,
     ReadLog,
+    RunInspected,
     RunOpened,
-    RunSeen,
     StartWorkers,
     TakeCode,
     TunnelEnded,
-    TunnelsDug,
+    TunnelsOpened,
     WorkersEnded,
 )
 from manyhands.cluster.agents.wire import Wire
@@ -79,7 +79,7 @@ LOG_BYTES = 1 << 20
 # A machine of the same run that shares this one's disk has said by then that the folder is the run's.
 CLAIM_S = 2.0
 # Processes of a detached run save and leave for a later head.
-MAKE_WAY_S = 90.0
+MAKE_TUNNEL_S = 90.0
 
 
 class Agent:
@@ -98,18 +98,18 @@ class Agent:
         self._keepers: dict[str, Receiver] = {}
         self._probes = Probe()
         self._mirror_at, self._started, self._alone = 0.0, False, False
-        self._tunnels, self._tunnel_told, self._socket = Tunnels(), False, ""
+        self._tunnels, self._tunnel_reported, self._socket = Tunnels(), False, ""
         until_gone.callback(self._tunnels.close)
         self.answers: dict[type[Message], Callable[[Any], Message]] = {
             Hello: self._hello,
             TakeCode: self._take_code,
             OpenRun: self._open,
-            LookAtRun: self._look,
+            InspectRun: self._look,
             KeepRecords: self._keep,
             MakeScratch: self._scratch,
             Bind: self._bind,
             OpenTunnelEnds: self._open_tunnel_ends,
-            DigTunnels: lambda request: TunnelsDug(self._tunnels.dig(request.commands, request.seconds)),
+            OpenTunnels: lambda request: TunnelsOpened(self._tunnels.open_tunnels(request.commands, request.seconds)),
             ReachThere: self._reach_there,
             ReadLog: self._log,
             Prepare: self._prepare,
@@ -128,7 +128,7 @@ class Agent:
         if self._sender and time.monotonic() > self._mirror_at and self.wire.connected and not self.wire.silent:
             self._mirror_at = time.monotonic() + MIRROR_S
             self.send_records()
-        self._tell_of_tunnels()
+        self._report_tunnels()
         alone = self.wire.remote and not (self.wire.open and self.wire.connected)
         if alone and not self._alone:
             with Path(os.devnull).open("wb") as nothing:  # nobody reads the end of the lost connection
@@ -136,9 +136,9 @@ class Agent:
         self._alone = alone
         return commands
 
-    def _tell_of_tunnels(self) -> None:
-        if not self._tunnel_told and (what := self._tunnels.ended()):
-            self._tunnel_told = True
+    def _report_tunnels(self) -> None:
+        if not self._tunnel_reported and (what := self._tunnels.ended()):
+            self._tunnel_reported = True
             self.wire.send(TunnelEnded(what))
 
     def send_records(self) -> bool:
@@ -197,11 +197,11 @@ class Agent:
             saved, Receiver(path).held(), path in self._claimed, term,
         )  # fmt: skip
 
-    def _look(self, request: LookAtRun) -> RunSeen:
+    def _look(self, request: InspectRun) -> RunInspected:
         folder = RunFolder(Path(request.folder).expanduser().absolute())
         term = self._term(folder, request.run, Term(request.term, request.generation + 1))
         busy = not agent_has_left(folder.ranks, request.machine, request.generation)
-        return RunSeen(run_id(folder), folder.has_checkpoints(), busy, term)
+        return RunInspected(run_id(folder), folder.has_checkpoints(), busy, term)
 
     def _term(self, folder: RunFolder, run: str, wanted: Term) -> int:
         """Of a detached run the highest head that is known here, this one among them."""
@@ -212,7 +212,7 @@ class Agent:
         """Locks the run folder until this agent ends; the id of the run that it holds, None where another has it."""
         folder.failures.mkdir(parents=True, exist_ok=True)
         try:
-            waits = (MAKE_WAY_S, MAKE_WAY_S) if request.term else (CLAIM_S,)
+            waits = (MAKE_TUNNEL_S, MAKE_TUNNEL_S) if request.term else (CLAIM_S,)
             lock = claim(folder, request.holder, *waits)
         except Timeout:
             return None
@@ -263,7 +263,7 @@ class Agent:
         return Bound(self._listener.getsockname()[1])
 
     def _open_tunnel_ends(self, request: OpenTunnelEnds) -> FolderThere:
-        self._tunnel_told = False
+        self._tunnel_reported = False
         return FolderThere(self._tunnels.open(request.address))
 
     def _reach_there(self, request: ReachThere) -> Done:
@@ -280,7 +280,7 @@ class Agent:
     def _start(self, request: StartWorkers) -> WorkersEnded:
         self._probes.close()
         orders = request.orders
-        set_threads(orders.threads, orders.meeting.sizes[orders.meeting.machine])
+        set_threads(orders.threads, orders.rendezvous.sizes[orders.rendezvous.machine])
         gc.collect()  # what an earlier start has left, with its open files
         with (
             self.wire.watched(self._until_gone.close),
@@ -289,10 +289,10 @@ class Agent:
             from manyhands.cluster.agents.elastic import preload, run
 
             preload(orders)
-        if self._listener is None and orders.meeting.machine == 0 and not orders.meeting.file:
-            self._listener = listen(orders.meeting.address, orders.meeting.port)
+        if self._listener is None and orders.rendezvous.machine == 0 and not orders.rendezvous.file:
+            self._listener = listen(orders.rendezvous.address, orders.rendezvous.port)
         if self._tunnels.ends.address:
-            reach(self._tunnels.ends, orders.meeting.address, orders.meeting.port)
+            reach(self._tunnels.ends, orders.rendezvous.address, orders.rendezvous.port)
         listener, self._listener = self._listener, None
         self._started = True
         mine = Term(orders.term, orders.generation)
@@ -301,7 +301,7 @@ class Agent:
         self.wire.patient = orders.term > 0
         ended = run(orders, self.wire, self.tick, listener)
         self.wire.patient = False
-        self._tell_of_tunnels()
+        self._report_tunnels()
         while self.send_records():
             pass
         return replace(ended, host=platform.node())
@@ -371,7 +371,7 @@ def serve() -> None:
             try:
                 wire.send(answers[type(request)](request), number)
             except ManyhandsError as error:
-                wire.send(RequestFailed(error.what, error.where, error.mend), number)
+                wire.send(RequestFailed(error.what, error.where, error.hints), number)
             except Exception as error:  # noqa: BLE001 - the head must hear of whatever went wrong
                 what = f"{type(error).__name__}: {error}"
                 wire.send(RequestFailed(what, traceback=traceback.format_exc()), number)

@@ -33,7 +33,7 @@ STOPPED_S = 1.0
 
 
 @dataclass
-class Crew:
+class AgentLinks:
     """The agents of all machines, in the order of their ranks."""
 
     links: list[AgentConnection]  # the conversations
@@ -49,10 +49,10 @@ class Crew:
         self.links[:] = [self.links[number] for number in kept]
         self.facts[:] = [self.facts[number] for number in kept]
 
-    def pulse(self) -> None:
+    def heartbeat(self) -> None:
         """Lets all machines know that their head is there, where it is time to."""
         for link in self.links:
-            link.pulse()
+            link.heartbeat()
 
     def ask(self, requests: Sequence[Request[A]], timeout_s: float = REQUEST_S) -> list[A]:
         """Asks every machine its own question.
@@ -87,9 +87,9 @@ class Crew:
             return
         if len(self.contacts) == 1:
             ((host, contact),) = self.contacts.items()
-            error = RunError(contact.what, host, contact.mend)
+            error = RunError(contact.what, host, contact.hints)
         else:
-            lines = tuple(f"{contact.what}: {contact.mend[0]}" for contact in self.contacts.values())
+            lines = tuple(f"{contact.what}: {contact.hints[0]}" for contact in self.contacts.values())
             error = RunError(f"{len(self.contacts)} machines can't be used", ", ".join(self.contacts), lines)
         error.exit_code = EXIT_DOCTOR
         raise error
@@ -102,7 +102,7 @@ def assembled(
     logs: Path,
     wanted: FactsWanted,
     on_stop: Callable[[], object] = lambda: None,
-) -> Iterator[Crew]:
+) -> Iterator[AgentLinks]:
     """Starts an agent on each machine and has it say who it is; all are ended with the block.
 
     Args:
@@ -148,8 +148,8 @@ def refuse_doubles(machines: Sequence[Machine]) -> None:
     names = [machine.name for machine in machines]
     twice = sorted({machine.target for machine in machines if names.count(machine.name) > 1})
     if twice:
-        mend = f'write "{twice[0]} slots=2" for two processes on this machine'
-        raise UserError(f"{', '.join(twice)} is listed twice", "cluster.hosts", (mend,))
+        hints = f'write "{twice[0]} slots=2" for two processes on this machine'
+        raise UserError(f"{', '.join(twice)} is listed twice", "cluster.hosts", (hints,))
 
 
 def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentConnection:
@@ -159,25 +159,25 @@ def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentCo
     return open_there(machine, options, logs / f"agent@{machine.name}.log")
 
 
-def _greet(links: list[AgentConnection], options: ClusterOptions, wanted: FactsWanted) -> Crew:
+def _greet(links: list[AgentConnection], options: ClusterOptions, wanted: FactsWanted) -> AgentLinks:
     asked = time.time()
     patience_s = HELLO_S + HELLO_EACH_S * len(links)
     answers = ask_all(links, [Hello(wanted, remote=not link.here) for link in links], patience_s)
-    crew = Crew([], [])
+    agents = AgentLinks([], [])
     close_all([link for link, answer in zip(links, answers, strict=True) if isinstance(answer, LinkClosed)])
     for link, answer in zip(links, answers, strict=True):
         if isinstance(answer, LinkClosed):
             code = link.close()
-            crew.contacts[link.machine.name] = explain_contact(link.machine, code, link.log_tail(), options)
+            agents.contacts[link.machine.name] = explain_contact(link.machine, code, link.log_tail(), options)
         elif isinstance(answer, MisunderstoodError):
-            crew.contacts[link.machine.name] = Contact("other-version", answer.what, answer.mend)
+            agents.contacts[link.machine.name] = Contact("other-version", answer.what, answer.hints)
         elif isinstance(answer, RunError):
             raise answer
         else:
-            crew.links.append(link)
-            crew.facts.append(answer.facts)
-            crew.clock_offsets_s[link.machine.name] = clock_offset(answer.facts.get("time", 0.0), asked)
-    return crew
+            agents.links.append(link)
+            agents.facts.append(answer.facts)
+            agents.clock_offsets_s[link.machine.name] = clock_offset(answer.facts.get("time", 0.0), asked)
+    return agents
 
 
 def clock_offset(there: float, asked: float) -> float:
@@ -186,15 +186,15 @@ def clock_offset(there: float, asked: float) -> float:
     return there - now if there > now else there - asked if there < asked else 0.0
 
 
-def prepare(crew: Crew, sizes: Sequence[int], options: ClusterOptions) -> tuple[list[int], list[str]]:
+def prepare(agents: AgentLinks, sizes: Sequence[int], options: ClusterOptions) -> tuple[list[int], list[str]]:
     """Has every machine import torch, and learns the number of processes where it is left to the machine.
 
     Returns:
         Processes on each machine, and the kind of device there.
     """
     requests = [Prepare(size, options.threads, options.device) for size in sizes]
-    answers: list[Prepared] = crew.ask(requests, PREPARE_S)
-    for link, size, answer in zip(crew.links, sizes, answers, strict=True):
+    answers: list[Prepared] = agents.ask(requests, PREPARE_S)
+    for link, size, answer in zip(agents.links, sizes, answers, strict=True):
         device, count = answer.device, answer.count
         if size > count and device not in {"cpu", "mps"}:
             raise UserError(

@@ -28,7 +28,7 @@ from manyhands.core.early_agent import SAFE
 from manyhands.core.errors import RunError, UserError
 
 # Interval of heartbeats.
-PULSE_S = 1.0
+HEARTBEAT_S = 1.0
 # A peer that is silent for longer is given up. After a break of 8 s TCP retransmits after 12.6 s; the last heartbeat
 # was sent up to an interval before the break, and busy machines are slow.
 SILENT_S = 16.0
@@ -73,7 +73,7 @@ class AgentConnection:
         self._lines, self._unacknowledged, self._socket = Lines(), Unacknowledged(), ""
         self.connected = True
         self._reconnect_at = 0.0  # time of the next attempt, where the last connection was lost
-        self._asked, self._log_start, self._pulse_at = 0, log_start, 0.0
+        self._asked, self._log_start, self._heartbeat_at = 0, log_start, 0.0
         _unblock(process)
 
     def fileno(self) -> int:
@@ -90,13 +90,13 @@ class AgentConnection:
             self.unsent += line
             self.flush()
 
-    def pulse(self) -> None:
+    def heartbeat(self) -> None:
         """Sends a heartbeat or reconnects, where one is due."""
         now = time.monotonic()
         if self._reconnect_at and not self.closed and now > self._reconnect_at:
             self._reconnect()
-        if not self.closed and now > self._pulse_at:
-            self._pulse_at = now + PULSE_S
+        if not self.closed and now > self._heartbeat_at:
+            self._heartbeat_at = now + HEARTBEAT_S
             self.send(Alive(self._unacknowledged.received))
 
     def flush(self) -> None:
@@ -256,7 +256,7 @@ def ask_all(
     kept = {*links, *others}
     while len(answers) < len(links) and time.monotonic() < until:
         for link in kept:
-            link.pulse()
+            link.heartbeat()
         waiting = [link for link in links if link not in answers]
         for link in [*stir(waiting, 0.2), *(link for link in waiting if link.closed)]:
             answer = answer_to(link, *asked[link])
@@ -304,8 +304,8 @@ def answer_to(link: AgentConnection, number: int, request: Request[A]) -> A | Ru
 def _failed(link: AgentConnection, failed: RequestFailed) -> RunError:
     name = link.machine.name
     if isinstance(failed, Misunderstood):
-        return MisunderstoodError(f"{name}: {failed.what}", name, failed.mend)
-    error = RunError(failed.what, name, failed.mend)
+        return MisunderstoodError(f"{name}: {failed.what}", name, failed.hints)
+    error = RunError(failed.what, name, failed.hints)
     if failed.traceback:
         error.add_note(failed.traceback)
     return error

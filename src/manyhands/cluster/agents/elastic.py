@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from manyhands.cluster.agents.heartbeats import HeartbeatMonitor
 from manyhands.cluster.agents.leaving import LEAVE_S, Leaving
 from manyhands.cluster.agents.memory_kills import MemoryKills
 from manyhands.cluster.agents.orders import AHEAD, PRELOAD, SCRIPT, WORKER, Orders
@@ -42,7 +43,7 @@ from manyhands.cluster.agents.protocol import (
     HeadReplaced,
     KillWorker,
     KillWorkers,
-    OthersFailed,
+    PeersFailed,
     Prepared,
     StillLeaving,
     StopWorkers,
@@ -51,14 +52,13 @@ from manyhands.cluster.agents.protocol import (
     WorkersSeen,
     WorkersStarted,
 )
-from manyhands.cluster.agents.pulses import Pulses
 from manyhands.cluster.agents.wire import Wire
 from manyhands.cluster.messages import Message
 from manyhands.core.claim import hold_as_agent
 from manyhands.core.cores import cores
 from manyhands.core.devices import device_kind
+from manyhands.core.heartbeat import leave_path
 from manyhands.core.outside import parse_json
-from manyhands.core.pulse import leave_path
 from manyhands.core.records import Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
 from manyhands.core.stops import STOPS
@@ -96,9 +96,9 @@ class _Rendezvous(RendezvousHandler):
         return "manyhands"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        meeting = self._orders.meeting
-        place = RendezvousStoreInfo(meeting.address, meeting.port)
-        return RendezvousInfo(HashStore(), meeting.machine, len(meeting.sizes), place)
+        rendezvous = self._orders.rendezvous
+        place = RendezvousStoreInfo(rendezvous.address, rendezvous.port)
+        return RendezvousInfo(HashStore(), rendezvous.machine, len(rendezvous.sizes), place)
 
     def num_nodes_waiting(self) -> int:
         self._obey()
@@ -129,14 +129,14 @@ class ElasticAgent(_Base):
         self._served: TCPStore | None = None
         self._stopping_since, self._reported_at = 0.0, 0.0
         self._replaced_at, self._look_at = 0.0, 0.0
-        self._scratch, self._pulses = Path(scratch), Pulses(Path(scratch), {})
+        self._scratch, self._heartbeats = Path(scratch), HeartbeatMonitor(Path(scratch), {})
         self._leaving = Leaving(self._scratch)
         self._memory = MemoryKills()
         self.exits: dict[int, int] = {}
         self.log_starts: dict[int, int] = {}
         spec = WorkerSpec(
             role="worker",
-            local_world_size=orders.meeting.sizes[orders.meeting.machine],
+            local_world_size=orders.rendezvous.sizes[orders.rendezvous.machine],
             entrypoint=sys.executable if orders.script else importlib.import_module(WORKER).work,
             args=_script_words(orders, scratch) if orders.script else (orders, scratch, os.getpid()),
             rdzv_handler=_Rendezvous(orders, self._obey),
@@ -154,7 +154,7 @@ class ElasticAgent(_Base):
         group_world_size: int,  # noqa: ARG002
         spec: WorkerSpec,
     ) -> list[Worker]:
-        sizes = self._orders.meeting.sizes
+        sizes = self._orders.rendezvous.sizes
         first, size = sum(sizes[:group_rank]), sum(sizes)
         return [
             Worker(local_rank=n, global_rank=first + n, role_rank=first + n, world_size=size, role_world_size=size)
@@ -177,11 +177,17 @@ class ElasticAgent(_Base):
         context.close = functools.partial(_close_soon, context.close)
         if self._listener:
             # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
-            meeting, descriptor = self._orders.meeting, self._listener.detach()
+            rendezvous, descriptor = self._orders.rendezvous, self._listener.detach()
             self._served = TCPStore(
-                meeting.address, meeting.port, None, True, timedelta(seconds=600), False, master_listen_fd=descriptor
+                rendezvous.address,
+                rendezvous.port,
+                None,
+                True,
+                timedelta(seconds=600),
+                False,
+                master_listen_fd=descriptor,
             )
-        self._pulses = Pulses(self._scratch, self._pids_by_rank())
+        self._heartbeats = HeartbeatMonitor(self._scratch, self._pids_by_rank())
         self._wire.send(WorkersStarted(self._orders.generation, self._pids()))
         if self._stopping_since:
             self._signal(signal.SIGTERM)
@@ -200,7 +206,7 @@ class ElasticAgent(_Base):
                 record = self._scratch / f"{worker.global_rank}.json"
                 if exit_code == -signal.SIGKILL and not record.is_file():
                     rank = worker.global_rank
-                    if killed := self._memory.record(rank, self._pids_by_rank()[rank], self._pulses.last(rank)):
+                    if killed := self._memory.record(rank, self._pids_by_rank()[rank], self._heartbeats.last(rank)):
                         write_json(record, killed)
                 said = _failure_in(record) if record.is_file() else None
                 self._wire.send(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
@@ -234,7 +240,7 @@ class ElasticAgent(_Base):
         """Whether processes of this machine are to leave by themselves; those that don't in time are killed."""
         codes = dict(zip(self._ranks(), self._exit_codes(), strict=True))
         left = {rank: pid for rank, pid in self._pids_by_rank().items() if codes[rank] is None and rank not in returned}
-        if not (left and self._leaving.patient(left, self._pulses.usual_s)):
+        if not (left and self._leaving.patient(left, self._heartbeats.usual_s)):
             self._signal(signal.SIGKILL)  # those too that have returned, for which torch would wait
             return False
         if time.monotonic() > self._reported_at + REPORT_S:
@@ -267,7 +273,7 @@ class ElasticAgent(_Base):
             if isinstance(command, KillWorkers):
                 self._signal(signal.SIGKILL)
                 raise RendezvousGracefulExitError("killed")
-            if isinstance(command, OthersFailed) and not self._orders.script:
+            if isinstance(command, PeersFailed) and not self._orders.script:
                 self._leaving.begin()
             if isinstance(command, FreeWorkers):
                 leave_path(self._scratch).touch()
@@ -275,7 +281,7 @@ class ElasticAgent(_Base):
                 self._signal(signal.SIGKILL, command.rank)
             if isinstance(command, StopWorkers):
                 self.ask_to_stop()
-        if seen := self._pulses.news(all_of_them=bool(self._stopping_since)):
+        if seen := self._heartbeats.news(all_of_them=bool(self._stopping_since)):
             self._wire.send(WorkersSeen(platform.node(), seen))
         if left_at := self._left_at():
             self.ask_to_stop()
@@ -299,7 +305,7 @@ class ElasticAgent(_Base):
 
     def _too_long(self, left_at: float) -> bool:
         """Whether the head has gone for longer than a save is given."""
-        saves = any(seen and seen.phase == "save" for seen in map(self._pulses.last, self._ranks()))
+        saves = any(seen and seen.phase == "save" for seen in map(self._heartbeats.last, self._ranks()))
         return time.monotonic() - left_at > (ALONE_SAVING_S if saves else ALONE_S)
 
     def ask_to_stop(self, *_signal: Any) -> None:
@@ -344,24 +350,24 @@ def devices_here(wanted: str, processes: int) -> tuple[str, int]:
 
 def preload(orders: Orders) -> None:
     """Imports what workers need that are to be forked, and opens their data."""
-    if not orders.script and devices_here(orders.device, sum(orders.meeting.sizes))[0] == "cpu":
+    if not orders.script and devices_here(orders.device, sum(orders.rendezvous.sizes))[0] == "cpu":
         with importlib.import_module(AHEAD).opened_ahead(orders):
             importlib.import_module(PRELOAD).preload(orders)
 
 
-def _settle(orders: Orders, listener: socket.socket | None) -> Orders:
+def _resolve_devices(orders: Orders, listener: socket.socket | None) -> Orders:
     """Replaces "auto" and 0 by what this machine has, and divides its cores among the processes."""
-    meeting = orders.meeting
-    device, devices = devices_here(orders.device, sum(meeting.sizes))
-    sizes = tuple(size or devices for size in meeting.sizes)
-    threads = orders.threads or max(1, int(cores() / sizes[meeting.machine]))
+    rendezvous = orders.rendezvous
+    device, devices = devices_here(orders.device, sum(rendezvous.sizes))
+    sizes = tuple(size or devices for size in rendezvous.sizes)
+    threads = orders.threads or max(1, int(cores() / sizes[rendezvous.machine]))
     if orders.threads or "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     # What a cluster's shells name is for what is between machines; scripts of the user's own ask the backends too.
     alone = dict.fromkeys(IFNAMES, loopback_interface()) if len(sizes) == 1 else {}
     os.environ.update({**orders.environment, **alone})
-    port = listener.getsockname()[1] if listener else meeting.port
-    return replace(orders, device=device, meeting=replace(meeting, sizes=sizes, port=port))
+    port = listener.getsockname()[1] if listener else rendezvous.port
+    return replace(orders, device=device, rendezvous=replace(rendezvous, sizes=sizes, port=port))
 
 
 def _failure_in(record: Path) -> Failure:
@@ -412,8 +418,8 @@ def run(orders: Orders, wire: Wire, tick: Tick, listener: socket.socket | None) 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     # PyTorch's agent would take these signals as an order to kill; here they ask for a save first.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    orders = _settle(orders, listener)
-    held = hold_as_agent(Path(orders.logs), orders.meeting.machine, orders.generation)
+    orders = _resolve_devices(orders, listener)
+    held = hold_as_agent(Path(orders.logs), orders.rendezvous.machine, orders.generation)
     with scratch_folder("agent") as scratch, held:
         try:
             agent = ElasticAgent(orders, listener, str(scratch), wire, tick)

@@ -59,8 +59,8 @@ def first_cause(ending: Ending) -> Failure | None:
         alike = [record for record in records if (record.what, record.where) == (records[0].what, records[0].where)]
         return next((record for record in alike if record.where.startswith(f"rank {record.rank},")), records[0])
     if ending.lost:
-        mend = "keep the launcher's computer awake, or start the run with --detach"
-        return _lost(*next(iter(ending.lost.items())), mend if ending.paused_s else "")
+        hints = "keep the launcher's computer awake, or start the run with --detach"
+        return _lost(*next(iter(ending.lost.items())), hints if ending.paused_s else "")
     if ending.cut:
         return _lost("", ending.cut, "check that both machines are running and that the network between them works")
     silent = [rank for rank in ending.failed if rank not in ending.records]
@@ -70,20 +70,20 @@ def first_cause(ending: Ending) -> Failure | None:
     return records[0] if records else None
 
 
-def _lost(host: str, how: str, mend: str = "") -> Failure:
-    mend = mend or f"check that {host} is running, on the network and not out of memory"
+def _lost(host: str, how: str, hints: str = "") -> Failure:
+    hints = hints or f"check that {host} is running, on the network and not out of memory"
     what = f"{host} is lost: {how}" if host else how
     return Failure(
-        time=time.time(), rank=0, host=host, pid=0, error=MACHINE_LOST, what=what, where=host, mend=[mend]
+        time=time.time(), rank=0, host=host, pid=0, error=MACHINE_LOST, what=what, where=host, hints=[hints]
     )  # fmt: skip
 
 
 def _killed(rank: int, exit_code: int, host: str, said: str, why: str = "") -> Failure:
     """The record of a process that could not write its own."""
     said = "\n".join(line for line in said.splitlines() if _UNRELATED not in line)
-    mend: list[str] = []
+    hints: list[str] = []
     if exit_code == -signal.SIGKILL:
-        mend = ["check `dmesg | tail` for an out-of-memory kill", "use fewer processes or a smaller train.micro_batch"]
+        hints = ["check `dmesg | tail` for an out-of-memory kill", "use fewer processes or a smaller train.micro_batch"]
     return Failure(
         time=time.time(),
         rank=rank,
@@ -91,7 +91,7 @@ def _killed(rank: int, exit_code: int, host: str, said: str, why: str = "") -> F
         pid=0,
         error=PROCESS_ENDED if why or exit_code < 0 else SystemExit.__name__,
         what=why or f"rank {rank} {how_worker_ended(exit_code)}",
-        mend=mend or [f"see the log of this rank: ranks/{rank}.log"],
+        hints=hints or [f"see the log of this rank: ranks/{rank}.log"],
         excerpt=said and f"last output of rank {rank}:\n{said}",
     )
 

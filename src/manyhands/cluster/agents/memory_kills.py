@@ -5,7 +5,7 @@ import platform
 import time
 from pathlib import Path
 
-from manyhands.core.pulse import Pulse
+from manyhands.core.heartbeat import Heartbeat
 from manyhands.core.records import PROCESS_ENDED, Failure
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -18,18 +18,18 @@ class MemoryKills:
         self._group = _own_group()
         self._reported = self._count()
 
-    def record(self, rank: int, pid: int, pulse: Pulse | None) -> Failure | None:
+    def record(self, rank: int, pid: int, heartbeat: Heartbeat | None) -> Failure | None:
         """The failure record of a killed worker if the counter has risen; else None, also where there is no counter."""
         if self._count() <= self._reported:
             return None
         self._reported += 1
         limit = self._limit()
-        mend = ["use fewer processes on this machine", "or reduce train.micro_batch", "or shard: --parallel fsdp"]
+        hints = ["use fewer processes on this machine", "or reduce train.micro_batch", "or shard: --parallel fsdp"]
         size = f" (limit {limit >> 20:,} MiB)" if limit else ""
         what = f"rank {rank} was killed by the kernel, out of memory{size}"
         return Failure(
-            time=time.time(), rank=rank, host=platform.node(), pid=pid, step=pulse and pulse.step,
-            phase=pulse.phase if pulse else "", error=PROCESS_ENDED, what=what, mend=mend,
+            time=time.time(), rank=rank, host=platform.node(), pid=pid, step=heartbeat and heartbeat.step,
+            phase=heartbeat.phase if heartbeat else "", error=PROCESS_ENDED, what=what, hints=hints,
         )  # fmt: skip
 
     def _count(self) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.cluster.hosts.inventory import Meeting
+from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.config.job import Job
 
 # The variable that tells a worker the number of its device.
@@ -24,7 +24,7 @@ class Orders:
 
     argument: dict[str, Any]  # plain data: the task, the job, the run folder there, what the task needs besides
     logs: str  # folder for each worker's own output, <rank>.log; ranks/ of the run folder
-    meeting: Meeting  # a size of 0: one process for each accelerator of this machine, or one
+    rendezvous: Rendezvous  # a size of 0: one process for each accelerator of this machine, or one
     device: str = "auto"  # "auto", "cpu" or the kind of accelerator
     threads: int = 0  # CPU threads for each process; 0 divides this machine's cores
     environment: dict[str, str] = field(default_factory=dict[str, str])  # variables for the workers
@@ -37,7 +37,7 @@ def orders_for(
     job: Job,
     task: str,
     folder: str,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     *,
     device: str = "",
     environment: dict[str, str] | None = None,
@@ -50,7 +50,7 @@ def orders_for(
         job: what it is about.
         task: one of the worker's.
         folder: the run folder on that machine, by its absolute path.
-        meeting: who takes part, and which of them that machine is.
+        rendezvous: who takes part, and which of them that machine is.
         device: kind of device there; empty for what the job says.
         environment: variables for the workers.
         generation: counts the starts of a run's processes.
@@ -59,7 +59,7 @@ def orders_for(
     return Orders(
         {"task": task, "job": job.model_dump(mode="json"), "folder": folder, **more},
         f"{folder}/ranks",
-        meeting,
+        rendezvous,
         device or job.cluster.device,
         job.cluster.threads,
         environment or {},

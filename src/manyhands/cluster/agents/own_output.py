@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from manyhands.cluster.agents.heartbeats import heartbeat_path
 from manyhands.cluster.agents.orders import DEVICE_INDEX, Orders
-from manyhands.cluster.agents.pulses import pulse_path
-from manyhands.core.pulse import PULSE_FILE
+from manyhands.core.heartbeat import HEARTBEAT_FILE
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.stops import STOPS
 from manyhands.core.streams import Tolerant
@@ -24,9 +24,9 @@ def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     # A scheduler's word to all processes of a job; the agent passes it on as it does the others.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     rank = begin(scratch, orders.logs, agent)
-    os.environ[PULSE_FILE] = str(pulse_path(Path(scratch), rank))
-    if orders.meeting.devices:
-        os.environ[DEVICE_INDEX] = str(orders.meeting.devices[int(os.environ["LOCAL_RANK"])])
+    os.environ[HEARTBEAT_FILE] = str(heartbeat_path(Path(scratch), rank))
+    if orders.rendezvous.devices:
+        os.environ[DEVICE_INDEX] = str(orders.rendezvous.devices[int(os.environ["LOCAL_RANK"])])
     _set_threads()
     return orders.argument
 

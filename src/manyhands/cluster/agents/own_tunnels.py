@@ -43,7 +43,7 @@ class Tunnels:
                 raise RunError(f"the process that connects ssh tunnels did not start: {failed['the switchboard']}")
         return str(folder)
 
-    def dig(
+    def open_tunnels(
         self, commands: Mapping[str, Sequence[str]], patience_s: float, meanwhile: Callable[[], object] = lambda: None
     ) -> dict[str, str]:
         """Starts ssh commands that make tunnels.

@@ -9,7 +9,7 @@ from typing import Any
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.doctor.questions import FactsWanted
 from manyhands.cluster.messages import Done, Message, Request
-from manyhands.core.pulse import Seen
+from manyhands.core.heartbeat import Seen
 from manyhands.core.records import Failure
 
 
@@ -41,7 +41,7 @@ class FreeWorkers(Message):
 
 
 @dataclass(frozen=True)
-class OthersFailed(Message):
+class PeersFailed(Message):
     """Processes of another machine have failed: those here may save what they have, and leave."""
 
 
@@ -117,7 +117,7 @@ class OpenRun(Request[RunOpened]):
 
 
 @dataclass(frozen=True)
-class RunSeen(Message):
+class RunInspected(Message):
     """What is in a run folder on a machine, before it is opened."""
 
     run: str  # id of the run; empty for none
@@ -127,7 +127,7 @@ class RunSeen(Message):
 
 
 @dataclass(frozen=True)
-class LookAtRun(Request[RunSeen]):
+class InspectRun(Request[RunInspected]):
     """What is in this run folder, and have the processes left that were this machine's, by its place and start?
 
     They are to, where the run is detached.
@@ -197,14 +197,14 @@ class OpenTunnelEnds(Request[FolderThere]):
 
 
 @dataclass(frozen=True)
-class TunnelsDug(Message):
+class TunnelsOpened(Message):
     """The last words of those that don't stand, by name."""
 
     failed: dict[str, str]
 
 
 @dataclass(frozen=True)
-class DigTunnels(Request[TunnelsDug]):
+class OpenTunnels(Request[TunnelsOpened]):
     """Start these ssh commands, by the name of the machine that each leads to, and wait until they stand."""
 
     commands: dict[str, list[str]]

@@ -114,15 +114,15 @@ def explain_contact(machine: Machine, exit_code: int | None, said: str, options:
     by_hand = f"test the connection: {reach} true"
     lines = [line for line in said.splitlines() if line.strip()]
     last = lines[-1].strip() if lines else ""
-    for words, kind, what, mend in _meanings(machine, options, reach):
+    for words, kind, what, hints in _meanings(machine, options, reach):
         if any(word in said for word in words):
-            return Contact(kind, what, (mend, by_hand) if kind not in {"no-manyhands", "no-folder"} else (mend,))
+            return Contact(kind, what, (hints, by_hand) if kind not in {"no-manyhands", "no-folder"} else (hints,))
     if exit_code == 126 and options.workdir:
-        mend = f"create the folder: {reach} mkdir -p {options.workdir}, or change cluster.workdir"
-        return Contact("no-folder", f"{name} has no folder {options.workdir}", (mend,))
+        hints = f"create the folder: {reach} mkdir -p {options.workdir}, or change cluster.workdir"
+        return Contact("no-folder", f"{name} has no folder {options.workdir}", (hints,))
     if exit_code == 127 and options.python:
-        mend = f"set the path of a Python on {name}: --cluster.python /path/to/{Path(sys.executable).name}"
-        return Contact("no-manyhands", f"{name} has no program {options.python}", (mend,))
+        hints = f"set the path of a Python on {name}: --cluster.python /path/to/{Path(sys.executable).name}"
+        return Contact("no-manyhands", f"{name} has no program {options.python}", (hints,))
     ended = "" if exit_code is None else f" (exit code {exit_code})"
     return Contact("other", f"the agent on {name} does not respond{ended}{last and f': {last}'}", (by_hand,))
 

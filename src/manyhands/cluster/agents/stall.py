@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from manyhands.cluster.agents.protocol import WorkersSeen
-from manyhands.core.pulse import PULSE_S, Seen
+from manyhands.core.heartbeat import HEARTBEAT_S, Seen
 
 # What an agent has said holds so long; one that says nothing has nothing to complain of.
-_HOLDS_S = 3 * PULSE_S
+_HOLDS_S = 3 * HEARTBEAT_S
 # Over so long is counted what moves and who computes.
 _WINDOW_S = 6.0
 _QUIET_S = 4.0
@@ -58,29 +58,29 @@ class Stalls:
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
-        self._told = False
+        self._reported = False
 
-    def take(self, told: WorkersSeen, at: float | None = None) -> None:
+    def take(self, news: WorkersSeen, at: float | None = None) -> None:
         """Takes in what an agent sees; `at` is when, of the monotonic clock, where that isn't now."""
         now = time.monotonic() if at is None else at
-        for seen in told.ranks:
+        for seen in news.ranks:
             before = self._ranks.get(seen.rank)
             past = before.past if before else deque[tuple[float, int, float]]()
             past.append((now, seen.moved_bytes, seen.cpu_s))
             while now - past[0][0] > _WINDOW_S:
                 past.popleft()
-            self._ranks[seen.rank] = _Rank(seen, told.host, now, past)
+            self._ranks[seen.rank] = _Rank(seen, news.host, now, past)
 
     def to_say(self) -> str:
         """What the user should hear now, once for each stall."""
         ranks = self._known()
         late = max(ranks, key=lambda rank: rank.seen.stood_s - rank.seen.limit_s, default=None)
         if late is None or late.seen.stood_s <= late.seen.limit_s:
-            self._told = False
+            self._reported = False
             return ""
-        if self._told:
+        if self._reported:
             return ""
-        self._told = True
+        self._reported = True
         usual = f" (usual: {late.seen.usual_s:.2g} s)" if late.seen.usual_s else ""
         stopped = [rank for rank in ranks if rank.seen.stopped]
         wake = "".join(f"; resume the process: kill -CONT {rank.seen.pid} on {rank.host}" for rank in stopped)
@@ -91,8 +91,8 @@ class Stalls:
         ranks = self._known()
         late = any(rank.seen.stood_s > rank.seen.limit_s for rank in ranks)
         # Who computes, and whom bytes reach, may yet come to where the wish is heard.
-        goes_on = _moving(ranks) or any(rank.rates()[1] > _BUSY for rank in _behind(ranks) or ranks)
-        return _why(ranks) if any(rank.silent for rank in ranks) or (late and not goes_on) else ""
+        progressing = _moving(ranks) or any(rank.rates()[1] > _BUSY for rank in _behind(ranks) or ranks)
+        return _why(ranks) if any(rank.silent for rank in ranks) or (late and not progressing) else ""
 
     def culprit(self) -> tuple[int, str] | None:
         """Who keeps all others waiting and won't come any more, and how that is told; None where that isn't known."""

@@ -14,7 +14,7 @@ from manyhands.cluster.agents.protocol import (
     HeadReplaced,
     KillWorker,
     KillWorkers,
-    OthersFailed,
+    PeersFailed,
     StartWorkers,
     StillLeaving,
     StopWorkers,
@@ -122,7 +122,7 @@ class _Head:
         self._apart: set[AgentConnection] = set()
         self._watch = watch
         self._kill_at = self._end_at = float("inf")
-        self._told_failure = False
+        self._failure_reported = False
         self._stalls, self._asked_at, self._awaited = Stalls(), float("inf"), list[str]()
         self._looked_at, self._paused_s, self._paused_at = time.monotonic(), 0.0, 0.0
 
@@ -140,7 +140,7 @@ class _Head:
             case WorkersSeen():
                 self._stalls.take(message)
             case WorkerExited():
-                self._tell_of(message)
+                self._report_exit(message)
             case StillLeaving():
                 self._wait_for_leavers()
             case HeadReplaced() if not self.ending.replaced:
@@ -157,17 +157,17 @@ class _Head:
             case _:
                 pass
 
-    def obey(self, wishes: int) -> None:
+    def obey(self, stop_requests: int) -> None:
         """Passes on the user's wish to stop, or a later head's."""
-        wishes = max(wishes, int(bool(self.ending.replaced)))
-        if wishes == self.ending.interrupted:
+        stop_requests = max(stop_requests, int(bool(self.ending.replaced)))
+        if stop_requests == self.ending.interrupted:
             return
-        before, self.ending.interrupted = self.ending.interrupted, wishes
-        self._command(StopWorkers() if wishes == 1 else KillWorkers())
+        before, self.ending.interrupted = self.ending.interrupted, stop_requests
+        self._command(StopWorkers() if stop_requests == 1 else KillWorkers())
         if not before:
             self._asked_at = time.monotonic()
             self._watch.on_stop()
-        if wishes > 1:
+        if stop_requests > 1:
             self._end_at = min(self._end_at, time.monotonic() + KILL_S)
             for link in self._silent(time.monotonic()):
                 link.process.kill()
@@ -185,7 +185,7 @@ class _Head:
                 (self._apart.discard if link.connected else self._apart.add)(link)
                 how = "reconnected to" if link.connected else "lost the connection to"
                 self._watch.on_warning(f"{how} {link.machine.name}{'' if link.connected else '; reconnecting'}")
-            link.pulse()
+            link.heartbeat()
             link.flush()
         now = time.monotonic()
         self._give_up_silent(now)
@@ -252,16 +252,16 @@ class _Head:
         if found and found[0] not in self.ending.evicted:
             rank, why = found
             self.ending.evicted[rank] = why
-            self._told_failure = True
+            self._failure_reported = True
             self._watch.on_warning(why)
             self._command(KillWorker(rank))
 
-    def _tell_of(self, exited: WorkerExited) -> None:
+    def _report_exit(self, exited: WorkerExited) -> None:
         """Says at once what ended a process, where that is no mere consequence; the whole comes with the end."""
         record = exited.record
         later = record is not None and (record.consequence or record.exit_code == EXIT_USAGE)
-        if not (self._told_failure or later or self.ending.interrupted):
-            self._told_failure = True
+        if not (self._failure_reported or later or self.ending.interrupted):
+            self._failure_reported = True
             how = f": {record.what}" if record else f" {how_worker_ended(exited.code)}"
             self._watch.on_warning(f"rank {exited.rank} on {exited.host}{how}; cleaning up")
 
@@ -272,7 +272,7 @@ class _Head:
         elif failed.traceback:
             self.ending.broken = failed.traceback if link.here else f"{name}: {failed.traceback}"
         else:
-            self.ending.refused = UserError(failed.what, failed.where or name, failed.mend)
+            self.ending.refused = UserError(failed.what, failed.where or name, failed.hints)
         self._gone(link)
 
     def _command(self, command: Message) -> None:
@@ -286,7 +286,7 @@ class _Head:
             if self.ending.lost and self._watch.evicts:
                 self._command(FreeWorkers())
             self._kill_at = min(self._kill_at, time.monotonic() + patience_s)
-            self._command(OthersFailed())
+            self._command(PeersFailed())
 
     def _wait_for_leavers(self) -> None:
         if self._kill_at < float("inf") and self._watch.evicts:
@@ -305,7 +305,7 @@ class _Head:
             tail = link.log_tail(1).strip() or f"ssh {how_it_ended(code)}"
             self.ending.lost[link.machine.name] = how = how or f"the connection ended ({tail})"
             if not self.ending.interrupted:
-                self._told_failure = True
+                self._failure_reported = True
                 self._watch.on_warning(f"{link.machine.name} is lost: {how}; cleaning up")
         self._gone(link)
 

@@ -57,7 +57,7 @@ def choose_addresses(
     return {host: (candidate.interface, candidate.address) for host, candidate in best.items()}
 
 
-def own_candidates(facts: Facts) -> list[str]:
+def local_candidates(facts: Facts) -> list[str]:
     """A machine's addresses that others might reach it at: those of interfaces that are up, without loopback."""
     return [address for _, address, _, _ in _addresses(facts)]
 

@@ -29,7 +29,7 @@ class Contact:
 
     kind: str  # unknown-host, unreachable, refused, host-key, auth, no-manyhands, no-folder, other-version or other
     what: str  # one sentence
-    mend: tuple[str, ...] = ()  # what to do about it
+    hints: tuple[str, ...] = ()  # what to do about it
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class DoctorFinding:
     severity: Severity  # fail: training would fail; warn: training would be slower or less reliable
     hosts: tuple[str, ...]  # the machines with the problem
     what: str  # the fact in one sentence
-    mend: tuple[str, ...] = ()  # hints, with a command if possible
+    hints: tuple[str, ...] = ()  # hints, with a command if possible
     cause: str = ""  # of several findings with the same cause, only the worst is shown
     explains: tuple[str, ...] = ()  # causes that follow from this finding and are hidden
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "hosts": list(self.hosts), "mend": list(self.mend), "explains": list(self.explains)}
+        return {**asdict(self), "hosts": list(self.hosts), "hints": list(self.hints), "explains": list(self.explains)}

@@ -54,10 +54,10 @@ class Listeners:
     """This machine's open ears, until `close`, or for `seconds` at most."""
 
     def __init__(self, addresses: Sequence[str], port: int = 0, *, seconds: float = 60.0) -> None:
-        """Listens on exactly these addresses, on one port (0: any), for so many seconds; `told`: where, or why not."""
+        """Listens on exactly these addresses, on one port (0: any), for some seconds; `opened`: where, or why not."""
         self._sockets: list[socket.socket] = []
         self._busy = threading.BoundedSemaphore(OPEN_AT_ONCE)
-        self.told = tuple(self._open(address, port) for address in addresses)
+        self.opened = tuple(self._open(address, port) for address in addresses)
         self._timer = threading.Timer(seconds, self.close)
         self._timer.daemon = True
         self._timer.start()
@@ -111,11 +111,11 @@ def _answer(connection: socket.socket, token: bytes) -> None:
     if not hmac.compare_digest(_exactly(connection, TOKEN_BYTES), token):
         return
     connection.sendall(READY)
-    wish = _exactly(connection, 1)
-    if wish == ECHO:
+    asked = _exactly(connection, 1)
+    if asked == ECHO:
         while part := connection.recv(64):
             connection.sendall(part)
-    elif wish == COUNT:
+    elif asked == COUNT:
         (seconds,) = struct.unpack("!d", _exactly(connection, 8))
         connection.sendall(struct.pack("!dd", *_count(connection, min(max(seconds, 0.01), 10.0))))
         # What is still under way is taken until the sender has read that and breaks off: an end with bytes unread would
@@ -262,7 +262,7 @@ class Probe:
 
     def _listen(self, request: Listen) -> Listening:
         self._open.append(Listeners(request.addresses, request.port, seconds=request.seconds))
-        return Listening(self._open[-1].told)
+        return Listening(self._open[-1].opened)
 
     def _unlisten(self, _request: Unlisten) -> Done:
         self.close()

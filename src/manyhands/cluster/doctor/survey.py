@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from manyhands.cluster.doctor.addresses import choose_addresses, own_candidates
+from manyhands.cluster.doctor.addresses import choose_addresses, local_candidates
 from manyhands.cluster.doctor.findings import Attempt, Contact, Facts, Needs, Survey
 from manyhands.cluster.doctor.questions import AskClock, Connect, Listen, Listener, Measure, Unlisten
 from manyhands.cluster.messages import A, Request
@@ -71,7 +71,7 @@ class _Talk:
                 self.hosts.remove(host)
                 self._survey.facts.pop(host, None)
                 what = f"{host} stopped answering: {reply.what}"
-                self._survey.errors[host] = Contact("other", what, reply.mend or ("run the doctor again",))
+                self._survey.errors[host] = Contact("other", what, reply.hints or ("run the doctor again",))
             else:
                 answers[host] = reply
         return answers
@@ -105,7 +105,7 @@ def _narrowed(survey: Survey) -> dict[str, Facts]:
 def _listen(talk: _Talk, survey: Survey) -> dict[str, list[Listener]]:
     """Has each machine listen on each of its addresses; gives what others need to reach it."""
     facts = _narrowed(survey)
-    requests = {host: Listen(tuple(own_candidates(facts[host])), seconds=LISTEN_S) for host in talk.hosts}
+    requests = {host: Listen(tuple(local_candidates(facts[host])), seconds=LISTEN_S) for host in talk.hosts}
     return {
         host: [listener for listener in answer.listeners if not listener.error]
         for host, answer in talk.ask(requests).items()

@@ -40,15 +40,15 @@ def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str,
 
 def _blind(what: str, seen: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     if not seen.get("built_for"):
-        mend = "install a torch build for these accelerators: https://pytorch.org/get-started/locally"
-        return f"{what}: torch {seen.get('version', '')} is a CPU build", (mend,)
+        hints = "install a torch build for these accelerators: https://pytorch.org/get-started/locally"
+        return f"{what}: torch {seen.get('version', '')} is a CPU build", (hints,)
     said = f" ({seen['said']})" if seen.get("said") else ""
     built = seen["built_for"]
-    mends = (
+    hints = (
         f"update the driver until nvidia-smi shows {built} or later, or install a torch build for an older version",
         "in a container, pass the devices to the container (--gpus all)",
     )
-    return what + said, mends
+    return what + said, hints
 
 
 def unused_here() -> tuple[str, tuple[str, ...]] | None:

@@ -105,7 +105,7 @@ class LauncherPlace:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """A machine among those whose processes train together."""
 
     sizes: tuple[int, ...]  # processes on each machine, in the order of their ranks

@@ -6,15 +6,15 @@ from collections.abc import Collection
 
 from manyhands.cluster.hosts.inventory import Cluster, Machine, is_address
 from manyhands.core.errors import UserError
-from manyhands.parallel.ports import outer_addresses, own_addresses
+from manyhands.parallel.ports import local_addresses, outer_addresses
 
 
 def find_machine(cluster: Cluster) -> int:
     """This machine's place in the cluster: as described, or by its names and addresses. Raises UserError: not one."""
     if cluster.machine is not None:
         return cluster.machine
-    names, mine = [machine.address for machine in cluster.machines], set(own_addresses())
-    here = [place for place, name in enumerate(names) if is_own_name(name, mine)]
+    names, mine = [machine.address for machine in cluster.machines], set(local_addresses())
+    here = [place for place, name in enumerate(names) if is_local_name(name, mine)]
     here = here or [place for place, name in enumerate(names) if _resolves_to(mine, name)]
     if len(here) == 1:
         return here[0]
@@ -32,11 +32,11 @@ def is_here(machine: Machine) -> bool:
     """True when a host that the user names is this machine: its name or address is, or means, one of this machine's."""
     if "@" in machine.host or machine.port:
         return False  # another user's account, or a container or a tunnel, if it is here at all
-    own = set(own_addresses())
+    own = set(local_addresses())
     return any(address in own or ipaddress.ip_address(address).is_loopback for address in _resolve(machine.address))
 
 
-def is_own_name(name: str, addresses: Collection[str]) -> bool:
+def is_local_name(name: str, addresses: Collection[str]) -> bool:
     """True for this machine's addresses and names, as far as they are known without asking a name server."""
     if is_address(name):
         return name in addresses

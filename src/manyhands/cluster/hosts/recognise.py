@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Meeting, is_host
+from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Rendezvous, is_host
 from manyhands.cluster.hosts.own import find_machine, reachable
 from manyhands.cluster.hosts.variables import port
 from manyhands.config.job import ClusterOptions
@@ -104,9 +104,9 @@ def refuse_alone(variables: Mapping[str, str]) -> None:
             raise error
 
 
-def meeting_in(
+def rendezvous_in(
     cluster: Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]
-) -> tuple[Meeting, dict[str, str]]:
+) -> tuple[Rendezvous, dict[str, str]]:
     """Returns the rendezvous of this machine's processes, and each value's origin. Raises UserError."""
     here = find_machine(cluster)
     if not 0 <= here < len(cluster.machines):
@@ -133,7 +133,7 @@ def meeting_in(
     slots = cluster.machines[here].slots
     if options.processes and slots and slots != options.processes:
         origins["overridden"] = f"-n {options.processes}"
-    meeting = Meeting(
+    rendezvous = Rendezvous(
         sizes, here, address, cluster.master_port or port(variables, DEFAULT_PORT), cluster.machines[here].devices
     )
-    return meeting, origins
+    return rendezvous, origins

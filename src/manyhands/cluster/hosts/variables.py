@@ -41,8 +41,10 @@ def check_rank(rank: int, size: int, rank_word: str, size_word: str) -> None:
     """Raises UserError where a rank is outside its group; both are named by the words that the user wrote them with."""
     if not 0 <= rank < size:
         what = f"{rank_word} {rank} is out of range for {size_word} {size}"
-        mend = (f"number the ranks from 0 to {size - 1}",) if size else (f"set {size_word} to the number of processes",)
-        raise UserError(what, rank_word, mend)
+        hints = (
+            (f"number the ranks from 0 to {size - 1}",) if size else (f"set {size_word} to the number of processes",)
+        )
+        raise UserError(what, rank_word, hints)
 
 
 def first_set(variables: Mapping[str, str], names: Iterable[str]) -> str:

@@ -34,11 +34,11 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001, ARG001
 def _shape(name: str) -> list[int]:
     text = name.partition(":")[2] or _USUAL
     sizes = [typed_number(word) or 0 for word in text.split("x")]
-    mend = (f"give samples x channels x height x width x classes, such as synthetic:{_USUAL}",)
+    hints = (f"give samples x channels x height x width x classes, such as synthetic:{_USUAL}",)
     if len(sizes) != 5 or min(sizes) < 1 or sizes[1] not in (1, 3) or sizes[4] < 2:
-        raise UserError(f'"{name}" is not a synthetic data set', "data.name", mend)
+        raise UserError(f'"{name}" is not a synthetic data set', "data.name", hints)
     if math.prod(sizes[:4]) > _MOST_BYTES:
-        raise UserError(f'"{name}" exceeds the limit of {_MOST_BYTES >> 30} GiB', "data.name", mend)
+        raise UserError(f'"{name}" exceeds the limit of {_MOST_BYTES >> 30} GiB', "data.name", hints)
     return sizes
 
 

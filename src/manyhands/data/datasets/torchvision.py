@@ -66,6 +66,6 @@ def _make(kind: Any, given: dict[str, Any]) -> Any:
 
 
 def _unusable(kind: Any, error: Exception) -> UserError:
-    mend = ("name the folder of torchvision's files: --data-dir DIR", "or write a function: file.py:function")
+    hints = ("name the folder of torchvision's files: --data-dir DIR", "or write a function: file.py:function")
     what = f"torchvision's {kind.__name__} can't be opened: {' '.join(str(error).split()) or type(error).__name__}"
-    return UserError(what, "data.name", mend)
+    return UserError(what, "data.name", hints)

@@ -13,9 +13,9 @@ NAMES: tuple[str, ...] = ()
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
     """Calls the function, without arguments. Raises UserError: it isn't there, fails, or gives something else."""
     function = load_object(name, "data.name")
-    mend = ("return (train, test): two torch data sets; test may be None",)
+    hints = ("return (train, test): two torch data sets; test may be None",)
     if not callable(function):
-        raise UserError(f"{name} is a {type(function).__name__}, not a function", "data.name", mend)
+        raise UserError(f"{name} is a {type(function).__name__}, not a function", "data.name", hints)
     try:
         made = function()
     except ManyhandsError:
@@ -26,5 +26,5 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
     if isinstance(made, Splits):
         return made
     if not isinstance(made, tuple | list) or len(made) != 2:
-        raise UserError(f"{name} returned a {type(made).__name__}, not a pair", "data.name", mend)
+        raise UserError(f"{name} returned a {type(made).__name__}, not a pair", "data.name", hints)
     return splits_of_objects(made[0], made[1], options, title=name)

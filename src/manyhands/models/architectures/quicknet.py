@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from manyhands.core.errors import UserError
 from manyhands.models.construct import WHERE, construct
-from manyhands.models.first_look import LooksFirst
+from manyhands.models.first_look import InitializedFromData
 from manyhands.models.needs import ModelNeeds
 
 SMALLEST = 9
@@ -41,7 +41,7 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
     return construct(QuickNet, name, arguments, {"channels": channels, "size": size, "num_classes": num_classes})
 
 
-class QuickNet(LooksFirst):
+class QuickNet(InitializedFromData):
     """The network.
 
     Args:

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from manyhands.core.needs import AVERAGE_HOOK, OWN_AVERAGE, WHOLE_GRADIENTS
 from manyhands.core.phases import CLOCK
 from manyhands.core.world import World
+from manyhands.parallel.close_listeners import closed_once_formed
 from manyhands.parallel.collectives import group_timeout
 from manyhands.parallel.flat import FlatNetwork, TwoLevelNetwork
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.newcomers import closed_once_formed
 from manyhands.parallel.shared_memory import ALONE, ON_SEVERAL, machines_of_group, share_within
 
 DESCRIPTION = "every process holds the whole network and a share of each batch"
@@ -75,14 +75,14 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         ranks = [machine[0] for machine in machines]
         with closed_once_formed(world.backend):
             group = dist.new_group(ranks, timeout=group_timeout(world))
-        told = "gradients are averaged in two levels: shared memory within machines, gloo between their first ranks"
+        averages = "gradients are averaged in two levels: shared memory within machines, gloo between their first ranks"
         leaders = group if world.rank in ranks else None
-        return TwoLevelNetwork(call=model, inner=model, averages=told, sums=sums, leaders=leaders)
+        return TwoLevelNetwork(call=model, inner=model, averages=averages, sums=sums, leaders=leaders)
     assert sums is not None
-    told = (
+    averages = (
         f"gradients are averaged through shared memory: {sums.size} processes of one machine compute on its processor"
     )
-    return FlatNetwork(call=model, inner=model, gradient_scale=world.size / sums.size, averages=told, sums=sums)
+    return FlatNetwork(call=model, inner=model, gradient_scale=world.size / sums.size, averages=averages, sums=sums)
 
 
 def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> ParallelNetwork:
@@ -104,7 +104,7 @@ def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> P
         wrapped.register_comm_hook(None, request.hook)
     network = ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), no_sync=wrapped.no_sync)
     network.averages = f"gradients are averaged by {world.backend}: {why}"
-    network.settles = True
+    network.orders_sums = True
     if not request.unused:  # else DDP looks for what a pass didn't use by itself
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         network.reach_all = functools.partial(_reach, trained)

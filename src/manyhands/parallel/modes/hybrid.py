@@ -76,8 +76,8 @@ class HybridNetwork:
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
     """Has a network run that was constructed with `request.grid`. Raises UserError: none, or a mark doesn't fit it."""
     if request.grid is None:
-        mend = ("give --mesh dp=2,tp=2 and a network whose __init__ takes `mesh`",)
-        raise UserError("mode hybrid needs a network that was built with a mesh", "parallel.mesh", mend)
+        hints = ("give --mesh dp=2,tp=2 and a network whose __init__ takes `mesh`",)
+        raise UserError("mode hybrid needs a network that was built with a mesh", "parallel.mesh", hints)
     return hybrid_network(model, request.grid, request.samples).on_mesh()
 
 
@@ -89,13 +89,13 @@ def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None =
     """
     layouts = layouts_of(model, grid.mesh, grid.world.rank)
     if samples is None:
-        cut = {axis for layout in layouts.values() for axis in layout.cut_axes}
+        cut = {axis for layout in layouts.values() for axis in layout.sharded_axes}
         axes = tuple(axis for axis in range(len(grid.mesh.axes)) if axis not in cut)
     else:
         axes = axis_numbers(samples, grid.mesh, "parallel.samples")
     for name, parameter in model.state_dict(keep_vars=True).items():
         if name in layouts and isinstance(parameter, nn.Parameter):
-            over = tuple(axis for axis in axes if axis not in layouts[name].cut_axes)
+            over = tuple(axis for axis in axes if axis not in layouts[name].sharded_axes)
             layouts[name] = replace(layouts[name], gradient_axes=over)
     reducer = Reducer(dict(model.named_parameters()), layouts, grid)
     return HybridNetwork(model, grid, layouts, axes, reducer, _share_norms(model, grid, axes))

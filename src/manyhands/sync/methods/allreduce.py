@@ -7,7 +7,7 @@ from manyhands.core.options import Options
 from manyhands.sync.costs import Cost, LinkCase
 
 if TYPE_CHECKING:
-    from manyhands.sync.synchronizer import Party, Synchronizer
+    from manyhands.sync.synchronizer import SyncContext, Synchronizer
 
 DESCRIPTION = "averages all gradients in every update, in full precision"
 EXACT = True
@@ -29,9 +29,9 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
     return [Cost("allreduce", step_s, whole.sent_bytes, whole.seconds)]
 
 
-def make(network: HasGradients, party: "Party", options: Options, cost: Cost) -> "Synchronizer":
+def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
     """The parallel mode does it all."""
     from manyhands.sync.synchronizer import Synchronizer
 
-    del network, party, options, cost
+    del network, context, options, cost
     return Synchronizer()

@@ -7,7 +7,7 @@ from manyhands.core.options import Options
 from manyhands.sync.costs import Cost, LinkCase
 
 if TYPE_CHECKING:
-    from manyhands.sync.synchronizer import Party, Synchronizer
+    from manyhands.sync.synchronizer import SyncContext, Synchronizer
 
 DESCRIPTION = "averages all gradients in every update, rounded to bfloat16 for transfer"
 EXACT = False
@@ -32,13 +32,13 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
     return [Cost("bf16", step_s, whole.sent_bytes, whole.seconds)]
 
 
-def make(network: HasGradients, party: "Party", options: Options, cost: Cost) -> "Synchronizer":
+def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
     """The parallel mode's own average, of rounded gradients."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
     from manyhands.sync.synchronizer import Synchronizer
 
-    del network, party, options, cost
+    del network, context, options, cost
     synchronizer = Synchronizer()
     synchronizer.hook = bf16_compress_hook
     return synchronizer

@@ -19,7 +19,7 @@ from manyhands.sync.rank import RankOptions
 if TYPE_CHECKING:
     from manyhands.sync.local import LocalSteps, Pace
     from manyhands.sync.messages import SyncMessage
-    from manyhands.sync.synchronizer import Party, Synchronizer
+    from manyhands.sync.synchronizer import SyncContext, Synchronizer
 
 DESCRIPTION = "updates each machine separately, and averages the compressed parameter changes every few steps"
 EXACT = False
@@ -36,9 +36,9 @@ PASSES = {"lowrank": 18, "int4": 42, "int8": 40, "bf16": 28, "none": 24}
 _MOST_COMPRESSING = 0.04
 # How much longer than an exchange the steps between two of them take, and those after which its result is used.
 _SLACK, _LATE = 1.3, 1.15
-_FEWEST_STEPS = 4
+_MIN_STEPS = 4
 # Beyond these, accuracy was lost in our experiments.
-_MOST_STEPS, _FEWEST_ROUNDS = 256, 60
+_MOST_STEPS, _MIN_ROUNDS = 256, 60
 # The pace changes where another would be so many times as long or as short, and more than a step; less is noise. It
 # does after so many exchanges.
 _CHANGE, _TIMES = 1.5, 3
@@ -63,9 +63,9 @@ class Options(RankOptions):
 def asked(options: Options) -> Cost | None:
     """The pace, where the options say it whole. Raises UserError: an exchange would end after the next begins."""
     if options.delay > options.every > 0:
-        mend = (f"use --set sync.delay={options.every} or less",)
+        hints = (f"use --set sync.delay={options.every} or less",)
         what = f"an exchange every {options.every} steps can't be applied {options.delay} steps late"
-        raise UserError(what, "sync.delay", mend)
+        raise UserError(what, "sync.delay", hints)
     if not options.every or options.codec == "auto":
         return None
     delay = options.every if options.delay < 0 else options.delay
@@ -84,7 +84,7 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
     return [_cost(case, options, codec) for codec in codecs]
 
 
-def make(network: HasGradients, party: "Party", options: Options, cost: Cost) -> "Synchronizer":
+def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
     """What has processes train by themselves, and agree at the pace that `cost` says; a collective."""
     from manyhands.sync.compress import compressor_named, compute_alike
     from manyhands.sync.local import LocalSteps
@@ -93,21 +93,21 @@ def make(network: HasGradients, party: "Party", options: Options, cost: Cost) ->
     from manyhands.sync.vector import dtype_of
 
     trained = list(trained_of(network).values())
-    peers, machine, world, places = party.peers(), party.machine(), party.world, party.places
+    peers, machine, world, places = context.peers(), context.machine(), context.world, context.places
     buffers = buffers_of(network, peers, machine, world.device)
     shapes, kind = [tuple(parameter.shape) for parameter in trained], dtype_of(trained)
     compressor = compressor_named(
-        cost.codec, shapes, rank=options.rank, seed=party.seed, device=world.device, dtype=kind
+        cost.codec, shapes, rank=options.rank, seed=context.seed, device=world.device, dtype=kind
     )
-    if party.is_leader:
+    if context.is_leader:
         compute_alike([compressor], peers, nothing_like(trained, world.device))
     weight = len(places.machine) * len(places.leaders) / world.size
-    own = party.own(cost, trained, options.rank if cost.codec == "lowrank" else 0)
+    own = context.own(cost, trained, options.rank if cost.codec == "lowrank" else 0)
     steps = LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine, own)
     if not _is_fixed(cost, options):
         values = sum(one.numel() for one in trained)
-        compressing_s = party.from_rank_0(PASSES[cost.codec] * pass_seconds(values, world.device))
-        steps.suit = Pacer(steps, cost, options, party.steps, compressing_s)
+        compressing_s = context.from_rank_0(PASSES[cost.codec] * pass_seconds(values, world.device))
+        steps.adapt = Pacer(steps, cost, options, context.steps, compressing_s)
     return steps
 
 
@@ -157,8 +157,8 @@ def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> in
 
     `steps` are the whole run's; `compressing` is an exchange's own work, in steps.
     """
-    most = max(1, min(_MOST_STEPS, steps // _FEWEST_ROUNDS))
-    return min(most, max(_FEWEST_STEPS, math.ceil(_SLACK * steps_long), math.ceil(compressing / _MOST_COMPRESSING)))
+    most = max(1, min(_MOST_STEPS, steps // _MIN_ROUNDS))
+    return min(most, max(_MIN_STEPS, math.ceil(_SLACK * steps_long), math.ceil(compressing / _MOST_COMPRESSING)))
 
 
 @dataclass

@@ -11,7 +11,7 @@ from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.rank import RankOptions
 
 if TYPE_CHECKING:
-    from manyhands.sync.synchronizer import Party, Synchronizer
+    from manyhands.sync.synchronizer import SyncContext, Synchronizer
 
 DESCRIPTION = "averages low-rank gradients in every update; the residual is sent later"
 EXACT = False
@@ -42,13 +42,13 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
     return [Cost("powersgd", case.step_s + standing_s + waiting_s, sent.sent_bytes, sent.seconds)]
 
 
-def make(network: HasGradients, party: "Party", options: Options, cost: Cost) -> "Synchronizer":
+def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
     """What compresses and agrees on gradients as they come; a collective."""
     from manyhands.sync.powersgd import PowerSgd, PowerSgdSynchronizer
     from manyhands.sync.synchronizer import buffers_of, trained_of
 
-    named, peers, machine, world = trained_of(network), party.peers(), party.machine(), party.world
+    named, peers, machine, world = trained_of(network), context.peers(), context.machine(), context.world
     buffers = buffers_of(network, peers, machine, world.device)
-    rare, trained = [named[name] for name in party.unused], list(named.values())
-    power = PowerSgd(trained, peers, options.rank, party.seed, rare, machine=machine, processes=world.size)
-    return PowerSgdSynchronizer(power, buffers, party.own(cost, trained, options.rank))
+    rare, trained = [named[name] for name in context.unused], list(named.values())
+    power = PowerSgd(trained, peers, options.rank, context.seed, rare, machine=machine, processes=world.size)
+    return PowerSgdSynchronizer(power, buffers, context.own(cost, trained, options.rank))

@@ -43,8 +43,8 @@ def _too_few(survey: Survey, found: dict[str, list[Any]]) -> list[DoctorFinding]
         f"{host} has {count} for {survey.needs.processes.get(host, 1)} processes" for host, count in few.items()
     )
     what = f"too few {kind} devices: {shown}"
-    mend = ("use at most one process per device", "or train on CPUs: --device cpu")
-    return [DoctorFinding("accelerators", "fail", tuple(few), what, mend, "accelerators", ("unlike",))]
+    hints = ("use at most one process per device", "or train on CPUs: --device cpu")
+    return [DoctorFinding("accelerators", "fail", tuple(few), what, hints, "accelerators", ("unlike",))]
 
 
 def _unlike(survey: Survey, found: dict[str, list[Any]]) -> list[DoctorFinding]:
@@ -54,8 +54,8 @@ def _unlike(survey: Survey, found: dict[str, list[Any]]) -> list[DoctorFinding]:
     common, odd = odd_ones(kinds)
     if odd and survey.needs.device == "auto":
         what = f"the machines have different device types: {next(iter(odd.values()))} on {who(odd)}, {common} elsewhere"
-        mend = ("train on CPUs everywhere: --device cpu", f"or remove {who(odd)} from the run")
-        return [DoctorFinding("accelerators", "fail", tuple(odd), what, mend, "unlike", ("collective",))]
+        hints = ("train on CPUs everywhere: --device cpu", f"or remove {who(odd)} from the run")
+        return [DoctorFinding("accelerators", "fail", tuple(odd), what, hints, "unlike", ("collective",))]
     common, odd = odd_ones(names)
     if odd and common and not any(device["kind"] == "npu" for devices in found.values() for device in devices):
         shown = ", ".join(f"{host} has {name or 'none'}" for host, name in odd.items())
@@ -73,14 +73,14 @@ def _unused(survey: Survey) -> list[DoctorFinding]:
     severity: Severity = "warn" if survey.needs.device == "auto" else "fail"
     found: list[DoctorFinding] = []
     for host, facts in survey.facts.items():
-        told = None if "accelerators" in facts.get("errors", {}) else explain_unused(facts, host)
-        if told:
+        explained = None if "accelerators" in facts.get("errors", {}) else explain_unused(facts, host)
+        if explained:
             what, cause, explains = (
-                f"{told[0]}; training on {host} would use the CPU",
+                f"{explained[0]}; training on {host} would use the CPU",
                 f"unused:{host}",
                 ("accelerators", "unlike"),
             )
-            found.append(DoctorFinding("accelerators", severity, (host,), what, told[1], cause, explains))
+            found.append(DoctorFinding("accelerators", severity, (host,), what, explained[1], cause, explains))
     return found
 
 
@@ -96,9 +96,9 @@ def _busy(found: dict[str, list[Any]]) -> list[DoctorFinding]:
             )
             by = f", by {', '.join(users[:3])}" if users else ""
             what = f"accelerators of {host} are in use: {shown}{by}"
-            mend = ("wait, end the other processes, or choose free devices with CUDA_VISIBLE_DEVICES",)
+            hints = ("wait, end the other processes, or choose free devices with CUDA_VISIBLE_DEVICES",)
             cause, explains = f"busy:{host}", (f"jobs:{host}",)
-            findings.append(DoctorFinding("accelerators", "warn", (host,), what, mend, cause, explains))
+            findings.append(DoctorFinding("accelerators", "warn", (host,), what, hints, cause, explains))
     return findings
 
 

@@ -26,5 +26,5 @@ def run(survey: Survey) -> list[DoctorFinding]:
     shown = ", ".join(f"{host} is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for host, by in far.items())
     others = who(host for host in survey.clock_s if host not in far)
     what = f"clocks differ: {shown} of {others}; times in logs will not match, and certificates may be refused"
-    mend = tuple(f"synchronise the clock: {on_host(survey, host, 'sudo timedatectl set-ntp true')}" for host in far)
-    return [DoctorFinding("clock", "warn", tuple(far), what, mend, "clock")]
+    hints = tuple(f"synchronise the clock: {on_host(survey, host, 'sudo timedatectl set-ntp true')}" for host in far)
+    return [DoctorFinding("clock", "warn", tuple(far), what, hints, "clock")]

@@ -6,7 +6,7 @@ from manyhands.cluster.doctor.compare import fact, odd_ones, who
 from manyhands.cluster.doctor.findings import DoctorFinding, Survey
 
 SHOWN = 4
-MEND = ("copy the code with the job: --sync-code", "or update the folders: git pull, rsync")
+HINTS = ("copy the code with the job: --sync-code", "or update the folders: git pull, rsync")
 
 
 def run(survey: Survey) -> list[DoctorFinding]:
@@ -16,8 +16,8 @@ def run(survey: Survey) -> list[DoctorFinding]:
     missing = [host for host in folders if host not in there]
     if missing and survey.needs.code:
         what = f"the folder of the job's code, {folders[missing[0]]['path']}, is missing on {who(missing)}"
-        mend = (MEND[0], "or set the folder on these machines: --cluster.workdir")
-        return [DoctorFinding("code", "fail", tuple(missing), what, mend, "code")]
+        hints = (HINTS[0], "or set the folder on these machines: --cluster.workdir")
+        return [DoctorFinding("code", "fail", tuple(missing), what, hints, "code")]
     lacking = _lacking(survey, there)
     if lacking:
         return [lacking]
@@ -25,7 +25,7 @@ def run(survey: Survey) -> list[DoctorFinding]:
     _, odd = odd_ones({host: code["hash"] for host, code in whole.items()})
     if odd and (survey.needs.code or _alike(whole)):
         severity = "fail" if survey.needs.code else "warn"
-        return [DoctorFinding("code", severity, tuple(odd), _difference(whole, odd), MEND, "code")]
+        return [DoctorFinding("code", severity, tuple(odd), _difference(whole, odd), HINTS, "code")]
     if survey.needs.code and len(whole) > 1:
         count = len(next(iter(whole.values()))["files"])
         return [DoctorFinding("code", "ok", tuple(whole), f"code is identical ({count} files)", cause="code")]
@@ -39,7 +39,7 @@ def _lacking(survey: Survey, folders: dict[str, dict[str, Any]]) -> DoctorFindin
         hosts = [host for host, code in folders.items() if inside and code["whole"] and name not in code["files"]]
         if hosts:
             what = f"{name} is missing in {folders[hosts[0]]['path']} on {who(hosts)}"
-            return DoctorFinding("code", "fail", tuple(hosts), what, MEND, "code")
+            return DoctorFinding("code", "fail", tuple(hosts), what, HINTS, "code")
     return None
 
 

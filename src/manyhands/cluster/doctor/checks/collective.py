@@ -13,5 +13,5 @@ def run(survey: Survey) -> list[DoctorFinding]:
         return [DoctorFinding("collective", "ok", survey.hosts, what, cause="collective")]
     lost = f"; missing: {who(tried.missing)}" if tried.missing else ""
     what = f"the machines reach each other, but an all-reduce failed: {tried.said}{lost}"
-    mend = ("try gloo: --backend gloo", "with NCCL, set NCCL_DEBUG=INFO on the machines for details")
-    return [DoctorFinding("collective", "fail", tried.missing or survey.hosts, what, mend, "collective")]
+    hints = ("try gloo: --backend gloo", "with NCCL, set NCCL_DEBUG=INFO on the machines for details")
+    return [DoctorFinding("collective", "fail", tried.missing or survey.hosts, what, hints, "collective")]

@@ -21,9 +21,9 @@ def _too_many(survey: Survey) -> list[DoctorFinding]:
     if not over:
         return []
     what = f"there are more threads than cores (processes × threads): {', '.join(over.values())}"
-    mend = ("use fewer processes, or fewer threads: --cluster.threads 1",
+    hints = ("use fewer processes, or fewer threads: --cluster.threads 1",
             "unset OMP_NUM_THREADS on machines with a high value")  # fmt: skip
-    return [DoctorFinding("cpu", "warn", tuple(over), what, mend, "threads")]
+    return [DoctorFinding("cpu", "warn", tuple(over), what, hints, "threads")]
 
 
 def _from_variable(survey: Survey, host: str) -> int:
@@ -43,5 +43,5 @@ def _busy(survey: Survey) -> list[DoctorFinding]:
     many = ", ".join(f"load {load:.1f} on the {cores[host]:g} cores of {host}" for host, load in busy.items())
     what = f"cores are busy with other programs: {many}; the slowest machine sets the pace"
     worst = max(busy, key=lambda host: busy[host])
-    mend = ("wait for other programs, or end them", f"list the programs: {on_host(survey, worst, 'top -b -n 1')}")
-    return [DoctorFinding("cpu", "warn", tuple(busy), what, mend, "load")]
+    hints = ("wait for other programs, or end them", f"list the programs: {on_host(survey, worst, 'top -b -n 1')}")
+    return [DoctorFinding("cpu", "warn", tuple(busy), what, hints, "load")]

@@ -28,13 +28,13 @@ def _missing(survey: Survey, missing: list[str], found: dict[str, Any], there: d
     first = found[missing[0]]
     what = f"the data {first['path']} is missing on {who(missing)}"
     if first["kind"] == "named" and survey.needs.download:
-        mend = ("let the job download the data at its start, or copy the data first",)
-        return DoctorFinding("data", "warn", tuple(missing), what, mend, "data")
+        hints = ("let the job download the data at its start, or copy the data first",)
+        return DoctorFinding("data", "warn", tuple(missing), what, hints, "data")
     giver = next(iter(there), "")
     copy = f"rsync -a {there[giver]['path']}/ {missing[0]}:{first['path']}/" if giver else ""
     hint = f"copy the data, on {giver}: {copy}" if giver else "check the path of the data"
-    mend = (hint, "or choose a folder that exists on every machine")
-    return DoctorFinding("data", "fail", tuple(missing), what, mend, "data", ("collective:data",))
+    hints = (hint, "or choose a folder that exists on every machine")
+    return DoctorFinding("data", "fail", tuple(missing), what, hints, "data", ("collective:data",))
 
 
 def _differs(whole: dict[str, Any], odd: dict[str, str]) -> DoctorFinding:
@@ -45,8 +45,8 @@ def _differs(whole: dict[str, Any], odd: dict[str, str]) -> DoctorFinding:
         what += ", with different names or sizes"
     odd_host = next(iter(odd))
     copy = f"rsync -a --delete --dry-run {whole[usual]['path']}/ {odd_host}:{whole[odd_host]['path']}/"
-    mend = (f"list the differences, on {usual}: {copy}", "copy the data: the same command without --dry-run")
-    return DoctorFinding("data", "fail", tuple(odd), what, mend, "data")
+    hints = (f"list the differences, on {usual}: {copy}", "copy the data: the same command without --dry-run")
+    return DoctorFinding("data", "fail", tuple(odd), what, hints, "data")
 
 
 def _amount(host: str, data: dict[str, Any]) -> str:

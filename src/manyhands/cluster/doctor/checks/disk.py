@@ -23,8 +23,8 @@ def _locked(survey: Survey, places: dict[str, Any]) -> DoctorFinding:
     user = survey.facts[host].get("user", "this user")
     what = f"{user} has no write permission for {place['path']} on {who(places)}"
     looks = (on_host(survey, host, f"ls -ld {places[host]['path']}") for host in list(places)[:_NAMED])
-    mend = ("choose another folder: --out or --cluster.workdir", *(f"check the permissions: {look}" for look in looks))
-    return DoctorFinding("disk", "fail", tuple(places), what, mend, "disk:locked")
+    hints = ("choose another folder: --out or --cluster.workdir", *(f"check the permissions: {look}" for look in looks))
+    return DoctorFinding("disk", "fail", tuple(places), what, hints, "disk:locked")
 
 
 def _full(survey: Survey, places: dict[str, Any]) -> DoctorFinding:
@@ -32,5 +32,5 @@ def _full(survey: Survey, places: dict[str, Any]) -> DoctorFinding:
     severity = "fail" if any(place["free"] < NONE for place in places.values()) else "warn"
     fullest = sorted(places, key=lambda host: places[host]["free"])[:_NAMED]
     looks = (on_host(survey, host, f"df -h {places[host]['path']}") for host in fullest)
-    mend = (*(f"check the disk: {look}" for look in looks), "delete old runs and checkpoints: manyhands clean")
-    return DoctorFinding("disk", severity, tuple(places), f"free disk space is low: {shown}", mend, "disk:full")
+    hints = (*(f"check the disk: {look}" for look in looks), "delete old runs and checkpoints: manyhands clean")
+    return DoctorFinding("disk", severity, tuple(places), f"free disk space is low: {shown}", hints, "disk:full")

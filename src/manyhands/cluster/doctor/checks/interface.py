@@ -21,8 +21,8 @@ def _asked_for(survey: Survey) -> list[DoctorFinding]:
         return []
     up = ", ".join(i["name"] for i in survey.facts[lost[0]]["interfaces"] if i["up"] and i["name"] != "lo")
     what = f"the interface {wanted} is missing or down on {who(lost)}; {lost[0]} has {up or 'no interface'}"
-    mend = ("remove cluster.interface; manyhands then tests all interfaces", "or set an interface of every machine")
-    return [DoctorFinding("interface", "fail", tuple(lost), what, mend, "interface", ("chosen", "collective"))]
+    hints = ("remove cluster.interface; manyhands then tests all interfaces", "or set an interface of every machine")
+    return [DoctorFinding("interface", "fail", tuple(lost), what, hints, "interface", ("chosen", "collective"))]
 
 
 def _variables(survey: Survey) -> list[DoctorFinding]:
@@ -35,8 +35,8 @@ def _variables(survey: Survey) -> list[DoctorFinding]:
             words = given.lstrip("=").split(",")
             if chosen and given and not given.startswith("^") and not any(chosen.startswith(word) for word in words):
                 what = f"{name}={given} is set on {host}, but other machines are reachable only on {chosen}"
-                mend = (f"remove {name} from ~/.bashrc and /etc/environment on {host}",)
-                found.append(DoctorFinding("interface", "warn", (host,), what, mend, f"variable:{host}:{name}"))
+                hints = (f"remove {name} from ~/.bashrc and /etc/environment on {host}",)
+                found.append(DoctorFinding("interface", "warn", (host,), what, hints, f"variable:{host}:{name}"))
     return found
 
 

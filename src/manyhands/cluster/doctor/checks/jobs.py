@@ -12,7 +12,7 @@ def run(survey: Survey) -> list[DoctorFinding]:
             shown = ", ".join(f"process {job['pid']} of {job['user']} ({job['command'][:60]})" for job in jobs[:2])
             more = f" and {len(jobs) - 2} more" if len(jobs) > 2 else ""
             what = f"another training job is running on {host}: {shown}{more}"
-            mend = ("wait for the job, or stop your own: manyhands ps, manyhands stop",
+            hints = ("wait for the job, or stop your own: manyhands ps, manyhands stop",
                     f"show the process: {on_host(survey, host, 'ps -fp ' + str(jobs[0]['pid']))}")  # fmt: skip
-            found.append(DoctorFinding("jobs", "warn", (host,), what, mend, f"jobs:{host}", (f"load:{host}",)))
+            found.append(DoctorFinding("jobs", "warn", (host,), what, hints, f"jobs:{host}", (f"load:{host}",)))
     return found

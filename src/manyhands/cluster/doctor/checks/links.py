@@ -50,8 +50,11 @@ def _machine(survey: Survey, host: str, ways: list[str], sent: set[Pair], receiv
         what = f"the link of {host} is asymmetric: {ways[0]} {rate(first)}, but {other} {rate(second)}"
     worst = min(out, back)
     speed = _speed(survey, host)
-    mend = (*_consequence(survey, worst), f"check the cable, switch port, duplex setting and wireless of {host}{speed}")
-    return DoctorFinding("links", "warn", (host,), what, mend, f"link:{host}")
+    hints = (
+        *_consequence(survey, worst),
+        f"check the cable, switch port, duplex setting and wireless of {host}{speed}",
+    )
+    return DoctorFinding("links", "warn", (host,), what, hints, f"link:{host}")
 
 
 def _pair(survey: Survey, pair: Pair) -> DoctorFinding:

@@ -22,11 +22,11 @@ def _shared(survey: Survey) -> list[DoctorFinding]:
         f"{host} {place['free'] // MIB} MiB free of {place['size'] // MIB}" for host, place in small.items()
     )
     what = f"/dev/shm is small: {shown}; data workers pass batches through /dev/shm"
-    mend = ("in a container: docker run --shm-size=8g (or --ipc=host)",
+    hints = ("in a container: docker run --shm-size=8g (or --ipc=host)",
             "otherwise: sudo mount -o remount,size=50% /dev/shm",
             "or decode without data workers: --data.workers 0")  # fmt: skip
     severity = "fail" if any(place["free"] < SHM_NONE for place in small.values()) else "warn"
-    return [DoctorFinding("memory", severity, tuple(small), what, mend, "shm")]
+    return [DoctorFinding("memory", severity, tuple(small), what, hints, "shm")]
 
 
 def _whole(survey: Survey) -> list[DoctorFinding]:
@@ -42,5 +42,5 @@ def _whole(survey: Survey) -> list[DoctorFinding]:
         for host, free in short.items()
     )
     what = f"free memory is low: {shown}"
-    mend = (f"end other programs on {who(short)}, or use fewer processes",)
-    return [DoctorFinding("memory", "warn", tuple(short), what, mend, "memory")]
+    hints = (f"end other programs on {who(short)}, or use fewer processes",)
+    return [DoctorFinding("memory", "warn", tuple(short), what, hints, "memory")]

@@ -2,7 +2,7 @@
 
 import ipaddress
 
-from manyhands.cluster.doctor.addresses import own_candidates
+from manyhands.cluster.doctor.addresses import local_candidates
 from manyhands.cluster.doctor.compare import fact, who
 from manyhands.cluster.doctor.findings import DoctorFinding, Survey
 
@@ -33,7 +33,7 @@ def _to_loopback(survey: Survey, hosts: dict[str, str]) -> DoctorFinding:
 
 
 def _own(survey: Survey, host: str, addresses: list[str]) -> bool:
-    return bool(set(own_candidates(survey.facts[host])) & {text.partition("%")[0] for text in addresses})
+    return bool(set(local_candidates(survey.facts[host])) & {text.partition("%")[0] for text in addresses})
 
 
 def _line(survey: Survey, host: str) -> str:

@@ -51,7 +51,7 @@ def _finding(survey: Survey, host: str, way: str, pairs: list[Pair]) -> DoctorFi
     others = [other for other in survey.hosts if other in others]
     # What was met on the way to the machine says more than how its own attempts ended.
     pairs.sort(key=lambda pair: pair[1] != host)
-    attempt = _telling([attempt for pair in pairs for attempt in survey.reach[pair]])
+    attempt = _most_specific([attempt for pair in pairs for attempt in survey.reach[pair]])
     place = f"{attempt.address} port {attempt.port}" if attempt else "any address"
     meaning = MEANINGS[attempt.result] if attempt else "can't be tested: the machine has only loopback addresses"
     said = {
@@ -60,19 +60,19 @@ def _finding(survey: Survey, host: str, way: str, pairs: list[Pair]) -> DoctorFi
         "both": f"{host} and {who(others)} can't reach each other: {place} {meaning}",
     }[way]
     rules = [rule for name in (host, *others) for rule in survey.facts.get(name, {}).get("firewall", ())]
-    mend = [f"check the firewall rule: {rule}" for rule in rules[:2]]
+    hints = [f"check the firewall rule: {rule}" for rule in rules[:2]]
     if attempt and attempt.local:
-        mend.append(f"check the route from {attempt.local}, the source address of the attempt")
+        hints.append(f"check the route from {attempt.local}, the source address of the attempt")
     closed = host if way != "from" else who(others)
-    mend += [f"open all ports in the firewall of {closed} for the other machines' addresses"]
-    mend += [
+    hints += [f"open all ports in the firewall of {closed} for the other machines' addresses"]
+    hints += [
         "or use ssh tunnels: `manyhands launch` opens tunnels if the machines can log in to each other, or --relay"
     ]
     explains = ("collective", "chosen")
-    return DoctorFinding("reach", "fail", (host, *others), said, tuple(mend), f"reach:{host}:{way}", explains)
+    return DoctorFinding("reach", "fail", (host, *others), said, tuple(hints), f"reach:{host}:{way}", explains)
 
 
-def _telling(tries: Sequence[Attempt]) -> Attempt | None:
+def _most_specific(tries: Sequence[Attempt]) -> Attempt | None:
     """The attempt that says most: refused tells more than silence, silence more than a network that isn't there."""
     order = ("refused", "timeout", "other", "unreachable")
     return min(tries, key=lambda attempt: order.index(attempt.result), default=None)
@@ -85,8 +85,8 @@ def _no_common_address(survey: Survey) -> list[DoctorFinding]:
         return []
     if lost:
         what = f"{who(lost)} has no address that all other machines can reach"
-        mend = ("connect all machines to one network", "or remove machines in other networks from the run")
-        return [DoctorFinding("reach", "fail", tuple(lost), what, mend, "chosen", ("collective",))]
+        hints = ("connect all machines to one network", "or remove machines in other networks from the run")
+        return [DoctorFinding("reach", "fail", tuple(lost), what, hints, "chosen", ("collective",))]
     bridges = [host for host in known if unlikely(survey.chosen[host][0]) == 2]
     if bridges:
         what = f"{who(bridges)} can only be reached over a container bridge ({survey.chosen[bridges[0]][0]})"

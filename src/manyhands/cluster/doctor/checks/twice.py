@@ -13,7 +13,7 @@ def run(survey: Survey) -> list[DoctorFinding]:
     for first, *others in names.values():
         if others:
             hosts = (first, *others)
-            mend = (f'list the machine once, with {len(hosts)} processes: "{first} slots={len(hosts)}"',)
+            hints = (f'list the machine once, with {len(hosts)} processes: "{first} slots={len(hosts)}"',)
             what = f"{' and '.join(hosts)} are the same machine"
-            found.append(DoctorFinding("twice", "fail", hosts, what, mend, f"twice:{first}", ("collective",)))
+            found.append(DoctorFinding("twice", "fail", hosts, what, hints, f"twice:{first}", ("collective",)))
     return found

@@ -39,11 +39,11 @@ def _unfit(survey: Survey) -> list[DoctorFinding]:
     for host, misfit in fact(survey, "torchvision").items():
         if misfit:
             torch = survey.facts[host]["versions"].get("torch", "").partition("+")[0]
-            mend = (
+            hints = (
                 _install(survey, host, f"torch=={torch} torchvision"),
                 "for another build, add --force-reinstall and the --index-url that torch was installed from",
             )
-            found.append(DoctorFinding("versions", "fail", (host,), f"{host}: {misfit}", mend, f"misfit:{host}"))
+            found.append(DoctorFinding("versions", "fail", (host,), f"{host}: {misfit}", hints, f"misfit:{host}"))
     return found
 
 
@@ -53,8 +53,8 @@ def _no_compiler(survey: Survey) -> list[DoctorFinding]:
     if not without:
         return []
     what = f"train.compile = true needs a C++ compiler, which is missing on {who(without)}"
-    mend = (f"install a compiler: {on_host(survey, without[0], 'sudo apt-get install g++')}",)
-    return [DoctorFinding("versions", "warn", without, what, mend, "compiler")]
+    hints = (f"install a compiler: {on_host(survey, without[0], 'sudo apt-get install g++')}",)
+    return [DoctorFinding("versions", "warn", without, what, hints, "compiler")]
 
 
 def _packages(survey: Survey) -> list[DoctorFinding]:
@@ -81,9 +81,9 @@ def _differs(
     package = "torch" if name == "nccl" else name
     wanted = fact(survey, "versions", package).get(others[0], "") if others else ""
     wanted = wanted.partition("+")[0]  # the part behind + names a build, which pip's usual index doesn't know
-    mend = [_install(survey, host, f"{package}=={wanted}") for host in odd if wanted]
+    hints = [_install(survey, host, f"{package}=={wanted}") for host in odd if wanted]
     explains = ("version:nccl", "version:torchvision", "package") if name in {"torch", "manyhands"} else ()
-    return DoctorFinding("versions", severity, tuple(odd), what, tuple(mend), f"version:{name}", explains)
+    return DoctorFinding("versions", severity, tuple(odd), what, tuple(hints), f"version:{name}", explains)
 
 
 def _install(survey: Survey, host: str, requirement: str) -> str:
@@ -99,8 +99,8 @@ def _python(survey: Survey) -> list[DoctorFinding]:
     shown = ", ".join(f"{host} runs Python {versions[host]}" for host in odd)
     others = [host for host in versions if host not in odd]
     what = f"{shown}, {who(others)} {versions[others[0]]}; code and data may behave differently"
-    mend = (f"install Python {common} on {who(odd)}", "or set the Python to use: --cluster.python /path/to/python")
-    return [DoctorFinding("versions", "warn", tuple(odd), what, mend, "version:python")]
+    hints = (f"install Python {common} on {who(odd)}", "or set the Python to use: --cluster.python /path/to/python")
+    return [DoctorFinding("versions", "warn", tuple(odd), what, hints, "version:python")]
 
 
 def _drivers(survey: Survey) -> list[DoctorFinding]:
@@ -111,8 +111,8 @@ def _drivers(survey: Survey) -> list[DoctorFinding]:
         if odd:
             shown = ", ".join(f"{host} has {version}" for host, version in odd.items())
             what = f"the {name} driver differs: {shown}, other machines have {common}"
-            mend = (f"install version {common} on {who(odd)}",)
-            found.append(DoctorFinding("versions", "warn", tuple(odd), what, mend, f"driver:{name}"))
+            hints = (f"install version {common} on {who(odd)}",)
+            found.append(DoctorFinding("versions", "warn", tuple(odd), what, hints, f"driver:{name}"))
     return found
 
 
@@ -122,5 +122,5 @@ def _same_number(survey: Survey) -> list[DoctorFinding]:
     if not odd:
         return []
     what = f"the source files of manyhands on {who(odd)} differ from the other machines, under the same version"
-    mend = (f"install the same checkout on every machine (hash {', '.join(odd.values())}, expected {common})",)
-    return [DoctorFinding("versions", "fail", tuple(odd), what, mend, "package")]
+    hints = (f"install the same checkout on every machine (hash {', '.join(odd.values())}, expected {common})",)
+    return [DoctorFinding("versions", "fail", tuple(odd), what, hints, "package")]

@@ -103,11 +103,11 @@ def _machine(word: str, where: str) -> Machine:
     bare = None if address else _BARE_SIX.fullmatch(word)
     matched = _SSH.fullmatch(word) if address else bare or _HOST.fullmatch(word)
     if matched is None and address:
-        mend = ("write ssh://user@host:31234, without a password and without a path",)
-        raise UserError(f'"{_without_password(word)}" is not an ssh address', where, mend)
+        hints = ("write ssh://user@host:31234, without a password and without a path",)
+        raise UserError(f'"{_without_password(word)}" is not an ssh address', where, hints)
     if matched is None:
-        mend = "write a name or an address, with or without a number of processes: n1, user@n1, 10.0.0.1, [fd00::1]:4"
-        raise UserError(f'"{word}" is not a host', where, (mend,))
+        hints = "write a name or an address, with or without a number of processes: n1, user@n1, 10.0.0.1, [fd00::1]:4"
+        raise UserError(f'"{word}" is not a host', where, (hints,))
     name = matched["six"] if matched["six"] is not None else matched["name"]
     if matched["six"] is not None:
         try:
@@ -136,15 +136,15 @@ def _refuse_what_may_be_a_port(machine: Machine, text: str, where: str) -> None:
         return
     number = int(text)
     if number in _SSH_PORTS or _LIKE_A_PORT < number <= _MOST["port"]:
-        mend = [f"for an ssh port, write {replace(machine, port=number).target}"]
+        hints = [f"for an ssh port, write {replace(machine, port=number).target}"]
         if number <= _MOST["slots"]:
-            mend.append(f'for a number of processes, write "{machine.host} slots={number}"')
+            hints.append(f'for a number of processes, write "{machine.host} slots={number}"')
         else:
-            mend.append(
+            hints.append(
                 "for an ssh port and a number of processes, write a hostfile line such as n1 slots=4 port=31234"
             )
         what = f"{machine.host}:{number} is ambiguous: {number} may be an ssh port or a number of processes"
-        raise UserError(what, where, tuple(mend))
+        raise UserError(what, where, tuple(hints))
 
 
 def _number(text: str, setting: str, name: str, where: str) -> int:

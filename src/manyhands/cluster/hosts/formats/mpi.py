@@ -72,8 +72,8 @@ def _master(environment: Mapping[str, str], family: _Family, *, alone: bool) -> 
     if alone:
         return "127.0.0.1", "all processes are on one machine"
     what = f"{family.name} started processes on several machines without the address of rank 0"
-    mend = (f"pass an address of rank 0's machine, usually the first host: {family.hand_on}",)
-    raise UserError(what, "MASTER_ADDR", mend)
+    hints = (f"pass an address of rank 0's machine, usually the first host: {family.hand_on}",)
+    raise UserError(what, "MASTER_ADDR", hints)
 
 
 def _port(environment: Mapping[str, str]) -> tuple[int, str]:

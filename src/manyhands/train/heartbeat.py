@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from manyhands.core.pulse import PULSE_FILE, PULSE_S, STALL, STALL_S, Pulse, leave_path
+from manyhands.core.heartbeat import HEARTBEAT_FILE, HEARTBEAT_S, STALL, STALL_S, Heartbeat, leave_path
 from manyhands.parallel.shared_memory import SharedSums
 
 # A cut that has healed is told of where it took so long, and so many times as long as an update does usually.
@@ -28,7 +28,7 @@ _STILL_S = 2.0
 _MOVES_BYTES, _BUSY_S = 8192, 0.3
 
 
-class Heart:
+class HeartbeatWriter:
     """How far this process is.
 
     Attributes:
@@ -67,7 +67,7 @@ class Heart:
         if stood_s <= STALL_S + STALL * usual_s:
             return ""
         before, spent = moved_bytes(), time.process_time()
-        time.sleep(PULSE_S)
+        time.sleep(HEARTBEAT_S)
         if moved_bytes() - before > _MOVES_BYTES or time.process_time() - spent > _BUSY_S:
             return ""
         return f"this process has been waiting for {stood_s:.0f} s without progress"
@@ -75,7 +75,7 @@ class Heart:
     @contextlib.contextmanager
     def beating(self, phase: Callable[[], str]) -> Generator[None]:
         """Writes pulses for the agent that started this process, if one did, as long as the block lasts."""
-        path = os.environ.get(PULSE_FILE)
+        path = os.environ.get(HEARTBEAT_FILE)
         if not path:
             yield
             return
@@ -87,13 +87,13 @@ class Heart:
             yield
         finally:
             over.set()
-            thread.join(PULSE_S)
+            thread.join(HEARTBEAT_S)
 
-    def pulse(self, phase: str, count: int = 0) -> Pulse:
+    def heartbeat(self, phase: str, count: int = 0) -> Heartbeat:
         """How far this process is; what costs something is left out where it got on a moment ago."""
         still_s = time.monotonic() - self._at
         known = still_s > _STILL_S
-        return Pulse(
+        return Heartbeat(
             count=count,
             step=self._step,
             phase="data" if self._waiting else phase,
@@ -109,11 +109,11 @@ class Heart:
 
     def _write(self, path: Path, phase: Callable[[], str], over: threading.Event) -> None:
         count, temporary = 0, path.with_suffix(".new")
-        while not over.wait(PULSE_S):
+        while not over.wait(HEARTBEAT_S):
             count += 1
-            pulse = self.pulse(phase(), count)
+            heartbeat = self.heartbeat(phase(), count)
             with contextlib.suppress(OSError):  # a full disk; the agent sees for itself whether this process runs
-                temporary.write_text(pulse.model_dump_json(), encoding="utf-8")
+                temporary.write_text(heartbeat.model_dump_json(), encoding="utf-8")
                 temporary.replace(path)
             if leave_path(path.parent).exists():
                 shut_connections()

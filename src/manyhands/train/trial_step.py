@@ -20,10 +20,10 @@ from manyhands.core.world import World
 from manyhands.data.loader import Batch, Loader
 from manyhands.data.order import Share
 from manyhands.parallel.gradients import Gradients, MicroBatchResult
-from manyhands.parallel.network import LossFn, ParallelNetwork, whole_batch
+from manyhands.parallel.network import LossFn, ParallelNetwork, full_batch
 from manyhands.parallel.norm import NormGroups
 from manyhands.parallel.plain import gather_plain
-from manyhands.parallel.rows import settle_rows, watching
+from manyhands.parallel.rows import set_rows_per_sample, watching
 from manyhands.train.draws import drawing
 from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.step import Updater
@@ -33,7 +33,7 @@ MOST_TIMED, TIMED = 64, 3
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class TrialStep:
     """What is tried."""
 
     model: nn.Module  # the network, before its parallel mode
@@ -49,7 +49,7 @@ class Rehearsal:
 
 
 @dataclass(frozen=True)
-class RehearsalResult:
+class TrialResult:
     """What was learnt of a network."""
 
     unused: list[str]  # names of trainable parameters that got no gradient
@@ -58,7 +58,7 @@ class RehearsalResult:
     count: int = 2  # samples that it was tried on
 
 
-def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> RehearsalResult:
+def run_trial(trial_step: TrialStep, classes: int, count: int, world: World) -> TrialResult:
     """Runs the network once on `count` samples on this process alone and leaves it as it was.
 
     What it draws follows from the job's seed, so all processes find the same.
@@ -66,8 +66,8 @@ def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> Re
     Raises:
         UserError: the network's output doesn't fit the data.
     """
-    model, batch = rehearsal.model, first_samples(rehearsal.loader, count)
-    seed, device = derive(rehearsal.job.train.seed, "rehearse"), batch.labels.device.type
+    model, batch = trial_step.model, first_samples(trial_step.loader, count)
+    seed, device = derive(trial_step.job.train.seed, "rehearse"), batch.labels.device.type
 
     def check(found: MicroBatchResult) -> None:
         shape = found.logits.shape
@@ -78,17 +78,17 @@ def rehearse(rehearsal: Rehearsal, classes: int, count: int, world: World) -> Re
                 (f"return outputs of shape [{count}, {classes}]", f"or add --set model.num_classes={shape[-1]}"),
             )
 
-    with left_as_it_was(model, rehearsal.groups), drawing(seed, device) as drawn:
-        with watching(rehearsal.groups.layers) as seen:
-            given = rehearsal.gradients(world).forward_backward(
-                whole_batch(batch.images, batch.labels), count, heed=check
+    with left_as_it_was(model, trial_step.groups), drawing(seed, device) as drawn:
+        with watching(trial_step.groups.layers) as seen:
+            given = trial_step.gradients(world).forward_backward(
+                full_batch(batch.images, batch.labels), count, on_result=check
             )
         trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
         unused = [name for name, gradient in trained.items() if gradient is None]
         # Of an output of the user's own kind, in which no tensors are found, nothing is learnt.
         unused = [] if len(unused) == len(trained) else unused
-        found = RehearsalResult(unused, drawn(), given.logits.shape[1], count)
-        settle_rows(model, seen, batch.images)
+        found = TrialResult(unused, drawn(), given.logits.shape[1], count)
+        set_rows_per_sample(model, seen, batch.images)
         return found
 
 
@@ -111,7 +111,7 @@ def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
     return 3 * max(gather_plain(min(taken, default=0.0), world)) / len(images)
 
 
-def time_step(rehearsal: Rehearsal, share: int, world: World) -> tuple[float, float]:
+def time_step(trial_step: TrialStep, share: int, world: World) -> tuple[float, float]:
     """Seconds of an update of `share` samples without any agreement, on the slowest process; a collective.
 
     The network is left as it was. A large share is timed on a part of it.
@@ -120,20 +120,20 @@ def time_step(rehearsal: Rehearsal, share: int, world: World) -> tuple[float, fl
         Seconds of the whole update, and of its backward pass.
     """
     # Of a pass of micro_batch it is known that it fits into memory.
-    count, model = min(share, MOST_TIMED, rehearsal.job.train.micro_batch or share), rehearsal.model
-    batch, gradients = first_samples(rehearsal.loader, count), rehearsal.gradients(world)
+    count, model = min(share, MOST_TIMED, trial_step.job.train.micro_batch or share), trial_step.model
+    batch, gradients = first_samples(trial_step.loader, count), trial_step.gradients(world)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Copies are moved: even a step of no length would spoil parameters where a gradient overflows.
     copies = [parameter.detach().clone() for parameter in trained]
     optimizer = torch.optim.SGD(copies, lr=0.0, momentum=0.9)
     taken = torch.zeros(TIMED, 3, dtype=torch.float64)
-    with left_as_it_was(model, rehearsal.groups), torch.random.fork_rng(devices=[]):
+    with left_as_it_was(model, trial_step.groups), torch.random.fork_rng(devices=[]):
         for number in range(TIMED):
             for parameter in trained:
                 parameter.grad = None
             marks = [now(world)]
             gradients.forward_backward(
-                whole_batch(batch.images, batch.labels), count, heed=lambda _, marks=marks: marks.append(now(world))
+                full_batch(batch.images, batch.labels), count, on_result=lambda _, marks=marks: marks.append(now(world))
             )
             marks.append(now(world))
             for copy, parameter in zip(copies, trained, strict=True):
@@ -160,7 +160,7 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
     DDP orders its buckets by the gradients' arrival in the first pass and rebuilds them before the second; with three
     or more processes another order adds numbers up differently in their last bits (two add up alike in any order).
     """
-    if update.world.size < 3 or not update.network.settles:
+    if update.world.size < 3 or not update.network.orders_sums:
         return
     batch = first_samples(loader, count)
     whole, options = Share(0, count, (), ()), update.options

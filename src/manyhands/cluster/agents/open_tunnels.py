@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from manyhands.cluster.agents.assemble import Crew
+from manyhands.cluster.agents.assemble import AgentLinks
 from manyhands.cluster.agents.own_tunnels import STANDS, Tunnels
-from manyhands.cluster.agents.protocol import DigTunnels, OpenTunnelEnds
+from manyhands.cluster.agents.protocol import OpenTunnelEnds, OpenTunnels
 from manyhands.cluster.agents.ssh import CONNECT_S, port_words, ssh_words
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
@@ -24,12 +24,12 @@ from manyhands.core.tunnel_ends import TunnelEnds
 HEAD = "this machine"
 MOST_MACHINES = 200
 # A login on a busy machine, after the connection.
-DIG_S = CONNECT_S + 20.0
+OPEN_TUNNELS_S = CONNECT_S + 20.0
 OPEN_S = 60.0
 Pair = tuple[str, str]
 
 
-class NoWayError(UserError):
+class NoTunnelError(UserError):
     """Two machines don't reach each other, and nobody may pass on what they send.
 
     Attributes:
@@ -40,20 +40,20 @@ class NoWayError(UserError):
 
 
 @dataclass
-class Way:
+class TunnelRoutes:
     """How machines reach each other through ssh."""
 
     ends: dict[str, TunnelEnds]  # of each machine, by its name
     # who holds the tunnel between two, by the pair in the order of ranks
-    dug_by: dict[Pair, str] = field(default_factory=dict[Pair, str])
+    opened_by: dict[Pair, str] = field(default_factory=dict[Pair, str])
     through: dict[Pair, str] = field(default_factory=dict[Pair, str])  # who passes on what two send each other
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Describes the tunnels for the user."""
         by_relay: dict[str, list[str]] = defaultdict(list)
         for pair, relay in self.through.items():
             by_relay[relay].append("–".join(pair))
-        straight = ["–".join(pair) for pair in self.dug_by if HEAD not in pair]
+        straight = ["–".join(pair) for pair in self.opened_by if HEAD not in pair]
         parts = [f"{_some(straight)} directly"] if straight else []
         parts += [f"{_some(pairs)} through {relay}" for relay, pairs in by_relay.items()]
         return f"ssh tunnels between machines: {'; '.join(parts)}; all other ports listen on loopback only"
@@ -78,48 +78,48 @@ class _Login:
         return [*words, *port_words(to), "--", to.host, f"exec sh -c {shlex.quote(script)}"]
 
 
-def join_through_ssh(crew: Crew, options: ClusterOptions, head: Tunnels) -> Way:
+def join_through_ssh(agents: AgentLinks, options: ClusterOptions, head: Tunnels) -> TunnelRoutes:
     """Makes a way through ssh between any two machines of a crew.
 
     Args:
-        crew: their agents, which hold the tunnels until they are opened anew.
+        agents: their agents, which hold the tunnels until they are opened anew.
         options: of the cluster; whether the head's machine may pass on what others send.
         head: the head's own tunnels; used where they are needed and allowed.
 
     Raises:
-        NoWayError: two don't reach each other.
+        NoTunnelError: two don't reach each other.
         RunError: a machine is gone, or can't have tunnels.
     """
     head.close()
-    digging = _Digging(crew, options, head)
-    pairs = list(combinations(digging.names, 2))
-    digging.straight(pairs)
-    digging.straight([(two, one) for one, two in pairs if (one, two) not in digging.way.dug_by])
-    digging.relayed([pair for pair in pairs if pair not in digging.way.dug_by])
-    left = [pair for pair in pairs if pair not in digging.way.dug_by and pair not in digging.way.through]
+    opening = _Opening(agents, options, head)
+    pairs = list(combinations(opening.names, 2))
+    opening.straight(pairs)
+    opening.straight([(two, one) for one, two in pairs if (one, two) not in opening.way.opened_by])
+    opening.relayed([pair for pair in pairs if pair not in opening.way.opened_by])
+    left = [pair for pair in pairs if pair not in opening.way.opened_by and pair not in opening.way.through]
     if left and not options.relay:
-        raise _no_way(left, digging.said)
+        raise _no_tunnel(left, opening.said)
     if left:
-        digging.through_head(left)
-    return digging.way
+        opening.through_head(left)
+    return opening.way
 
 
-class _Digging:
-    def __init__(self, crew: Crew, options: ClusterOptions, head: Tunnels) -> None:
-        self._crew, self._options, self._head = crew, options, head
-        self._machines = {link.machine.name: link.machine for link in crew.links}
+class _Opening:
+    def __init__(self, agents: AgentLinks, options: ClusterOptions, head: Tunnels) -> None:
+        self._agents, self._options, self._head = agents, options, head
+        self._machines = {link.machine.name: link.machine for link in agents.links}
         self.names = list(self._machines)
         self.said: dict[Pair, str] = {}
         if len(self.names) > MOST_MACHINES:
             what = f"ssh tunnels support at most {MOST_MACHINES} machines, but the run has {len(self.names)}"
             raise UserError(what, "cluster.interface", ("connect the machines to one network",))
-        self.way = Way(self._open())
+        self.way = TunnelRoutes(self._open())
 
     def _open(self) -> dict[str, TunnelEnds]:
         # Other runs on the same machines have numbers of their own.
         net = f"127.{random.SystemRandom().randrange(64, 250)}.{random.SystemRandom().randrange(256)}"
         addresses = [f"{net}.{number}" for number, _ in enumerate(self.names, 1)]
-        answers = self._crew.ask([OpenTunnelEnds(address) for address in addresses], OPEN_S)
+        answers = self._agents.ask([OpenTunnelEnds(address) for address in addresses], OPEN_S)
         opened = zip(self.names, addresses, answers, strict=True)
         return {name: TunnelEnds(address, answer.folder) for name, address, answer in opened}
 
@@ -131,11 +131,11 @@ class _Digging:
             logins[one, two] = _Login(
                 {here.towards(there.address): there.entrance}, {there.towards(here.address): here.entrance}
             )
-        for (one, two), said in self._dig(logins).items():
+        for (one, two), said in self._log_in(logins).items():
             if said:
                 self.said[one, two] = said
             else:
-                self.way.dug_by[min((one, two), (two, one), key=self._order)] = one
+                self.way.opened_by[min((one, two), (two, one), key=self._order)] = one
 
     def relayed(self, pairs: Sequence[Pair]) -> None:
         """What two send each other passes through a machine that has a tunnel to both."""
@@ -153,7 +153,7 @@ class _Digging:
                 logins[name, relay] = _Login(sockets, {})
             else:
                 logins[relay, name] = _Login({}, sockets)
-        for (one, two), said in self._dig(logins).items():
+        for (one, two), said in self._log_in(logins).items():
             if said:
                 raise RunError(f"{one} can no longer log in to {two} by ssh: {said}", two)
 
@@ -173,7 +173,7 @@ class _Digging:
             )
             commands[name] = login.command(self._machines[name], ends, self._options)
         # Machines must not take their head's silence for its end.
-        for name, said in self._head.dig(commands, DIG_S, self._crew.pulse).items():
+        for name, said in self._head.open_tunnels(commands, OPEN_TUNNELS_S, self._agents.heartbeat).items():
             hints = (f"set AllowStreamLocalForwarding yes in sshd_config on {name}",)
             raise RunError(f"can't open an ssh tunnel to {name}: {said}", name, hints)
 
@@ -183,18 +183,18 @@ class _Digging:
 
     def _joined(self, one: str, two: str) -> str:
         """Who holds the tunnel between two; empty where there is none."""
-        return self.way.dug_by.get(min((one, two), (two, one), key=self._order), "")
+        return self.way.opened_by.get(min((one, two), (two, one), key=self._order), "")
 
     def _order(self, pair: Pair) -> tuple[int, ...]:
         return tuple(map(self.names.index, pair))
 
-    def _dig(self, logins: Mapping[Pair, _Login]) -> dict[Pair, str]:
+    def _log_in(self, logins: Mapping[Pair, _Login]) -> dict[Pair, str]:
         """Has machines log in to others; for each pair nothing, or what stood in its way."""
         commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
         for (one, two), login in logins.items():
             commands[one][two] = login.command(self._machines[two], self.way.ends[two], self._options)
-        asked = {name: DigTunnels(found, DIG_S) for name, found in commands.items()}
-        answers = self._crew.ask_some(asked, DIG_S + OPEN_S)
+        asked = {name: OpenTunnels(found, OPEN_TUNNELS_S) for name, found in commands.items()}
+        answers = self._agents.ask_some(asked, OPEN_TUNNELS_S + OPEN_S)
         found: dict[Pair, str] = {}
         for one, answer in answers.items():
             if isinstance(answer, RunError):
@@ -203,11 +203,11 @@ class _Digging:
         return found
 
 
-def _no_way(pairs: Sequence[Pair], said: Mapping[Pair, str]) -> NoWayError:
+def _no_tunnel(pairs: Sequence[Pair], said: Mapping[Pair, str]) -> NoTunnelError:
     (one, two), *_ = pairs
     why = said.get((one, two)) or said.get((two, one), "")
     more = f" (and {len(pairs) - 1} more pairs)" if len(pairs) > 1 else ""
-    error = NoWayError(
+    error = NoTunnelError(
         f"{one} and {two}{more} can't log in to each other without a password{why and f' ({why})'}, and no machine of "
         "the run reaches both",
         "cluster.relay",

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from manyhands.cluster.agents.assemble import Crew
+from manyhands.cluster.agents.assemble import AgentLinks
 from manyhands.cluster.agents.protocol import Bind
 from manyhands.cluster.agents.tunnel import LOOPBACK, SshTunnels, TunnelError
 from manyhands.cluster.doctor.questions import Connect, Listen, Listener, Unlisten
@@ -29,65 +29,67 @@ class StorePlaces:
     why_open: str = ""  # why it doesn't listen on loopback alone; empty where it does
 
 
-class StoreWay:
+class StoreTunnel:
     """Ways to the store, which are made anew for each start of a run."""
 
     def __init__(self, options: ClusterOptions) -> None:
         self._options = options
         self._of_this_start = contextlib.ExitStack()
 
-    def open(self, crew: Crew, addresses: Sequence[Address]) -> StorePlaces:
+    def open(self, agents: AgentLinks, addresses: Sequence[Address]) -> StorePlaces:
         """Has the first machine listen for the store, and the others reach it.
 
         Args:
-            crew: the machines' agents.
+            agents: the machines' agents.
             addresses: where the others reach each.
 
         Raises:
             RunError: a machine is lost.
         """
         self.close()
-        first = crew.links[0]
-        if len(crew.links) == 1:
+        first = agents.links[0]
+        if len(agents.links) == 1:
             return StorePlaces(((LOOPBACK, first.ask(Bind(LOOPBACK), ASK_S).port),))
         try:
-            return StorePlaces(self._through_ssh(crew, addresses))
+            return StorePlaces(self._through_ssh(agents, addresses))
         except TunnelError as error:
             self.close()
             address = addresses[0].address
-            port = first.ask(Bind(address), ASK_S, crew.links).port
-            return StorePlaces(((address, port),) * len(crew.links), str(error))
+            port = first.ask(Bind(address), ASK_S, agents.links).port
+            return StorePlaces(((address, port),) * len(agents.links), str(error))
 
-    def _through_ssh(self, crew: Crew, addresses: Sequence[Address]) -> tuple[tuple[str, int], ...]:
-        def pulse() -> None:
-            for link in crew.links:
-                link.pulse()
+    def _through_ssh(self, agents: AgentLinks, addresses: Sequence[Address]) -> tuple[tuple[str, int], ...]:
+        def heartbeat() -> None:
+            for link in agents.links:
+                link.heartbeat()
 
-        first, others = crew.links[0], crew.links[1:]
+        first, others = agents.links[0], agents.links[1:]
         folder = self._of_this_start.enter_context(scratch("ssh", swept=True))
-        far = [link.machine for link in crew.links if not link.here]
-        tunnels = self._of_this_start.enter_context(contextlib.closing(SshTunnels(far, self._options, folder, pulse)))
+        far = [link.machine for link in agents.links if not link.here]
+        tunnels = self._of_this_start.enter_context(
+            contextlib.closing(SshTunnels(far, self._options, folder, heartbeat))
+        )
         # The very way is tried, with somebody at its end who knows a word, before the store takes that port.
-        (ear,) = first.ask(Listen((LOOPBACK,), seconds=ASK_S), ASK_S, crew.links).listeners
+        (ear,) = first.ask(Listen((LOOPBACK,), seconds=ASK_S), ASK_S, agents.links).listeners
         store = via = f"{LOOPBACK}:{ear.port}"
         if not first.here:
             via = str(folder / "store")
             tunnels.here(first.machine.name, via, store)
         ends = {first: ear.port}
         for link in others:
-            pulse()
+            heartbeat()
             ends[link] = _free_port() if link.here else tunnels.there(link.machine.name, via)
             if link.here:
                 tunnels.here(first.machine.name, f"{LOOPBACK}:{ends[link]}", store)
-        places = dict(zip(crew.links, addresses, strict=True))
+        places = dict(zip(agents.links, addresses, strict=True))
         asked = {link.machine.name: _reach(ends[link], places[link].address, ear.token) for link in others}
-        for name, answer in crew.ask_some(asked, ASK_S).items():
+        for name, answer in agents.ask_some(asked, ASK_S).items():
             if isinstance(answer, RunError):
                 raise answer
             _refuse_open(name, *(attempt.result for attempt in answer.attempts))
-        first.ask(Unlisten(), ASK_S, crew.links)
-        first.ask(Bind(LOOPBACK, ear.port), ASK_S, crew.links)
-        return tuple((LOOPBACK, ends[link]) for link in crew.links)
+        first.ask(Unlisten(), ASK_S, agents.links)
+        first.ask(Bind(LOOPBACK, ear.port), ASK_S, agents.links)
+        return tuple((LOOPBACK, ends[link]) for link in agents.links)
 
     def close(self) -> None:
         """Ends the ways of the last start."""
@@ -95,9 +97,9 @@ class StoreWay:
 
 
 @contextlib.contextmanager
-def store_way(options: ClusterOptions) -> Iterator[StoreWay]:
+def store_tunnel(options: ClusterOptions) -> Iterator[StoreTunnel]:
     """A way to the store that goes with the block."""
-    way = StoreWay(options)
+    way = StoreTunnel(options)
     try:
         yield way
     finally:

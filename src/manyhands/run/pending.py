@@ -7,7 +7,7 @@ from typing import Any
 
 from manyhands.cluster.agents.assemble import clock_offset, open_agent
 from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, LinkClosed, answer_to
-from manyhands.cluster.agents.protocol import Hello, LookAtRun, Prepare, RunSeen, TakeCode
+from manyhands.cluster.agents.protocol import Hello, InspectRun, Prepare, RunInspected, TakeCode
 from manyhands.cluster.agents.ssh import explain_contact
 from manyhands.cluster.doctor.findings import Facts
 from manyhands.cluster.hosts.inventory import Machine
@@ -27,7 +27,7 @@ BUSY = "is still ending its earlier processes"
 
 
 @dataclass(frozen=True)
-class PartTaken:
+class RejoinInfo:
     """A machine's part in a run: for one that comes back, the part that it had."""
 
     folder: str  # the run folder there
@@ -36,13 +36,13 @@ class PartTaken:
 
 
 @dataclass(eq=False)
-class Newcomer:
+class PendingMachine:
     """One machine that is to take part."""
 
     machine: Machine  # which
-    part: PartTaken  # what is known of its part
+    part: RejoinInfo  # what is known of its part
     # is given what has become of it, and whether it takes part
-    tell: Callable[[str, bool], object] = lambda _text, _takes_part: None
+    notify: Callable[[str, bool], object] = lambda _text, _takes_part: None
     asked_for: bool = False  # by the user; else the machine was lost
     since: float = field(default_factory=time.monotonic)  # when it was lost or asked for, by the monotonic clock
     not_before: float = 0.0  # it is set aside until then
@@ -71,7 +71,7 @@ class RefusedError(ManyhandsError):
     """This machine can't take part, and trying again would not change that."""
 
 
-class Newcomers:
+class PendingMachines:
     """All machines that are to take part, and do not yet. Nothing here waits.
 
     Args:
@@ -94,48 +94,48 @@ class Newcomers:
         say: Callable[[str, str], object],
     ) -> None:
         self._job, self._folder, self._judge, self._say = job, folder, judge, say
-        self._all: list[Newcomer] = []
+        self._all: list[PendingMachine] = []
         self.code: Mapping[str, str] = {}
         self.term, self.replaced_on = 0, ""
 
-    def add(self, newcomer: Newcomer) -> None:
+    def add(self, pending_machine: PendingMachine) -> None:
         """Tries from now on to have this machine take part."""
-        newcomer.try_at = newcomer.since + LEAST_S if not newcomer.asked_for else 0.0
-        self._all.append(newcomer)
+        pending_machine.try_at = pending_machine.since + LEAST_S if not pending_machine.asked_for else 0.0
+        self._all.append(pending_machine)
 
     def names(self) -> list[str]:
         """Of all that are to take part."""
         return [one.name for one in self._all]
 
     @property
-    def can_come(self) -> list[Newcomer]:
+    def can_come(self) -> list[PendingMachine]:
         """Those that can take part now; none while another is about to be ready too, so that one pause serves both."""
         now = time.monotonic()
         coming = [one for one in self._all if one.facts and one.link and not one.ready]
         ready = [one for one in self._all if one.ready and now >= one.not_before]
         return [] if coming else ready
 
-    def take(self, most: int) -> list[Newcomer]:
+    def take(self, most: int) -> list[PendingMachine]:
         """Gives away up to so many that can take part."""
         now = time.monotonic()
         taken = [one for one in self._all if one.ready and now >= one.not_before][:most]
         self._all = [one for one in self._all if one not in taken]
         return taken
 
-    def refuse(self, newcomer: Newcomer, error: ManyhandsError) -> None:
+    def refuse(self, pending_machine: PendingMachine, error: ManyhandsError) -> None:
         """Tells the user why a machine doesn't take part, which is not tried again."""
-        newcomer.close()
-        self._all = [one for one in self._all if one is not newcomer]
-        mend = f" ({'; or '.join(error.mend)})" if error.mend else ""
-        text = f"{newcomer.name} can't join: {error.what}{mend}"
+        pending_machine.close()
+        self._all = [one for one in self._all if one is not pending_machine]
+        hints = f" ({'; or '.join(error.hints)})" if error.hints else ""
+        text = f"{pending_machine.name} can't join: {error.what}{hints}"
         self._say(text, "WARNING")
-        newcomer.tell(text, False)
+        pending_machine.notify(text, False)
 
     def tick(self) -> None:
         """Goes on with each as far as that is possible without waiting."""
         for one in list(self._all):
             try:
-                self._go_on(one)
+                self._continue(one)
             except (LinkClosed, OSError):  # no answer in time, or no memory or files here to ask with
                 self._later(one)
             except (RefusedError, RunError, UserError) as error:
@@ -145,10 +145,10 @@ class Newcomers:
         """Lets go of all."""
         for one in self._all:
             one.close()
-            one.tell(f"the run ended before {one.name} joined", False)
+            one.notify(f"the run ended before {one.name} joined", False)
         self._all = []
 
-    def _go_on(self, one: Newcomer) -> None:
+    def _continue(self, one: PendingMachine) -> None:
         now = time.monotonic()
         if one.link is None:
             if now < one.try_at:
@@ -156,7 +156,7 @@ class Newcomers:
             link = one.link = open_agent(one.machine, self._job.cluster, self._folder.ranks)
             one.until, one.steps = now + CONTACT_S, self._meet(one, link)
             one.question = _asked(link, next(one.steps))
-        one.link.pulse()
+        one.link.heartbeat()
         one.link.flush()
         if one.question is None:
             _make_sure(one, one.link)
@@ -174,7 +174,7 @@ class Newcomers:
         except StopIteration as over:
             one.ready, one.question = over.value, None
 
-    def _meet(self, one: Newcomer, link: AgentConnection) -> Generator[Request[Any], Any, tuple[str, int]]:
+    def _meet(self, one: PendingMachine, link: AgentConnection) -> Generator[Request[Any], Any, tuple[str, int]]:
         """Everything that is asked of a machine before it takes part, but for what all machines are needed for."""
         asked = time.time()
         greeting = yield Hello(facts_wanted(self._job), remote=not link.here)
@@ -183,7 +183,7 @@ class Newcomers:
         one.facts = greeting.facts
         part = one.part
         run = run_id(self._folder)
-        seen: RunSeen = yield LookAtRun(part.folder, part.machine, part.generation, run, self.term)
+        seen: RunInspected = yield InspectRun(part.folder, part.machine, part.generation, run, self.term)
         if self.term and seen.run == run and seen.term > self.term:
             self.replaced_on = one.name
             raise TimeoutError(f"{one.name} belongs to another launcher")
@@ -191,7 +191,7 @@ class Newcomers:
             raise TimeoutError(f"{one.name} {BUSY}")
         if seen.checkpoints and seen.run != run:
             what = f"{part.folder} on that machine holds another run"
-            raise RefusedError(what, mend=("move that folder away",))
+            raise RefusedError(what, hints=("move that folder away",))
         if self.code and not link.here:
             yield TakeCode(dict(self.code))
         slots = one.machine.slots
@@ -202,11 +202,11 @@ class Newcomers:
             )
         return prepared.device, slots or prepared.count
 
-    def _later(self, one: Newcomer) -> None:
+    def _later(self, one: PendingMachine) -> None:
         """The next attempt comes after a pause that grows; a machine that was never there is told of at once."""
         if one.asked_for and one.link and not one.facts:
             contact = explain_contact(one.machine, one.link.close(), one.link.log_tail(), self._job.cluster)
-            self.refuse(one, RefusedError(contact.what, mend=contact.mend))
+            self.refuse(one, RefusedError(contact.what, hints=contact.hints))
             return
         one.close()
         one.facts = {}
@@ -218,7 +218,7 @@ def _asked(link: AgentConnection, request: Request[Any]) -> tuple[int, Request[A
     return link.post(request), request
 
 
-def _make_sure(one: Newcomer, link: AgentConnection) -> None:
+def _make_sure(one: PendingMachine, link: AgentConnection) -> None:
     """Raises TimeoutError: a machine that was ready is lost again."""
     link.read()
     if link.closed or (not link.here and time.monotonic() - link.last_received > SILENT_S):

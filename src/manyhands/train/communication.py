@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from manyhands.core.going_on import going_on
 from manyhands.core.journal import Journal
+from manyhands.core.resuming import resume_command
 from manyhands.sync.choose import EXACT, choose, words_of
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.options import SyncOptions
@@ -21,7 +21,7 @@ _BACKWARD = 0.5
 
 
 @dataclass
-class Standing:
+class CommunicationMonitor:
     """Watches how long processes stand still for each other where the mode agrees in every update.
 
     On a CPU the thread that trains computes whenever it doesn't wait, so that its processor time tells. Accelerators
@@ -41,7 +41,7 @@ class Standing:
     _stood_s: float = field(default=0.0, init=False)
     _all_s: float = field(default=0.0, init=False)
     _first: int = field(default=-1, init=False)
-    _told: bool = field(default=False, init=False)
+    _reported: bool = field(default=False, init=False)
 
     def mine(self, seconds: float, steps: int) -> list[float]:
         """Numbers to be added up over all processes: seconds that this one stood still, and all seconds.
@@ -54,18 +54,18 @@ class Standing:
         busy_s = self.compute_s * steps if self.compute_s else self._own_s - before
         return [max(0.0, seconds - busy_s - self.waited_for_data_s()), seconds]
 
-    def heed(self, told: list[float], step: int, processes: int, journal: Journal) -> None:
+    def observe(self, values: list[float], step: int, processes: int, journal: Journal) -> None:
         """Says so where the sums of `mine` show it, alike on all processes; a collective where they do."""
         if self._first < 0:
             self._first = step
             return
-        self._stood_s, self._all_s = self._stood_s + told[0], self._all_s + told[1]
+        self._stood_s, self._all_s = self._stood_s + values[0], self._all_s + values[1]
         steps = step - self._first
-        if self._told or (steps < _FEW_STEPS and self._all_s < _LONG_S * processes):
+        if self._reported or (steps < _FEW_STEPS and self._all_s < _LONG_S * processes):
             return
         share = self._stood_s / max(self._all_s, 1e-9)
         if share > _LONG:
-            self._told = True
+            self._reported = True
             step_s = self._all_s / processes / steps
             journal.event("sync", self._line(share, step_s), step, share=share, step_s=step_s)
 
@@ -77,6 +77,6 @@ class Standing:
         said = f"communication between machines takes {share:.0%} of a step's {step_s:.3g} s"
         if chosen.method == EXACT:
             return f"{said}; --sync auto would also choose {EXACT}: {choice.reason}"
-        resume = going_on(Path(self.run), "--set sync.method=auto", 'sync__method="auto"')
+        resume = resume_command(Path(self.run), "--set sync.method=auto", 'sync__method="auto"')
         change = f"manyhands stop {shlex.quote(self.run)}, then {resume}"
         return f"{said}; --sync auto needs about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"

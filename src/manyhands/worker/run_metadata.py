@@ -22,14 +22,14 @@ from manyhands.report.now import end_of
 from manyhands.sync.method import option_keys
 
 
-def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any]) -> None:
+def write_metadata(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any]) -> None:
     """Writes job.toml, env.json, network.json and plan.json, and an event for each option that this session changes.
 
     Where an earlier session has trained, that comes only once this one has too: until then the folder says what holds.
 
     Args:
         trainer: `train.trainer.Trainer`, built.
-        ranks: each process's `own_environment`.
+        ranks: each process's `local_environment`.
         about: what else plan.json is to say.
 
     Raises:
@@ -40,7 +40,7 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
     folder, journal, step = trainer.folder, trainer.journal, trainer.progress.step
     trained = folder.has_trained()
     if trained:
-        tell_of_undone(folder, journal, step)
+        record_undone_steps(folder, journal, step)
     changes = changes_since(folder, trainer.job) if trained else []
     if trainer.done():
         refuse_idle(folder, changes, step, trainer.total_steps)
@@ -57,16 +57,16 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
         )
 
     def note_buffers(names: list[str]) -> None:
-        told = exception_of_buffers(names)
-        if told not in plan.exceptions:
-            plan.exceptions[known:] = [told]
-            journal.event("warning", told, trainer.progress.step)
+        message = exception_of_buffers(names)
+        if message not in plan.exceptions:
+            plan.exceptions[known:] = [message]
+            journal.event("warning", message, trainer.progress.step)
             journal.file(write_files)
 
     def write_on_first_update() -> None:
         for change in changes:
-            told = f"{change} (from step {step})"
-            journal.event("changed", told, step, option=change.key, old=change.old, new=change.new)
+            message = f"{change} (from step {step})"
+            journal.event("changed", message, step, option=change.key, old=change.old, new=change.new)
         journal.file(lambda: replace_job(folder, job))
         journal.file(write_files)
 
@@ -78,7 +78,7 @@ def give_account(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any
     trainer.on_differing_buffers = note_buffers
 
 
-def tell_of_undone(folder: RunFolder, journal: Journal, step: int) -> None:
+def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
     """Marks the records of updates that are made again, since nothing was saved after them.
 
     What an earlier start had made and lost has been told of: only records of the last one count.
@@ -89,8 +89,8 @@ def tell_of_undone(folder: RunFolder, journal: Journal, step: int) -> None:
     lines = (line for line in end_of(folder.metrics) if isinstance(line.get("step"), int))
     newest = max((line["step"] for line in lines if line.get("time", since) >= since), default=0)
     if newest > step:
-        told = f"steps {step + 1} to {newest} were not saved and are repeated"
-        journal.event("undone", told, step, first=step + 1, last=newest)
+        message = f"steps {step + 1} to {newest} were not saved and are repeated"
+        journal.event("undone", message, step, first=step + 1, last=newest)
 
 
 def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _in_comment(value: Any) -> str:
     return json.dumps(plain(value) if isinstance(value, str) else value, ensure_ascii=False)
 
 
-def own_environment(world: Any) -> dict[str, Any]:
+def local_environment(world: Any) -> dict[str, Any]:
     """Versions, device and host of this process."""
     import torch
 
@@ -179,8 +179,8 @@ def plan_of(trainer: Any) -> PlanRecord:
     """How the work is split, and which exceptions from the same-at-any-number law are in force."""
     from manyhands.train.exceptions import exceptions
 
-    order, cut, plan = trainer.feed.order, trainer.feed.cut, trainer.network.plan
-    shares = cut.micro_batches(min(order.batch, order.length))
+    order, sharing, plan = trainer.feed.order, trainer.feed.sharing, trainer.network.plan
+    shares = sharing.micro_batches(min(order.batch, order.length))
     split = plan.as_plain() if plan else {"mesh": {"dp": trainer.world.size}}
     return PlanRecord.model_validate({
         **split,

@@ -7,10 +7,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from manyhands.core.shown import plain
 
-# The variable that names the file for a worker's `Pulse`.
-PULSE_FILE = "MANYHANDS_PULSE_FILE"
+# The variable that names the file for a worker's `Heartbeat`.
+HEARTBEAT_FILE = "MANYHANDS_HEARTBEAT_FILE"
 # A process says so often that it lives.
-PULSE_S = 1.0
+HEARTBEAT_S = 1.0
 # A step that takes this much longer than three times the usual is a stall.
 STALL_S, STALL = 30.0, 3.0
 
@@ -18,7 +18,7 @@ STALL_S, STALL = 30.0, 3.0
 _Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 
 
-class Pulse(BaseModel):
+class Heartbeat(BaseModel):
     """Where a process is."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -48,7 +48,7 @@ def leave_path(folder: Path) -> Path:
     return folder / "leave"
 
 
-class Seen(Pulse):
+class Seen(Heartbeat):
     """A pulse, and what the agent of its machine sees from outside."""
 
     rank: int  # whose it is

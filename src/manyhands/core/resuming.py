@@ -21,14 +21,14 @@ def in_python(path: Path) -> tuple[str, ...]:
     return tuple(what for what, is_object in brought.items() if is_object)
 
 
-def going_on(path: Path, flags: str = "", settings: str = "") -> str:
+def resume_command(path: Path, flags: str = "", settings: str = "") -> str:
     """What goes on with the run in a folder; `flags` are for the command, `settings` mean the same in Python."""
     if in_python(path):
         return f"{_PROGRAM}{str(path)!r}{settings and ', '}{settings}"
     return f"{_COMMAND} {shlex.quote(str(path))}{flags and ' '}{flags}"
 
 
-def tells_how(line: str) -> bool:
+def names_resume(line: str) -> bool:
     """True of a line that says already what goes on with a run."""
     return _COMMAND in line or _PROGRAM in line
 

@@ -26,7 +26,7 @@ MEAN, SUM, NEITHER = "mean", "sum", "neither"
 BETTER_LOSS = 'pass torch.nn.CrossEntropyLoss(weight=…) itself, or return one value per sample (reduction="none")'
 
 
-def settle_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype: torch.dtype) -> LossFn:
+def verify_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype: torch.dtype) -> LossFn:
     """The loss function as it adds up, or with a sentence for plan.json where it doesn't; a collective.
 
     Args:
@@ -38,12 +38,12 @@ def settle_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype
     """
     if loss_fn.own is None:
         return loss_fn
-    kind, told = broadcast_plain(list(_try(loss_fn.own, outputs, classes, world.device, dtype)), world)
+    kind, dependent = broadcast_plain(list(_try(loss_fn.own, outputs, classes, world.device, dtype)), world)
     if kind == SUM:
         # What it gives for n samples has been multiplied by n, as of a mean.
         own = loss_fn.own
         return replace(loss_fn, summed=lambda output, labels: own(output, labels).sum(), is_sum=True)
-    return replace(loss_fn, dependent=told)
+    return replace(loss_fn, dependent=dependent)
 
 
 def _try(own: Function, outputs: int, classes: int, device: str, dtype: torch.dtype) -> tuple[str, str]:

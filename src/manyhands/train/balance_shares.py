@@ -21,9 +21,9 @@ from manyhands.data.order import ALIGNED_SHARE_LIMIT, group_edges
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.train.feed import LoadedMicroBatch
-from manyhands.train.rehearse import first_samples, left_as_it_was, now
 from manyhands.train.sharing import MACHINES
 from manyhands.train.trainer import Trainer
+from manyhands.train.trial_step import first_samples, left_as_it_was, now
 
 # A speed is the mean over a while, since a quota lets a process run at full speed and then not at all; of three whiles
 # the median, since others on the machine come and go.
@@ -34,15 +34,15 @@ _GAIN = 1.05
 _SELDOM = 50
 
 
-def suit(trainer: Trainer) -> Trainer:
+def use_balanced_shares(trainer: Trainer) -> Trainer:
     """Has the trainer's shares suit the processes, where its job asks for that; a collective."""
-    cut, wanted = trainer.feed.cut, trainer.job.cluster.shares
-    if cut.processes > 1 and (wanted == "auto" or (wanted == MACHINES and _may_differ(trainer))):
-        trainer.settle_shares = functools.partial(SuitedShares(known=bool(cut.shares)).settle, trainer)
-        trainer.settle_shares()
+    sharing, wanted = trainer.feed.sharing, trainer.job.cluster.shares
+    if sharing.processes > 1 and (wanted == "auto" or (wanted == MACHINES and _may_differ(trainer))):
+        trainer.balance_shares = functools.partial(BalancedShares(known=bool(sharing.shares)).balance, trainer)
+        trainer.balance_shares()
     elif wanted == MACHINES:
         # What a checkpoint from other machines may have kept.
-        trainer.feed.cut = dataclasses.replace(cut, shares=())
+        trainer.feed.sharing = dataclasses.replace(sharing, shares=())
     return trainer
 
 
@@ -52,7 +52,7 @@ def _may_differ(trainer: Trainer) -> bool:
     Machines of one kind aren't measured: a passing difference would change the bits from run to run.
     """
     world = trainer.world
-    able = trainer.mode == USUAL_MODE and not trainer.network.together and not trainer.synchronizer.own_statistics
+    able = trainer.mode == USUAL_MODE and not trainer.network.together and not trainer.synchronizer.local_statistics
     if not able or world.local_size == world.size:
         return False
     kinds = gather_plain(f"{device_name(world.device)}, {cores():.3g} cores", world)
@@ -60,14 +60,14 @@ def _may_differ(trainer: Trainer) -> bool:
 
 
 @dataclasses.dataclass
-class SuitedShares:
+class BalancedShares:
     """Sets shares at epochs' starts; alike on all processes."""
 
     known: bool = False  # the shares in force were measured, here or where the run goes on from
     _set_s: float = dataclasses.field(default_factory=time.monotonic)
     _took_s: float = _WHILE_S * (_WHILES + 1)
 
-    def settle(self, trainer: Trainer) -> None:
+    def balance(self, trainer: Trainer) -> None:
         """Measures, and sets the shares of all updates that follow; a collective.
 
         At the start, and where an epoch begins and much time has passed since.
@@ -85,22 +85,22 @@ class SuitedShares:
 
 def _set(trainer: Trainer, speeds_s: Sequence[float]) -> None:
     """Gives all the shares that suit their seconds for a sample, where that is worth it; a collective."""
-    order, cut, world = trainer.feed.order, trainer.feed.cut, trainer.world
+    order, sharing, world = trainer.feed.order, trainer.feed.sharing, trainer.world
     most = broadcast_plain(gather_plain(_most(trainer), world), world)
-    found = suited(speeds_s, order.batch, cut.group, most)
+    found = balanced(speeds_s, order.batch, sharing.group, most)
     slow_s = _longest(speeds_s, trainer.feed.samples_of_each())
-    if tuple(found) == cut.shares or slow_s <= _GAIN * _longest(speeds_s, found):
+    if tuple(found) == sharing.shares or slow_s <= _GAIN * _longest(speeds_s, found):
         return
     # That these fit into memory has been looked at: a run that goes on takes as many in one pass.
-    trainer.feed.cut = dataclasses.replace(cut, shares=tuple(found)).within(0, min(order.batch, order.length))
+    trainer.feed.sharing = dataclasses.replace(sharing, shares=tuple(found)).within(0, min(order.batch, order.length))
     each = [round(1 / one, 1) for one in speeds_s]
     taken = trainer.feed.samples_of_each()
     counts, rates = (", ".join(f"{one:,.0f}" for one in numbers) for numbers in (taken, each))
-    told = f"shares of the batch of {order.batch} samples, by process: {counts} (measured: {rates} samples/s)"
-    trainer.journal.event("shares", told, trainer.progress.step, shares=taken, samples_per_s=each)
+    message = f"shares of the batch of {order.batch} samples, by process: {counts} (measured: {rates} samples/s)"
+    trainer.journal.event("shares", message, trainer.progress.step, shares=taken, samples_per_s=each)
 
 
-def suited(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
+def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
     """Samples of a batch for each process, so that all end at about the same time.
 
     Args:
@@ -149,7 +149,7 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
     """
     update, feed, world = trainer.update, trainer.feed, trainer.world
     equal = -(-feed.order.batch // world.size)
-    count = min(equal, feed.cut.micro_batch or equal)
+    count = min(equal, feed.sharing.micro_batch or equal)
     part = LoadedMicroBatch(Share(0, count, (), ()), first_samples(feed.loader, count), (0, count))
     micro_batch = part.micro_batch(count, 0)
 
@@ -174,7 +174,7 @@ def _most(trainer: Trainer) -> int:
     equal share needs, though the network is in it, and half of what is free may be given to more.
     """
     order, world = trainer.feed.order, trainer.world
-    if trainer.feed.cut.micro_batch:
+    if trainer.feed.sharing.micro_batch:
         return order.batch
     if is_accelerator(world.device):
         card = torch.get_device_module(world.device)

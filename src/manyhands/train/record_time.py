@@ -9,7 +9,7 @@ from manyhands.parallel.plain import gather_plain
 from manyhands.train.trainer import Trainer
 
 
-def tell_of_time(trainer: Trainer) -> None:
+def record_time(trainer: Trainer) -> None:
     """Records all processes' seconds by phase since the last call; a collective, unless nothing is recorded."""
     if trainer.folder is NOWHERE:
         return

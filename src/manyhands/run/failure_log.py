@@ -45,9 +45,9 @@ def stop_saved(folder: RunFolder, earlier: int = 0) -> int | None:
     return step
 
 
-def note_replaced(folder: RunFolder, told: str) -> None:
+def note_replaced(folder: RunFolder, message: str) -> None:
     """That this head is obeyed no more; how the run goes on is in its new head's folder."""
-    _note(folder, Event(time=time.time(), kind=REPLACED, step=saved_step(folder), message=told))
+    _note(folder, Event(time=time.time(), kind=REPLACED, step=saved_step(folder), message=message))
 
 
 def note_cause(folder: RunFolder, cause: Failure) -> None:
@@ -73,9 +73,9 @@ def note_head(job: Job, folder: RunFolder, error: Exception) -> None:
     """What failed on no rank: a machine that could not be used, or the watch itself."""
     known = isinstance(error, ManyhandsError)
     what = error.what if known else f"{type(error).__name__}: {error}"
-    where, mend = (error.where, [*error.mend]) if known else ("", [])
+    where, hints = (error.where, [*error.hints]) if known else ("", [])
     host = where if where in {machine.name for machine in machines_of(job.cluster)} else ""
-    data = {"rankless": True, "host": host, "where": where, "mend": mend}
+    data = {"rankless": True, "host": host, "where": where, "hints": hints}
     _note(folder, Event(time=time.time(), kind="failed", message=what, data=data))
 
 
@@ -88,9 +88,9 @@ def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt as wish:
+    except KeyboardInterrupt as interrupt:
         # A second one comes while the first still ends what was begun.
-        raise interrupted(folder, idle=not isinstance(wish.__context__, KeyboardInterrupt)) from None
+        raise interrupted(folder, idle=not isinstance(interrupt.__context__, KeyboardInterrupt)) from None
     except Exception as error:
         note_head(job, folder, error)
         raise

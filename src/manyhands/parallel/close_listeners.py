@@ -15,7 +15,7 @@ from collections.abc import Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
 from manyhands.core.tunnel_ends import tunnel_ends
-from manyhands.parallel.ports import own_addresses
+from manyhands.parallel.ports import local_addresses
 
 SO_ATTACH_FILTER = 26
 # The one instruction of a filter: let 0 bytes of each packet through.
@@ -65,7 +65,7 @@ def closed_once_formed(backend: str = "") -> Generator[None]:
             _refuse(one)
 
 
-def close_meeting(port: int, machines: Sequence[Collection[str]]) -> None:
+def close_rendezvous(port: int, machines: Sequence[Collection[str]]) -> None:
     """On the process that holds the store, once all have met: nobody comes any more, and who doesn't belong goes.
 
     Args:
@@ -81,7 +81,7 @@ def close_meeting(port: int, machines: Sequence[Collection[str]]) -> None:
         for listener in own:
             _refuse(listener)
         seen = {_address(other) for other in theirs}
-        known = {*own_addresses(), *(address for machine in machines for address in machine)}
+        known = {*local_addresses(), *(address for machine in machines for address in machine)}
         for other in theirs if all(seen.intersection(machine) for machine in machines) else ():
             if _address(other) not in known:
                 other.shutdown(socket.SHUT_RDWR)

@@ -9,21 +9,21 @@ from typing import Any
 import psutil
 from pydantic import ValidationError
 
+from manyhands.core.heartbeat import HEARTBEAT_S, Heartbeat, Seen
 from manyhands.core.outside import read_bytes
-from manyhands.core.pulse import PULSE_S, Pulse, Seen
 
 # Who got on or gave a sign of life more recently is well.
 _WELL_S = 2.0
 # Of a process that the system doesn't let run, and that hasn't begun to train.
-_BEFORE_THE_FIRST = Pulse(count=0, step=0, phase="build", still_s=0.0, usual_s=0.0)
+_BEFORE_THE_FIRST = Heartbeat(count=0, step=0, phase="build", still_s=0.0, usual_s=0.0)
 
 
-def pulse_path(scratch: Path, rank: int) -> Path:
+def heartbeat_path(scratch: Path, rank: int) -> Path:
     """Where a process leaves its pulse."""
-    return scratch / f"{rank}.pulse"
+    return scratch / f"{rank}.heartbeat"
 
 
-def look_at(pid: int) -> dict[str, Any]:
+def process_state(pid: int) -> dict[str, Any]:
     """What the system tells of a process of this machine, in the words of `Seen`; nothing where there is none."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -33,7 +33,7 @@ def look_at(pid: int) -> dict[str, Any]:
     return {}
 
 
-class Pulses:
+class HeartbeatMonitor:
     """Looks after the processes of this machine.
 
     Args:
@@ -43,42 +43,42 @@ class Pulses:
 
     def __init__(self, scratch: Path, pids: Mapping[int, int]) -> None:
         self._scratch, self._pids = scratch, pids
-        self._last: dict[int, tuple[Pulse, float]] = {}
+        self._last: dict[int, tuple[Heartbeat, float]] = {}
         self._stopped: dict[int, float] = {}
         self._due = 0.0
 
     @property
     def usual_s(self) -> float:
         """What an update usually takes, as far as it is known."""
-        return max((pulse.usual_s for pulse, _ in self._last.values()), default=0.0)
+        return max((heartbeat.usual_s for heartbeat, _ in self._last.values()), default=0.0)
 
     def news(self, *, all_of_them: bool) -> list[Seen]:
         """About once a second, all processes where one of them isn't well, or where all are asked for; else nothing."""
         now = time.monotonic()
         if now < self._due:
             return []
-        self._due = now + PULSE_S
+        self._due = now + HEARTBEAT_S
         seen = [found for rank in self._pids if (found := self._look(rank, now))]
         if all_of_them or any(each.stood_s > _WELL_S or each.stopped for each in seen):
             return seen
         return []
 
-    def last(self, rank: int) -> Pulse | None:
+    def last(self, rank: int) -> Heartbeat | None:
         """What a process said last; None where it hasn't begun to train."""
         return self._last[rank][0] if rank in self._last else None
 
     def _look(self, rank: int, now: float) -> Seen | None:
         with contextlib.suppress(OSError, ValueError, ValidationError):
-            pulse = Pulse.model_validate_json(read_bytes(pulse_path(self._scratch, rank), 1 << 12))
-            if rank not in self._last or self._last[rank][0].count != pulse.count:
-                self._last[rank] = pulse, now
-        found = look_at(self._pids[rank])
+            heartbeat = Heartbeat.model_validate_json(read_bytes(heartbeat_path(self._scratch, rank), 1 << 12))
+            if rank not in self._last or self._last[rank][0].count != heartbeat.count:
+                self._last[rank] = heartbeat, now
+        found = process_state(self._pids[rank])
         if rank in self._last:
-            pulse, at = self._last[rank]
+            heartbeat, at = self._last[rank]
         elif found.get("stopped"):
-            pulse, at = _BEFORE_THE_FIRST, self._stopped.setdefault(rank, now)
+            heartbeat, at = _BEFORE_THE_FIRST, self._stopped.setdefault(rank, now)
         else:
             self._stopped.pop(rank, None)
             return None  # it hasn't begun to train
-        known = pulse.model_dump() | {"rank": rank, "pid": self._pids[rank], "quiet_s": now - at}
+        known = heartbeat.model_dump() | {"rank": rank, "pid": self._pids[rank], "quiet_s": now - at}
         return Seen(**known | found) if found else None
