@@ -177,7 +177,7 @@ def loads(path, file):
     try:
         load(path)
     except TornCheckpointError as error:
-        return file.name not in error.what
+        return file.name not in error.message
     return True
 
 

@@ -234,7 +234,7 @@ def test_what_cannot_be_honoured_is_refused(flags, environment, where, says):
     with pytest.raises(UserError) as caught:
         job_of(flags, environment)
     assert caught.value.where.startswith(where)
-    assert says in caught.value.what
+    assert says in caught.value.message
     assert caught.value.hints or where == "job"
 
 
@@ -249,5 +249,5 @@ def test_several_processes_on_each_node_meet_by_a_file_too():
 def test_files_for_main_py_need_what_it_knows(wrong):
     with pytest.raises(UserError, match=r"main\.py") as caught:
         load_job(wrong, recipe=RECIPE, environment={})
-    assert "pth_tar" in caught.value.what
+    assert "pth_tar" in caught.value.message
     assert load_job({**wrong, "checkpoint.pth_tar": ""}, recipe=RECIPE, environment={}).job.checkpoint.pth_tar == ""

@@ -175,7 +175,7 @@ class TestHostfiles:
     def test_a_number_that_may_be_a_port_is_asked_about(self, number):
         with pytest.raises(UserError) as caught:
             hostfile.read_list(f"root@ssh5.example:{number}", "cluster.hosts")
-        assert f"root@ssh5.example:{number} is ambiguous" in caught.value.what
+        assert f"root@ssh5.example:{number} is ambiguous" in caught.value.message
         assert f"for an ssh port, write ssh://root@ssh5.example:{number}" in caught.value.hints
         if int(number) < 1024:
             assert f'for a number of processes, write "root@ssh5.example slots={number}"' in caught.value.hints

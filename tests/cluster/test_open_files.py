@@ -13,7 +13,7 @@ from manyhands.core.errors import UserError
 try:
     allow_open_files(200)
 except UserError as error:
-    print(error.what)
+    print(error.message)
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 

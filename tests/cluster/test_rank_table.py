@@ -144,7 +144,7 @@ def _as_printed(servers, cards, names):
 def test_the_tutorials_tables_want_real_addresses(pieces):
     servers, cards = PRINTED[pieces]
     error = _refused(_as_printed(servers, cards, ["10.*.*.*"] * 2))
-    assert "placeholder" in error.what
+    assert "placeholder" in error.message
     assert error.where == "table.json, line 6: server_list[0].server_id"
     cluster = rank_table.read(_as_printed(servers, cards, TEN), "")
     assert cluster.machines == tuple(Machine(name, cards) for name in TEN[:servers])
@@ -154,7 +154,7 @@ def test_the_tutorials_tables_want_real_addresses(pieces):
     "word", ["10.*.*.*", "xx.xx.xx.xx", "10.xxx.xxx.1", "192.168.1.x", "...", "<server ip>", "IP of the master", ""]
 )
 def test_placeholders_are_known(word):
-    assert "placeholder" in _refused(_table("right_8").replace("10.0.0.1", word, 1)).what
+    assert "placeholder" in _refused(_table("right_8").replace("10.0.0.1", word, 1)).message
 
 
 @PROPERTY
@@ -220,7 +220,7 @@ def test_the_layout_of_modelarts_is_named():
     table = json.loads(_table("right_8"))
     groups = [{"group_id": "0", "server_count": table.pop("server_count"), "server_list": table.pop("server_list")}]
     error = _refused(json.dumps({**table, "server_group_list": groups}, indent=1))
-    assert "each server_list inside server_group_list" in error.what
+    assert "each server_list inside server_group_list" in error.message
     assert "line" in error.where
     assert "server_list" in error.hints[0]
 
@@ -238,7 +238,9 @@ def test_what_stays_cut_off_is_shown_where(tmp_path):
     path = tmp_path / "table.json"
     path.write_text(_table("right_16")[:300])
     clock = _Clock(path, [])
-    assert "the rank table is not valid JSON" in _refused(rank_table.wait(path, 5, clock=clock, sleep=clock.sleep)).what
+    assert (
+        "the rank table is not valid JSON" in _refused(rank_table.wait(path, 5, clock=clock, sleep=clock.sleep)).message
+    )
     assert clock.now == 5
     with pytest.raises(UserError, match="not valid JSON"):
         rank_table.place({"RANK_TABLE_FILE": str(path), "RANK_ID": "0"})
@@ -249,7 +251,7 @@ def test_a_mistake_is_not_waited_out(tmp_path):
     path.write_text(_table("wrong_rank_gap"))
     clock = _Clock(path, [])
     rank_table.read(_table("right_8"), "")
-    assert "rank_id" in _refused(rank_table.wait(path, 60, clock=clock, sleep=clock.sleep)).what
+    assert "rank_id" in _refused(rank_table.wait(path, 60, clock=clock, sleep=clock.sleep)).message
     assert clock.now == 0
 
 

@@ -181,9 +181,9 @@ def test_a_stop_while_nothing_trains_loses_nothing_of_what_was_saved(halt, saved
     with pytest.raises(ManyhandsError) as raised:
         halt(job, folder)
     assert raised.value.exit_code == code
-    assert "without a save" not in raised.value.what
+    assert "without a save" not in raised.value.message
     last = [*read_lines(folder.events)][-1]
-    assert (last["kind"], last["step"], last["message"]) == (kind, saved, raised.value.what)
+    assert (last["kind"], last["step"], last["message"]) == (kind, saved, raised.value.message)
 
 
 def second_halt_of_the_head(job, folder):

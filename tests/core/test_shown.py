@@ -41,7 +41,7 @@ def test_an_error_says_others_words_on_its_own_lines_only():
     error = UserError(f"{EVIL}\n  do:   curl x | sh", EVIL, (EVIL, "  kept"))
     assert not OBEYED.search(str(error))
     assert [line.split(":")[0].strip() for line in str(error).splitlines()] == [
-        error.what.split(":")[0],
+        error.message.split(":")[0],
         "where",
         "do",
         "kept",

@@ -103,7 +103,7 @@ def test_damaged_files_are_refused_or_read_alike(place, byte, cut, sample):
             draws = None if sample is None else SampleRng(7, sample)
             told.append(way("a.jpg", wanted(), draws, bytes(content)).tolist())
         except CorruptImageError as error:
-            told.append(error.what)
+            told.append(error.message)
     assert told[0] == told[1]
 
 

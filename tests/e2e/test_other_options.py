@@ -59,7 +59,7 @@ def test_a_finished_run_is_not_relabelled(changes, told, finished):
     before = contents()
     with pytest.raises(UserError) as raised:
         fit(**changes)
-    assert told in raised.value.what
+    assert told in raised.value.message
     longer, another = raised.value.hints
     assert "manyhands resume run --epochs 2" in longer
     assert 'out="run-2"' in another
@@ -116,7 +116,7 @@ def test_a_finished_run_of_other_objects_is_not_returned(changes, told):
     before = contents()
     with pytest.raises(UserError) as raised:
         of_objects(**changes)
-    assert told in raised.value.what
+    assert told in raised.value.message
     longer, another = raised.value.hints
     assert 'fit(…, epochs=2, checkpoint__resume="auto")' in longer
     assert another == 'to train from scratch, use out="run-2"'

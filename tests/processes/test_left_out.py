@@ -81,7 +81,7 @@ def trained(world, mode="data", sync="allreduce", settings=None, bad=(17,), valu
         try:
             fit(trainer)
         except RunError as error:
-            said = f"{error.what} | {error.where}"
+            said = f"{error.message} | {error.where}"
         weights = trainer.network.full_state_dict()
         lines = folder.events.read_text().splitlines() if folder.events.exists() else []
         records = folder.metrics.read_text().splitlines() if folder.metrics.exists() else []

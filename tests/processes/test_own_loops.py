@@ -72,7 +72,7 @@ def _changed(world, body, settings):
         try:
             _loop(here, net, body)
         except UserError as error:
-            return error.what
+            return error.message
     return _weights(net)
 
 
@@ -227,7 +227,7 @@ def _other_network(world, change):
     data = TensorDataset(torch.arange(32.0).view(8, 4), torch.arange(8) % 3)
     with contextlib.closing(_session(world)) as s, pytest.raises(UserError) as caught:
         s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), data, batch=4)
-    return caught.value.what
+    return caught.value.message
 
 
 def _freeze(layers):

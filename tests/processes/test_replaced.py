@@ -68,7 +68,7 @@ def trained(world, place, how="truncated", count=1, skips=True, workers=0, where
         try:
             fit(trainer)
         except ManyhandsError as error:
-            said = f"{error.what} | {error.where}"
+            said = f"{error.message} | {error.where}"
         weights = {name: one.clone() for name, one in trainer.network.full_state_dict().items()}
         lines = folder.events.read_text().splitlines() if folder.events.exists() else []
         trainer.release()

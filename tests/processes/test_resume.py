@@ -179,7 +179,7 @@ def _failure(world, folder):
     try:
         _train(world, folder, SAVED, {})
     except RunError as error:
-        return error.what
+        return error.message
     return ""
 
 

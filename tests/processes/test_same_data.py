@@ -23,7 +23,7 @@ def _told(world, train, test, settings, machines):
     try:
         open_splits(job, world, Objects(train_set=train and train(world.rank), test_set=test and test(world.rank)))
     except UserError as error:
-        return error.what
+        return error.message
     return ""
 
 

@@ -176,7 +176,7 @@ def test_a_split_network_is_trained_by_the_users_loop(size, mesh, ops):
 def _refused(world):
     with pytest.raises(UserError, match="loss") as caught:
         _split_loop(world, {"3": "o@dp", "loss": "o@dp"}, "dp=2", 0)
-    return caught.value.what
+    return caught.value.message
 
 
 def test_classes_of_a_loss_that_the_user_computes_are_not_cut():

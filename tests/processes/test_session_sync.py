@@ -187,7 +187,7 @@ def _refused(world, settings, match, network=SyncedNetwork):
     here, net = Session(world, job), network()
     with pytest.raises(UserError, match=match) as caught:
         here.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=16)
-    return [caught.value.what, *caught.value.hints]
+    return [caught.value.message, *caught.value.hints]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def _refused(world, loss):
     try:
         _cut(world, loss, "dp=2", {"loss": "o@dp"})
     except UserError as error:
-        return error.what
+        return error.message
     return ""
 
 

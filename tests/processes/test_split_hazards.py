@@ -126,7 +126,7 @@ def _refused(world, make, ops, loss):
     try:
         _split(world, make, ops, loss)
     except UserError as error:
-        return error.what
+        return error.message
     return ""
 
 

@@ -69,7 +69,7 @@ def _fit(world, wrong, accelerator, mode="data", sync="allreduce"):
         except RunError as error:
             # The update that would have spoilt them was not made.
             assert all(torch.isfinite(one).all() for one in trainer.network.inner.parameters())
-            return error.what, error.where
+            return error.message, error.where
         finally:
             trainer.saver.wait()  # as an entry does, before the folder goes
         return "", ""
@@ -150,7 +150,7 @@ def test_samples_that_hold_nan_are_named_and_no_option_is_blamed(tmp_path):
     with pytest.raises(RunError) as caught:
         manyhands.fit(net, data, data, epochs=1, batch=40, out=tmp_path / "run", quiet=True, run__report=False,
                       train__stop_after_bad=1)  # fmt: skip
-    assert "input pictures" in caught.value.what
+    assert "input pictures" in caught.value.message
     assert str(caught.value.where).endswith("samples 17")
     assert not any("train." in line for line in caught.value.hints)
 
@@ -187,7 +187,7 @@ def _build_frozen(world):
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
     with tempfile.TemporaryDirectory() as folder, pytest.raises(UserError) as caught:
         build(job, RunFolder(Path(folder)), world, "hybrid", Objects(net))
-    return caught.value.what
+    return caught.value.message
 
 
 def test_all_processes_refuse_a_network_of_which_one_has_nothing_to_train():
@@ -298,7 +298,7 @@ def test_one_process_alone(wrong):
         before = [p.detach().clone() for p in trainer.network.inner.parameters()]
         with pytest.raises(RunError) as caught:
             fit(trainer)
-        assert "not finite" in caught.value.what or "gradient of linear" in caught.value.what
+        assert "not finite" in caught.value.message or "gradient of linear" in caught.value.message
         # The update that would have spoilt them was not made.
         assert all(torch.isfinite(p).all() for p in trainer.network.inner.parameters())
         assert not torch.equal(before[0], next(trainer.network.inner.parameters()))

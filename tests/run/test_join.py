@@ -63,7 +63,7 @@ def test_who_can_not_come_is_refused_in_words(host, folder):
 
     error = served(folder, admit, lambda: join_here(str(folder), host or "n4"))
     assert isinstance(error, RunError)
-    assert "\n" not in error.what
+    assert "\n" not in error.message
 
 
 def test_noise_at_the_socket_harms_nobody(folder):

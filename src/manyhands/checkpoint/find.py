@@ -22,7 +22,7 @@ def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, li
             verify(path)
             read_state(path)
         except UserError as error:
-            passed_over.append(f"{path.name} was skipped: {error.what}")
+            passed_over.append(f"{path.name} was skipped: {error.message}")
         else:
             return path, passed_over
     return None, passed_over
@@ -64,7 +64,7 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
         try:
             verify(best)
         except UserError as error:
-            passed_over.append(f"{best.name}, the best, was skipped: {error.what}")
+            passed_over.append(f"{best.name}, the best, was skipped: {error.message}")
             best = _best_of_the_sound(folder, last)
     return best, _taken(best, passed_over)
 

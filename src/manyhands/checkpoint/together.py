@@ -70,7 +70,7 @@ def receive(shape: tuple[int, ...], dtype: torch.dtype, source: int, peers: Chec
 def _as_plain(error: Exception) -> dict[str, Any]:
     if isinstance(error, ManyhandsError):
         kind = next((name for name, known in _ERRORS.items() if isinstance(error, known)), RunError.__name__)
-        return {"kind": kind, "what": error.what, "where": error.where, "hints": list(error.hints)}
+        return {"kind": kind, "what": error.message, "where": error.where, "hints": list(error.hints)}
     return {"kind": RunError.__name__, "what": f"{type(error).__name__}: {error}", "where": "", "hints": []}
 
 

@@ -107,7 +107,7 @@ def imagenet(  # noqa: PLR0913 - one argument for each flag
         rendezvous = None if dry_run else _rendezvous(flags, nodes, loaded)
         return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet, rendezvous=rendezvous)
     except ManyhandsError as error:
-        error.what, error.where, *hints = map(_in_flags_of_main_py, (error.what, error.where, *error.hints))
+        error.message, error.where, *hints = map(_in_flags_of_main_py, (error.message, error.where, *error.hints))
         error.hints = tuple(hints)
         raise
 

@@ -198,7 +198,7 @@ def _help_for(given: list[str]) -> str:
 def _show(error: ManyhandsError, *, as_json: bool) -> None:
     """One screen: what, where, what to do; below it the failing process's own traceback, or what it wrote last."""
     if as_json:
-        content = {"error": error.what, "where": error.where, "do": list(error.hints), "exit_code": error.exit_code}
+        content = {"error": error.message, "where": error.where, "do": list(error.hints), "exit_code": error.exit_code}
         with suppress(BrokenPipeError, UnwritableError):
             show_json(content)
     from rich.console import Console
@@ -206,7 +206,7 @@ def _show(error: ManyhandsError, *, as_json: bool) -> None:
 
     # The exit code tells how the command ended where nobody can read it.
     console = Console(file=cast(TextIO, Tolerant(sys.stderr)), highlight=False, soft_wrap=True)
-    console.print(Text(f"manyhands: {error.what}", style="bold red"))
+    console.print(Text(f"manyhands: {error.message}", style="bold red"))
     if error.where:
         console.print(Text(f"  where: {error.where}"))
     for number, line in enumerate(error.hints):

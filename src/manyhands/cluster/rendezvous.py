@@ -170,7 +170,7 @@ def _check_rank(process_info: ProcessInfo, rank_word: str, size_word: str) -> No
     try:
         check_rank(process_info.rank, process_info.size, rank_word, size_word)
     except UserError as error:
-        outside = RankOutsideError(error.what, error.where, error.hints)
+        outside = RankOutsideError(error.message, error.where, error.hints)
         outside.process_info = process_info
         raise outside from None
 

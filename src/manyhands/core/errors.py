@@ -20,12 +20,12 @@ class ManyhandsError(Exception):
     """An error with hints for the user. Line breaks and terminal escapes are removed from all texts.
 
     Attributes:
-        what: the error in one sentence.
+        message: the error in one sentence.
         where: the file, flag, host or rank of the error; empty if unknown.
         hints: hints, one per line.
     """
 
-    what: str
+    message: str
     where: str = ""
     hints: tuple[str, ...] = field(default=())
 
@@ -33,15 +33,15 @@ class ManyhandsError(Exception):
 
     def __post_init__(self) -> None:
         """Sets the exception's arguments, so that the error can be pickled and printed."""
-        self.what, self.where = _quotable(self.what), _quotable(self.where)
+        self.message, self.where = _quotable(self.message), _quotable(self.where)
         hints = (self.hints,) if isinstance(self.hints, str) else tuple(self.hints)
         more = (f"… and {len(hints) - MOST_LINES} more",) if len(hints) > MOST_LINES else ()
         self.hints = (*map(_quotable, hints[:MOST_LINES]), *more)
-        super().__init__(self.what, self.where, self.hints)
+        super().__init__(self.message, self.where, self.hints)
 
     def __str__(self) -> str:
         """Formats the message, the place and the hints in lines."""
-        lines = [self.what]
+        lines = [self.message]
         if self.where:
             lines.append(f"  where: {self.where}")
         lines += [f"  {'do:   ' if number == 0 else '      '} {line}" for number, line in enumerate(self.hints)]

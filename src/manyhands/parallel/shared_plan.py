@@ -21,4 +21,4 @@ def _read(options: ParallelOptions, size: int) -> dict[str, Any]:
     try:
         return {"plan": plan_of(options, size).as_plain()}
     except UserError as error:
-        return {"error": error.what, "where": error.where, "hints": list(error.hints)}
+        return {"error": error.message, "where": error.where, "hints": list(error.hints)}

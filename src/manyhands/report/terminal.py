@@ -103,7 +103,7 @@ class Screen:
         try:
             new = self._follower.poll()
         except UserError as error:
-            self._show("WARNING", error.what)
+            self._show("WARNING", error.message)
             new = []
         for record in new:
             if isinstance(record, StepMetrics):

@@ -169,7 +169,7 @@ def _add_up(job: Job, agents: AgentLinks, survey: Survey, say: Callable[[str], o
         try:
             orders = _orders(job, agents, survey, way)
         except ManyhandsError as error:
-            return AllReduceTest("failed", error.what)
+            return AllReduceTest("failed", error.message)
         met = orders[0].rendezvous
         store = "" if met.address == LOOPBACK[0] else f"port {met.port} of {met.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)

@@ -21,7 +21,7 @@ def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> Man
     step = saved_step(folder)
     error = unsaved(folder.path, step, hung, idle=idle)
     kind = "stopped" if error.exit_code == EXIT_SAVED else "interrupted"
-    _note(folder, Event(time=time.time(), kind=kind, step=step, message=error.what, data={"rankless": True}))
+    _note(folder, Event(time=time.time(), kind=kind, step=step, message=error.message, data={"rankless": True}))
     return error
 
 
@@ -72,7 +72,7 @@ def note_cause(folder: RunFolder, cause: Failure) -> None:
 def note_head(job: Job, folder: RunFolder, error: Exception) -> None:
     """What failed on no rank: a machine that could not be used, or the watch itself."""
     known = isinstance(error, ManyhandsError)
-    what = error.what if known else f"{type(error).__name__}: {error}"
+    what = error.message if known else f"{type(error).__name__}: {error}"
     where, hints = (error.where, [*error.hints]) if known else ("", [])
     host = where if where in {machine.name for machine in machines_of(job.cluster)} else ""
     data = {"rankless": True, "host": host, "where": where, "hints": hints}

@@ -85,7 +85,7 @@ class JoinListener:
             (machine,) = hostfile.read_list(host, "--host").machines
             self._on_request(machine, notify)
         except ManyhandsError as error:
-            notify("; ".join([error.what, *error.hints]), False)
+            notify("; ".join([error.message, *error.hints]), False)
         except ValueError:
             notify("join adds one machine at a time", False)
 

@@ -167,7 +167,7 @@ class AgentMachines(RunMachines):
         """Sets aside a machine that fails again and again, and leaves out those with which there is no start."""
         cause = first_cause(ending)
         if self.on_trial() and not ending.regrouped and not from_outside(cause):
-            what = cause.what if cause else ending.refused.what if ending.refused else ending.broken
+            what = cause.what if cause else ending.refused.message if ending.refused else ending.broken
             for one in list(self._trial):
                 self._refuse(one, RefusedError(f"the start with this machine failed: {what}"))
             return
@@ -262,9 +262,9 @@ class AgentMachines(RunMachines):
             link = next(link for link in self.agents.links if link.machine.name == lost)
             link.close(0.0)
             if too_few := self.too_few():
-                self._say(f"{error.what}: {too_few}")
+                self._say(f"{error.message}: {too_few}")
                 raise
-            self._say(f"{error.what}: continuing without {lost}")
+            self._say(f"{error.message}: continuing without {lost}")
             new = next((one for one in self._trial if one.link is link), None)
             if new and isinstance(error, NoTunnelError):
                 self._refuse(new, error)

@@ -127,7 +127,7 @@ class PendingMachines:
         pending_machine.close()
         self._all = [one for one in self._all if one is not pending_machine]
         hints = f" ({'; or '.join(error.hints)})" if error.hints else ""
-        text = f"{pending_machine.name} can't join: {error.what}{hints}"
+        text = f"{pending_machine.name} can't join: {error.message}{hints}"
         self._say(text, "WARNING")
         pending_machine.notify(text, False)
 

@@ -85,7 +85,7 @@ class Recovery:
         cause = first_cause(ending)
         trial = "" if from_outside(cause) else " and ".join(self._machines.on_trial())
         if trial:
-            what = cause.what if cause else ending.refused.what if ending.refused else ending.broken
+            what = cause.what if cause else ending.refused.message if ending.refused else ending.broken
             return self._restart("restarted", cause, f"the start with {trial} failed ({what})")
         if ending.refused:
             return False

@@ -198,7 +198,7 @@ def place_of(job: Job) -> LaunchDecision:
     try:
         found = participate(job.cluster)
     except RankOutsideError as outside:
-        load_worker("member").publish_invalid_rank(job, outside.process_info, outside.what)
+        load_worker("member").publish_invalid_rank(job, outside.process_info, outside.message)
         raise
     refuse_unfollowed(job.cluster, found)
     for words, option, value in found.requests:

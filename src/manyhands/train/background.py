@@ -71,7 +71,7 @@ class Saver:
         try:
             self._outcome = write()
         except SaveError as error:
-            self._outcome = SaveOutcome(NOT_SAVED, error.what)
+            self._outcome = SaveOutcome(NOT_SAVED, error.message)
         except NotFiniteError:
             self._outcome = SaveOutcome(NOT_FINITE)
         except Exception as error:  # noqa: BLE001 - raised by whoever asks how it ended

@@ -40,7 +40,7 @@ def explain_left_out(
     mine = None
     if bad:
         found = explain_loss(network, bad, world, step, closely=closely)
-        mine = [found.what, found.where, list(found.hints)]
+        mine = [found.message, found.where, list(found.hints)]
     losses = [said for said in values_by_rank(updater.synchronizer, mine, world).values() if said]
     if losses:
         what, where, hints = losses[0]

@@ -56,7 +56,7 @@ def describe_failure(error: BaseException, *, rank: int, step: int | None, phase
     text = "".join(traceback.format_exception(error))
     cause = known.__cause__ if known else error
     excerpt = users_traceback(cause) if cause else "\n".join(getattr(error, "__notes__", ()))
-    what = known.what if known else f"{type(error).__name__}: {error}".strip()
+    what = known.message if known else f"{type(error).__name__}: {error}".strip()
     return Failure(
         time=time.time(),
         rank=rank,

@@ -94,7 +94,7 @@ def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal
         load_snapshot(snapshot, model, "model.weights", renames=False)
     except UserError as error:
         hints = ("choose the network of these weights; only the last layer may have a different number of classes",)
-        raise UserError(error.what, f"model.weights: {path}", hints) from None
+        raise UserError(error.message, f"model.weights: {path}", hints) from None
     for note in snapshot.notes:
         journal.event("note", note)
 

@@ -53,7 +53,7 @@ def _block(trained: Trained, pictures: Sequence[Any], most: int, *, skip: bool) 
         except CorruptImageError as error:
             if not skip:
                 raise
-            unreadable[number] = error.what
+            unreadable[number] = error.message
     if not images:
         return list(unreadable.values())
     with torch.inference_mode():

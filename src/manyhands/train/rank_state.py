@@ -44,7 +44,7 @@ def save_rank_state(trainer: Trainer) -> None:
         remove_step(folder, step)  # of an earlier attempt, whose steps may have gone otherwise
         save(folder, step, Snapshot(content, optimizer, state, endless))
     except SaveError as error:
-        said = error.what
+        said = error.message
     for rank, word in enumerate(gather_plain(said, trainer.world)):
         if word:
             trainer.journal.event("warning", f"rank {rank} could not save its rank state: {word}", step)

@@ -363,13 +363,13 @@ class Updater:
         error = explain_left_out(self, self._bad, update, step, closely=bool(last))
         if last:
             row = f"; the last {last} updates were skipped" if last > 1 else ""
-            raise RunError(f"{error.what}{row}", error.where, error.hints)
+            raise RunError(f"{error.message}{row}", error.where, error.hints)
         self.measured.back(self._mark)
         forget_seen(self.network.inner)
         self.partial_update.undo()
         self.partial_update.end()
         also = self.synchronizer.forget()
-        self.left_out.append(LeftOutUpdate(step, error.what, error.where, also))
+        self.left_out.append(LeftOutUpdate(step, error.message, error.where, also))
         self.synchronizer.after_update(step + 1)
         CLOCK.to(COMPUTE)
 

@@ -130,7 +130,7 @@ def _search(job: Job, world: World, case: PlanCase, points: list[list[float]]) -
         found = _found(job, world, case, points)
     except ManyhandsError as error:
         usage = isinstance(error, UserError)
-        return {"error": error.what, "where": error.where, "hints": list(error.hints), "usage": usage}
+        return {"error": error.message, "where": error.where, "hints": list(error.hints), "usage": usage}
     finalists = found.finalists()
     limit = parse_memory(job.parallel.memory) if job.parallel.memory else None
     together = sum(option.prediction.memory_bytes for option in finalists)

@@ -371,7 +371,7 @@ def serve() -> None:
             try:
                 wire.send(answers[type(request)](request), number)
             except ManyhandsError as error:
-                wire.send(RequestFailed(error.what, error.where, error.hints), number)
+                wire.send(RequestFailed(error.message, error.where, error.hints), number)
             except Exception as error:  # noqa: BLE001 - the head must hear of whatever went wrong
                 what = f"{type(error).__name__}: {error}"
                 wire.send(RequestFailed(what, traceback=traceback.format_exc()), number)

@@ -170,7 +170,7 @@ def _greet(links: list[AgentConnection], options: ClusterOptions, wanted: FactsW
             code = link.close()
             agents.contacts[link.machine.name] = explain_contact(link.machine, code, link.log_tail(), options)
         elif isinstance(answer, MisunderstoodError):
-            agents.contacts[link.machine.name] = Contact("other-version", answer.what, answer.hints)
+            agents.contacts[link.machine.name] = Contact("other-version", answer.message, answer.hints)
         elif isinstance(answer, RunError):
             raise answer
         else:

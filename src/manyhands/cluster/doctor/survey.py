@@ -70,7 +70,7 @@ class _Talk:
             if isinstance(reply, RunError):
                 self.hosts.remove(host)
                 self._survey.facts.pop(host, None)
-                what = f"{host} stopped answering: {reply.what}"
+                what = f"{host} stopped answering: {reply.message}"
                 self._survey.errors[host] = Contact("other", what, reply.hints or ("run the doctor again",))
             else:
                 answers[host] = reply
