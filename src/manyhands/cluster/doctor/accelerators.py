@@ -16,8 +16,8 @@ with warnings.catch_warnings(record=True) as said:
     count = torch.accelerator.device_count() if kind and kind.type != "mps" else int(bool(kind))
 built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
 words = [str(each.message).splitlines()[0] for each in said]
-told = {"count": count, "built_for": built, "version": torch.__version__, "said": words[-1] if words else ""}
-print("manyhands-accelerators", json.dumps(told))
+found = {"count": count, "built_for": built, "version": torch.__version__, "said": words[-1] if words else ""}
+print("manyhands-accelerators", json.dumps(found))
 """
 
 
