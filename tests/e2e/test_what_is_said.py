@@ -207,4 +207,4 @@ def test_what_nobody_can_learn_top5_of_few_classes_and_a_run_that_has_finished(c
 def test_a_loss_that_grows_is_told_of_once():
     manyhands.fit(nets.Net(), tiny(200), epochs=6, batch=20, lr=30.0, optimizer="adamw", schedule="constant", **QUIET)
     (warned,) = [x["message"] for x in told("warning") if "diverges" in x["message"]]
-    assert "a smaller train.lr" in warned
+    assert "reduce train.lr" in warned

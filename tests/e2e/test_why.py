@@ -177,7 +177,7 @@ def test_a_machine_that_cannot_be_reached_is_named(here):
     named(
         r"run failed after .* at step \d+ of",
         "why: .* on n7",
-        "do: try by hand",
+        "do: test the connection",
         r"do: resume from step \d+: manyhands resume run",
     )
     found = json.loads(why("--json"))

@@ -27,7 +27,7 @@ def test_a_system_without_locks_of_files_is_one_line(code):
     """As on Windows, where Python has no fcntl."""
     done = subprocess.run([sys.executable, "-c", NO_LOCKS + code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert done.stderr.startswith("manyhands: manyhands runs on Linux, on macOS, and on Windows within WSL2")
+    assert done.stderr.startswith("manyhands: manyhands runs on Linux, macOS and WSL2 on Windows")
     assert len(done.stderr.splitlines()) <= 3
 
 
