@@ -41,7 +41,7 @@ def test_torch_is_not_imported(what, tmp_path):
 MISSING = {
     "there is no folder nowhere/pets": ["nowhere/pets", "mlp"],
     "data.csv is a file": ["data.csv", "mlp"],
-    "d.yaml is YAML": ["d.yaml"],
+    "d.yaml is a YAML file": ["d.yaml"],
     "there is no file net.py": ["digits", "net.py:Net"],
     "there is no file data.py": ["data.py:make", "mlp"],
     "there is no weights.pth": ["digits", "mlp", "--model.weights", "weights.pth"],
@@ -52,7 +52,7 @@ MISSING = {
     'no parallel mode is called "dta"': ["digits", "mlp", "--parallel", "dta"],
     'no sync method is called "alreduce"': ["digits", "mlp", "--sync", "alreduce"],
     "mlp has no published weights": ["digits", "mlp", "--pretrained"],
-    "the mesh tp=3 has 3 places": ["digits", "mlp", "--mesh", "tp=3", "-n", "2"],
+    "the mesh tp=3 is for 3 processes, but the run has 2": ["digits", "mlp", "--mesh", "tp=3", "-n", "2"],
 }
 REFUSED = """
 import sys

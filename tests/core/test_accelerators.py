@@ -177,7 +177,7 @@ def _meaning(kind):
 def _figures(kind):
     device = f"{kind}:0"
     world = World(0, 2, 0, 2, device)
-    feed = SimpleNamespace(order=SimpleNamespace(batch=100), cut=SimpleNamespace(micro_batch=0))
+    feed = SimpleNamespace(order=SimpleNamespace(batch=100), sharing=SimpleNamespace(micro_batch=0))
     model = nn.BatchNorm1d(3)
     gradients = Gradients(ParallelNetwork(call=model, inner=model), world, precision="fp16")
     unscaled = Gradients(ParallelNetwork(call=model, inner=model), world, precision="bf16")
@@ -268,7 +268,7 @@ def test_torch_that_is_built_for_a_device_which_is_not_here_computes_on_the_proc
     found = on(kind, cards=0)(lambda kind: (torch.accelerator.current_accelerator().type, devices.accelerator()))
     assert found == (kind, "cpu")
     assert on(kind, cards=0)(lambda kind: group._device(ProcessInfo())) == "cpu"
-    with pytest.raises(AssertionError, match="there is no accelerator here"):
+    with pytest.raises(AssertionError, match="this machine has no accelerator"):
         on(kind, cards=0)(lambda kind: group._device(ProcessInfo(device="auto:1")))
 
 
@@ -278,7 +278,6 @@ def test_memory_precision_and_fused_updates_are_on_everywhere(kind, tested):
     found = on(kind, tested)(_figures)
     # Of what is free with what torch has in reserve, half may go to more than an equal share of 50.
     assert found.pop("most samples") == 50 + 50 * (FREE + RESERVED - HELD) // (2 * HELD)
-    assert found.pop("held") == HELD
     assert found == dict.fromkeys(found, True)
 
 

@@ -291,7 +291,7 @@ def test_a_run_that_has_taken_up_a_machine_is_not_stopping(tmp_path):
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
     """A run folder and what is said of each look at it."""
-    monkeypatch.setattr("manyhands.run.folder_watch.LOOK_S", 0.0)
+    monkeypatch.setattr("manyhands.run.folder_watch.POLL_S", 0.0)
     folder = RunFolder(tmp_path / "run")
     folder.failures.mkdir(parents=True)
     folder.job.write_text("[data]\n")

@@ -58,5 +58,5 @@ def test_labels_follow_the_names_of_their_classes():
     assert by_names(source([0, 1]), ("cat", "dog"), ("0", "1", "2"), "").labels.tolist() == [0, 1]
     with pytest.raises(UserError, match='no class "wolf"'):
         by_names(source([0, 1]), ("dog", "wolf"), ("cat", "dog"), "")
-    with pytest.raises(UserError, match="another order"):
+    with pytest.raises(UserError, match="a different order"):
         by_names(UserSamples([0, 1]), ("dog", "cat"), ("cat", "dog"), "")

@@ -69,7 +69,7 @@ def test_a_wrong_checksum_leaves_nothing(server, tmp_path):
         fetch("mnist/x.gz", (), "0" * 32, into)
     text = str(caught.value)
     assert f"the MD5 checksum of the download is {MD5}" in text
-    assert f"put x.gz into {into.parent} by hand" in text
+    assert f"download x.gz by hand into {into.parent}" in text
     assert "MANYHANDS_DATA" in text
     assert not into.exists()
     assert not list(into.parent.glob("*.part"))

@@ -135,10 +135,10 @@ CASES = {
     "model-raises": (nothing_special, ["digits", f"{NETS}:broken"], ["nets.py:", "the weights are elsewhere"]),
     "data-raises": (data_functions, ["mine.py:raises", "mlp"], ["mine.py:6", "the database is down"]),
     "data-nothing": (data_functions, ["mine.py:nothing", "mlp"], ["returned a NoneType, not a pair"]),
-    "unwritable": (nothing_special, ["digits", "--out", "/proc/nowhere"], ["/proc/nowhere", "can't be made"]),
+    "unwritable": (nothing_special, ["digits", "--out", "/proc/nowhere"], ["/proc/nowhere", "can't be created"]),
     "out-is-file": (syntax_error, ["digits", "--out", "wrong.py"], ["wrong.py is a file"]),
     "out-is-other": (other_folder, ["digits", "--out", "letters"], ["letters is not empty and holds no run"]),
-    "resume-nothing": (nothing_special, ["digits", "--resume", "old/run"], ["there is nothing at old/run"]),
+    "resume-nothing": (nothing_special, ["digits", "--resume", "old/run"], ["old/run doesn't exist"]),
 }
 
 

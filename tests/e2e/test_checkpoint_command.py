@@ -112,9 +112,9 @@ def test_mistakes_are_one_screen_and_nothing_is_lost(trained, tmp_path, checkpoi
     (tmp_path / "none.json").write_text("{}")
     (tmp_path / "noise.safetensors").write_bytes(b"noise" * 100)
     for words, said in (
-        (("merge", trained, tmp_path / "mine.pth"), "there already"),
-        (("merge", trained, trained), "there already"),
-        (("merge", trained, tmp_path / "a.pth.tar"), "kind of file"),
+        (("merge", trained, tmp_path / "mine.pth"), "already exists"),
+        (("merge", trained, trained), "already exists"),
+        (("merge", trained, tmp_path / "a.pth.tar"), "unsupported file type"),
         (("merge", trained, tmp_path / "no" / "a.pth"), "no folder"),
         (("split", trained, tmp_path / "a", "--plan", tmp_path / "plan.json"), "nowhere"),
         (("reshard", trained, tmp_path / "a", "--plan", tmp_path / "none.json"), 'no "mesh"'),

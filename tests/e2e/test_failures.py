@@ -22,7 +22,7 @@ def test_too_small_a_batch_leaves_no_folder():
     ended = run("train", "digits", "mlp", "--batch", "1", "-n", "2", *LONG)
     assert ended.code == 2, ended.err
     assert_one_screen(ended.err)
-    assert "--batch 2 or more" in ended.err
+    assert "set --batch 2 or higher" in ended.err
     assert not Path("runs").exists()
 
 

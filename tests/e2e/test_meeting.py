@@ -71,9 +71,9 @@ def test_a_busy_port_names_its_holder(capsys):
         ("tcp://no.such.host.invalid:23456", 0, "the name no.such.host.invalid has no address"),
         ("tcp://no.such.host.invalid:23456", 1, "the name no.such.host.invalid has no address"),
         ("tcp://127.0.0.1", 0, "needs an address and a port"),
-        ("tcp://0.0.0.0:23456", 1, "0.0.0.0 is no address to connect to"),
+        ("tcp://0.0.0.0:23456", 1, "other ranks can't connect to 0.0.0.0"),
         ("file:///no/such/folder/meet", 0, "there is no folder /no/such/folder"),
-        ("tcp://127.0.0.1:23456", 2, "--rank 2 is outside 0 … 1"),
+        ("tcp://127.0.0.1:23456", 2, "--rank 2 is out of range for --world-size 2"),
         ("smb://there", 0, "cluster.init"),
     ],
 )

@@ -110,7 +110,7 @@ def test_fit_raises_the_first_cause():
 def test_out_of_memory_in_an_evaluation_says_what_fits():
     with pytest.raises(RunError, match="out of memory at 256 pictures in one pass of the evaluation") as raised:
         manyhands.fit(nets.Hungry(), tiny(), tiny(300), epochs=1, batch=20, **QUIET)
-    assert raised.value.hints[0] == "evaluate_batch=128"
+    assert raised.value.hints[0] == "reduce the batch: evaluate_batch=128"
 
 
 @pytest.mark.parametrize("model", [torch.nn.Linear, lambda: nets.Net(), 3])
@@ -121,7 +121,7 @@ def test_what_is_no_network_is_refused(model):
 
 
 def test_hints_of_fit_are_arguments():
-    with pytest.raises(UserError, match=r"output is \[2, 4\]") as raised:
+    with pytest.raises(UserError, match=r"has the shape \[2, 4\]") as raised:
         manyhands.fit(nets.Net(num_classes=4), tiny(), **QUIET)
     assert raised.value.hints[1] == "or add model__num_classes=4"
 

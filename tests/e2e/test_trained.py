@@ -135,7 +135,7 @@ def test_pictures_that_can_not_be_read_are_listed_after_all_others(trained, tmp_
 @pytest.mark.parametrize("device", ["gpu", "h100", "cuda:99"])
 def test_a_device_that_is_not_here_computes_no_prediction(trained, device):
     run, val = trained
-    with pytest.raises(UserError, match=f"there is no {device.partition(':')[0]}"):
+    with pytest.raises(UserError, match=f"this machine has no {device.partition(':')[0]}"):
         list(predict_files(run.path, [val], device=device))
 
 
@@ -171,7 +171,7 @@ def test_numbers_of_ones_own_data_set_are_not_normalised_again(tmp_path):
     Image.new("L", (4, 4), 200).save(tmp_path / "grey.png")
     with pytest.raises(UserError, match="a picture file can't be converted"):
         manyhands.predict(run, [tmp_path / "grey.png"])
-    with pytest.raises(UserError, match="Threshold, was an object in Python"):
+    with pytest.raises(UserError, match="Threshold was a Python object"):
         manyhands.load(run.path)
     network = manyhands.load(run.path, model=Threshold()).network
     assert torch.equal(network.layers[1].weight, manyhands.load(run).network.layers[1].weight)

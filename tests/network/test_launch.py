@@ -425,7 +425,7 @@ def ten_starts_and_stops(lab):
     [
         SLOW("down", ["n2 can't be reached"]),
         ("program", ["ssh-of-mine can't be started"]),
-        ("file", ["n1, n2 and n3 have no mine.py", "--sync-code"]),
+        ("file", ["mine.py is missing in", "--sync-code"]),
         ("refused", ["n2 refuses ssh connections", "systemctl start ssh"]),
         ("key", ["the ssh host key of n2 is unknown", "ssh-keygen -R n2"]),
         SLOW("unknown", ["the name nowhere has no address"]),

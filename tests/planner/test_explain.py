@@ -73,6 +73,6 @@ def test_the_picture_has_each_layers_colours(tmp_path):
 
 
 def test_a_layer_for_another_mesh_is_refused(tmp_path):
-    with pytest.raises(UserError, match="fc has 2 letters"):
+    with pytest.raises(UserError, match="fc has 2 placements"):
         draw_plan([Layer("fc", ["o", "n"])], make_mesh({"dp": 2}), tmp_path / "plan.png")
     assert not list(tmp_path.iterdir())

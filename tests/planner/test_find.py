@@ -106,8 +106,8 @@ def test_meshes_without_a_pins_axis_are_left_out():
         (SearchRequest(4, 64, pins={"nothing": "n@dp"}), "nothing"),
         (SearchRequest(4, 64, pins={"6": "o@elsewhere"}), "elsewhere"),
         (SearchRequest(4, 64, mesh_of((2,))), "dp=2"),
-        (SearchRequest(4, 2), "2 samples"),
-        (SearchRequest(1, 2), "two processes"),
+        (SearchRequest(4, 2), "train.batch (2) is smaller"),
+        (SearchRequest(1, 2), "two or more processes"),
     ],
 )
 def test_what_cannot_be_is_said(asked, words):
@@ -164,5 +164,5 @@ def test_finalists_hold_data_parallel_and_the_best():
     assert DATA_PARALLEL in names
     assert found.chosen.name in names
     assert len(names) == 3
-    pinned = find(HEAVY, replace(found.asked, pins={"6": "o@tp"}), links=slow)
+    pinned = find(HEAVY, replace(found.request, pins={"6": "o@tp"}), links=slow)
     assert DATA_PARALLEL not in [option.name for option in pinned.finalists()]

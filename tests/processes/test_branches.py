@@ -110,7 +110,7 @@ def test_another_optimizer_starts_anew_and_that_is_said(optimizers, tmp_path):
     keys = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
     assert state[model.head.weight].keys() == keys[optimizers[1]]
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    [said] = [event["message"] for event in events if "starts anew" in event["message"]]
+    [said] = [event["message"] for event in events if "is reset" in event["message"]]
     assert said.startswith(f"the state of {optimizers[1]} is reset")
     assert min(keys[optimizers[0]]) in said
 

@@ -172,7 +172,7 @@ def _another_shape(snapshot):
         (_not_finite, "conv.weight has 1 of"),
         (_another_type, "different networks"),
         (_not_plain, "not JSON serializable"),
-        (_another_shape, "its layout says"),
+        (_another_shape, "but the layout expects"),
     ],
 )
 def test_what_is_wrong_on_one_process_is_said_on_all_and_nothing_is_written(tmp_path, how, spoil, said):

@@ -82,8 +82,8 @@ def _found(world, between=None, mode="single", **settings):
 
 
 CASES = [
-    (lambda share: StochasticDepth(share, "row"), ["Stochastic depth draws"]),
-    (DropPath, ["Stochastic depth draws"]),
+    (lambda share: StochasticDepth(share, "row"), ["Stochastic depth masks"]),
+    (DropPath, ["Stochastic depth masks"]),
     (nn.Dropout, ["Dropout masks"]),
     (Functional, ["The network's random numbers"]),
     (Attention, ["Attention dropout masks"]),

@@ -15,7 +15,6 @@ from manyhands.config.load import load_job, written_values
 from manyhands.core import devices
 from manyhands.core.folder import RunFolder
 from manyhands.core.processor import Processor
-from manyhands.planner import op_times
 from manyhands.report.changes import changes_since
 from manyhands.train.data_setup import Objects
 from manyhands.train.saving import finish_save, save
@@ -31,8 +30,7 @@ DECIDED = ("train.precision", "train.channels_last")
 def own_cache(tmp_path, monkeypatch):
     """What was measured on this machine before decides nothing here; its processor is one that knows bf16."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for module in (devices, op_times):
-        monkeypatch.setattr(module, "this_processor", lambda: Processor("some", True))
+    monkeypatch.setattr(devices, "this_processor", lambda: Processor("some", True))
     return tmp_path / "cache" / "manyhands" / "planner"
 
 
@@ -256,8 +254,7 @@ def test_a_network_that_cannot_run_otherwise_stays_as_it_is_and_one_line_says_so
 
 
 def test_a_processor_without_bf16_takes_fp32_and_bf16_is_not_even_tried(tmp_path, own_cache, monkeypatch):
-    for module in (devices, op_times):
-        monkeypatch.setattr(module, "this_processor", lambda: Processor("old", False))
+    monkeypatch.setattr(devices, "this_processor", lambda: Processor("old", False))
     assert {one[0] for one in run_on_ranks(_decide, 2, str(tmp_path / "run"))} == {"fp32"}
     (file,) = own_cache.iterdir()
     assert "bf16" not in file.read_text()

@@ -384,7 +384,7 @@ def test_a_loop_of_ones_own_says_first_how_long_an_epoch_is_expected_to_take(cap
 
 def test_a_plain_mistake_is_said_in_words():
     s, net = _session(World()), _network().double()
-    with pytest.raises(UserError, match=r"call session\.prepare"):
+    with pytest.raises(UserError, match=r"session\.prepare was not called"):
         s.backward(torch.zeros(()))
     model, optimizer, batches = s.prepare(net, torch.optim.SGD(net.parameters(), 0.1), _data(), batch=17)
     with pytest.raises(UserError, match="outside the loop"):

@@ -153,7 +153,7 @@ def test_without_what_each_had_alone_a_run_goes_on_from_the_agreed_network(size,
     answers = run_on_ranks(_train, size, str(tmp_path / "other"), TOTAL, settings)
     assert all(answer[0] == SAVED and _equal(answer[1], answers[0][1]) for answer in answers)
     said = [event["message"] for event in _events(tmp_path / "other", "warning")]
-    assert any("agreed network" in message for message in said) == (method != "allreduce" and size > 1)
+    assert any("without the rank state" in message for message in said) == (method != "allreduce" and size > 1)
 
 
 class _Overflowing(_Network):
@@ -212,7 +212,7 @@ def test_what_another_method_held_back_is_left_and_said(before, after, tmp_path)
     answers = run_on_ranks(_train, 2, str(tmp_path / "other"), TOTAL, OTHER[after])
     assert all(answer[0] == SAVED and _equal(answer[1], answers[0][1]) for answer in answers)
     said = [event["message"] for event in _events(tmp_path / "other", "warning")]
-    assert any("agreed network" in message and "made otherwise" in message for message in said)
+    assert any("rank state" in message and "other settings" in message for message in said)
 
 
 @pytest.mark.parametrize("name", ["powersgd", "lowrank"])
@@ -224,7 +224,7 @@ def test_what_another_version_kept_with_factors_is_left_and_said(name, tmp_path)
     answers = run_on_ranks(_train, 2, str(tmp_path / "other"), TOTAL, METHODS[name])
     assert all(answer[0] == SAVED and _equal(answer[1], answers[0][1]) for answer in answers)
     said = [event["message"] for event in _events(tmp_path / "other", "warning")]
-    assert any("agreed network" in message and "format of factors" in message for message in said)
+    assert any("rank state" in message and "factor" in message for message in said)
 
 
 def _as_before_factors_had_a_format(path):

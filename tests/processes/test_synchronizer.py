@@ -144,7 +144,7 @@ class _Paced:
         compressor = compressor_named("int4", [(4,)], rank=1, seed=0, device="cpu", dtype=torch.float32)
         self.steps = LocalSteps(tensors, Buffers([], SyncGroup()), SyncGroup(), compressor, pace_of(cost, options))
         hosts = [f"host-{rank}" for rank in range(size)]
-        self.steps.use_balanced_shares = Pacer(self.steps, cost, options, total_steps, compressing_s=0.0)
+        self.steps.adapt = Pacer(self.steps, cost, options, total_steps, compressing_s=0.0)
         self.watcher = Watcher(self.steps, cost, World(0, size), hosts)
 
     def agree(self, exchange_s, *others_s):

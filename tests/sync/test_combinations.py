@@ -36,7 +36,7 @@ def test_words_that_name_nothing_are_refused_with_a_suggestion():
     with pytest.raises(UserError, match="no parallel mode") as caught:
         resolve_mode("dta", World())
     assert 'did you mean "data"?' in caught.value.hints
-    with pytest.raises(UserError, match="single is one process"):
+    with pytest.raises(UserError, match="single is for one process"):
         resolve_mode("single", World(0, 2))
 
 
@@ -49,7 +49,7 @@ def test_auto_goes_with_every_mode_and_leaves_no_choice_where_there_is_none(mode
 def test_a_refusal_names_a_mode_that_takes_the_method():
     with pytest.raises(UserError, match="fsdp can't be combined with local") as caught:
         check_combination("local", "fsdp")
-    assert caught.value.hints == ("--parallel data", "--sync allreduce")
+    assert caught.value.hints == ("set --parallel data", "set --sync allreduce")
 
 
 @pytest.mark.parametrize("method", module_names(METHODS))

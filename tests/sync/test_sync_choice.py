@@ -205,7 +205,7 @@ def test_a_decision_does_not_outlive_what_rules_it_out():
 
 def test_a_line_carries_less_than_its_name_says():
     assert 0.9e9 / 8 < named_link("1gbit").bytes_per_s < 1e9 / 8
-    with pytest.raises(UserError, match="no speed"):
+    with pytest.raises(UserError, match="is not a link speed"):
         named_link("fast")
 
 
