@@ -37,7 +37,7 @@ def test_a_test_folder_beside_train_and_val_is_evaluated_at_the_end(here):
     assert run.test.count == 9 * len(LEVELS)
     assert run.best.count == run.final.count == 4 * len(LEVELS)
     (told,) = events("run", "tested")
-    assert "decided nothing" in told["message"]
+    assert "held-out samples" in told["message"]
     read = read_run(run.path)
     assert any(line.startswith("test  top-1") for line in result_lines(read))
     assert result_object(read)["test_top1"] == run.test.top1

@@ -111,7 +111,7 @@ def test_it_makes_the_updates_of_a_plain_loop_shows_its_rates_and_goes_on_exactl
     for steps in (3, 0):
         manyhands.fit(parted, DATA, DATA, out=tmp_path / "parted", checkpoint__resume="auto", max_steps=steps,
                       **own, **OPTIONS)  # fmt: skip
-    assert "starts anew" not in (tmp_path / "parted" / "events.jsonl").read_text()
+    assert "is reset" not in (tmp_path / "parted" / "events.jsonl").read_text()
     assert all(torch.equal(parted.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
     assert rates(tmp_path / "parted") == {step: pytest.approx(wanted[step], rel=1e-12) for step in range(1, 7)}
 
@@ -151,7 +151,7 @@ def test_another_schedule_may_take_over_and_the_optimizer_keeps_its_state(tmp_pa
     manyhands.fit(network(), DATA, DATA, schedule=SCHEDULES["one cycle, which moves momentum too"][0], max_steps=3,
                   **again)  # fmt: skip
     manyhands.fit(network(), DATA, DATA, schedule="constant", **again)
-    assert "starts anew" not in (tmp_path / "run" / "events.jsonl").read_text()
+    assert "is reset" not in (tmp_path / "run" / "events.jsonl").read_text()
     assert rates(tmp_path / "run")[6] == 0.2
 
 

@@ -49,7 +49,7 @@ def test_a_run_with_unequal_shares_is_the_undisturbed_run(tmp_path):
         pytest.param("[24,8]", ("--sync", "local"), "normalises each process's own", marks=pytest.mark.slow),
         pytest.param("[24,8]", ("--parallel", "semi"), "--parallel semi splits each batch", marks=pytest.mark.slow),
         pytest.param("auto", ("--parallel", "fsdp"), "their speed can't be measured", marks=pytest.mark.slow),
-        pytest.param("auto", ("--parallel", "semi"), "under semi processes compute", marks=pytest.mark.slow),
+        pytest.param("auto", ("--parallel", "semi"), "--parallel semi splits each batch", marks=pytest.mark.slow),
     ],
 )
 def test_what_can_not_be_is_refused_in_one_screen(shares, more, what, tmp_path):

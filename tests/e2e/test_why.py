@@ -142,7 +142,7 @@ def test_a_run_that_was_killed_from_outside_has_no_record_of_an_end(here):
     assert len(set(_all_steps())) < len(_all_steps()) or saved + 1 == before
     assert counted == sorted(set(counted))
     named("run stopped after")
-    assert f"done: steps {saved + 1} to {before} are undone" in why()
+    assert f"done: steps {saved + 1} to {before} were not saved and are repeated" in why()
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_one_closed_port_that_the_job_names(lab, here):
     told = doctor(lab, "digits", "mlp", "--set", f"cluster.init=tcp://{lab.address(1)}:29500", code=3)
     assert failing(told) == [("port", ["n1"])]
     assert "port 29500 of n1" in of(told, "port")[0]["what"]
-    assert "n3 does not reach it (timeout)" in of(told, "port")[0]["what"]
+    assert "n3 can't connect (timeout)" in of(told, "port")[0]["what"]
 
 
 def test_ssh_that_refuses_that_does_not_know_the_user_and_a_changed_key(lab, here):

@@ -74,7 +74,7 @@ def test_a_head_passes_on_where_it_is_told_to(rented, here, near):
     assert "--relay" in refused.err
     ended = run("launch", *SHORT, *hosts(rented), "--relay", "--out", "far")
     assert ended.code == 0, ended.err
-    assert "by way of this machine" in ended.err
+    assert "through this machine" in ended.err
     assert_equal_weights(final_weights("far"), near)
     nothing_left(rented)
 
@@ -122,7 +122,7 @@ def test_a_machine_of_the_run_passes_on_and_a_lost_tunnel_is_dug_anew(rented, he
         os.kill(tunnels(rented, 1)[0], signal.SIGKILL)
         ended = finish(process)
     assert ended.code == 0, ended.err
-    assert "n1:31234–n3:31234 by way of n2:31234" in ended.err
+    assert "n1:31234–n3:31234 through n2:31234" in ended.err
     assert len(events("far", "restarted")) == 1, ended.err
     assert "tunnel" in events("far", "restarted")[0]["message"]
     nothing_left(rented)

@@ -120,7 +120,7 @@ def test_what_was_frozen_trains_once_it_is_no_longer(tmp_path):
     state, after = _resume(tmp_path, 4, "sgd")
     assert state[after.body.weight]["momentum_buffer"].any()
     assert not torch.equal(before.body.weight, after.body.weight)
-    assert "starts anew" not in (tmp_path / "events.jsonl").read_text()
+    assert "is reset" not in (tmp_path / "events.jsonl").read_text()
 
 
 class Masked(nn.Module):

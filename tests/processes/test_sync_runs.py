@@ -125,7 +125,7 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_all_processes_end_with_one_ne
     for part in ("frozen.weight", "unused.weight"):
         assert torch.equal(whole[0][1][part].float(), initial[part])
     assert not torch.equal(whole[0][1]["body.0.weight"].float(), initial["body.0.weight"])
-    assert not any("agreed network" in event["message"] for event in _events(tmp_path / "killed", "warning"))
+    assert not any("without the rank state" in event["message"] for event in _events(tmp_path / "killed", "warning"))
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
