@@ -239,7 +239,7 @@ def test_002_a_rank_that_cannot_be_debugged_is_refused(here):
     command = ("train", "digits", "mlp", "-n", "2", "--device", "cpu", "--epochs", "1", *QUICK, "--out")
     ended = run(*command, "one", "--debug-rank", "2")
     assert ended.code == 2
-    assert "rank 2 doesn't exist: the ranks are 0 … 1" in ended.err
+    assert "there is no rank 2 to debug: the ranks are 0 … 1" in ended.err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ended = run(*command, "two", "--debug-rank", "1", "--cluster.debug-port", taken.getsockname()[1])
     assert ended.code == 2
