@@ -22,7 +22,7 @@ class Heartbeat(BaseModel):
     """Where a process is."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
-    count: int  # of its pulses; one that doesn't grow any more is a process that doesn't run
+    count: int  # of heartbeats; where it stops growing, the process doesn't run
     step: int  # updates made
     phase: Annotated[str, Field(max_length=100), AfterValidator(plain)]  # what it is at: train, data, evaluate, save
     still_s: _Seconds  # since it last got on
@@ -44,16 +44,16 @@ class Heartbeat(BaseModel):
 
 
 def leave_path(folder: Path) -> Path:
-    """Is there once the processes of a machine, whose pulses are in that folder, should give up waiting for others."""
+    """A file that exists once the processes with heartbeats in that folder should stop waiting for their peers."""
     return folder / "leave"
 
 
 class Seen(Heartbeat):
-    """A pulse, and what the agent of its machine sees from outside."""
+    """A heartbeat, and what the agent of its machine sees from outside."""
 
     rank: int  # whose it is
     pid: int  # of the process
-    quiet_s: float  # since its last pulse
+    quiet_s: float  # since its last heartbeat
     stopped: bool  # True where the system doesn't let it run: SIGSTOP, or a debugger
 
     @property
@@ -63,5 +63,5 @@ class Seen(Heartbeat):
 
 
 def rescue_path(folder: Path, rank: int) -> Path:
-    """Is there once a process whose peer has failed saves what it has; in the folder of its pulse."""
+    """A file that exists once a process whose peer has failed saves its state; beside its heartbeat."""
     return folder / f"{rank}.saves"

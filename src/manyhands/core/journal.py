@@ -26,7 +26,7 @@ _MOST_WAITING = 10_000
 
 
 class Journal:
-    """The run's own diary.
+    """The events of a run.
 
     A full disk neither ends the run nor tears a hole into its records: they wait, and are written in their order as
     soon as there is room. Of more than ten thousand the oldest are left out.

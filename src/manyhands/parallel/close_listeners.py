@@ -1,4 +1,4 @@
-"""Closes what this process listens on to newcomers, once all that are to come have come.
+"""Stops listening for new processes once all processes of the run have connected.
 
 gloo keeps a port open for as long as a group lives, though nobody rightly comes after its forming; who does may fill
 the process's table of open files. A filter that lets nothing through is laid on the listening socket: its owner notices

@@ -81,7 +81,7 @@ def note_head(job: Job, folder: RunFolder, error: Exception) -> None:
 
 @contextmanager
 def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
-    """What ends the block, where no process trains, is in the run's diary: a failure, or the user's wish to stop.
+    """Records in the run's events what ends the block while no process trains: a failure or a request to stop.
 
     Raises:
         ManyhandsError: the user stopped it.

@@ -23,7 +23,7 @@ REPLACED = "another launcher has taken over the run"
 
 
 class FoldersOfRun:
-    """The run folder on each machine of a crew; `receiver` keeps the records that come into the head's `folder`."""
+    """The run folder on each machine; `receiver` writes the records that arrive into the head's `folder`."""
 
     def __init__(self, agents: AgentLinks, folder: RunFolder, receiver: Receiver, pending: PendingMachines) -> None:
         self._agents, self._folder, self._receiver, self._pending = agents, folder, receiver, pending

@@ -218,7 +218,7 @@ def gone_on_with(job: Job) -> Job:
 
 
 def _note(folder: RunFolder, kind: str, cause: Failure | None, number: int, message: str, step: int | None) -> None:
-    """In the diary; the failed processes' own records make room for those of the next start."""
+    """Adds an event, and removes the failed processes' own records for those of the next start."""
     rank, at = (cause.rank, cause.time) if cause else (0, time.time())
     with suppress(OSError):
         append(

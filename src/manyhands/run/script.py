@@ -61,7 +61,7 @@ def stopping(job: Job, usual: str) -> str:
 
 
 def note_end(job: Job, folder: RunFolder, ending: Ending) -> None:
-    """Writes into the run's diary how it ended, where that isn't a failure, whose first cause is found elsewhere.
+    """Records in the run's events how the run ended; failures are recorded elsewhere.
 
     Raises:
         ManyhandsError: the user stopped it.

@@ -74,7 +74,7 @@ class HeartbeatWriter:
 
     @contextlib.contextmanager
     def beating(self, phase: Callable[[], str]) -> Generator[None]:
-        """Writes pulses for the agent that started this process, if one did, as long as the block lasts."""
+        """Writes heartbeats for the agent that started this process, if any, as long as the block lasts."""
         path = os.environ.get(HEARTBEAT_FILE)
         if not path:
             yield

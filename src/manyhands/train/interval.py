@@ -68,7 +68,7 @@ class SaveInterval:
     """Seconds between checkpoints, as rank 0's clock counts them: what it says all learn with the next status.
 
     Args:
-        folder: of the run, whose diary tells of earlier starts.
+        folder: the run folder, whose events record earlier starts.
         world: how many machines there are.
     """
 

@@ -1,4 +1,4 @@
-"""What the agent of a machine sees of its processes: their pulses, and whether the system lets them run."""
+"""An agent's view of the processes on its machine: their heartbeats, and whether the system lets them run."""
 
 import contextlib
 import time
@@ -19,7 +19,7 @@ _BEFORE_THE_FIRST = Heartbeat(count=0, step=0, phase="build", still_s=0.0, usual
 
 
 def heartbeat_path(scratch: Path, rank: int) -> Path:
-    """Where a process leaves its pulse."""
+    """The file of a process's heartbeat."""
     return scratch / f"{rank}.heartbeat"
 
 
@@ -37,7 +37,7 @@ class HeartbeatMonitor:
     """Looks after the processes of this machine.
 
     Args:
-        scratch: where they leave their pulses.
+        scratch: the folder of their heartbeats.
         pids: by rank.
     """
 

@@ -79,7 +79,7 @@ class _Login:
 
 
 def join_through_ssh(agents: AgentLinks, options: ClusterOptions, head: Tunnels) -> TunnelRoutes:
-    """Makes a way through ssh between any two machines of a crew.
+    """Opens ssh tunnels between any two of the machines.
 
     Args:
         agents: their agents, which hold the tunnels until they are opened anew.

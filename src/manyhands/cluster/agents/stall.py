@@ -1,4 +1,4 @@
-"""Tells from all processes' pulses that a run stands still, and who it is that the others wait for."""
+"""Detects a stalled run from worker heartbeats and identifies the rank the others are waiting for."""
 
 import time
 from collections import deque
