@@ -72,7 +72,7 @@ def test_out_of_memory_says_what_fits_and_that_is_right():
     assert_one_screen(ended.err)
     assert "\nmanyhands: out of memory at 64 pictures in one pass: CUDA out of memory" in ended.err
     assert ended.err.index("manyhands: out of memory") < ended.err.index("Traceback")
-    assert "--set train.micro_batch=16: the global batch stays 128" in ended.err
+    assert "add --set train.micro_batch=16; the global batch stays 128" in ended.err
     assert "--set train.norm_group=16" in ended.err
     fitting = ["--set", "train.micro_batch=16", "--set", "train.norm_group=16", "--set", "train.evaluate_batch=128"]
     ended = run("train", "digits", f"{NETS}:Hungry", "-n", "2", "--batch", "128", "--out", "run2", *LONG, *fitting)
@@ -101,7 +101,7 @@ def test_a_full_disk_costs_the_checkpoints_and_not_the_run(small_disk):
     assert ended.err.count("evaluated=360") == 3
     assert "the disk is full" in ended.err
     warnings = [event["message"] for event in events(small_disk / "run", "warning")]
-    assert any("no checkpoint at step" in text for text in warnings)
+    assert any("the checkpoint was not saved at step" in text for text in warnings)
     assert not list((small_disk / "run" / "checkpoints").glob("*"))
 
 

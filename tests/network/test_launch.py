@@ -428,7 +428,7 @@ def ten_starts_and_stops(lab):
         ("file", ["mine.py is missing in", "--sync-code"]),
         ("refused", ["n2 refuses ssh connections", "systemctl start ssh"]),
         ("key", ["the ssh host key of n2 is unknown", "ssh-keygen -R n2"]),
-        SLOW("unknown", ["the name nowhere has no address"]),
+        SLOW("unknown", ["nowhere can't be resolved to an address"]),
         SLOW("python", ["n1 has no Python with manyhands", "--cluster.python"]),
         SLOW("firewall", ["n2"]),
     ],

@@ -51,7 +51,7 @@ def test_a_wrong_file_and_an_unknown_name_are_told(own, content):
     own.write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=r"device-models\.toml|mine") as error:
         device_model("mine")
-    assert str(own) in f"{error.value.where} {error.value.what}"
+    assert str(own) in f"{error.value.where} {error.value.message}"
     own.unlink()
     with pytest.raises(UserError, match="h1000") as error:
         device_model("h1000")
