@@ -188,7 +188,7 @@ def test_too_little_space_is_seen_before_writing(tmp_path: Path, snapshot: Snaps
     monkeypatch.setattr(refuse.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
     with pytest.raises(SaveError, match="disk is full") as caught:
         save(tmp_path, 5, snapshot)
-    assert "training can go on" in str(caught.value)
+    assert "training can continue" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
