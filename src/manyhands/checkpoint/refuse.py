@@ -44,6 +44,9 @@ def save_error(folder: Path, error: OSError) -> SaveError:
     """The error for users; says what the disk said."""
     text = error.strerror or str(error)
     if error.errno in _FULL:
-        hints = ("free some space, or point --out at another disk", "earlier checkpoints are kept; training can continue")
+        hints = (
+            "free some space, or point --out at another disk",
+            "earlier checkpoints are kept; training can continue",
+        )
         return SaveError(f"the disk is full: {text}", str(folder), hints)
     return SaveError(f"writing failed: {text}", str(folder), ("earlier checkpoints are kept",))

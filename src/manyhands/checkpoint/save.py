@@ -295,7 +295,7 @@ def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayo
         return TensorEntry(element_type(tensor.dtype), unsharded(shape))
     what = f"rank {rank} holds {list(shape)} of {name}, but the layout expects {list(expected)}"
     raise RunError(
-        what, name, ("use sgd or adamw, or shard nothing: this optimizer's state can't be sharded like the parameters",)
+        what, name, ("use sgd or adamw, or don't shard: this optimizer's state can't be sharded like the parameters",)
     )
 
 

@@ -39,7 +39,9 @@ class TrainOptions(Options):
     epochs: int = Field(default=10, ge=0, le=1_000_000, description="passes over the training data")
     batch: int = Field(default=128, ge=1, description="samples per update over all processes")
     micro_batch: int = Field(
-        default=0, ge=0, description="samples per pass of a process at most (gradient accumulation); 0: entire share"
+        default=0,
+        ge=0,
+        description="maximum samples per pass on each process; gradients of several passes accumulate; 0: no limit",
     )
     optimizer: str = Field(
         default="sgd", description="sgd (with momentum), adamw, or your own file.py:function of the parameters"
@@ -74,8 +76,8 @@ class TrainOptions(Options):
     compile: bool = Field(default=False, description="compile the training passes with torch.compile")
     norm_group: int | Literal["global", "local"] = Field(
         default=32,
-        description="samples of the global batch over which BatchNorm computes its statistics; global: all samples; "
-        "local: the samples of each process, so that the result depends on the number of processes",
+        description="number of samples of the global batch in each group that BatchNorm computes statistics of; "
+        "global: the whole batch; local: each process's own samples, so that results depend on the number of processes",
     )
     stop_after_bad: int = Field(
         default=3,
@@ -105,7 +107,9 @@ class TrainOptions(Options):
     )
     audit_every: int = Field(default=500, ge=0, description="steps between checks that replicas are equal; 0: never")
     max_steps: int = Field(default=0, ge=0, description="stop after this many updates; 0: no limit")
-    start_epoch: int = Field(default=0, ge=0, description="number of the first epoch without a checkpoint")
+    start_epoch: int = Field(
+        default=0, ge=0, description="number of the epoch to start from if no checkpoint is loaded"
+    )
 
     @property
     def built_in(self) -> bool:
@@ -261,7 +265,7 @@ class ClusterOptions(Options):
 
     @property
     def through_ssh(self) -> bool:
-        """True where machines are to be joined through ssh, whether or not another network joins them."""
+        """True if the processes of different machines must connect through ssh."""
         return self.interface == "ssh"
 
     @property
@@ -296,7 +300,12 @@ class SubmitOptions(Options):
     """Resources requested from a scheduler (`launch --on`)."""
 
     nodes: int = Field(default=1, ge=1, le=100_000, description="number of machines")
-    accelerators: int = Field(default=0, ge=0, le=1024, description="accelerators per machine, each with one process")
+    accelerators: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="accelerators to request per machine; 0: one per process if --device names a type",
+    )
     time_limit: str = Field(
         default="",
         pattern=r"^[0-9:-]*$",

@@ -67,7 +67,7 @@ class Mesh:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place(self, axes: Iterable[int], rank: int) -> int:
-        """A rank's place among the processes along several axes (by number, ascending), major to minor."""
+        """The index of a rank in its group along some axes, given in ascending order; the first varies slowest."""
         place = 0
         for axis in axes:
             place = place * self.sizes[axis] + self.coordinates(rank)[axis]

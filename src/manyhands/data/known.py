@@ -169,7 +169,7 @@ def _no_folder(name: str, place: Path) -> UserError:
     own = "a function that returns (train, test): file.py:function"
     if place.suffix in {".yaml", ".yml"} and place.is_file():
         hints = ("write the job in TOML: manyhands train job.toml", f"or {folder}")
-        return UserError(f"{name} is a YAML file; manyhands reads no YAML", "data.name", hints)
+        return UserError(f"{name} is a YAML file, which manyhands doesn't read", "data.name", hints)
     if place.is_file():
         hints = (folder, f"or read the file in {own}")
         return UserError(f"{name} is a file, not a folder", "data.name", hints)

@@ -47,7 +47,7 @@ class DataOptions(Options):
         default=0, ge=0, le=1024, description="decoding processes per machine, for all of its ranks; 0: as workers says"
     )
     memory_limit_mib: int = Field(
-        default=2048, ge=0, description="keep decoded pictures in memory if equally sized and up to so many MiB"
+        default=2048, ge=0, description="keep decoded pictures of one size in memory if they take at most this many MiB"
     )
     train_samples: int = Field(default=0, ge=0, description="number of training samples to use, spread evenly; 0: all")
     test_samples: int = Field(default=0, ge=0, description="number of test samples to use, spread evenly; 0: all")

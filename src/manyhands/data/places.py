@@ -33,7 +33,11 @@ def own_folder(name: str) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if is_ours_alone(folder) and not any(others_move(place.stat()) for place in folder.resolve().parents):
             return folder
-    raise UserError("other users can change the code folder", str(folder), ("set MANYHANDS_CACHE to a private folder",))
+    raise UserError(
+        "other users can write to the folder that manyhands loads code from",
+        str(folder),
+        ("set MANYHANDS_CACHE to a private folder",),
+    )
 
 
 def others_move(folder: os.stat_result) -> bool:

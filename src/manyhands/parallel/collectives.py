@@ -30,11 +30,11 @@ def _known(operation: str, what: str) -> Any:
 
 
 class Subgroup:
-    """Some of the processes, and what they can do together. Made by all processes of a run, in the same order.
+    """A group of processes and its collectives. All processes of the run must create it, in the same order.
 
     Attributes:
-        ranks: ranks in the whole run of the members, in order.
-        rank: this process's place among them, or -1 when it is not a member.
+        ranks: the members' ranks in the run, in order.
+        rank: this process's index in the group, or -1 if it is not a member.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, handle: Any) -> None:
@@ -55,7 +55,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def reduce(self, tensor: Tensor, target: int = 0, operation: Operation = "sum") -> Tensor | None:
-        """The members' tensors put together, on member `target` alone; the others get None."""
+        """Combines the members' tensors by `operation` on member `target`; returns None on the others."""
         receiver, result = self._rank_of(target, "reduce"), _own_copy(tensor)
         put_together = _known(operation, "reduce")
         if self.size > 1:
@@ -85,7 +85,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def gather(self, tensor: Tensor, target: int = 0) -> Tensor | None:
-        """The members' tensors, stacked in their order [size, …], on member `target` alone; the others get None."""
+        """Stacks the members' tensors in order, [size, …], on member `target`; returns None on the others."""
         receiver, mine = self._rank_of(target, "gather"), _own_copy(tensor)
         if self.size == 1:
             return mine[None]

@@ -119,7 +119,7 @@ def _present_world() -> World:
 
 
 class Axis:
-    """One axis of a mesh, or several as if they were one. On one process every method gives back what it got.
+    """One axis of a mesh, or several as if they were one. On one process every method returns its input.
 
     Every process along the axis must call the same methods in the same order.
     """
@@ -199,10 +199,9 @@ class Axis:
         return piece.clone(memory_format=torch.contiguous_format), Mark((*cuts, (dim, self.names)), shape)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Where a whole value goes into work that is split over the axis: forward nothing, backward an all-reduce.
+        """Marks x as the input of work that is split over the axis: identity in forward, all-reduce in backward.
 
-        Each process uses all of x for its part of the work, so what comes back to it is a part of x's gradient; the
-        gradient is their sum. Conjugate of `all_reduce`.
+        Each process computes only a part of x's gradient; the all-reduce sums the parts. Conjugate of `all_reduce`.
         """
         return self._turn(x, ("R", "R"), ("R", "P"), x.shape)
 

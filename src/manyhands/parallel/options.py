@@ -24,7 +24,8 @@ class ParallelOptions(Options):
     """Where tensors live, and which process does which part of the work."""
 
     mode: str = Field(
-        default=USUAL_MODE, description=f"{', '.join(module_names(MODES))}; {MODE_OF_SEARCHES}: chosen by a search"
+        default=USUAL_MODE,
+        description=f"how to parallelize: {', '.join(module_names(MODES))}; {MODE_OF_SEARCHES}: the fastest of a search",
     )
     mesh: str = Field(
         default="", description="mesh of processes with named axes, such as dp=2,tp=2; empty: all along one axis dp"

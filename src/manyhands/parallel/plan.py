@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def fallback(self) -> str:
-        """The strategy of ops that nothing matches: samples, over all axes, unless the plan says otherwise."""
+        """The strategy of ops that no pattern matches; by default the samples are split over all axes."""
         return self.default or f"n@{','.join(self.mesh.names)}"
 
     def record(self) -> PlanRecord:

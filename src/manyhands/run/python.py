@@ -85,7 +85,7 @@ class Run:
 
     @property
     def shares(self) -> list[int]:
-        """Samples of each update per process, by rank, at the end of the run."""
+        """The number of samples of each process in an update, by rank, at the end of the run."""
         return samples_of_each(read_run(self.path))
 
     def report(self) -> Path:
@@ -361,7 +361,7 @@ def load(
     Args:
         run: a Run, a run folder or a checkpoint.
         which: "best" or "last", if `run` is a run.
-        model: a network to load the weights into, needed if the run was trained on an object; or a network name.
+        model: a network to load the weights into, or its name; required if the run trained a Python object.
         device: torch device of the network.
 
     Returns:

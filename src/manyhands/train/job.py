@@ -187,7 +187,9 @@ def refuse_uncuttable(job: Job, plan: Plan | None, mode: str, journal: Journal, 
         return
     if job.checkpoint.pth_tar:
         hints = ("remove checkpoint.pth_tar, and after training run: manyhands checkpoint merge RUN weights.pth",)
-        raise UserError("main.py's files can't hold a sharded network", "checkpoint.pth_tar", hints)
+        raise UserError(
+            "main.py's checkpoint format (.pth.tar) can't store a sharded network", "checkpoint.pth_tar", hints
+        )
     if job.train.compile:
         raise UserError("torch.compile doesn't support sharded networks", "train.compile", ("remove train.compile",))
 

@@ -33,9 +33,7 @@ def fit(trainer: Trainer) -> str:
         try:
             ended = _train(trainer, stop)
         except Interrupted:
-            trainer.journal.event(
-                "stopping", "saving; the evaluation follows when the run resumes", trainer.progress.step
-            )
+            trainer.journal.event("stopping", "saving; the pending evaluation runs on resume", trainer.progress.step)
             save_last(trainer)
             ended = "stopped"
         finish_save(trainer)

@@ -71,7 +71,7 @@ class CustomUpdate:
             with updater.gradients.own_forward(last=last):
                 yield inputs, labels
             if self._open:
-                raise UserError("the loop body ended without a call of session.backward", "samples", _LOOP)
+                raise UserError("the loop body didn't call session.backward", "samples", _LOOP)
             self._gradients = last
         if not self.made:
             raise UserError("the loop body didn't call optimizer.step() after the last micro-batch", "samples", _LOOP)

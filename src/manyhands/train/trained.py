@@ -206,5 +206,5 @@ class Transform:
             raise UserError(
                 f"{what} can't be converted, because the run's custom data set made its own tensors",
                 "",
-                ("pass tensors as the data set returns: manyhands.predict(RUN, [dataset[0][0]])",),
+                ("pass tensors like those that the data set returns: manyhands.predict(RUN, [dataset[0][0]])",),
             )

@@ -54,7 +54,9 @@ class Options(RankOptions):
     delay: int = Field(
         default=-1, ge=-1, description="local: steps that may overlap an exchange; 0: none; -1: by link speed"
     )
-    outer_lr: float = Field(default=1.0, gt=0, le=10, description="local: factor of the averaged change")
+    outer_lr: float = Field(
+        default=1.0, gt=0, le=10, description="with --sync local: learning rate of the averaged parameter change"
+    )
     outer_momentum: float = Field(
         default=0.0, ge=0, lt=1, description="local: Nesterov momentum of the averaged parameter changes"
     )
