@@ -25,7 +25,7 @@ class ParallelOptions(Options):
 
     mode: str = Field(
         default=USUAL_MODE,
-        description=f"how to parallelize: {', '.join(module_names(MODES))}; {MODE_OF_SEARCHES}: the fastest of a search",
+        description=f"how to parallelize: {', '.join(module_names(MODES))}; {MODE_OF_SEARCHES}: the fastest",
     )
     mesh: str = Field(
         default="", description="mesh of processes with named axes, such as dp=2,tp=2; empty: all along one axis dp"
