@@ -29,7 +29,7 @@ def test_a_run_goes_on_over_a_full_disk_and_its_records_are_whole_afterwards(sma
             if "is full: training continues" in line:
                 break
         filler.unlink()
-        wait_until(lambda: "no checkpoint at step" in str(events(folder, "warning")), process)
+        wait_until(lambda: "was not saved at step" in str(events(folder, "warning")), process)
         step = events(folder, "warning")[0]["step"]
         wait_until(lambda: events(folder, "saved")[-1]["step"] > step, process)
         process.terminate()

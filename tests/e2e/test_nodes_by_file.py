@@ -25,7 +25,7 @@ if __name__ == "__main__":
               "run.out": "run", "run.report": False, "cluster.device": "cpu", "data.workers": 0}
     flags = ImagenetFlags(world_size=2, rank=int(node), dist_url=url, multiprocessing_distributed=True)
     try:
-        sys.exit(train(load_job(values, environment={}).job, meeting=rendezvous_of(flags, 2, {})).exit_code)
+        sys.exit(train(load_job(values, environment={}).job, rendezvous=rendezvous_of(flags, 2, {})).exit_code)
     except ManyhandsError as error:
         sys.exit(str(error))
 """

@@ -231,7 +231,7 @@ def test_what_resume_changes_is_told_and_the_former_job_is_kept(finished):
             old,
             new,
         )
-    assert "train.lr is 0.01, and was 0.1 (from step 3 on)" in ended.err
+    assert "train.lr is 0.01, and was 0.1 (from step 3)" in ended.err
     assert job("job-1.toml")["train"]["lr"] == 0.1
     assert job()["train"]["lr"] == 0.01
 

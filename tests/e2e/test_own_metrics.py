@@ -54,7 +54,7 @@ def test_it_is_that_of_the_whole_set_in_what_fit_and_evaluate_give_and_on_the_pa
     assert told.test.metrics == wanted
     assert manyhands.evaluate(net, DATA, metrics=own).metrics == wanted
     page = told.report().read_text()
-    for figure in ("its third", "its recall", "test recall, best weights"):
+    for figure in ("best third", "best recall", "test recall, best weights"):
         assert figure in page
 
 

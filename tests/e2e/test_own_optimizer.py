@@ -168,7 +168,7 @@ def test_a_file_of_the_users_trains_several_processes_and_goes_on_at_another_num
     assert "opt.py" in more.err
     assert "is reset" not in Path("two/events.jsonl").read_text()
     Path("opt.py").write_text(OPT.replace("0.002", "0.003"))
-    assert "opt.py, since" in run("resume", "two", "-n", 1, "--epochs", 4).err
+    assert "opt.py, as two" in run("resume", "two", "-n", 1, "--epochs", 4).err
 
 
 @pytest.mark.parametrize(

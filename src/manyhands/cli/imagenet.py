@@ -23,6 +23,7 @@ NETWORKS = " | ".join(published_names()) or "a torchvision network"
 # train's flags and options, and what main.py calls them.
 _FLAGS = {
     "--init": "--dist-url",
+    "remove --device": "remove --gpu",
     "--device cpu": "--no-accel",
     "cluster.device": "--gpu",
     "cluster.backend": "--dist-backend",
