@@ -133,7 +133,7 @@ def test_a_killed_agent_is_replaced(here):
     before[0].parent().kill()
     ended = finish(training)
     assert ended.code == 0, ended.err
-    assert "the agent that watches the processes failed: it was killed by SIGKILL: restarting from" in ended.err
+    assert "the agent that watches the processes failed: the agent was killed by SIGKILL: restarting from" in ended.err
     assert not any(one.is_running() for one in before)
 
 

@@ -27,8 +27,8 @@ def test_a_run_with_unequal_shares_is_the_undisturbed_run(tmp_path):
     assert shared(uneven) == [[24, 8]]
     (told,) = (event for event in events(uneven) if event["kind"] == "shares")
     assert told["data"]["shares"] == [24, 8]
-    assert told["message"] == "of each update's 32 samples the processes take 24, 8"
-    assert "of each update's 32 samples the processes take 24, 8" in run("profile", uneven).out
+    assert told["message"] == "shares of the batch of 32 samples, by process: 24, 8"
+    assert "shares of the batch of 32 samples, by process: 24, 8" in run("profile", uneven).out
     assert json.loads(run("profile", uneven, "--json").out)["shares"] == Run(uneven, "finished").shares == [24, 8]
     wanted, got = final_weights(alone), final_weights(uneven)
     assert all((got[name] - wanted[name]).abs().max() <= 1e-9 for name in wanted)

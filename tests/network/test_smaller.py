@@ -131,7 +131,7 @@ def test_a_host_that_stood_still_and_wakes_writes_nothing_and_ends(lab, here):
         wait_until(lambda: not any(map(psutil.pid_exists, ours)), patience=2 * GONE_S)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-    assert "WARNING n1 is lost: it has been silent" in err
+    assert "WARNING n1 is lost: no message for" in err
     assert not list(here.glob("run/ranks/failures/*.json"))
     lines = [json.loads(line) for line in (here / "run/metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if line["kind"] == "step"]

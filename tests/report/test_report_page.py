@@ -296,9 +296,9 @@ def test_records_that_nobody_wrote_are_left_out_and_the_page_is_made(tmp_path, s
 
 def test_unequal_shares_stand_below_where_the_time_goes(tmp_path):
     run = FakeRun(tmp_path / "run", epochs=2, steps_per_epoch=4, record_every=1).begin()
-    run.event("shares", shares=[48, 16], step=0, message="of each update's 64 samples the processes take 48, 16")
+    run.event("shares", shares=[48, 16], step=0, message="shares of the batch of 64 samples, by process: 48, 16")
     run.train().finish()
     page = write_report(run.path).read_text(encoding="utf-8")
-    line = "Unequal shares: of each update's 64 samples the processes take 48, 16"
+    line = "Unequal shares of the batch of 64 samples, by process: 48, 16"
     below = page[page.index('<figure id="time">') :]
     assert line in unescape(below[: below.index("<h2>")])

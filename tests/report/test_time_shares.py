@@ -159,7 +159,7 @@ def test_what_each_takes_of_an_update_is_said_where_it_is_not_the_same(tmp_path)
     for passes, taken, line in (
         ([[16, 16]], [16, 16], ""),
         ([[17, 16]], [17, 16], ""),
-        ([[12, 4], [1112, 4]], [1124, 8], "of each update's 1,132 samples the processes take 1,124, 8"),
+        ([[12, 4], [1112, 4]], [1124, 8], "shares of the batch of 1,132 samples, by process: 1,124, 8"),
     ):
         run.folder.plan.write_text(json.dumps({**plan, "shares": passes}))
         assert samples_of_each(read_run(tmp_path)) == taken

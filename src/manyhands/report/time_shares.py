@@ -64,7 +64,7 @@ def unequal_line(run: RunData) -> str:
     shares = samples_of_each(run)
     if not shares or max(shares) - min(shares) <= 1:
         return ""
-    return f"of each update's {sum(shares):,} samples the processes take {', '.join(f'{one:,}' for one in shares)}"
+    return f"shares of the batch of {sum(shares):,} samples, by process: {', '.join(f'{one:,}' for one in shares)}"
 
 
 def shares_of(seconds: Mapping[str, float]) -> Seconds:
