@@ -49,7 +49,7 @@ def told(clock, *ranks, later=None):
     ("ranks", "later", "wanted", "hung"),
     [
         ([seen(0), seen(1, stopped=True, calls=-1)], {}, "waiting for rank 1 on n1 (process 101 is stopped)", True),
-        ([seen(0, quiet_s=5), seen(1, stopped=True)], {}, "(process 101 is stopped)", True),
+        ([seen(0, quiet_s=5), seen(1, stopped=True)], {}, "waiting for rank 1 on n1 (process 101 is stopped)", True),
         ([seen(0), seen(1, quiet_s=40)], {}, "waiting for rank 1 on n1 (process 101 does not respond)", True),
         ([seen(0), seen(1, calls=49)], {}, "waiting for rank 1 on n1 (blocked by a disk", True),
         ([seen(0), seen(1, calls=49, phase="data")], {}, "waiting for rank 1 on n1 (loading data)", True),

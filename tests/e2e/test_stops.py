@@ -272,7 +272,7 @@ def test_nothing_outlives_the_launcher_or_the_agent(who, here):
     if who == "agent":
         assert ended.code == 1
         assert_one_screen(ended.err)
-        assert "the agent that watches the processes failed: it was killed by SIGKILL" in ended.err
+        assert "the agent that watches the processes failed: the agent was killed by SIGKILL" in ended.err
 
 
 @pytest.mark.slow

@@ -129,16 +129,21 @@ def _why(ranks: Sequence[_Rank]) -> str:
     silent = sorted((rank for rank in ranks if rank.silent), key=lambda rank: not rank.seen.stopped)
     if silent:
         how = "is stopped" if silent[0].seen.stopped else "does not respond"
-        return f"waiting for {_names(silent)} (process {silent[0].seen.pid} {how})"
+        return _waiting_for(silent, f"process {silent[0].seen.pid} {how}")
     if rate := _moving(ranks):
         return f"no process hangs, but the network is slow ({rate / 1e6:.2g} MB/s between the processes)"
     if behind := _behind(ranks):
-        return f"waiting for {_names(behind)} ({_doing(behind[0])})"
+        return _waiting_for(behind, _doing(behind[0]))
     if busy := [rank for rank in ranks if rank.rates()[1] > _BUSY]:
         return f"still computing: {_names(busy)}"
     if len(ranks) == 1:
         return f"{ranks[0].name} is {_doing(ranks[0])}"
     return "all processes wait for each other and no data moves; check the network between the machines"
+
+
+def _waiting_for(ranks: Sequence[_Rank], why: str) -> str:
+    more = f" and {_names(ranks[1:])}" if len(ranks) > 1 else ""
+    return f"waiting for {ranks[0].name} ({why}){more}"
 
 
 def _behind(ranks: Sequence[_Rank]) -> list[_Rank]:
