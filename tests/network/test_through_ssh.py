@@ -94,7 +94,7 @@ def test_machines_that_let_each_other_in_need_no_head_between(rented, here):
     ended = run("launch", *SHORT, *large, *hosts(rented), "--out", "far")
     assert ended.code == 0, ended.err
     assert "trying ssh between the machines" in ended.err
-    assert "through ssh, n1:31234–n2:31234, n1:31234–n3:31234, n2:31234–n3:31234 straight" in ended.err
+    assert "ssh tunnels between machines: n1:31234–n2:31234, n1:31234–n3:31234, n2:31234–n3:31234 directly" in ended.err
     carried, sent = laptop_bytes(rented) - before[0], sum(map(rented.sent_bytes, rented.hosts)) - before[1]
     assert carried < 0.01 * sent, (carried, sent)
     nothing_left(rented)
