@@ -174,7 +174,7 @@ def test_products_are_cut_with_their_parameters_as_tuples_say():
         ({"cumsum": "((1,1),(1,2))"}, "reads 1 tensor(s)"),
         ({"cumsum": "((1,2),)"}, "c means nothing to it"),
         ({"relu": "((1,1),(1,2))"}, "reads 1 tensor(s)"),
-        ({"relu": "((2,1,1),)"}, "would be cut into (2, 1)"),
+        ({"relu": "((2,1,1),)"}, "would be split into (2, 1)"),
         ({"*": "h@dp"}, "don't have the letter h"),
         ({"[rc]*": "v@dp"}, "the ops relu, cumsum don't"),
         ({"matmul": "((1,1),(1,1,2))"}, "one of 2 numbers for the weight"),

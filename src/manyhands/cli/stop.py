@@ -25,7 +25,7 @@ def stop(
         headless = stop_headless(folder, say, now=now)
         end = None if headless else stop_run(head_of_active(folder), say, now=now)
     except KeyboardInterrupt:
-        say("the run will still save and stop; only this command stops waiting")
+        say("the run still ends; only this command stops waiting")
         raise
     path, saved = folder.path, saved_step(folder)
     if headless and saved is None and not now:

@@ -25,7 +25,7 @@ OWN_AVERAGE = Need("needs to replace this mode's gradient averaging", MODE)
 AVERAGE_HOOK = Need("needs a hook in this mode's gradient averaging", MODE)
 # Offered by jobs.
 OWN_STATISTICS = Need(
-    "can't normalise over the global batch, because each process makes its own updates",
+    "can't normalise over the global batch, because each process normalises its own samples",
     "train.norm_group",
     ("remove train.norm_group",),
     "not with a global norm_group",

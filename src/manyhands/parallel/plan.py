@@ -139,7 +139,7 @@ def _refuse_other_pieces(
         raise UserError(what, where, ("give a tuple for each tensor that the op reads", allowed))
     for (name, pieces), wanted in zip(read, tuples, strict=False):
         if pieces != wanted:
-            what = f"{op.name} ({op.kind}) can't be split as {tuples}: {name} would be cut into {pieces}"
+            what = f"{op.name} ({op.kind}) can't be split as {tuples}: {name} would be split into {pieces}"
             raise UserError(what, where, (allowed,))
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 HINTS = (
     ADVICE,
-    "replace fp16 by bf16 or fp32",
+    "with fp16, use bf16 or fp32 instead",
 )
 INPUT_HINTS = ("check these samples (counted from 0 in the training split) and the code that prepares samples",)
 

@@ -59,7 +59,7 @@ def make_schedule(
             scheduler = CustomScheduler(function(optimizer, **asked), optimizer)
             if scheduler.waits and not options.evaluate_every:
                 what = "the schedule needs evaluations, but evaluate_every=0 evaluates only at the end"
-                raise UserError(what, _WHERE, ("set --train.evaluate-every 1, or choose another schedule",))
+                raise UserError(what, _WHERE, ("set train.evaluate_every to 1, or choose another schedule",))
             return scheduler
         set_rates(0)
     except UserError:

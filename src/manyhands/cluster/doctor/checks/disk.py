@@ -32,5 +32,5 @@ def _full(survey: Survey, places: dict[str, Any]) -> DoctorFinding:
     severity = "fail" if any(place["free"] < NONE for place in places.values()) else "warn"
     fullest = sorted(places, key=lambda host: places[host]["free"])[:_NAMED]
     looks = (on_host(survey, host, f"df -h {places[host]['path']}") for host in fullest)
-    hints = (*(f"check the disk: {look}" for look in looks), "delete old runs and checkpoints: manyhands clean")
+    hints = (*(f"check the disk: {look}" for look in looks), "delete old runs: manyhands clean RUN --yes")
     return DoctorFinding("disk", severity, tuple(places), f"free disk space is low: {shown}", hints, "disk:full")
