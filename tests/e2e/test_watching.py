@@ -157,7 +157,10 @@ def test_logs_of_a_machine_that_is_away_are_named(here):
     (here / "run" / "machines.json").write_text(json.dumps(places))
     ended = run("logs", "run")
     assert ended.out.splitlines() == ["rank 0 | here", "rank 0 | and without an end"]
-    assert "away.invalid can't be resolved to an address; the logs of ranks 1 to 2 are in /data/run/ranks there" in ended.err
+    assert (
+        "away.invalid can't be resolved to an address; the logs of ranks 1 to 2 are in /data/run/ranks there"
+        in ended.err
+    )
     ended = run("logs", "run", "--rank", "2")
     assert ended.code == 3
     assert_one_screen(ended.err)
