@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from manyhands.core.outside import parse_json
 
 # Both ends must be of one version. It grows with every change of a message.
-VERSION = 5
+VERSION = 6
 # What may stand in one line; a machine's whole code may be in a request, a run's records in an answer.
 LONGEST_LINE = 64 * 1024 * 1024
 HINTS = ("install the same version of manyhands on all machines",)

@@ -373,7 +373,7 @@ def open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
         detached = "detach" in job.cluster.flags and folder.exists() and read_toml(folder.job).get("cluster", {})
         lock = _claim(folder, takes_over=job.cluster.detach or bool(detached and detached.get("detach")))
     if not folder.exists() or job.run.script:
-        # An earlier run's job file is replaced only once everything is known to fit (see worker/account.py).
+        # An earlier run's job file is replaced only once everything is known to fit (see worker/run_metadata.py).
         write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
     return folder, lock
 

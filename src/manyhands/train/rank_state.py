@@ -94,7 +94,7 @@ def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
     try:
         found = load(path)
     except (UserError, OSError) as error:
-        return None, str(getattr(error, "what", error))
+        return None, str(getattr(error, "message", error))
     if found.state.get("belongs_to") != belongs_to:
         return None, f"{path} belongs to another checkpoint"
     before = found.state.get("own", {})

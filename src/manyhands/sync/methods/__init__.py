@@ -6,7 +6,7 @@ What a file has:
 - `EXACT`: whether processes make the updates that one would make, but for the order of sums.
 - `NEEDS`: what it can't do without, of `core/needs.py`; empty where the parallel mode does it all.
 - `estimate(case, options) -> list[Cost]`: what it costs; one for each way in which it may be taken.
-- `make(network, party, options, cost) -> Synchronizer`: what carries it out; a collective. See `sync/synchronizer.py`.
+- `make(network, context, options, cost) -> Synchronizer`: builds it; a collective. See `sync/synchronizer.py`.
 
 What it may have:
 
