@@ -88,7 +88,7 @@ def _unrounded(kind: Any, tokens: Sequence[cyclopts.Token]) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False) -> None:
-    """Runs one command and leaves with its exit code; `handles_ctrl_c`: from now on Ctrl-C is to be told of."""
+    """Runs one command and leaves with its exit code; `handles_ctrl_c`: Ctrl-C is reported from now on."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if handles_ctrl_c:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from manyhands.core.errors import UserError
+
 
 @dataclass(frozen=True)
 class Span:
@@ -29,3 +31,10 @@ class Share:
     def count(self) -> int:
         """Samples in this share."""
         return self.stop - self.start
+
+
+def check_batch(batch: int, processes: int) -> None:
+    """Raises UserError where an update has fewer samples than processes share it."""
+    if batch < processes:
+        what = f"train.batch ({batch}) is smaller than the number of processes ({processes})"
+        raise UserError(what, "train.batch", (f"set --batch {processes} or higher", "or use fewer processes"))

@@ -219,10 +219,10 @@ def _device(process_info: ProcessInfo) -> str:
     if name == "cpu":
         return kind
     if name == "mps":
-        require_device(kind, "mps is the GPU of an Apple computer, for torch made for macOS")
+        require_device(kind, "on an Apple computer, install torch for macOS")
         if process_info.size > 1:
             what = f"{process_info.size} processes can't communicate on mps, for which torch has no collectives"
-            raise UserError(what, "cluster.device", ("-n 1", "or --device cpu"))
+            raise UserError(what, "cluster.device", ("start one process: -n 1", "or use --device cpu"))
         return name
     require_device(kind)
     if number:

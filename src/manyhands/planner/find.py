@@ -9,6 +9,7 @@ from typing import Any
 from manyhands.core.errors import UserError
 from manyhands.core.link_speeds import LinkSpeeds, links_of
 from manyhands.core.mesh import Mesh, factorisations
+from manyhands.core.shares import check_batch
 from manyhands.parallel.execute import Letters, parameter_layouts
 from manyhands.parallel.graph import LOSS, Graph
 from manyhands.parallel.options import MODE_OF_PLANS, MODE_OF_SEARCHES, SEARCH, USUAL_MODE
@@ -216,9 +217,7 @@ def _untimed(reasons: Mapping[str, str]) -> list[str]:
 def _check(request: SearchRequest) -> None:
     if request.world_size < 2:
         raise UserError("a plan needs two or more processes", "--world-size", ("set --world-size 2 or higher",))
-    if request.batch < request.world_size:
-        what = f"train.batch ({request.batch}) is smaller than the number of processes ({request.world_size})"
-        raise UserError(what, "train.batch", (f"set --batch {request.world_size} or higher", "or use fewer processes"))
+    check_batch(request.batch, request.world_size)
     if request.mesh is not None:
         request.mesh.check_size(request.world_size, "--mesh")
 

@@ -55,6 +55,7 @@ from manyhands.core.private import private_files
 from manyhands.core.registry import headed_here, registered
 from manyhands.core.resuming import OBJECTS, names_resume, resume_command
 from manyhands.core.scratch import scratch
+from manyhands.core.shares import check_batch
 from manyhands.core.shown import say
 from manyhands.core.stops import ended_like_ctrl_c, kept_step
 from manyhands.core.terms import Term, raise_term, term_in
@@ -164,9 +165,7 @@ def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
     count = job.cluster.processes
     if job.parallel.mesh and count and not (job.cluster.hosts or job.cluster.hostfile or job.cluster.world_size):
         parse_mesh(job.parallel.mesh).check_size(count)
-    if count > job.train.batch:
-        message = f"train.batch ({job.train.batch}) is smaller than the number of processes ({count})"
-        raise UserError(message, "train.batch", (f"set --batch {count} or higher", "or start fewer processes"))
+    check_batch(job.train.batch, count)
 
 
 def _refuse_missing(job: Job, objects: Any) -> None:

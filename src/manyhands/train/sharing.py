@@ -5,6 +5,7 @@ from typing import Any
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.journal import Journal
+from manyhands.core.shares import check_batch
 from manyhands.core.world import World
 from manyhands.data.order import BatchSharing, Order
 from manyhands.data.splits import Splits
@@ -45,13 +46,8 @@ def order_and_sharing(  # noqa: PLR0913 - what a batch meets before it is shared
         kept: shares of the checkpoint that the run goes on from, none where they were equal; None for a fresh start.
     """
     options = job.train
-    sharing = network.replicas(world.size)
-    if options.batch < sharing:
-        raise UserError(
-            f"train.batch ({options.batch}) is smaller than the number of processes ({sharing})",
-            "train.batch",
-            (f"set --batch {sharing} or higher", "or start fewer processes"),
-        )
+    replicas = network.replicas(world.size)
+    check_batch(options.batch, replicas)
     batch = min(options.batch, len(splits.train))
     group = 0
     # A network without BatchNorm has no groups that a pass would have to hold whole.
@@ -62,12 +58,12 @@ def order_and_sharing(  # noqa: PLR0913 - what a batch meets before it is shared
     elif options.norm_group == "global" and grouped:
         group = batch
     why = _why_equal(job, mode, network, own=own)
-    if why and sharing > 1 and job.cluster.shares not in {"equal", MACHINES}:
+    if why and replicas > 1 and job.cluster.shares not in {"equal", MACHINES}:
         hints = ("set --parallel data --sync allreduce", f"or {_EQUAL}")
         raise UserError(f"cluster.shares can't be used: {why}", _WHERE, hints)
-    shares = () if why and job.cluster.shares == MACHINES else _shares(job, sharing, journal, kept)
+    shares = () if why and job.cluster.shares == MACHINES else _shares(job, replicas, journal, kept)
     order = Order(len(splits.train), batch, options.seed, options.drop_last)
-    sharing = BatchSharing(sharing, options.micro_batch, group, aligned=not network.together, shares=shares)
+    sharing = BatchSharing(replicas, options.micro_batch, group, aligned=not network.together, shares=shares)
     within = sharing.within(most, batch)
     if within.micro_batch != sharing.micro_batch:
         journal.event("note", _passes_message(within, most, batch), 0)
@@ -84,20 +80,20 @@ def _passes_message(sharing: BatchSharing, most: int, batch: int) -> str:
     return f"a process computes {largest} samples in one pass, and {most} at the start of the run ({groups}; {more})"
 
 
-def _shares(job: Job, sharing: int, journal: Journal, kept: list[int] | None) -> tuple[int, ...]:
+def _shares(job: Job, replicas: int, journal: Journal, kept: list[int] | None) -> tuple[int, ...]:
     """What the job says of each process's samples, for so many processes; empty where they share equally."""
     shares = job.cluster.shares
     if isinstance(shares, str):
-        fits = shares != "equal" and kept and len(kept) == sharing
+        fits = shares != "equal" and kept and len(kept) == replicas
         return tuple(kept or ()) if fits else ()
     if sum(shares) != job.train.batch:
         what = f"the sum of cluster.shares {list(shares)} is {sum(shares)}, but train.batch is {job.train.batch}"
         raise UserError(what, _WHERE, (f"set --batch {sum(shares)}", "or correct the shares", f"or {_EQUAL}"))
-    if len(shares) == sharing:
+    if len(shares) == replicas:
         message = f"shares of the batch of {job.train.batch} samples, by process: {', '.join(map(str, shares))}"
         journal.event("shares", message, 0, shares=list(shares))
         return shares
-    what = f"cluster.shares has {len(shares)} number(s) for {sharing} processes"
+    what = f"cluster.shares has {len(shares)} number(s) for {replicas} processes"
     if kept is None:
         raise UserError(what, _WHERE, ("write one number for each process", f"or {_EQUAL}"))
     journal.event("warning", f"{what}; using equal shares", 0)

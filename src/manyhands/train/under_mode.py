@@ -196,10 +196,10 @@ def _start_equal(before: BeforeMode) -> None:
         UserError: the processes have other tensors, or train others.
     """
     model, world, grid, always = before.model, before.world, before.grid, before.job.parallel.parameter_broadcast
-    sharing = (
+    sharded = (
         {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
     )
-    named = {name: tensor for name, tensor in split_state(model)[0].items() if name not in sharing}
+    named = {name: tensor for name, tensor in split_state(model)[0].items() if name not in sharded}
     refuse_other_networks(model, named, world)
     if make_equal(named, world, always=always) and not always:
         before.journal.event("note", "the processes built different networks (missing seed?); all use rank 0's network")
