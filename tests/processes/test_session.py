@@ -391,7 +391,7 @@ def test_a_plain_mistake_is_said_in_words():
         optimizer.step()
     with pytest.raises(UserError, match="no run folder"):
         s.save()
-    with pytest.raises(UserError, match="ended without"):
+    with pytest.raises(UserError, match=r"didn't call session\.backward"):
         list(batches)
     samples = iter(batches)
     x, y = next(samples)
