@@ -16,8 +16,6 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
-from filelock import FileLock
-
 from manyhands.core.errors import UserError
 
 MOST_BYTES = 64 * 2**20
@@ -245,6 +243,8 @@ def one_at_a_time(
     Raises:
         UserError: the folder can't be written; with the hints.
     """
+    from filelock import FileLock  # not needed to read files, which `--help` does
+
     with usual_files():
         lock = FileLock(path.with_name(f".{path.name}.lock"))
         try:
