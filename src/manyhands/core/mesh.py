@@ -18,7 +18,7 @@ MOST_PROCESSES = 65_536
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes, major to minor: with dp=2,tp=4 ranks 0 … 3 differ in tp alone.
+    """The named axes of a mesh, major to minor: with dp=2,tp=4, ranks 0 to 3 have the same index on dp.
 
     Attributes:
         axes: (name, size) of each axis.
@@ -28,27 +28,27 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Processes in the whole mesh."""
+        """The number of processes."""
         return math.prod(size for _, size in self.axes)
 
     def check_size(self, processes: int, where: str = "parallel.mesh") -> None:
-        """Raises UserError: the number of processes isn't that of the mesh."""
+        """Raises UserError unless the mesh has this number of processes."""
         if self.size != processes:
             hints = (f"start {self.size} processes: -n {self.size}", f"or set a mesh such as --mesh dp={processes}")
             raise UserError(f"the mesh {self} is for {self.size} processes, but the run has {processes}", where, hints)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes' names, major to minor."""
+        """The names of the axes, major to minor."""
         return tuple(name for name, _ in self.axes)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The axes' sizes, major to minor."""
+        """The sizes of the axes, major to minor."""
         return tuple(size for _, size in self.axes)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """A rank's place on each axis."""
+        """Returns the index of a rank on each axis."""
         places: list[int] = []
         for size in reversed(self.sizes):
             rank, place = divmod(rank, size)
@@ -56,36 +56,36 @@ class Mesh:
         return tuple(reversed(places))
 
     def rank(self, coordinates: Iterable[int]) -> int:
-        """The rank at a place; the inverse of `coordinates`."""
+        """Returns the rank with these indices; the inverse of `coordinates`."""
         number = 0
         for place, size in zip(coordinates, self.sizes, strict=True):
             number = number * size + place
         return number
 
     def parts(self, axes: Iterable[int]) -> int:
-        """Processes along several axes, named by their numbers."""
+        """Returns the number of processes along the axes, which are given by index."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place(self, axes: Iterable[int], rank: int) -> int:
-        """The index of a rank in its group along some axes, given in ascending order; the first varies slowest."""
+        """Returns the index of a rank in its group along the axes, in ascending order; the first varies slowest."""
         place = 0
         for axis in axes:
             place = place * self.sizes[axis] + self.coordinates(rank)[axis]
         return place
 
     def peers(self, axes: Iterable[int], rank: int) -> list[int]:
-        """The ranks that differ from `rank` along these axes only, itself among them, in ascending order."""
+        """Returns the ranks of the group of `rank` along the axes, itself included, in ascending order."""
         free = set(axes)
         here = self.coordinates(rank)
         choices = [range(size) if axis in free else (here[axis],) for axis, size in enumerate(self.sizes)]
         return [self.rank(place) for place in itertools.product(*choices)]
 
     def as_dict(self) -> dict[str, int]:
-        """The axes as JSON data, in their order."""
+        """Returns the size of each axis by name, for JSON."""
         return dict(self.axes)
 
     def __str__(self) -> str:
-        """As a user writes it: dp=2,tp=2."""
+        """Formats the mesh as in job.toml: dp=2,tp=2."""
         return ",".join(f"{name}={size}" for name, size in self.axes)
 
 
@@ -104,10 +104,10 @@ def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
 
 
 def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None = None) -> Mesh:
-    """A mesh of named sizes.
+    """Creates a mesh from axis names and sizes.
 
     Raises:
-        UserError: an axis is there twice, has no process, or there are too many.
+        UserError: an axis is repeated or has no process, or there are too many axes or processes.
     """
     if not 0 < len(sizes) <= MOST_AXES or len(sizes) != (len(sizes) if count is None else count):
         hints = ("write a mesh such as dp=2,tp=2",)
@@ -129,7 +129,7 @@ def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None =
 
 
 def factorisations(world_size: int, most_axes: int = 2) -> list[Mesh]:
-    """All meshes of so many processes whose axes have more than one, named dp, tp (and tp2)."""
+    """Returns all meshes of `world_size` processes with axes named dp, tp and tp2, each longer than one."""
     names = ("dp", "tp", "tp2")
     found: list[Mesh] = []
     for count in range(1, min(most_axes, len(names)) + 1):
