@@ -18,7 +18,7 @@ MOST_PROCESSES = 65_536
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes, major to minor: with dp=2,tp=4 ranks 0 … 3 differ in tp alone.
+    """The named axes of a mesh, major to minor: with dp=2,tp=4, ranks 0 to 3 have the same index on dp.
 
     Attributes:
         axes: (name, size) of each axis.
@@ -33,22 +33,22 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes' names, major to minor."""
+        """The names of the axes, major to minor."""
         return tuple(name for name, _ in self.axes)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The axes' sizes, major to minor."""
+        """The sizes of the axes, major to minor."""
         return tuple(size for _, size in self.axes)
 
     def check_size(self, processes: int, where: str = "parallel.mesh") -> None:
-        """Raises UserError if a run has another number of processes than the mesh."""
+        """Raises UserError unless the mesh has this number of processes."""
         if self.size != processes:
             hints = (f"start {self.size} processes: -n {self.size}", f"or set a mesh such as --mesh dp={processes}")
             raise UserError(f"the mesh {self} is for {self.size} processes, but the run has {processes}", where, hints)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Returns the index of a rank along each axis."""
+        """Returns the index of a rank on each axis."""
         places: list[int] = []
         for size in reversed(self.sizes):
             rank, place = divmod(rank, size)
@@ -56,35 +56,35 @@ class Mesh:
         return tuple(reversed(places))
 
     def rank(self, coordinates: Iterable[int]) -> int:
-        """Returns the rank at some coordinates; the inverse of `coordinates`."""
+        """Returns the rank with these indices; the inverse of `coordinates`."""
         number = 0
         for place, size in zip(coordinates, self.sizes, strict=True):
             number = number * size + place
         return number
 
     def parts(self, axes: Iterable[int]) -> int:
-        """Returns the number of processes along several axes, given by their numbers."""
+        """Returns the number of processes along the axes, which are given by index."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place(self, axes: Iterable[int], rank: int) -> int:
-        """Returns the index of a rank in its group along some axes, in ascending order; the first varies slowest."""
+        """Returns the index of a rank in its group along the axes, in ascending order; the first varies slowest."""
         place, coordinates = 0, self.coordinates(rank)
         for axis in axes:
             place = place * self.sizes[axis] + coordinates[axis]
         return place
 
     def peers(self, axes: Iterable[int], rank: int) -> list[int]:
-        """Returns the ranks, `rank` included, that differ along these axes only, in ascending order."""
+        """Returns the ranks of the group of `rank` along the axes, itself included, in ascending order."""
         free, here = set(axes), self.coordinates(rank)
         choices = [range(size) if axis in free else (here[axis],) for axis, size in enumerate(self.sizes)]
         return [self.rank(place) for place in itertools.product(*choices)]
 
     def as_dict(self) -> dict[str, int]:
-        """Returns the axes as JSON data, in their order."""
+        """Returns the size of each axis by name, for JSON."""
         return dict(self.axes)
 
     def __str__(self) -> str:
-        """Formats the mesh as a user writes it: dp=2,tp=2."""
+        """Formats the mesh as in job.toml: dp=2,tp=2."""
         return ",".join(f"{name}={size}" for name, size in self.axes)
 
 
@@ -103,10 +103,10 @@ def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
 
 
 def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None = None) -> Mesh:
-    """Makes a mesh from named sizes; `count` is their number before equal names were joined.
+    """Creates a mesh from axis names and sizes; `count` is their number with repeated names.
 
     Raises:
-        UserError: an axis is there twice, has no process, or there are too many.
+        UserError: an axis is repeated or has no process, or there are too many axes or processes.
     """
     if not 0 < len(sizes) <= MOST_AXES or len(sizes) != (count or len(sizes)):
         hints = ("write a mesh such as dp=2,tp=2",)
@@ -126,7 +126,7 @@ def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None =
 
 
 def factorisations(world_size: int, most_axes: int = 2) -> list[Mesh]:
-    """Returns all meshes of so many processes whose axes have more than one, named dp, tp (and tp2)."""
+    """Returns all meshes of `world_size` processes with axes named dp, tp and tp2, each longer than one."""
     names = ("dp", "tp", "tp2")
     divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
     found = [

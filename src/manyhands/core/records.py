@@ -74,7 +74,7 @@ class PhaseMetrics(Record):
 
 
 class EvaluationMetrics(Record):
-    """One evaluation; each sample of the test split was counted exactly once."""
+    """One evaluation, in which each sample was counted once."""
 
     kind: Literal["evaluation"] = "evaluation"
     epoch: int
@@ -100,9 +100,9 @@ class Event(Record):
 
 
 class EvaluationDetail(Record):
-    """evaluations/best.json and last.json.
+    """The content of evaluations/best.json and last.json.
 
-    `confusion` is sparse: [true class, predicted class, count], counts above zero only.
+    `confusion` is sparse: [true class, predicted class, count], for counts above zero.
     """
 
     epoch: int
