@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.checkpoint.saved import kept_step, saved_step
 from manyhands.cluster.agents import memory_kills
 from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close_all
 from manyhands.cluster.agents.elastic import _last_words
@@ -23,7 +24,6 @@ from manyhands.cluster.messages import encode
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.records import Event, Failure, Running, append, read_lines
-from manyhands.core.resuming import kept_step, saved_step
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
 from manyhands.report.read import read_run

@@ -15,7 +15,8 @@ def stop(
     now: Annotated[bool, Parameter(negative="", help="end the run at once, without saving")] = False,
 ) -> int:
     """Ask an active run to save and stop, and wait for its end."""
-    from manyhands.core.resuming import resume_command, saved_step
+    from manyhands.checkpoint.saved import saved_step
+    from manyhands.core.resuming import resume_command
     from manyhands.run.find import find_run, head_of_active
     from manyhands.run.stop import stop_headless, stop_run
 

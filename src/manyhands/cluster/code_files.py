@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from manyhands.core.run_folder import holds_run
+from manyhands.cluster.folders import holds_run
 
 SUFFIXES = frozenset({".py", ".toml", ".yaml", ".yml", ".json", ".cfg", ".ini"})
 LEFT_OUT = frozenset({"runs", "node_modules", "__pycache__", "site-packages"})

@@ -277,21 +277,6 @@ def replacing(path: Path) -> Generator[Path]:
         part.replace(path)
 
 
-@contextlib.contextmanager
-def committed(path: Path) -> Generator[Path]:
-    """Does the same as `replacing` for data and caches.
-
-    Raises:
-        UserError: the file can't be written.
-    """
-    try:
-        with replacing(path) as part:
-            yield part
-    except OSError as error:
-        hints = ("free disk space or choose another folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
-        raise UserError(f"{path.name} can't be written: {error.strerror or error}", str(path), hints) from error
-
-
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
     """Writes a text file atomically, and makes its folder.
 

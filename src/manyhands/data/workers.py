@@ -1,8 +1,10 @@
 """Serves samples that must be made, with worker processes or in this one; the numbers are the same."""
 
 import functools
+import multiprocessing.util
 import os
 import sys
+import tempfile
 import threading
 import warnings
 from collections import deque
@@ -14,13 +16,17 @@ from torch.utils.data import DataLoader
 
 from manyhands.core.devices import is_accelerator
 from manyhands.core.errors import ManyhandsError, RunError
-from manyhands.core.scratch import keep_sockets_of_this_start
+from manyhands.core.scratch import of_this_start
 from manyhands.data.ahead import CopiesAhead, copied_to
 from manyhands.data.child import begin_worker
 from manyhands.data.on_demand import Answer, CustomSamples, FileSamples, Request
 from manyhands.data.transforms import Batch, Normalise
 
 _MOST_WORKERS = 8
+# The path of a Unix socket has at most 107 bytes, of which multiprocessing adds 32.
+_LONGEST_SOCKET_FOLDER = 75
+# Folders for sockets if TMPDIR is too long.
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def worker_count(wanted: int, processes: int = 1) -> int:
@@ -96,6 +102,29 @@ class WorkerFeed:
             # A fork carries the user's data set over as it is, lambdas and all.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
         )
+
+
+def keep_sockets_of_this_start() -> None:
+    """Puts the sockets of multiprocessing into the folder of this start, where killed data workers leave none behind.
+
+    multiprocessing makes its folder when a process first passes a tensor; forked processes inherit this one. If the
+    path is too long for a socket, the temporary folder or another short folder takes its place.
+
+    Raises:
+        RunError: no writable folder has a path that is short enough.
+    """
+    before = tempfile.gettempdir()
+    for place in map(str, filter(None, (of_this_start(), before, *_SHORT))):
+        if len(os.fsencode(place)) <= _LONGEST_SOCKET_FOLDER and os.access(place, os.W_OK | os.X_OK):
+            break
+    else:
+        hints = ("set a shorter path: export TMPDIR=/tmp",)
+        raise RunError(f"the path {before} is too long for Unix sockets", "TMPDIR", hints)
+    tempfile.tempdir = place
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
 
 
 class _Requests:

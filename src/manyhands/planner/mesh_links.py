@@ -4,7 +4,8 @@ import functools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from manyhands.core.link_speeds import (
+from manyhands.core.mesh import Mesh
+from manyhands.sync.link_speeds import (
     BETWEEN_MACHINES,
     WITHIN_A_MACHINE,
     LinkSpeed,
@@ -12,7 +13,6 @@ from manyhands.core.link_speeds import (
     sent_bytes,
     work_seconds,
 )
-from manyhands.core.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from manyhands.checkpoint.saved import saved_step, unsaved
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError
 from manyhands.core.records import REPLACED, Event, Failure, append, read_lines, write_json
-from manyhands.core.resuming import saved_step, unsaved
 from manyhands.core.run_folder import RunFolder
 
 # What says whether the processes of the last start have come to a stop.
@@ -17,7 +17,7 @@ _TURNS = {"started", "stopping", "stopped"}
 
 
 def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> ManyhandsError:
-    """Records and returns the error of a run that the user stopped without a save; see `core.resuming.unsaved`."""
+    """Records and returns the error of a run that the user stopped without a save; see `checkpoint.saved.unsaved`."""
     step = saved_step(folder)
     error = unsaved(folder.path, step, hung, idle=idle)
     kind = "stopped" if error.exit_code == EXIT_SAVED else "interrupted"

@@ -8,8 +8,9 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from manyhands.cluster.folders import holds_run
 from manyhands.core.files import free_name
-from manyhands.core.run_folder import RunFolder, holds_run
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import request_stop
 
 # Seconds between two looks, and how long a job file may be missing while it is replaced.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from manyhands.checkpoint.saved import saved_step
 from manyhands.cluster.agents.assemble import AgentLinks, assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.claim import run_id
 from manyhands.cluster.agents.code import code_files
@@ -20,7 +21,6 @@ from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.records import read_lines
-from manyhands.core.resuming import saved_step
 from manyhands.core.run_folder import RunFolder
 from manyhands.report.terminal import Screen
 from manyhands.run.doctor import LISTENING, facts_wanted

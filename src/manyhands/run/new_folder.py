@@ -7,8 +7,9 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
+from manyhands.cluster.folders import writing_into
 from manyhands.core.errors import UserError
-from manyhands.core.run_folder import RunFolder, writing_into
+from manyhands.core.run_folder import RunFolder
 
 
 def free_run_folder(base: Path, data: str, model: str, now: datetime) -> Path:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from manyhands.checkpoint.saved import saved_step
 from manyhands.cluster.agents.assemble import AgentLinks
 from manyhands.cluster.agents.claim import Term, raise_term, term_in
 from manyhands.cluster.agents.code import with_absolute_paths
@@ -20,7 +21,6 @@ from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import with_machines
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.core.resuming import saved_step
 from manyhands.core.run_folder import RunFolder
 from manyhands.parallel.ports import loopback_interface
 from manyhands.parallel.tunnel_ends import VARIABLE

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from manyhands.checkpoint.saved import saved_step
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, RunError
@@ -17,7 +18,6 @@ from manyhands.core.records import (
     read_lines,
     write_json,
 )
-from manyhands.core.resuming import saved_step
 from manyhands.core.run_folder import RunFolder
 from manyhands.report.now import end_of
 from manyhands.report.read import parse_metrics

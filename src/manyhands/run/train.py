@@ -16,12 +16,14 @@ import tomli_w
 from filelock import FileLock, Timeout
 
 from manyhands.checkpoint.find import resolve
+from manyhands.checkpoint.saved import kept_step
 from manyhands.cluster.agents.claim import Term, claim, new_holder, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.early import FILES, FILES_EACH, end_early, raise_file_limit
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.failures import Failed, as_error
+from manyhands.cluster.folders import use_run_folder, write_job, writing_into
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.rendezvous import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
@@ -40,8 +42,8 @@ from manyhands.core.errors import (
 )
 from manyhands.core.files import private_files
 from manyhands.core.mesh import parse_mesh
-from manyhands.core.resuming import OBJECTS, kept_step, names_resume, resume_command
-from manyhands.core.run_folder import NOWHERE, RunFolder, use_run_folder, write_job, writing_into
+from manyhands.core.resuming import OBJECTS, names_resume, resume_command
+from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.shares import check_batch
 from manyhands.core.stops import ended_like_ctrl_c

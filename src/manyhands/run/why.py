@@ -7,11 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manyhands.checkpoint.saved import kept_step
 from manyhands.cluster.agents.claim import Term, agents_work, term_in
 from manyhands.cluster.failures import users_place
 from manyhands.core.errors import shortened
 from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure, Running
-from manyhands.core.resuming import kept_step, names_resume, resume_command
+from manyhands.core.resuming import names_resume, resume_command
 from manyhands.core.terminal import plain
 from manyhands.report import summary
 from manyhands.report.read import RunData, read_run

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from manyhands.core.link_speeds import LinkSpeed
+from manyhands.sync.link_speeds import LinkSpeed
 
 CodecName = Literal["none", "bf16", "int8", "int4", "lowrank"]
 

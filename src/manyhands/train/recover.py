@@ -12,12 +12,12 @@ from manyhands.checkpoint import layout
 from manyhands.checkpoint.find import newest, resolve
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign
 from manyhands.checkpoint.load import load
+from manyhands.checkpoint.saved import saved_step
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import Source, open_checkpoint
 from manyhands.checkpoint.tensors import flatten, unflatten
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.core.resuming import saved_step
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import compare_replicas

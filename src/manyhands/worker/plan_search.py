@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from manyhands.config.job import Job
 from manyhands.config.load import load_on
 from manyhands.core.errors import UserError
-from manyhands.core.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, named_link
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plan_record import write_plan_record
 from manyhands.core.quantities import parse_memory
@@ -23,6 +22,7 @@ from manyhands.planner.find import LinksOf, Option, SearchRequest, SearchResult,
 from manyhands.planner.mesh_links import links_of
 from manyhands.planner.op_times import OpTimes
 from manyhands.sync.choose import EXACT, check_method
+from manyhands.sync.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, named_link
 from manyhands.train.optimize import slots_of
 from manyhands.worker.plan_advice import Advice, advised, sync_row, sync_seconds
 from manyhands.worker.plan_case import case_to_plan

@@ -11,9 +11,10 @@ from typing import Any
 import tomli_w
 
 from manyhands.cluster.code_files import revision
+from manyhands.cluster.folders import replace_job, write_job
 from manyhands.core.plan_record import PlanRecord, write_plan_record
 from manyhands.core.records import read_lines, write_json
-from manyhands.core.run_folder import RunFolder, replace_job, write_job
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain
 from manyhands.core.version import __version__
 from manyhands.report.changes import changes_since, refuse_idle

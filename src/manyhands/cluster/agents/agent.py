@@ -26,6 +26,7 @@ from typing import Any
 import platformdirs
 from filelock import Timeout
 
+from manyhands.checkpoint.saved import saved_steps
 from manyhands.cluster.agents.claim import Term, agent_has_left, claim, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.agents.code_there import checked_files, write_code
 from manyhands.cluster.agents.early import EARLY
@@ -60,12 +61,12 @@ from manyhands.cluster.agents.protocol import (
 from manyhands.cluster.agents.short_spins import short_spins
 from manyhands.cluster.agents.wire import Wire
 from manyhands.cluster.doctor.probe import Probe
+from manyhands.cluster.folders import use_run_folder, writing_into
 from manyhands.cluster.messages import Done, Message, RequestFailed
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.files import private_files
 from manyhands.core.machine import cores
-from manyhands.core.resuming import saved_steps
-from manyhands.core.run_folder import RunFolder, use_run_folder, writing_into
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say
 from manyhands.parallel.ports import listen
