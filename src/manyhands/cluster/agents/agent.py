@@ -29,7 +29,7 @@ from filelock import Timeout
 from manyhands.checkpoint.saved import saved_steps
 from manyhands.cluster.agents.claim import Term, agent_has_left, claim, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.agents.code_there import checked_files, write_code
-from manyhands.cluster.agents.early import EARLY
+from manyhands.cluster.agents.early import EARLY, short_spins
 from manyhands.cluster.agents.mirror import Receiver, Sender
 from manyhands.cluster.agents.orders import AHEAD, ELASTIC, PRELOAD
 from manyhands.cluster.agents.own_tunnels import Tunnels
@@ -58,7 +58,6 @@ from manyhands.cluster.agents.protocol import (
     TunnelsOpened,
     WorkersEnded,
 )
-from manyhands.cluster.agents.short_spins import short_spins
 from manyhands.cluster.agents.wire import Wire
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.folders import use_run_folder, writing_into
