@@ -22,7 +22,7 @@ VERSION = 1
 class Pictures(BaseModel):
     """How an image becomes a tensor.
 
-    The shorter side is resized to `resize` pixels, the center `size` x `size` is cropped, and each channel (value / 255)
+    The shorter side is resized to `resize` pixels, the center `size` x `size` is cropped, and each channel (of 0 to 1)
     is normalized by its mean and standard deviation.
     """
 

@@ -44,7 +44,7 @@ class Heartbeat(BaseModel):
 
 
 def leave_path(folder: Path) -> Path:
-    """Returns the file that tells the processes with heartbeats in that folder not to wait for their peers any longer."""
+    """Returns the file that tells the processes with heartbeats in a folder to stop waiting for their peers."""
     return folder / "leave"
 
 
