@@ -24,8 +24,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.processor import this_processor
 from manyhands.core.world import ProcessInfo, World
 from manyhands.data import gather
-from manyhands.data.ahead import CopiesAhead
-from manyhands.data.loader import Loader
+from manyhands.data.loading import CopiesAhead, open_loader
 from manyhands.data.order import BatchSharing
 from manyhands.data.splits import ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
@@ -221,7 +220,7 @@ def _served(kind, source, workers):
     copies = Copies(kind)
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.set_device_index = lambda index: None
-    loader = Loader(source, PIXELS, train=True, seed=5, device=kind, workers=workers)
+    loader = open_loader(source, PIXELS, train=True, seed=5, device=kind, workers=workers)
     copies.made.clear()  # what normalising needs
     batches = list(loader.batches(1, map(torch.tensor, REQUESTS)))
     loader.close()
@@ -297,7 +296,7 @@ def test_what_is_not_torchs_default_is_off_until_a_type_is_tested(kind, tested):
 @pytest.mark.parametrize("tested", [False, True])
 def test_a_set_in_memory_is_served_through_pinned_memory(kind, tested):
     source = ImagesInMemory(IMAGES, LABELS)
-    plain = Loader(source, PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
+    plain = open_loader(source, PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
     served, copied = on(kind, tested)(_served, source, 0)
     assert served == [(one.images.tolist(), one.labels.tolist(), one.samples.tolist()) for one in plain]
     assert copied["pinned"]
@@ -309,7 +308,7 @@ def test_a_set_in_memory_is_served_through_pinned_memory(kind, tested):
 @pytest.mark.parametrize(("tested", "workers"), [(False, 0), (False, 2), (True, 0), (True, 2)])
 def test_samples_that_are_made_are_served_through_pinned_memory(kind, tested, workers):
     source = UserSamples(list(zip(IMAGES.float(), LABELS.tolist(), strict=True)))
-    plain = Loader(source, PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
+    plain = open_loader(source, PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
     served, copied = on(kind, tested)(_served, source, workers)
     assert served == [(one.images.tolist(), one.labels.tolist(), one.samples.tolist()) for one in plain]
     assert copied["pinned"]

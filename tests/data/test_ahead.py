@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import TensorDataset
 
-from manyhands.data.ahead import CopiesAhead, looking_ahead
 from manyhands.data.decode import CorruptImageError
-from manyhands.data.loader import Loader
+from manyhands.data.loading import CopiesAhead, looking_ahead, open_loader
 from manyhands.data.names import PictureNames
 from manyhands.data.splits import ImageFiles, ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
@@ -104,7 +103,7 @@ def sources(tmp_path_factory):
 
 def loaders(source, workers=0):
     """One as it is here, and one that looks ahead as with a card."""
-    plain, ahead = (Loader(source, PIXELS, train=True, seed=5, workers=workers) for _ in range(2))
+    plain, ahead = (open_loader(source, PIXELS, train=True, seed=5, workers=workers) for _ in range(2))
     feed = ahead.batches.__self__
     assert isinstance(feed._ahead, CopiesAhead)
     feed._ahead = lambda answers: looking_ahead(answers, lambda answer: answer)

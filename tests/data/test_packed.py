@@ -22,7 +22,7 @@ from tests.e2e.command import environment, marked, wait_until
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import CorruptImageError
-from manyhands.data.loader import Loader
+from manyhands.data.loading import open_loader
 from manyhands.data.open import open_data, open_whole
 from manyhands.data.options import DataOptions
 from manyhands.data.pack_choice import place_of_pack
@@ -46,7 +46,7 @@ def batches(name, *, train=True, **options):
     found = []
     for _, source in splits.named():
         requests = [torch.arange(len(source)).flip(0)]
-        batch = next(Loader(source, splits.pixels, train=train, seed=3).batches(2, requests))
+        batch = next(open_loader(source, splits.pixels, train=train, seed=3).batches(2, requests))
         found += [batch.images, batch.labels]
     return splits, found
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from manyhands.core.devices import wait_for
 from manyhands.data import gather
-from manyhands.data.ahead import CopiesAhead
-from manyhands.data.loader import Loader
+from manyhands.data.loading import CopiesAhead, open_loader
 from manyhands.data.names import PictureNames
 from manyhands.data.order import BatchSharing
 from manyhands.data.splits import ImageFiles, ImagesInMemory
@@ -119,7 +118,7 @@ def _pictures(count, size):
 
 def _served(source, pixels, device, requests, *, ahead):
     """Sums of every batch's pictures [n] and labels, made on the device behind work that keeps it busy; seconds."""
-    loader = Loader(source, pixels, train=True, seed=1, device=device, workers=2)
+    loader = open_loader(source, pixels, train=True, seed=1, device=device, workers=2)
     feed = loader.batches.__self__
     assert (feed._ahead._stream is None) == (device == "cpu"), "copies ahead are off"
     if not ahead:

@@ -17,8 +17,9 @@ from manyhands.core.devices import wait_for
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
-from manyhands.data.loader import Batch, Loader
+from manyhands.data.loading import Loader
 from manyhands.data.order import Share
+from manyhands.data.transforms import Batch
 from manyhands.parallel.gradients import Gradients, MicroBatchResult
 from manyhands.parallel.network import LossFn, ParallelNetwork, full_batch
 from manyhands.parallel.norm import NormGroups

@@ -25,9 +25,8 @@ from manyhands.core.plugins import code_digests
 from manyhands.core.seeds import derive
 from manyhands.core.trained import find_record
 from manyhands.core.world import World
-from manyhands.data.loader import Batch
 from manyhands.data.splits import Splits
-from manyhands.data.transforms import Pixels
+from manyhands.data.transforms import Batch, Pixels
 from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import ParallelNetwork, full_batch
