@@ -23,7 +23,7 @@ from manyhands.core import devices
 from manyhands.core.errors import UserError
 from manyhands.core.processor import this_processor
 from manyhands.core.world import ProcessInfo, World
-from manyhands.data import gather
+from manyhands.data import loading
 from manyhands.data.loading import CopiesAhead, open_loader
 from manyhands.data.order import BatchSharing
 from manyhands.data.splits import ImagesInMemory, UserSamples
@@ -203,8 +203,8 @@ def _beyond_defaults(kind):
     """What isn't torch's own default: a data set on the device, several BatchNorm groups in one pass."""
     On.kind = kind
     copies = Copies(kind)
-    resident = gather._on_device(IMAGES[:4], torch.device(kind)), len(copies.made)
-    assert gather._on_device(torch.zeros(FREE // 2 + 1, dtype=torch.uint8), torch.device(kind)) is not None
+    resident = loading._on_device(IMAGES[:4], torch.device(kind)), len(copies.made)
+    assert loading._on_device(torch.zeros(FREE // 2 + 1, dtype=torch.uint8), torch.device(kind)) is not None
     too_large = len(copies.made) - resident[1]
     layer = nn.BatchNorm1d(3).train()
     groups, _ = group_batch_norms(layer)
@@ -216,7 +216,7 @@ def _beyond_defaults(kind):
 
 def _served(kind, source, workers):
     """Batches of a source, and how its pictures and labels came to the device."""
-    gather._on_device = lambda images, device: images  # as if it were too large
+    loading._on_device = lambda images, device: images  # as if it were too large
     copies = Copies(kind)
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.set_device_index = lambda index: None
@@ -332,7 +332,7 @@ def test_a_processor_and_apples_gpu_have_no_streams_of_ours(kind, monkeypatch):
     assert not devices.is_accelerator(kind)
     assert not devices.is_tested(kind)
     assert devices.device_name(kind) == this_processor().name
-    assert gather._on_device(IMAGES, torch.device(kind)) is IMAGES
+    assert loading._on_device(IMAGES, torch.device(kind)) is IMAGES
     assert not Gradients(ParallelNetwork(call=nn.ReLU(), inner=nn.ReLU()), World(device=kind)).on_card
 
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from manyhands.core.errors import UserError
-from manyhands.data import memory
+from manyhands.data import gallery
 from manyhands.data.decode import CorruptImageError, decode
 from manyhands.data.folder import Listing, list_parts, split
 from manyhands.data.loading import open_loader
-from manyhands.data.names import PictureNames
 from manyhands.data.open import is_plain_folder, open_data, resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.splits import ImageFiles, ImagesInMemory, by_names
+from manyhands.data.walk import PictureNames
 from manyhands.run.predict import list_pictures
 
 
@@ -102,7 +102,7 @@ def test_small_equal_pictures_are_in_memory_and_equal_the_files(tmp_path):
 def test_a_second_opening_decodes_nothing(tmp_path, monkeypatch):
     make(tmp_path)
     first = opened(tmp_path)
-    monkeypatch.setattr("manyhands.data.memory.decode", None)
+    monkeypatch.setattr("manyhands.data.gallery.decode", None)
     assert torch.equal(opened(tmp_path).train.images, first.train.images)
     monkeypatch.undo()
     picture(tmp_path / "cat" / "03.png", seed=77)
@@ -418,7 +418,7 @@ def count_decoded(root, results):
         decoded.append(arguments)
         return decode(*arguments)
 
-    memory.decode = counting
+    gallery.decode = counting
     splits = opened(root)
     results.put((len(decoded), int(splits.train.images.sum())))
 

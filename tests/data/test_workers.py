@@ -18,9 +18,9 @@ from torch.utils.data import Dataset, TensorDataset
 from manyhands.core.errors import RunError, UserError
 from manyhands.data.decode import CorruptImageError
 from manyhands.data.loading import open_loader, worker_count
-from manyhands.data.names import PictureNames
 from manyhands.data.splits import ImageFiles, UserSamples
 from manyhands.data.transforms import Pixels
+from manyhands.data.walk import PictureNames
 from manyhands.train.failing import describe_failure
 
 PIXELS = Pixels(8, 3, (0.5,) * 3, (0.25,) * 3, "resized-crop-flip")

@@ -34,7 +34,7 @@ from manyhands.core.records import EvaluationMetrics, Event, Failure, StepMetric
 from manyhands.core.trained import find_record
 from manyhands.data.decode import probe
 from manyhands.data.folder import list_parts
-from manyhands.data.pack_choice import of_pack, place_of_pack
+from manyhands.data.listed import of_pack, place_of_pack
 from manyhands.data.packing import PackRequest, make_pack, read_contents
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.plan import resolve as resolve_plan

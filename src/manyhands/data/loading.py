@@ -1,4 +1,4 @@
-"""Loaders: batches on the device for requested samples. Knows nothing of ranks, steps or the order of samples."""
+"""Loaders, which serve requested samples as batches on the device."""
 
 import functools
 import os
@@ -53,7 +53,7 @@ class Loader(ABC):
             CorruptImageError: a picture can't be read.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most loaders have nothing to end
         """Ends the worker processes, if there are any."""
 
 
