@@ -14,13 +14,12 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-from manyhands.checkpoint.described import open_description
-from manyhands.checkpoint.find import newest, read_state, resolve
+from manyhands.checkpoint.describe import open_description
+from manyhands.checkpoint.folders import newest, read_state, resolve
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign
-from manyhands.checkpoint.load import load
-from manyhands.checkpoint.save import save
+from manyhands.checkpoint.read import load, open_checkpoint
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.source import open_checkpoint
+from manyhands.checkpoint.write import save
 from manyhands.cluster.agents.protocol import Alive, FilePiece, LogText, WorkersEnded, WorkersStarted
 from manyhands.cluster.messages import decode, encode
 from manyhands.cluster.rendezvous import participate

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.checkpoint.load import load
+from manyhands.checkpoint.read import load
 from manyhands.config.load import load_job
 from manyhands.core.folder import RunFolder
 from manyhands.train.data_setup import Objects

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.checkpoint.find import newest, resolve
-from manyhands.checkpoint.refuse import SaveError
-from manyhands.checkpoint.save import save as commit
+from manyhands.checkpoint.folders import newest, resolve
+from manyhands.checkpoint.write import SaveError
+from manyhands.checkpoint.write import save as commit
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.checkpoint.load import load
+from manyhands.checkpoint.read import load
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.checkpoint.kept import remove_step
-from manyhands.checkpoint.load import load
-from manyhands.checkpoint.save import save
+from manyhands.checkpoint.folders import remove_step
+from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.write import save
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.folder import RunFolder

@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
-from manyhands.checkpoint.find import resolve
+from manyhands.checkpoint.folders import resolve
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.supervise import Watch, supervise_once

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from manyhands.checkpoint.find import choose
+from manyhands.checkpoint.folders import choose
 from manyhands.checkpoint.foreign import read_foreign
-from manyhands.checkpoint.load import load
+from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot, fitted
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError

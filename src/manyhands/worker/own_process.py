@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from manyhands.checkpoint.find import resolve
-from manyhands.checkpoint.load import load
+from manyhands.checkpoint.folders import resolve
+from manyhands.checkpoint.read import load
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED
 from manyhands.core.failures import as_error

@@ -13,9 +13,9 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from manyhands.checkpoint import layout
-from manyhands.checkpoint.find import resolve
-from manyhands.checkpoint.plain_files import read_plain
+from manyhands.checkpoint import files
+from manyhands.checkpoint.files import read_plain
+from manyhands.checkpoint.folders import resolve
 from manyhands.config.job import MEASURED, Job, TrainOptions
 from manyhands.config.load import written_values
 from manyhands.core.devices import computes_bf16
@@ -150,7 +150,7 @@ def _kept_by(resume: str) -> list[Any] | None:
         return None
     with contextlib.suppress(UserError, OSError):
         path = resolve(Path(resume).expanduser(), "last")
-        record = find_record(path, read_plain(path / layout.STATE)) if path.is_dir() else None
+        record = find_record(path, read_plain(path / files.STATE)) if path.is_dir() else None
         return [record.precision, record.channels_last] if record and record.precision else None
     return None
 
