@@ -32,8 +32,7 @@ from manyhands.checkpoint.files import TornCheckpointError
 from manyhands.checkpoint.folders import choose, newest, prune
 from manyhands.checkpoint.read import load
 from manyhands.checkpoint.write import save
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.train.background import SaveOutcome, Saver
 from manyhands.train.state import Progress, capture
 

@@ -18,8 +18,7 @@ from manyhands.checkpoint.snapshot import Snapshot, read_tensors
 from manyhands.checkpoint.stream import Spec, write_stream
 from manyhands.checkpoint.write import held_contents, save
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout
 from tests.checkpoint.cuts import (
     MESHES,
     assert_same,

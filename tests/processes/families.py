@@ -11,12 +11,12 @@ import torch
 from torchvision import models
 
 from manyhands.config.load import load_job
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.convert import gather_full
 from manyhands.planner.choose import LEAST_ROUNDS
 from manyhands.planner.find import SearchResult
-from manyhands.train.data_setup import Objects
+from manyhands.train.objects import Objects
 from manyhands.train.state import capture
 from manyhands.worker import plan_choice
 from manyhands.worker.entry import _build

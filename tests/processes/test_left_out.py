@@ -11,13 +11,13 @@ from torch.utils.data import TensorDataset
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import follows_plan
 from manyhands.parallel.plan import plan_of
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.objects import Objects
 from tests.processes.ranks import run_on_ranks
 
 SAMPLES, BATCH, EPOCHS = 60, 12, 4

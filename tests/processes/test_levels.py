@@ -16,18 +16,18 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from manyhands.config.load import load_job
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.order import BatchSharing
 from manyhands.parallel.flat import TwoLevelNetwork
 from manyhands.parallel.modes import data
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
-from manyhands.train.data_setup import Objects
 from manyhands.train.failing import is_consequence
 from manyhands.train.heartbeat import collectives_begun
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.objects import Objects
 from manyhands.train.state import capture
 from tests.processes.ranks import run_on_ranks
 from tests.processes.updates import network, train

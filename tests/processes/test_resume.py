@@ -12,14 +12,14 @@ from manyhands.checkpoint.write import SaveError
 from manyhands.checkpoint.write import save as commit
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import read_lines
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train import saving
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.objects import Objects
 from manyhands.train.state import Progress, capture
 from tests.processes.ranks import run_on_ranks
 

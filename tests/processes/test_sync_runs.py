@@ -15,10 +15,10 @@ from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.write import save
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.folder import RunFolder
-from manyhands.train.data_setup import Objects
+from manyhands.core.run_folder import RunFolder
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.objects import Objects
 from manyhands.train.state import capture
 from manyhands.train.trial_step import TIMED
 from tests.processes.ranks import run_on_ranks

@@ -8,13 +8,13 @@ from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel import group
 from manyhands.run.python import _flags
-from manyhands.train.data_setup import Objects
 from manyhands.train.failing import explain_memory
 from manyhands.train.job import build
+from manyhands.train.objects import Objects
 
 
 class Hungry(nn.Module):

@@ -11,9 +11,8 @@ from safetensors import SafetensorError, safe_open
 from manyhands.checkpoint import files
 from manyhands.checkpoint.files import damaged, read_manifest, read_plain, torn, verify
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, layout_from_plain, unsharded
-from manyhands.core.mesh import Mesh, make_mesh
-from manyhands.core.outside import UnreadableError, parse_json
+from manyhands.core.files import UnreadableError, parse_json
+from manyhands.core.mesh import Mesh, TensorLayout, layout_from_plain, make_mesh, unsharded
 
 
 class ElementType(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from manyhands.core.errors import UserError
-from manyhands.core.outside import parse_json, read_bytes
+from manyhands.core.files import parse_json, read_bytes
 
 FORMAT = 1
 # What only newer versions can read says so by a number of its own.

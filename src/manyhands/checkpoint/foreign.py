@@ -19,7 +19,7 @@ from torch import Tensor
 from manyhands.checkpoint.files import damaged
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, plain_extra_state, read_tensors, unflatten
 from manyhands.core.errors import UserError, shortened
-from manyhands.core.once import replacing
+from manyhands.core.files import replacing
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _BEST = ("best_acc1", "best_prec1")  # main.py's, since 2019 and before

@@ -29,9 +29,8 @@ from manyhands.checkpoint.foreign import read_foreign
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, parameter_names, unflatten
 from manyhands.checkpoint.stream import element_type, torch_type
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, unsharded
-from manyhands.core.mesh import Mesh
-from manyhands.core.outside import parse_json
+from manyhands.core.files import parse_json
+from manyhands.core.mesh import Mesh, TensorLayout, unsharded
 
 
 class StoredTensors(ABC):

@@ -17,14 +17,13 @@ from manyhands.checkpoint.write import (
     finish_pieces,
     refuse_too_little_space,
     save_error,
-    write_atomic,
     write_file_atomic,
+    write_full,
     write_pieces,
 )
 from manyhands.core.errors import UserError
-from manyhands.core.once import replacing
+from manyhands.core.files import replacing, sync
 from manyhands.core.plan_record import read_plan_record
-from manyhands.core.synced import sync_file, sync_folder
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pth", ".pt")
 _UNKNOWN = (".tar", ".bin", ".ckpt", ".pkl", ".zip", ".json", ".npz", ".onnx")
@@ -85,7 +84,7 @@ def merge(source: Source, target: Path) -> None:
     elif target.name.endswith(PICKLED):
         _commit_file(target, contents, lambda file: _save_pickled(source, file))
     else:
-        _commit_folder(target, contents, lambda staged: write_atomic(staged, contents))
+        _commit_folder(target, contents, lambda staged: write_full(staged, contents))
 
 
 def _save_pickled(source: Source, file: Path) -> None:
@@ -133,9 +132,9 @@ def _commit_file(target: Path, contents: Contents, write: Callable[[Path], None]
         refuse_too_little_space(target.absolute().parent, _size_bytes(contents, [MODEL]))
         with replacing(target) as part:
             write(part)
-            sync_file(part)
+            sync(part)
             refuse_existing(target)
-        sync_folder(target.absolute().parent)
+        sync(target.absolute().parent)
     except OSError as error:
         raise save_error(target, error) from error
 

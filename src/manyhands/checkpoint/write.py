@@ -41,9 +41,8 @@ from manyhands.checkpoint.read import slices
 from manyhands.checkpoint.snapshot import Snapshot, flatten_optimizer, parameter_names
 from manyhands.checkpoint.stream import Spec, as_bytes, element_type, in_file_order, torch_type, write_stream
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.core.layouts import TensorLayout, unsharded
-from manyhands.core.mesh import Mesh
-from manyhands.core.synced import sync_file
+from manyhands.core.files import sync
+from manyhands.core.mesh import Mesh, TensorLayout, unsharded
 
 _MARGIN_BYTES = 64 * 1024
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -194,7 +193,7 @@ def finish_pieces(staged: Path, contents: Contents, written: Files) -> None:
     _write_manifest(staged, contents.step, {**_write_texts(staged, texts), **written}, files.PIECES_FORMAT)
 
 
-def write_atomic(staged: Path, contents: Contents) -> None:
+def write_full(staged: Path, contents: Contents) -> None:
     """Writes a checkpoint whole, the manifest last."""
     written = _write_texts(staged, contents.texts)
     for kind in contents.tensors:
@@ -230,7 +229,7 @@ def _write_texts(staged: Path, texts: Mapping[str, bytes]) -> Files:
 
 def _seal(file: Path) -> dict[str, Any]:
     """A file's entry in the manifest, once its bytes are on the disk; it is read back for it."""
-    sync_file(file)
+    sync(file)
     return {"size": file.stat().st_size, "sha256": files.digest(file)}
 
 
@@ -238,7 +237,7 @@ def _write_manifest(staged: Path, step: int, entries: dict[str, Any], number: in
     """Writes the manifest, the last file; `entries` are those of the other files by name, `number` the format."""
     manifest = {"format": number, "step": step, "torch": torch.__version__, "manyhands": _own_version()}
     (staged / files.MANIFEST).write_bytes(files.manifest_text({**manifest, "files": entries}))
-    sync_file(staged / files.MANIFEST)
+    sync(staged / files.MANIFEST)
 
 
 def _own_version() -> str:
@@ -318,7 +317,7 @@ def save_full(
         _make_room(target, contents)
         gathering = Contents(step, network_layout.mesh, contents.tensors, contents.texts, lambda *_: next(assembled))
         with staging(folder, step) as staged:
-            write_atomic(staged, gathering)
+            write_full(staged, gathering)
             commit(staged, target)
         remember(target)
 

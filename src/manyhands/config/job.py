@@ -8,8 +8,9 @@ from typing import Any, Literal, cast
 from pydantic import Field, field_validator, model_validator
 
 from manyhands.checkpoint.options import CheckpointOptions
+from manyhands.core.choices import did_you_mean
 from manyhands.core.options import Options
-from manyhands.core.plugins import did_you_mean, is_object_reference
+from manyhands.core.user_code import is_object_reference
 from manyhands.data.options import DataOptions
 from manyhands.models.options import ModelOptions
 from manyhands.parallel.options import ParallelOptions

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from manyhands.core.devices import accelerator
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import bounds
-from manyhands.core.mesh import Mesh, make_mesh, parse_mesh
+from manyhands.core.mesh import Mesh, bounds, make_mesh, parse_mesh
 from manyhands.core.world import World
 from manyhands.parallel.collectives import group_timeout
 from manyhands.parallel.convert import convert_both

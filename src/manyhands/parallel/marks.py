@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, unsharded
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout, unsharded
 
 # Where a module keeps the marks of its buffers, which lose attributes of their own when they are moved.
 BUFFERS = "cut_buffers"

@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from manyhands.core.choices import module_names, unknown_choice
 from manyhands.core.options import Options
-from manyhands.core.plugins import module_names, unknown_choice
 
 MODES = "manyhands.parallel.modes"
 # Modes that are taken where no mode is named: usually, by one process alone, for a plan that is followed, and for one

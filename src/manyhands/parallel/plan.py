@@ -8,11 +8,10 @@ from typing import Any
 
 from torch.nn import functional
 
+from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh, parse_mesh
+from manyhands.core.mesh import Mesh, TensorLayout, parse_mesh
 from manyhands.core.plan_record import FORMAT, PlanRecord, no_plan, parse_plan_record, read_plan_record
-from manyhands.core.plugins import did_you_mean
 from manyhands.parallel.graph import INPUT, Graph, Loop, Op
 from manyhands.parallel.options import ParallelOptions
 from manyhands.parallel.strategy import from_mindspore, is_tuples, parse_strategy, parse_tuples, write_strategy

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from manyhands.core.choices import module_names
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import module_names
 from manyhands.parallel import graph as graphs
 from manyhands.parallel import weights
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op

@@ -10,15 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands.config.job import Job
+from manyhands.core.choices import module_names
 from manyhands.core.errors import UserError
-from manyhands.core.journal import Journal
 from manyhands.core.link_speeds import LinkSpeed, named_link
 from manyhands.core.needs import FINITE_GRADIENTS, OWN_STATISTICS, Need
-from manyhands.core.plugins import module_names
 from manyhands.core.world import World
-from manyhands.parallel.apply import MODES, offers_of
+from manyhands.parallel.apply import offers_of
 from manyhands.parallel.network import ModeRequest
-from manyhands.parallel.options import USUAL_MODE
+from manyhands.parallel.options import MODES, USUAL_MODE
 from manyhands.parallel.plain import broadcast_plain
 from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose
 from manyhands.sync.costs import CodecName, Cost, LinkCase
@@ -26,6 +25,7 @@ from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.sync.method import methods, refused, synchronizes_every_update
 from manyhands.sync.synchronizer import Places, Synchronizer
 from manyhands.train.communication import CommunicationMonitor
+from manyhands.train.journal import Journal
 from manyhands.train.synchronizer import machines_of, make_synchronizer, new_group, places_of
 
 # What a job offers to sync methods unless it says otherwise.

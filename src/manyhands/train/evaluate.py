@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.layouts import bounds
+from manyhands.core.mesh import bounds
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.order import dealt_blocks, evaluation_blocks

@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.trained import TrainedNetwork, find_record, parse_record
 from manyhands.config.job import Job
-from manyhands.core.folder import RunFolder
+from manyhands.core.choices import module_names
 from manyhands.core.mesh import Mesh, parse_mesh
-from manyhands.core.plugins import module_names
-from manyhands.core.trained import TrainedNetwork, find_record, parse_record
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.open import resolve_pixels
 from manyhands.data.options import DataOptions
@@ -27,7 +27,6 @@ from manyhands.parallel.plain import broadcast_plain
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.shared_plan import shared_plan
 from manyhands.train.data_setup import (
-    Objects,
     check_labels,
     class_names,
     first_picture,
@@ -38,6 +37,7 @@ from manyhands.train.data_setup import (
 )
 from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.network import make_model, without_first_weights
+from manyhands.train.objects import Objects
 from manyhands.train.own_metrics import make_metrics
 from manyhands.train.recover import Resumable, find_state, outputs_of
 from manyhands.train.state import load_snapshot, restore

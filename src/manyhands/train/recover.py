@@ -15,8 +15,8 @@ from manyhands.checkpoint.read import Source, load, open_checkpoint
 from manyhands.checkpoint.snapshot import Snapshot, flatten, unflatten
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.stops import saved_step
+from manyhands.core.resuming import saved_step
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import compare_replicas
 from manyhands.parallel.plain import broadcast_plain, broadcast_tensors

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.config.job import Job
+from manyhands.core.choices import module_names, unknown_choice
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.link_speeds import fitted_link, links_of
-from manyhands.core.plugins import module_names, unknown_choice
+from manyhands.core.link_speeds import fitted_link
 from manyhands.core.quantities import parse_memory
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import follows_plan
 from manyhands.parallel.graph import Graph
@@ -25,9 +25,11 @@ from manyhands.parallel.shared_plan import shared_plan
 from manyhands.parallel.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.find import SearchResult, find
+from manyhands.planner.mesh_links import links_of
 from manyhands.planner.op_times import OpTimes
 from manyhands.planner.trial import PlanCase, measure
-from manyhands.train.data_setup import Objects, class_names, open_splits, pixels_for
+from manyhands.train.data_setup import class_names, open_splits, pixels_for
+from manyhands.train.objects import Objects
 from manyhands.train.optimize import slots_of
 from manyhands.worker.plan_search import ROUNDS, TIMES_BUDGET_S, PlanRequest
 from manyhands.worker.plan_trials import LINKS, case_of, try_out

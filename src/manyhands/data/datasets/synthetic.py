@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import UserError
-from manyhands.core.outside import typed_number
+from manyhands.core.files import typed_number
 from manyhands.core.seeds import derive
 from manyhands.data.options import DataOptions
 from manyhands.data.random import mix_tensor
