@@ -6,7 +6,8 @@ from manyhands.config.load import load_job
 from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
-from manyhands.parallel.apply import MODES, resolve_mode
+from manyhands.parallel.apply import resolve_mode
+from manyhands.parallel.options import MODES
 from manyhands.sync.choose import EXACT, check_method
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.link_speeds import LinkSpeed
