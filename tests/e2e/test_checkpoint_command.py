@@ -104,6 +104,13 @@ def test_a_checkpoint_in_pieces_is_evaluated_as_the_whole_one_is(trained, tmp_pa
     assert found[0]["loss"] == found[1]["loss"]
 
 
+def test_an_evaluation_that_the_agent_refuses_says_why(trained):
+    ended = run("eval", trained, "--device", "npu")
+    assert ended.code == 2
+    assert "this machine has no npu device" in ended.err
+    assert "agent" not in ended.err
+
+
 def test_mistakes_are_one_screen_and_nothing_is_lost(trained, tmp_path, checkpoint):
     (tmp_path / "mine.pth").write_text("mine")
     (tmp_path / "plan.json").write_text(
