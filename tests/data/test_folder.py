@@ -146,11 +146,17 @@ def read_all(root, **options):
         list(open_loader(source, splits.pixels, train=False, seed=0).batches(0, [torch.arange(len(source))]))
 
 
+@pytest.mark.parametrize("broken_link", [False, True])
 @pytest.mark.parametrize("limit", [0, 2048])
-def test_corrupt_pictures_are_errors_or_left_out_and_named(tmp_path, limit):
+def test_corrupt_pictures_are_errors_or_left_out_and_named(tmp_path, limit, broken_link):
     make(tmp_path, count=10)
     bad = tmp_path / "cat" / "04.png"
-    bad.write_bytes(bad.read_bytes()[:60])
+    content = bad.read_bytes()
+    bad.unlink()
+    if broken_link:
+        bad.symlink_to(tmp_path / "nowhere")
+    else:
+        bad.write_bytes(content[:60])
     options = {"memory_limit_mib": limit}
     with pytest.raises(CorruptImageError, match=r"04\.png"):
         read_all(tmp_path, **options)

@@ -23,7 +23,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import one_at_a_time, read_object, replacing
 from manyhands.data.decode import CorruptImageError, decode, probe
 from manyhands.data.folder import Listing, divided, list_parts, list_whole
-from manyhands.data.listed import Listed, listed_once, of_pack, with_pack
+from manyhands.data.listed import Listed, folder_state, listed_once, of_pack, with_pack
 from manyhands.data.options import DataOptions
 from manyhands.data.packed import is_pack
 from manyhands.data.pictures import to_tensor
@@ -135,9 +135,8 @@ def _key(listing: Listing, *purpose: object) -> str:
     if listing.packed:
         digest.update(listing.packed.pack.digest.encode() + listing.packed.rows.tobytes())
         return digest.hexdigest()[:32]
-    for index, name in enumerate(listing.names):
-        state = os.stat(listing.path(index))  # noqa: PTH116 - tens of thousands of these
-        digest.update(f"{name}\0{state.st_size} {state.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    for name, size_bytes, time_ns in zip(listing.names, *folder_state(listing), strict=True):
+        digest.update(f"{name}\0{size_bytes} {time_ns}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()[:32]
 
 

@@ -281,6 +281,8 @@ def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> O
 
 def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
     """The first cause as an error for the user."""
+    if ending.refused:
+        return ending.refused
     cause = first_cause(ending)
     if cause is None:
         where = str(folder.ranks / "agent.log")
