@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from fake_run import complete
 
-from manyhands.report import fonts, page
-from manyhands.report.fonts import fonts_for
+from manyhands.report import drawing, page
+from manyhands.report.drawing import fonts_for
 from manyhands.report.page import write_report
 
 
@@ -23,7 +23,7 @@ def test_chinese_letters_get_a_font_that_has_them():
 
 @pytest.mark.slow
 def test_letters_that_no_font_has_are_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fonts, "_candidates", lambda fresh: [])
+    monkeypatch.setattr(drawing, "_candidates", lambda fresh: [])
     assert fonts_for(["a猫狗a"]) == (["DejaVu Sans"], "狗猫")
     run = complete(tmp_path / "run")
     read = page.read_run

@@ -23,7 +23,7 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.records import read_lines
 from manyhands.core.registry import remember_reach
 from manyhands.core.stops import saved_step
-from manyhands.report.terminal import Screen
+from manyhands.report.screen import Screen
 from manyhands.run.doctor import LISTENING, facts_wanted
 from manyhands.run.failure_log import ends_noted, note_replaced, starts_and_stops
 from manyhands.run.join import join_listener

@@ -15,7 +15,7 @@ from manyhands.config.load import LoadedJob
 from manyhands.core.errors import EXIT_INTERRUPTED, ManyhandsError, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, append, write_all
-from manyhands.report.terminal import Screen
+from manyhands.report.screen import Screen
 
 # Of the sections of a job these alone concern a script; the rest is what it decides by itself.
 _SECTIONS = ("cluster.", "run.")

@@ -14,7 +14,7 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event
 from manyhands.core.registry import Running, headed_here, headless, is_running, signal_head
 from manyhands.core.terms import Term, raise_term, term_in
-from manyhands.report.now import look
+from manyhands.report.follow import look
 
 POLL_S = 0.1
 # A head takes up one signal before the next; two at once may arrive as one.

@@ -18,8 +18,8 @@ from manyhands.core.stops import kept_step
 from manyhands.core.terms import Term, term_in
 from manyhands.report import summary
 from manyhands.report.read import RunData, read_run
+from manyhands.report.summary import ago, duration
 from manyhands.report.time_shares import slow_rank
-from manyhands.report.words import ago, duration
 from manyhands.run.find import find_reference
 from manyhands.run.logs import read_places
 

@@ -18,7 +18,7 @@ from manyhands.core.records import read_lines, write_json
 from manyhands.core.shown import plain
 from manyhands.core.version import __version__
 from manyhands.report.changes import changes_since, refuse_idle
-from manyhands.report.now import end_of
+from manyhands.report.follow import end_of
 from manyhands.sync.method import option_keys
 
 
