@@ -32,7 +32,7 @@ _PREFERRED_FONTS = (
     "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans GB", "Heiti SC", "Microsoft YaHei",
     "SimHei", "Droid Sans Fallback", "Arial Unicode MS",
 )  # fmt: skip
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
@@ -72,7 +72,8 @@ def house_style(fonts: Sequence[str] = (_FIRST_FONT,)) -> Iterator[None]:
 
         with warnings.catch_warnings(), mpl.rc_context():
             mpl.rcdefaults()  # ignores a matplotlibrc in the current folder, which others may have written
-            mpl.rcParams.update({**_STYLE, "font.family": list(fonts)})
+            mpl.rcParams.update(_STYLE)
+            mpl.rcParams["font.family"] = list(fonts)
             warnings.filterwarnings("ignore", message=r"Glyph \d+")
             yield
     finally:
@@ -106,18 +107,11 @@ def epochs_axis(axes: "Axes", run: RunData) -> None:
         axes.axvline(mark, color=GREY, linewidth=1, linestyle=":", label="resumed" if number == 0 else None)
 
 
-def plain_log_axis(axes: "Axes", form: str) -> None:
+def log_axis(axes: "Axes", form: str) -> None:
     """Makes the vertical axis logarithmic, with numbers in `form`, because formulas such as 10^3 are off."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _place: format(value, form))
     axes.yaxis.set_minor_formatter(lambda _value, _place: "")
-
-
-def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit of a time axis of this length, and the unit's seconds."""
-    if seconds < 300:
-        return "s", 1.0
-    return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
 
 
 def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:

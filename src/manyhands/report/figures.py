@@ -4,27 +4,15 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from manyhands.core.phases import PHASES
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationDetail
 from manyhands.core.shown import plain
-from manyhands.report.drawing import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    VERMILION,
-    epochs_axis,
-    new_figure,
-    plain_log_axis,
-    smooth,
-    thin,
-    time_unit,
-)
+from manyhands.report.drawing import BLUE, GREEN, GREY, INK, VERMILION, epochs_axis, log_axis, new_figure, smooth, thin
 from manyhands.report.read import RunData
-from manyhands.report.summary import best_evaluation, images_per_s, percent, rate, shorten, steps_per_epoch
+from manyhands.report.summary import best_evaluation, images_per_s, percent, rate, shorten, steps_per_epoch, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +42,7 @@ def curves(run: RunData) -> "Figure | None":
     loss.set_title("loss")
     finite = [value for values in losses for value in values if math.isfinite(value)]
     if finite and min(finite) > 0 and max(finite) / min(finite) > 100:
-        plain_log_axis(loss, "g")
+        log_axis(loss, "g")
     evaluated = [100 * evaluation.top1 for evaluation in run.evaluations]
     _training_and_evaluation(accuracy, run, [100 * step.top1 for step in run.steps], evaluated)
     accuracy.set_title("top-1 accuracy, %")
@@ -126,23 +114,21 @@ def throughput(run: RunData) -> "Figure | None":
 
 def _along_time(run: RunData, unit_s: float) -> tuple[list[float], list[float], list[float]]:
     """Times, speeds and percentages of waiting, with a gap after each pause between sessions."""
-    times: list[float] = []
-    speeds: list[float] = []
-    waits: list[float] = []
-    last = -1
+    points: list[tuple[float, float, float]] = []
+    last = None
     for step in run.steps:
-        worked, number = 0.0, 0
+        worked, current = 0.0, None
         for session in run.sessions:
             if session.start <= step.time <= session.end:
-                worked += step.time - session.start
+                worked, current = worked + step.time - session.start, session
                 break
             worked += session.seconds
-            number += 1
-        gap = [math.nan] if times and number != last else []
-        times += [worked / unit_s] * (len(gap) + 1)
-        speeds += [*gap, step.images_per_s if math.isfinite(step.images_per_s) else math.nan]
-        waits += [*gap, 100 * step.data_share]
-        last = number
+        if points and current is not last:
+            points.append((worked / unit_s, math.nan, math.nan))
+        speed = step.images_per_s if math.isfinite(step.images_per_s) else math.nan
+        points.append((worked / unit_s, speed, 100 * step.data_share))
+        last = current
+    times, speeds, waits = map(list, zip(*points, strict=True))
     return times, speeds, waits
 
 
@@ -202,7 +188,8 @@ class ClassScore:
         return self.right / self.predicted if self.predicted else math.nan
 
 
-class Pair(NamedTuple):
+@dataclass(frozen=True)
+class Pair:
     """Samples of one class that were recognised as another."""
 
     true: str
@@ -322,10 +309,10 @@ def _bars(names: list[str], values: list[float], notes: list[str], label: str, l
     axes.invert_yaxis()
     axes.margins(y=0.01)
     axes.set_xlim(0, limit or 1.25 * (max(values) or 1.0))
-    text: dict[str, object] = {"textcoords": "offset points", "va": "center", "fontsize": 9, "color": GREY}
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    box: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    place: dict[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
     for at, (value, note) in enumerate(zip(values, notes, strict=True)):
-        axes.annotate(note, (value, at), xytext=(5, 0), bbox=box, **text)
+        axes.annotate(note, (value, at), fontsize=9, color=GREY, bbox=box, **place)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(label)
     axes.grid(axis="x")

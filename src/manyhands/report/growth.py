@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.core.errors import UserError
-from manyhands.report.drawing import BLUE, GREEN, GREY, VERMILION, house_style, new_figure, plain_log_axis, write_figure
+from manyhands.report.drawing import BLUE, GREEN, GREY, VERMILION, house_style, log_axis, new_figure, write_figure
 
 Rows = Sequence[Mapping[str, Any]]
 _ENDINGS = (".svg", ".png")
@@ -66,8 +66,8 @@ def draw_growth(rows: Rows, title: str, file: Path) -> None:
         efficiency.set_title("efficiency, %")
         cost.plot(counts, [row["process_hours"] for row in rows], "o-", color=VERMILION, markersize=4)
         cost.set_title("process-hours per epoch")
-        plain_log_axis(speed, ",.10g")
-        plain_log_axis(cost, ",.10g")
+        log_axis(speed, ",.10g")
+        log_axis(cost, ",.10g")
         doubles = [count for count in counts if len(counts) <= _FEW or not count & (count - 1)]
         shown = doubles[:: -(-len(doubles) // _FEW)]
         for axes in (speed, efficiency, cost):

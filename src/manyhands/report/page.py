@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from markupsafe import Markup
 
 from manyhands.config.job import Job
-from manyhands.core.folder import RunFolder
 from manyhands.core.once import replacing
 from manyhands.core.private import private_files
 from manyhands.core.shown import plain, plain_lines, say
@@ -41,14 +40,13 @@ def write_report(path: Path) -> Path:
     The same files give the same page, byte for byte. Readers never see half of it. Raises UserError: there is no run.
     """
     run = read_run(path)
-    folder = RunFolder(path)
     with private_files():
-        text = render(run, _draw_pictures(run, folder.pictures))
-        with replacing(folder.report) as part:
+        text = render(run, _draw_pictures(run, run.folder.pictures))
+        with replacing(run.folder.report) as part:
             part.write_text(text, encoding="utf-8")
     if run.unreadable:
         say(f"report: {_NO_FONT.format(run.unreadable[:12])}")
-    return folder.report
+    return run.folder.report
 
 
 def render(run: RunData, pictures: dict[str, str]) -> str:
@@ -77,7 +75,7 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
     detail = shown_detail(run)
     change, slow = change_line(run), slow_rank(run)
     return {
-        "title": " · ".join(_option(run, *key) for key in (("data", "name"), ("model", "name"))),
+        "title": " · ".join(plain(str(run.option(part, "name") or f"unknown {part}")) for part in ("data", "model")),
         "folder": run.folder.path.resolve().name,
         "status": summary.status(run),
         "setup": next((event.message.split("\n") for event in reversed(run.events) if event.kind == "setup"), []),
@@ -105,12 +103,6 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
         "failures": run.failures,
         "consequences": [failure for failure in run.failures if failure.consequence],
     }
-
-
-def _option(run: RunData, section: str, key: str) -> str:
-    values = run.job.get(section)
-    value = values.get(key) if isinstance(values, dict) else None
-    return plain(str(value)) if value else f"unknown {section}"
 
 
 def _evaluation(run: RunData, evaluation: Any) -> dict[str, Any] | None:
@@ -203,27 +195,15 @@ def _shown(value: Any) -> str:
         return value or "–"
     if isinstance(value, list):
         return ", ".join(map(_shown, value)) or "–"
-    if isinstance(value, bool):
-        return json.dumps(value)
-    if value is None:
-        return "–"
+    if value is None or isinstance(value, bool):
+        return "–" if value is None else json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-class _Moment(NamedTuple):
-    """A line of the time line."""
-
-    time: str
-    since: str
-    kind: str
-    text: str
-    level: str  # "", "warning" or "error"
-
-
-def _time_line(run: RunData) -> list[_Moment]:
-    """All events; consecutive saves are one line."""
+def _time_line(run: RunData) -> list[dict[str, str]]:
+    """All events, with level "", "warning" or "error"; consecutive saves are one line."""
     start = run.sessions[0].start if run.sessions else 0.0
-    lines: list[_Moment] = []
+    lines: list[dict[str, str]] = []
     for kind, group in itertools.groupby(run.events, lambda event: event.kind):
         events = list(group)
         for event in events[:1] if kind == "saved" else events:
@@ -232,9 +212,9 @@ def _time_line(run: RunData) -> list[_Moment]:
                 text = f"{len(events)} times, from step {event.step} to step {events[-1].step}"
             elif event.step is not None and str(event.step) not in text:
                 text = f"step {event.step}" + (f": {text}" if text else "")
-            rank = f" (rank {event.rank})" if event.rank else ""
-            time, since = summary.moment(event.time), summary.duration(event.time - start)
-            lines.append(_Moment(time, since, kind, text + rank, _LEVELS.get(kind, "")))
+            text += f" (rank {event.rank})" if event.rank else ""
+            when = {"time": summary.moment(event.time), "since": summary.duration(event.time - start)}
+            lines.append({**when, "kind": kind, "text": text, "level": _LEVELS.get(kind, "")})
     return lines
 
 

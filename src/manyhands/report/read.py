@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -16,31 +16,21 @@ from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.outside import parse_toml, read_bytes, read_object
 from manyhands.core.plan_record import PlanRecord, read_plan_record
-from manyhands.core.records import (
-    EvaluationDetail,
-    EvaluationMetrics,
-    Event,
-    Failure,
-    PhaseMetrics,
-    Record,
-    StepMetrics,
-)
+from manyhands.core.records import EvaluationDetail, EvaluationMetrics, Event, Failure, PhaseMetrics, StepMetrics
 
-METRICS: dict[str, type[StepMetrics] | type[EvaluationMetrics]] = {"step": StepMetrics, "evaluation": EvaluationMetrics}
 # Kinds of events that begin a session: the run works without a pause until the next of them.
 STARTS = frozenset({"started", "resumed", "restarted", "regrouped"})
 # Kinds of events that return to an earlier step; later records written before them no longer count.
 _RETURNS = frozenset({"resumed", "undone"})
 
-AnyRecord = TypeVar("AnyRecord", bound=Record)
+AnyRecord = TypeVar("AnyRecord", bound=records.Record)
 Measured = TypeVar("Measured", StepMetrics, EvaluationMetrics)
 
 # Step records kept of a long run, many more than a page shows.
 MOST_RECORDS = 1 << 14
 
 
-@dataclass(frozen=True)
-class WorkPeriod:
+class WorkPeriod(NamedTuple):
     """A session: work without a pause, in seconds since 1970."""
 
     start: float
@@ -71,6 +61,11 @@ class RunData:
     tests: dict[str, EvaluationDetail] = field(default_factory=dict)  # on held-out samples, by weights: "best", "last"
     failures: list[Failure] = field(default_factory=list)  # causes before consequences, then by time
     unreadable: str = ""  # letters of class names that no installed font has; known once the pictures are drawn
+
+    def option(self, section: str, key: str, default: Any = "") -> Any:
+        """A value of job.toml."""
+        values = self.job.get(section)
+        return values.get(key, default) if isinstance(values, dict) else default
 
     def counted(self, kind: str) -> list[Event]:
         """The events of a kind, except those of updates that were undone later."""
@@ -108,6 +103,10 @@ def read_run(path: Path) -> RunData:
                 else:
                     evaluations.append(record)
 
+    try:
+        job = parse_toml(read_bytes(folder.job))
+    except (OSError, ValueError):
+        job = {}
     steps = without_repeats(step_records(), events, MOST_RECORDS)
     details = {
         name: _read_record(EvaluationDetail, folder.evaluations / f"{name}.json")
@@ -116,7 +115,7 @@ def read_run(path: Path) -> RunData:
     failures = filter(None, (_read_record(Failure, file) for file in sorted(folder.failures.glob("*.json"))))
     return RunData(
         folder=folder,
-        job=_read_toml(folder.job),
+        job=job,
         environment=read_object(folder.environment) or {},
         plan=_read_plan(folder.plan),
         steps=steps,
@@ -139,14 +138,15 @@ def sessions(times: Iterable[float], events: Iterable[Event]) -> list[WorkPeriod
         if starts or not found:
             found.append(WorkPeriod(time, time))
         else:
-            found[-1] = WorkPeriod(found[-1].start, time)
+            found[-1] = found[-1]._replace(end=time)
     return found
 
 
 def parse_metrics(line: dict[str, Any], folder: RunFolder) -> StepMetrics | EvaluationMetrics | None:
     """Parses a line of metrics.jsonl. Returns None for a kind of record that this version doesn't know."""
-    schema = METRICS.get(str(line.get("kind")))
-    return parse(schema, line, folder.metrics) if schema else None
+    if line.get("kind") == "step":
+        return parse(StepMetrics, line, folder.metrics)
+    return parse(EvaluationMetrics, line, folder.metrics) if line.get("kind") == "evaluation" else None
 
 
 def parse(schema: type[AnyRecord], line: dict[str, Any], file: Path) -> AnyRecord | None:
@@ -183,13 +183,6 @@ def _read_plan(file: Path) -> PlanRecord:
         return PlanRecord()
 
 
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        return parse_toml(read_bytes(file))
-    except (OSError, ValueError):
-        return {}
-
-
 def no_run(path: Path) -> UserError:
     """The error for a folder that holds no run, with the newest runs nearby."""
     what = f"{path} holds no run: job.toml is missing" if path.is_dir() else f"there is no folder {path}"
@@ -214,39 +207,30 @@ def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most:
         most: an even number; a smaller one than `sys.maxsize` is for step records only.
     """
     returns = sorted((e.time, e.step) for e in events if e.kind in _RETURNS and e.step is not None)
-    kept = _Thinned[Measured](most)
+    kept: list[Measured] = []  # each the average of `size` neighbours
+    newest: list[Measured] = []  # not averaged yet
+    size = 1
+
+    def drop(from_step: int) -> None:
+        for made in (newest, kept):
+            while made and made[-1].step >= from_step:
+                made.pop()
+
     for record in measured:
         while returns and returns[0][0] <= record.time:
-            kept.drop(returns.pop(0)[1] + 1)
+            drop(returns.pop(0)[1] + 1)
         # Needed for runs without events, and if the clock of another machine is behind.
-        kept.drop(record.step)
-        kept.add(record)
+        drop(record.step)
+        newest.append(record)
+        if len(newest) == size:
+            kept.append(_average(newest))
+            newest.clear()
+        if len(kept) == most:
+            kept[:] = [_average(kept[at : at + 2]) for at in range(0, most, 2)]
+            size *= 2
     for _, step in returns:
-        kept.drop(step + 1)
-    return [*kept.averaged, *([_average(kept.open)] if kept.open else [])]
-
-
-class _Thinned(Generic[Measured]):
-    """Records in order, each the average of as many neighbours; the newest few wait in `open`."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._each = most, 1
-        self.averaged: list[Measured] = []
-        self.open: list[Measured] = []
-
-    def add(self, record: Measured) -> None:
-        self.open.append(record)
-        if len(self.open) == self._each:
-            self.averaged.append(_average(self.open))
-            self.open.clear()
-        if len(self.averaged) == self._most:
-            self.averaged = [_average(self.averaged[at : at + 2]) for at in range(0, self._most, 2)]
-            self._each *= 2
-
-    def drop(self, from_step: int) -> None:
-        for kept in (self.open, self.averaged):
-            while kept and kept[-1].step >= from_step:
-                kept.pop()
+        drop(step + 1)
+    return [*kept, *([_average(newest)] if newest else [])]
 
 
 def _average(records: Sequence[Measured]) -> Measured:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO, cast
@@ -98,9 +99,7 @@ def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: b
     """One line of at most `width` columns; the least important fields are left out first."""
     step = progress.last
     if step is None:
-        line = Text("starting ..." if ascii_only else "starting …", "dim")
-        line.truncate(width)
-        return line
+        return Text(("starting ..." if ascii_only else "starting …")[:width], "dim")
     epoch, done = place(step)
     epochs, share = max(epoch, -(-step.total_steps // step.steps_per_epoch)), done / step.steps_per_epoch
     head, shown = f"epoch {epoch}/{epochs} ", f" {percentage(share, 0):>3}%"
@@ -170,7 +169,7 @@ def epoch_line(last: StepMetrics, *, log: bool = False) -> str:
     return f"epoch {last.epoch}: train loss {number(loss)}, train top-1 {percent(top1)}"
 
 
-class Screen:
+class Screen(AbstractContextManager["Screen"]):
     """Shows new records of a run folder while a run fills it."""
 
     def __init__(
@@ -184,12 +183,7 @@ class Screen:
     ) -> None:
         """Begins to follow `folder`, which need not exist yet.
 
-        Args:
-            folder: the run folder.
-            stream: standard error by default.
-            quiet: shows only the setup, in one line, warnings and failures.
-            lines: writes plain lines to a terminal too.
-            clock: seconds since 1970.
+        With `quiet`, shows only the setup, in one line, and warnings. With `lines`, writes plain lines to a terminal.
         """
         output = sys.stderr if stream is None else stream
         terminal = not lines and output.isatty() and os.environ.get("TERM", "") not in {"dumb", "unknown"}
@@ -239,17 +233,18 @@ class Screen:
             self._draw()
         elif not self._quiet and self._progress.last and self._clock() - self._plain_at >= _PLAIN_EVERY_S:
             self._plain_at = self._clock()
-            self._log("INFO", step_line(self._progress.last))
+            self.say(step_line(self._progress.last))
 
-    def say(self, message: str, level: str = "INFO") -> None:
-        """Shows a line that stays, above the live one."""
-        text = plain(message)
-        if not self.live and not (self._quiet and level == "INFO"):
-            self._log(level, text)
-        elif self.live:
+    def say(self, message: str, level: str = "INFO", *, always: bool = False) -> None:
+        """Shows a line that stays, above the live one. A quiet screen leaves out level INFO, except with `always`."""
+        if self.live:
             self._erase()
             prefix = "" if level == "INFO" else f"{level.lower()}: "
-            self._console.print(Text(self._encodable(prefix + text), _STYLES[level]), soft_wrap=False)
+            self._console.print(Text(self._encodable(prefix + plain(message)), _STYLES[level]), soft_wrap=False)
+        elif always or not (self._quiet and level == "INFO"):
+            line = Text(f"{moment(self._clock())} ")
+            line.append(level, _STYLES[level]).append(f" {self._encodable(plain(message))}")
+            self._console.print(line)
 
     def close(self) -> None:
         """Shows the last records and erases the live line."""
@@ -257,9 +252,6 @@ class Screen:
         self._show_events_before_setup()
         self._show_epoch()
         self._erase()
-
-    def __enter__(self) -> "Screen":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -288,41 +280,31 @@ class Screen:
         at = f" at step {event.step}" if event.step is not None else ""
         message = ("" if event.kind == "saved" else event.message) or f"{event.kind}{at}"
         level = LEVELS.get(event.kind, "INFO")
-        if event.kind != "setup":
-            self._show_once(level, message)
-        elif not self._quiet:
-            for line in message.split("\n"):
-                self._show_once(level, line)
-        elif (level, message) not in self._shown:
-            self._shown.add((level, message))
-            self._log(level, plain(message))
+        setup = event.kind == "setup"
+        for line in message.split("\n") if setup and not self._quiet else [message]:
+            self._show_once(level, line, always=setup)
 
     def _show_events_before_setup(self) -> None:
         events, self._before_setup = self._before_setup, None
         for event in events or ():
             self._show_event(event)
 
-    def _show_once(self, level: str, message: str) -> None:
+    def _show_once(self, level: str, message: str, *, always: bool = False) -> None:
         if (level, message) not in self._shown:
             self._shown.add((level, message))
-            self.say(message, level)
+            self.say(message, level, always=always)
 
     def _check_disk(self) -> None:
         """Shows when the disk of the run folder is full, and when it has space again."""
-        if self._clock() - self._disk_at < _DISK_EVERY_S:
+        if (now := self._clock()) - self._disk_at < _DISK_EVERY_S:
             return
-        self._disk_at, before = self._clock(), self._disk_full
+        self._disk_at, before = now, self._disk_full
         self._disk_full = is_full(self.folder)
         if self._disk_full and not before:
             effect = "training continues, but records are delayed and checkpoints are skipped"
             self.say(f"the disk of {self.folder} is full: {effect}", "WARNING")
         elif before and not self._disk_full:
             self.say(f"the disk of {self.folder} has free space again")
-
-    def _log(self, level: str, message: str) -> None:
-        line = Text(f"{moment(self._clock())} ")
-        line.append(level, _STYLES[level]).append(f" {self._encodable(message)}")
-        self._console.print(line)
 
     def _draw(self) -> None:
         width = self._console.size.width - 1

@@ -46,8 +46,7 @@ def best_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | None
 
 def best_by(run: RunData) -> str:
     """The option train.best of the run, such as "lowest loss"; empty for top-1, the default."""
-    options = run.job.get("train")
-    by = options.get("best") if isinstance(options, dict) else None
+    by = run.option("train", "best")
     return plain(by) if isinstance(by, str) and by != "highest top1" else ""
 
 
@@ -170,10 +169,16 @@ def duration(seconds: float) -> str:
 
 def ago(seconds: float) -> str:
     """One unit: 12s ago, 2m ago, 3h ago."""
-    rounded = max(0, int(seconds))
-    if rounded < 60:
-        return f"{rounded}s ago"
-    return f"{rounded // 60}m ago" if rounded < 3600 else f"{rounded // 3600}h ago"
+    whole = max(0, int(seconds))
+    size, unit = (3600, "h") if whole >= 3600 else (60, "m") if whole >= 60 else (1, "s")
+    return f"{whole // size}{unit} ago"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit of a time axis of this length, and the unit's seconds."""
+    if seconds < 300:
+        return "s", 1.0
+    return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
 
 
 def percent(share: float) -> str:
@@ -195,11 +200,10 @@ def number(value: float) -> str:
     """Four figures or so: 1840, 93.4, 2.310, 0.00012."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("∞" if value > 0 else "-∞")
-    if value == 0 or 0.01 <= abs(value) < 10:
-        return f"{value:.3f}"
-    if 10 <= abs(value) < 1000:
-        return f"{value:.1f}"
-    return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.2g}"
+    size = abs(value)
+    if size and not 0.01 <= size < 1e7:
+        return f"{value:.2g}"
+    return f"{value:.3f}" if size < 10 else f"{value:.1f}" if size < 1000 else f"{value:.0f}"
 
 
 def rate(images_per_s: float) -> str:

@@ -99,9 +99,7 @@ def slow_rank(run: RunData) -> str:
 
 
 def _option(run: RunData, section: str, key: str, default: Any) -> Any:
-    values = run.job.get(section)
-    found = values.get(key, default) if isinstance(values, dict) else default
-    return run.plan.resolved.get(f"{section}.{key}", found)
+    return run.plan.resolved.get(f"{section}.{key}", run.option(section, key, default))
 
 
 def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> list[Improvement]:
