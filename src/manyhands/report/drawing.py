@@ -1,6 +1,5 @@
 """The common style of all pictures: colours, fonts, axes and averaging. matplotlib is loaded on first use."""
 
-import itertools
 import logging
 import math
 import warnings
@@ -158,7 +157,7 @@ def fonts_for(texts: Iterable[str]) -> tuple[list[str], str]:
     missing -= _letters(str(font_manager.findfont(_FIRST_FONT)))
     if not missing:
         return chosen, ""
-    for name, file in itertools.chain.from_iterable(_candidates(fresh=fresh) for fresh in (False, True)):
+    for name, file in _installed_fonts():
         if found := missing & _letters(file):
             chosen.append(name)
             missing -= found
@@ -167,22 +166,20 @@ def fonts_for(texts: Iterable[str]) -> tuple[list[str], str]:
     return chosen, "".join(sorted(missing))
 
 
-def _candidates(*, fresh: bool) -> list[tuple[str, str]]:
-    """Names and files of the installed fonts, the preferred first; with `fresh`, only those missing in the cache.
-
-    matplotlib caches a list of fonts, which lacks fonts that were installed later.
-    """
+def _installed_fonts() -> list[tuple[str, str]]:
+    """Names and files of the installed fonts, the preferred first."""
     from matplotlib import font_manager
 
     manager = font_manager.fontManager
-    before = {entry.fname for entry in manager.ttflist}
-    for file in [one for one in font_manager.findSystemFonts() if one not in before] if fresh else ():
+    cached = {entry.fname for entry in manager.ttflist}
+    # matplotlib caches its list, which lacks fonts that were installed later.
+    for file in [one for one in font_manager.findSystemFonts() if one not in cached]:
         with suppress(RuntimeError, OSError, ValueError):  # not a font, or of a kind that can't be drawn with
             manager.addfont(file)
     named: dict[str, str] = {}
     for entry in manager.ttflist:
         regular = entry.style == "normal" and str(entry.weight) in {"400", "normal", "regular"}
-        if regular and (not fresh or entry.fname not in before):
+        if regular and not entry.name.startswith("Last Resort"):  # matplotlib's font of boxes for all letters
             named.setdefault(entry.name, entry.fname)
     order = {name: place for place, name in enumerate(_PREFERRED_FONTS)}
     return sorted(named.items(), key=lambda pair: (order.get(pair[0], math.inf), pair[0]))

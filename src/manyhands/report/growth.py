@@ -23,9 +23,8 @@ def refuse_file(file: Path, *, force: bool) -> None:
         what = f"the picture must be a {' or '.join(_ENDINGS)} file, found {file.name}"
         raise UserError(what, "--out", ("use --out growth.svg", "or --json for the figures"))
     if file.exists() and not force:
-        raise UserError(
-            f"{file} already exists", str(file), ("overwrite the file with --force", "or choose another file")
-        )
+        hints = ("overwrite the file with --force", "or choose another file")
+        raise UserError(f"{file} already exists", str(file), hints)
 
 
 def growth_table(rows: Rows) -> Table:

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import json
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -196,7 +195,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_shown, value)) or "–"
     if value is None or isinstance(value, bool):
-        return "–" if value is None else json.dumps(value)
+        return "–" if value is None else str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -24,21 +24,9 @@ from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
 from manyhands.core.shown import plain
 from manyhands.core.streams import Tolerant
+from manyhands.report import summary
 from manyhands.report.follow import Follower
 from manyhands.report.read import STARTS
-from manyhands.report.summary import (
-    FEW_CLASSES,
-    ago,
-    custom_metrics,
-    duration,
-    epoch_name,
-    moment,
-    number,
-    percent,
-    place,
-    rate,
-    top5,
-)
 
 # The window of the speed that the remaining time is computed from, so that it neither jumps nor lags.
 _WINDOW_S = 120.0
@@ -100,7 +88,7 @@ def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: b
     step = progress.last
     if step is None:
         return Text(("starting ..." if ascii_only else "starting …")[:width], "dim")
-    epoch, done = place(step)
+    epoch, done = summary.place(step)
     epochs, share = max(epoch, -(-step.total_steps // step.steps_per_epoch)), done / step.steps_per_epoch
     head, shown = f"epoch {epoch}/{epochs} ", f" {percentage(share, 0):>3}%"
     fields = _fields(progress, step, now)
@@ -121,43 +109,45 @@ def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: b
 def _fields(progress: ScreenProgress, step: StepMetrics, now: float) -> list[tuple[str, int]]:
     """The fields after the bar in their order; those with the highest number are left out first."""
     silent, left = now - (progress.heard or now), progress.left_s(now)
-    fields = [(f"loss {number(step.loss)}", 0), (f"acc {percent(step.top1)}", 1)]
-    fields.append((f"last record {ago(silent)}" if silent > _SILENT_S else f"{rate(step.images_per_s)} img/s", 3))
+    fields = [(f"loss {summary.number(step.loss)}", 0), (f"acc {summary.percent(step.top1)}", 1)]
+    fields.append(
+        (f"last record {summary.ago(silent)}" if silent > _SILENT_S else f"{summary.rate(step.images_per_s)} img/s", 3)
+    )
     if left is not None:
-        fields.append((f"left {duration(left)}", 2))
+        fields.append((f"left {summary.duration(left)}", 2))
     if step.data_share >= 0.1 and silent <= _SILENT_S:
         fields.append((f"data {step.data_share:.0%}", 5))
     if progress.saved is not None:
-        fields.append((f"saved {ago(now - progress.saved)}", 4))
+        fields.append((f"saved {summary.ago(now - progress.saved)}", 4))
     return fields
 
 
 def step_line(step: StepMetrics) -> str:
     """A step for a log, in words of the form key=value."""
-    epoch, done = place(step)
+    epoch, done = summary.place(step)
     return (
         f"epoch={epoch} step={done}/{step.steps_per_epoch} loss={step.loss:.3f} acc={percentage(step.top1)} "
-        f"img_s={rate(step.images_per_s)} data_pct={100 * step.data_share:.0f}"
+        f"img_s={summary.rate(step.images_per_s)} data_pct={100 * step.data_share:.0f}"
     )
 
 
 def evaluation_line(record: EvaluationMetrics, last: StepMetrics | None, *, log: bool = False) -> str:
     """An evaluation for the screen or a log, with the epoch's training loss if it ends an epoch."""
-    name = epoch_name(record.step, record.epoch, last.steps_per_epoch if last else 0)
+    name = summary.epoch_name(record.step, record.epoch, last.steps_per_epoch if last else 0)
     train_loss = last.epoch_loss if last and last.step == record.step else None
     if log:
-        fifth = "" if 0 < record.classes <= FEW_CLASSES else f"top5={percentage(record.top5, 2)} "
+        fifth = "" if 0 < record.classes <= summary.FEW_CLASSES else f"top5={percentage(record.top5, 2)} "
         trained = "" if train_loss is None else f" train_loss={train_loss:.3f}"
         return (
             f"epoch={name} evaluated={record.count} top1={percentage(record.top1, 2)} {fifth}"
-            f"val_loss={record.loss:.3f}{custom_metrics(record.metrics, ' {}={}')}{trained}"
+            f"val_loss={record.loss:.3f}{summary.custom_metrics(record.metrics, ' {}={}')}{trained}"
             + (" best" if record.best else "")
         )
-    fifth = top5(record.top5, record.classes, ", top-5 {}")
-    trained = "" if train_loss is None else f", train loss {number(train_loss)}"
+    fifth = summary.top5(record.top5, record.classes, ", top-5 {}")
+    trained = "" if train_loss is None else f", train loss {summary.number(train_loss)}"
     return (
-        f"epoch {name}: top-1 {percent(record.top1)}{fifth}, loss {number(record.loss)}"
-        f"{custom_metrics(record.metrics, ', {} {}')}{trained}" + (", best" if record.best else "")
+        f"epoch {name}: top-1 {summary.percent(record.top1)}{fifth}, loss {summary.number(record.loss)}"
+        f"{summary.custom_metrics(record.metrics, ', {} {}')}{trained}" + (", best" if record.best else "")
     )
 
 
@@ -166,7 +156,7 @@ def epoch_line(last: StepMetrics, *, log: bool = False) -> str:
     loss, top1 = last.epoch_loss or 0.0, last.epoch_top1 or 0.0
     if log:
         return f"epoch={last.epoch} train_loss={loss:.3f} train_top1={percentage(top1, 2)}"
-    return f"epoch {last.epoch}: train loss {number(loss)}, train top-1 {percent(top1)}"
+    return f"epoch {last.epoch}: train loss {summary.number(loss)}, train top-1 {summary.percent(top1)}"
 
 
 class Screen(AbstractContextManager["Screen"]):
@@ -242,7 +232,7 @@ class Screen(AbstractContextManager["Screen"]):
             prefix = "" if level == "INFO" else f"{level.lower()}: "
             self._console.print(Text(self._encodable(prefix + plain(message)), _STYLES[level]), soft_wrap=False)
         elif always or not (self._quiet and level == "INFO"):
-            line = Text(f"{moment(self._clock())} ")
+            line = Text(f"{summary.moment(self._clock())} ")
             line.append(level, _STYLES[level]).append(f" {self._encodable(plain(message))}")
             self._console.print(line)
 
