@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.core.phases import PHASES
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationDetail
-from manyhands.core.shown import plain
+from manyhands.core.terminal import plain
 from manyhands.report.drawing import BLUE, GREEN, GREY, INK, VERMILION, epochs_axis, log_axis, new_figure, smooth, thin
 from manyhands.report.read import RunData
 from manyhands.report.summary import best_evaluation, images_per_s, percent, rate, shorten, steps_per_epoch, time_unit

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.core.folder import RunFolder
-from manyhands.core.outside import open_file, read_object
-from manyhands.core.records import EvaluationMetrics, Event, StepMetrics, line_object
-from manyhands.core.registry import Running
+from manyhands.core.files import open_file, read_object
+from manyhands.core.records import EvaluationMetrics, Event, Running, StepMetrics, line_object
+from manyhands.core.run_folder import RunFolder
 from manyhands.report.read import STARTS, parse, parse_metrics
 from manyhands.report.summary import ENDS, place
 

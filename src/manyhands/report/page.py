@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from markupsafe import Markup
 
 from manyhands.config.job import Job
-from manyhands.core.once import replacing
-from manyhands.core.private import private_files
-from manyhands.core.shown import plain, plain_lines, say
+from manyhands.core.files import private_files, replacing
+from manyhands.core.terminal import plain, plain_lines, say
 from manyhands.report import summary
 from manyhands.report.drawing import GREY, HAIR, INK, fonts_for, house_style, write_figure
 from manyhands.report.figures import PICTURES, class_scores, confused_pairs, shown_detail

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from manyhands.core import records
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.outside import parse_toml, read_bytes, read_object
+from manyhands.core.files import parse_toml, read_bytes, read_object
 from manyhands.core.plan_record import PlanRecord, read_plan_record
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics, Event, Failure, PhaseMetrics, StepMetrics
+from manyhands.core.run_folder import RunFolder
 
 # Kinds of events that begin a session: the run works without a pause until the next of them.
 STARTS = frozenset({"started", "resumed", "restarted", "regrouped"})

@@ -19,11 +19,10 @@ from rich.segment import ControlType
 from rich.text import Text
 
 from manyhands.core.errors import UserError
-from manyhands.core.folder import is_full
+from manyhands.core.files import is_full
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
-from manyhands.core.shown import plain
-from manyhands.core.streams import Tolerant
+from manyhands.core.terminal import Tolerant, plain
 from manyhands.report import summary
 from manyhands.report.follow import Follower
 from manyhands.report.read import STARTS

@@ -9,7 +9,7 @@ from typing import Any
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics, StepMetrics
 from manyhands.core.resuming import resume_command
-from manyhands.core.shown import plain
+from manyhands.core.terminal import plain
 from manyhands.report.read import STARTS, RunData
 
 # Kinds of events that end a session, and the status of the run after each.
