@@ -278,15 +278,18 @@ class _Check:
             what = f"the network does not run on a mesh of one process: {type(error).__name__}: {error}"
             raise UserError(what, "verify_gradients", hints) from error
         output = pytree.tree_map_only(Tensor, lambda one: one[self.rows], output)
-        self._loss(output).backward()
-        return [one.detach() for one in _tensors(output)], _gradients(self.alone)
+        named = {name: one for name, one in self.alone.named_parameters() if one.requires_grad}
+        due = torch.autograd.grad(self._loss(output), list(named.values()), materialize_grads=True, allow_unused=True)
+        return [one.detach() for one in _tensors(output)], dict(zip(named, due, strict=True))
 
     def _run_on_mesh(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The outputs for this process's rows, and its gradients before they are summed over the samples' axes."""
         _begin(self.network.model, [slice(0, self.rows.stop - self.rows.start)], self.count)
         output = self.network.model(self.sample[self.rows])
         Gradients(self.network.on_mesh(), self.grid.world).backward_of(self._loss(output))
-        return [one.detach() for one in _tensors(output)], _gradients(self.network.model)
+        named = ((name, one) for name, one in self.network.model.named_parameters() if one.requires_grad)
+        raw = {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in named}
+        return [one.detach() for one in _tensors(output)], raw
 
     def _loss(self, output: Any) -> Tensor:
         """This process's part of the mean loss."""
@@ -378,11 +381,6 @@ def _begin(model: nn.Module, shares: list[slice], count: int) -> None:
     )
     for groups in {id(one.groups): one.groups for one in model.modules() if isinstance(one, GroupedNorm)}.values():
         groups.begin_micro_batch(spans, (), shares[-1].stop, count)
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    named = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    return {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in named.items()}
 
 
 def _tensors(output: Any) -> list[Tensor]:
