@@ -53,7 +53,7 @@ from manyhands.models.published import check_network
 from manyhands.parallel.options import check_mode
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
-from manyhands.report.terminal import Screen
+from manyhands.report.screen import Screen
 from manyhands.run.failure_log import ends_noted, interrupted, note_cause, note_head, starts_and_stops, stop_saved
 from manyhands.run.folder_watch import FolderWatch
 from manyhands.run.here import Here
