@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manyhands.cluster.agents.ssh import copied_by
 from manyhands.cluster.hosts.formats import accelerate, hostfile, rank_table, slurm, torchrun
 from manyhands.cluster.hosts.inventory import Cluster, Machine
-from manyhands.cluster.hosts.recognise import FORMATS, format_of, read_cluster, readable_formats
+from manyhands.cluster.hosts.machines import FORMATS, format_of, read_cluster, readable_formats
 from manyhands.core.errors import UserError
 from manyhands.core.plugins import load_choice, module_names
 

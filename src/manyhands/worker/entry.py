@@ -14,7 +14,7 @@ from manyhands.checkpoint.options import CheckpointOptions
 from manyhands.cluster.agents.debugger import wait_for_editor
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.own_output import take_orders
-from manyhands.cluster.rendezvous import worker_process_info
+from manyhands.cluster.hosts.this_process import worker_process_info
 from manyhands.config.job import Job
 from manyhands.core import shown
 from manyhands.core.claim import set_aside

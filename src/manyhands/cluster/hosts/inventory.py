@@ -9,6 +9,8 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?")
 # Placeholder in a command for the scheduler's number or name of the job.
 JOB = "@JOB@"
+# The variable that tells a worker the number of its device.
+DEVICE_INDEX = "MANYHANDS_DEVICE_INDEX"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 
 

@@ -1,13 +1,16 @@
-"""The machines that a job is to be launched on."""
+"""Finds the machines of a job: in its list of hosts, in files, and in launchers' environment variables."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
-from manyhands.cluster.hosts.formats import hostfile
-from manyhands.cluster.hosts.inventory import Machine, in_brackets
+from manyhands.cluster.hosts.inventory import Cluster, Machine, in_brackets
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
+from manyhands.core.plugins import load_choice, module_names
+
+FORMATS = "manyhands.cluster.hosts.formats"
 
 
 def with_machines(options: ClusterOptions, more: Sequence[Machine]) -> ClusterOptions:
@@ -15,20 +18,20 @@ def with_machines(options: ClusterOptions, more: Sequence[Machine]) -> ClusterOp
     named = machines_of(options)
     if not (named and more):
         return options
-    return options.model_copy(update={"hosts": tuple(map(_written, (*named, *more))), "hostfile": ""})
-
-
-def _written(machine: Machine) -> str:
-    """As a list of hosts has it."""
-    user = machine.host[: -len(machine.address)]
-    target = machine.target if machine.port else user + in_brackets(machine.address)
-    return f"{target} slots={machine.slots}" if machine.slots else target
+    hosts: list[str] = []
+    for machine in (*named, *more):
+        user = machine.host[: -len(machine.address)]
+        target = machine.target if machine.port else user + in_brackets(machine.address)
+        hosts.append(f"{target} slots={machine.slots}" if machine.slots else target)
+    return options.model_copy(update={"hosts": tuple(hosts), "hostfile": ""})
 
 
 def machines_of(options: ClusterOptions) -> tuple[Machine, ...]:
     """The machines that are named, in their ranks' order. Raises UserError: hosts and a hostfile, or broken ones."""
     if options.hosts and options.hostfile:
         raise UserError("both hosts and a hostfile are given", "cluster.hosts", ("remove --hosts or --hostfile",))
+    from manyhands.cluster.hosts.formats import hostfile  # workers, which import this file, have no use for it
+
     if options.hosts:
         return hostfile.read_list(",".join(options.hosts), "cluster.hosts").machines
     if options.hostfile:
@@ -40,3 +43,64 @@ def machines_of(options: ClusterOptions) -> tuple[Machine, ...]:
             raise UserError(f"the hostfile can't be read: {error}", str(path), hints) from None
         return hostfile.read(text, str(path)).machines
     return ()
+
+
+def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Cluster, str] | None:
+    """Reads the cluster file that a flag or RANK_TABLE_FILE names. Returns the cluster and its origin."""
+    named = (
+        (options.rank_table, "--rank-table"),
+        (options.file, "--cluster"),
+        (variables.get("RANK_TABLE_FILE", ""), "RANK_TABLE_FILE"),
+    )
+    for path, origin in named:
+        if path:
+            return read_cluster(Path(path), options.join_timeout_s), f"{origin} {path}"
+    return None
+
+
+def read_cluster(path: Path, wait_s: float = 0.0) -> Cluster:
+    """Reads a cluster from a file in any known format; waits for one that is still being written. Raises UserError."""
+    try:
+        text = decoded(read_bytes(path, MOST_TEXT_BYTES, pipes=True))
+    except OSError as error:
+        hints = ("check the path and the permissions of the file",)
+        raise UserError(f"{path} can't be read: {error.strerror}", str(path), hints) from error
+    except ValueError as error:
+        hints = (f"use one of the supported formats: {', '.join(readable_formats())}",)
+        raise UserError(f"{path} is not a cluster file: {error}", str(path), hints) from error
+    module = format_of(str(path), text)
+    if wait_s and hasattr(module, "wait"):
+        text = module.wait(path, wait_s)
+    return module.read(text, str(path))
+
+
+def format_of(path: str, text: str) -> ModuleType:
+    """Returns the module of the file's format. Raises UserError: the format is unknown."""
+    formats = readable_formats()
+    for module in formats.values():
+        if module.recognise(path, text):
+            return module
+    what = "the cluster file is in an unknown format" if text.strip() else "the cluster file is empty"
+    raise UserError(what, path, (f"use one of the supported formats: {', '.join(formats)}",))
+
+
+def readable_formats() -> dict[str, ModuleType]:
+    """Returns the modules of the formats that files can have, by name."""
+    return {module.__name__.rpartition(".")[2]: module for module in modules_with("recognise")}
+
+
+def modules_with(function: str) -> Iterator[ModuleType]:
+    """Yields the formats that define `function`, by ascending `PRECEDENCE`."""
+    found = [load_choice(FORMATS, name) for name in module_names(FORMATS)]
+    yield from sorted(
+        (module for module in found if hasattr(module, function)), key=lambda module: getattr(module, "PRECEDENCE", 0)
+    )
+
+
+def described_cluster(variables: Mapping[str, str]) -> Cluster | None:
+    """Returns the cluster that a launcher's variables describe, such as Kubeflow's PET_*."""
+    for module in modules_with("from_environment"):
+        cluster: Cluster | None = module.from_environment(variables)
+        if cluster:
+            return cluster
+    return None

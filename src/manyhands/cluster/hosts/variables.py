@@ -9,6 +9,7 @@ from manyhands.core.outside import typed_number
 # Ports that are derived from a job's number lie here: above the well-known ones, below those that systems hand out.
 FIRST_PORT = 15000
 PORTS = 10000
+DEFAULT_PORT = 29500
 
 
 def number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -23,13 +24,20 @@ def number(variables: Mapping[str, str], name: str, default: int | None = None) 
     return found
 
 
-def port(variables: Mapping[str, str], default: int) -> int:
+def master_port(variables: Mapping[str, str], default: int = DEFAULT_PORT) -> int:
     """MASTER_PORT, or the default. Raises UserError: it is no port."""
     text = variables.get("MASTER_PORT", "").strip() or str(default)
     if not 0 < (found := typed_number(text) or 0) < 65536:
         what = f'MASTER_PORT is "{text}"; expected 1 … 65535'
         raise UserError(what, "environment", ("set a valid port: export MASTER_PORT=29500",))
     return found
+
+
+def master_address(variables: Mapping[str, str], *, alone: bool) -> tuple[str, str] | None:
+    """MASTER_ADDR, or loopback if all processes are on one machine, with its origin; None if neither holds."""
+    if variables.get("MASTER_ADDR"):
+        return variables["MASTER_ADDR"], "MASTER_ADDR"
+    return ("127.0.0.1", "all processes are on one machine") if alone else None
 
 
 def port_from_name(name: str) -> int:
