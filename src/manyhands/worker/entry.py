@@ -141,7 +141,7 @@ def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
 
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
-    from manyhands.cluster.doctor.unused import unused_here
+    from manyhands.cluster.doctor.accelerators import unused_here
     from manyhands.parallel.apply import follows_plan, resolve_mode
     from manyhands.parallel.plain import gather_plain
     from manyhands.train.choose_sync import check_combination

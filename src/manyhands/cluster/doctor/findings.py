@@ -1,13 +1,24 @@
-"""Facts about the machines of a job, and the doctor's findings."""
+"""Facts about the machines of a job, and the doctor's findings: all checks together, one finding for each cause."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from manyhands.core.plugins import load_choice, module_names
+
+CHECKS = "manyhands.cluster.doctor.checks"
 
 # Plain JSON data about one machine; `facts` says what is in it. A fact that couldn't be found is missing.
 Facts = Mapping[str, Any]
 Severity = Literal["fail", "warn", "ok"]
 Reached = Literal["ok", "refused", "timeout", "unreachable", "other"]
+Value = TypeVar("Value", bound=Hashable)
+
+WORST_FIRST: tuple[Severity, ...] = ("fail", "warn", "ok")
+# Of equally bad findings, what must be fixed before the rest can be seen.
+ORDER = ("contact", "twice", "reach", "interface", "port", "accelerators", "versions", "data", "code", "memory", "disk",
+         "collective", "links", "names", "jobs", "cpu", "clock", "facts")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,12 +92,27 @@ class Survey:
     collective: AllReduceTest | None = None  # the real one; None where it wasn't tried
     needs: Needs = field(default_factory=Needs)  # of the job
 
+    def fact(self, *path: str) -> dict[str, Any]:
+        """One fact of each machine that knows it, by host and in the order of the hosts."""
+        found: dict[str, Any] = {}
+        for host in self.hosts:
+            value: Any = self.facts.get(host)
+            for key in path:
+                value = value.get(key) if isinstance(value, Mapping) else None
+            if value is not None:
+                found[host] = value
+        return found
+
+    def on_host(self, host: str, command: str) -> str:
+        """A command as it must be typed here to run on a host."""
+        return command if len(self.hosts) == 1 else f"{self.needs.reach.get(host, f'ssh {host}')} {command}"
+
 
 @dataclass(frozen=True)
 class DoctorFinding:
     """A problem, or the result of a passed check."""
 
-    check: str  # the module in `cluster/doctor/checks/`
+    check: str  # its name, for scripts
     severity: Severity  # fail: training would fail; warn: training would be slower or less reliable
     hosts: tuple[str, ...]  # the machines with the problem
     what: str  # the fact in one sentence
@@ -96,3 +122,43 @@ class DoctorFinding:
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "hosts": list(self.hosts), "hints": list(self.hints), "explains": list(self.explains)}
+
+
+def examine(survey: Survey) -> list[DoctorFinding]:
+    """Runs all checks."""
+    return sort_out([finding for name in module_names(CHECKS) for finding in load_choice(CHECKS, name).run(survey)])
+
+
+def sort_out(found: list[DoctorFinding]) -> list[DoctorFinding]:
+    """Leaves one finding for each cause, none that another one explains, and the worst first."""
+
+    def weight(finding: DoctorFinding) -> tuple[int, int]:
+        place = ORDER.index(finding.check) if finding.check in ORDER else len(ORDER)
+        return WORST_FIRST.index(finding.severity), place
+
+    explained = {cause for finding in found if finding.severity != "ok" for cause in finding.explains}
+    by_cause: dict[str, DoctorFinding] = {}
+    for finding in sorted(found, key=weight):
+        cause = finding.cause or f"{finding.check}:{finding.what}"
+        if cause not in explained:
+            by_cause.setdefault(cause, finding)
+    return list(by_cause.values())
+
+
+def fails(found: list[DoctorFinding]) -> bool:
+    return any(finding.severity == "fail" for finding in found)
+
+
+def odd_ones(values: Mapping[str, Value]) -> tuple[Value | None, dict[str, Value]]:
+    """The value that most have (of equally many, the first host's), and those who have another."""
+    if not values:
+        return None, {}
+    counts = Counter(values.values())
+    common = max(values.values(), key=lambda value: counts[value])
+    return common, {host: value for host, value in values.items() if value != common}
+
+
+def who(hosts: Iterable[str]) -> str:
+    """n1; n1 and n2; n1, n2 and n3."""
+    names = list(hosts)
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else ""
