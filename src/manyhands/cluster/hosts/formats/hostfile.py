@@ -6,7 +6,6 @@ ssh://user@host:port, or port= behind the host; a bare number behind a colon cou
 is refused until the user has said which of the two it is.
 """
 
-import ipaddress
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -41,16 +40,21 @@ def recognise(path: str, text: str) -> bool:
 
 def read(text: str, where: str) -> Cluster:
     """Reads a hostfile. Raises UserError: a line is not a host with its slots; or there is no host at all."""
-    found: list[tuple[Machine, str]] = []
+    found: dict[str, Machine] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        words = _without_comment(line).split()
-        if words:
-            place = at_line(where, number)
-            machine = _machine(words[0], place)
-            found.append((_with_settings(machine, words[1:], place), place))
+        words, place = _without_comment(line).split(), at_line(where, number)
+        if not words:
+            continue
+        machine = _with_settings(_machine(words[0], place), words[1:], place)
+        known = found.setdefault(machine.name, machine)
+        if known.host != machine.host:
+            what = f"{machine.name} is listed with two users: {known.host} and {machine.host}"
+            raise UserError(what, place, (f"use the same user on all lines of {machine.name}",))
+        if known is not machine:
+            found[machine.name] = replace(known, slots=(known.slots or 1) + (machine.slots or 1))
     if not found:
         raise UserError("the hostfile lists no hosts", where, ("write one line for each machine, such as n1 slots=4",))
-    return Cluster(_joined(found), source=f"hostfile {where}".rstrip())
+    return Cluster(tuple(found.values()), source=f"hostfile {where}".rstrip())
 
 
 def read_list(text: str, where: str) -> Cluster:
@@ -103,48 +107,35 @@ def _machine(word: str, where: str) -> Machine:
     bare = None if address else _BARE_SIX.fullmatch(word)
     matched = _SSH.fullmatch(word) if address else bare or _HOST.fullmatch(word)
     if matched is None and address:
+        without_password = re.sub(r"(?<=://)([^@/:]*):[^@]*@", r"\1:…@", word)
         hints = ("write ssh://user@host:31234, without a password and without a path",)
-        raise UserError(f'"{_without_password(word)}" is not an ssh address', where, hints)
+        raise UserError(f'"{without_password}" is not an ssh address', where, hints)
     if matched is None:
         hints = "write a name or an address, with or without a number of processes: n1, user@n1, 10.0.0.1, [fd00::1]:4"
         raise UserError(f'"{word}" is not a host', where, (hints,))
-    name = matched["six"] if matched["six"] is not None else matched["name"]
-    if matched["six"] is not None:
-        try:
-            known = is_host(str(ipaddress.IPv6Address(name)))
-        except ValueError:
-            known = False
-        if not known:
-            raise UserError(f'"{name}" is not an IPv6 address', where, ("write an address such as [fd00::1]:4",))
-    machine = Machine(f"{matched['user'] or ''}{name}")
-    if address:
-        port = _number(matched["port"], "port", "the port", where) if matched["port"] else 0
-        return replace(machine, port=port)
-    if bare or matched["slots"] is None:
+    found = matched.groupdict()
+    name = found["six"] if found["six"] is not None else found["name"]
+    if found["six"] is not None and not (":" in name and is_host(name)):
+        raise UserError(f'"{name}" is not an IPv6 address', where, ("write an address such as [fd00::1]:4",))
+    machine = Machine(f"{found['user'] or ''}{name}")
+    if found.get("port"):
+        return replace(machine, port=_number(found["port"], "port", "the port", where))
+    if found.get("slots") is None:
         return machine
-    _refuse_what_may_be_a_port(machine, matched["slots"], where)
-    return replace(machine, slots=_number(matched["slots"], "slots", "the number of processes", where))
-
-
-def _without_password(word: str) -> str:
-    return re.sub(r"(?<=://)([^@/:]*):[^@]*@", r"\1:…@", word)
+    _refuse_what_may_be_a_port(machine, found["slots"], where)
+    return replace(machine, slots=_number(found["slots"], "slots", "the number of processes", where))
 
 
 def _refuse_what_may_be_a_port(machine: Machine, text: str, where: str) -> None:
     """Behind a colon ssh users write ports, and MPI's processes. Raises UserError: it may be either; asks which."""
-    if not re.fullmatch(r"[0-9]{1,5}", text):
-        return
-    number = int(text)
+    number = int(text) if re.fullmatch(r"[0-9]{1,5}", text) else 0
     if number in _SSH_PORTS or _LIKE_A_PORT < number <= _MOST["port"]:
-        hints = [f"for an ssh port, write {replace(machine, port=number).target}"]
+        hint = "for an ssh port and a number of processes, write a hostfile line such as n1 slots=4 port=31234"
         if number <= _MOST["slots"]:
-            hints.append(f'for a number of processes, write "{machine.host} slots={number}"')
-        else:
-            hints.append(
-                "for an ssh port and a number of processes, write a hostfile line such as n1 slots=4 port=31234"
-            )
+            hint = f'for a number of processes, write "{machine.host} slots={number}"'
+        hints = (f"for an ssh port, write {replace(machine, port=number).target}", hint)
         what = f"{machine.host}:{number} is ambiguous: {number} may be an ssh port or a number of processes"
-        raise UserError(what, where, tuple(hints))
+        raise UserError(what, where, hints)
 
 
 def _number(text: str, setting: str, name: str, where: str) -> int:
@@ -157,15 +148,14 @@ def _number(text: str, setting: str, name: str, where: str) -> int:
 
 
 def _with_settings(machine: Machine, words: list[str], where: str) -> Machine:
-    given = {"slots": machine.slots, "port": machine.port}
-    found = {name: value for name, value in given.items() if value}
+    found = {name: value for name, value in (("slots", machine.slots), ("port", machine.port)) if value}
     for word in words:
         key, equals, value = word.partition("=")
         if key not in _SETTINGS or not equals:
-            known = "write settings without spaces around =: slots=4, max_slots=8, port=31234"
-            hint = known if key in _SETTINGS else did_you_mean(key, _SETTINGS) or known
+            hint = did_you_mean(key, _SETTINGS) if key not in _SETTINGS else ""
             hint = f"write slots={word}" if word.isdecimal() else hint
-            raise UserError(f'"{word}" is not a hostfile setting', where, (hint,))
+            known = "write settings without spaces around =: slots=4, max_slots=8, port=31234"
+            raise UserError(f'"{word}" is not a hostfile setting', where, (hint or known,))
         name = _SETTINGS[key]
         if name in found:
             raise UserError(f"{name} is given twice on one line", where, (f"remove one of the {name} settings",))
@@ -175,19 +165,3 @@ def _with_settings(machine: Machine, words: list[str], where: str) -> Machine:
         what = f"max_slots ({found['max_slots']}) is less than slots ({slots})"
         raise UserError(what, where, ("correct slots or max_slots",))
     return Machine(machine.host, slots, port=found.get("port", 0))
-
-
-def _joined(found: list[tuple[Machine, str]]) -> tuple[Machine, ...]:
-    """Adds up the lines of each machine, in the order in which they first came."""
-    first: dict[str, Machine] = {}
-    slots: dict[str, list[int]] = {}
-    for machine, where in found:
-        known = first.setdefault(machine.name, machine).host
-        if known != machine.host:
-            what = f"{machine.name} is listed with two users: {known} and {machine.host}"
-            raise UserError(what, where, (f"use the same user on all lines of {machine.name}",))
-        slots.setdefault(machine.name, []).append(machine.slots)
-    return tuple(
-        replace(first[name], slots=given[0] if len(given) == 1 else sum(number or 1 for number in given))
-        for name, given in slots.items()
-    )
