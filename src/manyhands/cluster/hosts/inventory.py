@@ -45,9 +45,7 @@ class Machine:
 
 def is_host(text: str) -> bool:
     """Returns True for a valid host name or IP address."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
+    if not is_address(text):
         return _HOST_NAME.fullmatch(text) is not None and not text.isdecimal()
     # Behind % Python takes whatever stands there for an interface's name.
     return _ADDRESS.fullmatch(text) is not None
@@ -77,17 +75,11 @@ class Cluster:
     """All machines of a job, in the order of their ranks."""
 
     machines: tuple[Machine, ...]  # the first one has rank 0
-    master_address: str = ""  # where rank 0's store listens; empty for the first machine's own address
-    master_port: int = 0  # of that store; 0 for one that is free
+    master_port: int = 0  # of rank 0's store, which listens on the first machine; 0 for one that is free
     machine: int | None = None  # index of this machine in `machines`; None if the description doesn't have it
     source: str = field(default="", compare=False)  # file or variables that the cluster was read from, for messages
     # settings of the job in the same file: the line, and the matching option and value, or empty strings
     requests: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)
-
-    @property
-    def size(self) -> int:
-        """Processes over all machines, machines of unknown size counted as one process."""
-        return sum(machine.slots or 1 for machine in self.machines)
 
 
 @dataclass(frozen=True)

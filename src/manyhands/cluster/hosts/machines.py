@@ -1,6 +1,6 @@
 """Finds the machines of a job: in its list of hosts, in files, and in launchers' environment variables."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -36,12 +36,7 @@ def machines_of(options: ClusterOptions) -> tuple[Machine, ...]:
         return hostfile.read_list(",".join(options.hosts), "cluster.hosts").machines
     if options.hostfile:
         path = Path(options.hostfile).expanduser()
-        try:
-            text = decoded(read_bytes(path, MOST_TEXT_BYTES, pipes=True))
-        except (OSError, ValueError) as error:
-            hints = ("check the path and the permissions of the file",)
-            raise UserError(f"the hostfile can't be read: {error}", str(path), hints) from None
-        return hostfile.read(text, str(path)).machines
+        return hostfile.read(_read_text(path), str(path)).machines
     return ()
 
 
@@ -60,26 +55,29 @@ def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tupl
 
 def read_cluster(path: Path, wait_s: float = 0.0) -> Cluster:
     """Reads a cluster from a file in any known format; waits for one that is still being written. Raises UserError."""
-    try:
-        text = decoded(read_bytes(path, MOST_TEXT_BYTES, pipes=True))
-    except OSError as error:
-        hints = ("check the path and the permissions of the file",)
-        raise UserError(f"{path} can't be read: {error.strerror}", str(path), hints) from error
-    except ValueError as error:
-        hints = (f"use one of the supported formats: {', '.join(readable_formats())}",)
-        raise UserError(f"{path} is not a cluster file: {error}", str(path), hints) from error
+    text = _read_text(path)
     module = format_of(str(path), text)
     if wait_s and hasattr(module, "wait"):
         text = module.wait(path, wait_s)
     return module.read(text, str(path))
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return decoded(read_bytes(path, MOST_TEXT_BYTES, pipes=True))
+    except OSError as error:
+        hints = ("check the path and the permissions of the file",)
+        raise UserError(f"{path} can't be read: {error.strerror}", str(path), hints) from None
+    except ValueError as error:
+        hints = (f"use one of the supported formats: {', '.join(readable_formats())}",)
+        raise UserError(f"{path} is not a cluster file: {error}", str(path), hints) from None
+
+
 def format_of(path: str, text: str) -> ModuleType:
     """Returns the module of the file's format. Raises UserError: the format is unknown."""
     formats = readable_formats()
-    for module in formats.values():
-        if module.recognise(path, text):
-            return module
+    if found := next((module for module in formats.values() if module.recognise(path, text)), None):
+        return found
     what = "the cluster file is in an unknown format" if text.strip() else "the cluster file is empty"
     raise UserError(what, path, (f"use one of the supported formats: {', '.join(formats)}",))
 
@@ -89,18 +87,14 @@ def readable_formats() -> dict[str, ModuleType]:
     return {module.__name__.rpartition(".")[2]: module for module in modules_with("recognise")}
 
 
-def modules_with(function: str) -> Iterator[ModuleType]:
-    """Yields the formats that define `function`, by ascending `PRECEDENCE`."""
+def modules_with(function: str) -> list[ModuleType]:
+    """Returns the formats that define `function`, by ascending `PRECEDENCE`."""
     found = [load_choice(FORMATS, name) for name in module_names(FORMATS)]
-    yield from sorted(
-        (module for module in found if hasattr(module, function)), key=lambda module: getattr(module, "PRECEDENCE", 0)
-    )
+    found = [module for module in found if hasattr(module, function)]
+    return sorted(found, key=lambda module: getattr(module, "PRECEDENCE", 0))
 
 
 def described_cluster(variables: Mapping[str, str]) -> Cluster | None:
     """Returns the cluster that a launcher's variables describe, such as Kubeflow's PET_*."""
-    for module in modules_with("from_environment"):
-        cluster: Cluster | None = module.from_environment(variables)
-        if cluster:
-            return cluster
-    return None
+    clusters = (module.from_environment(variables) for module in modules_with("from_environment"))
+    return next(filter(None, clusters), None)

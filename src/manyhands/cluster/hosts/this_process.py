@@ -151,31 +151,26 @@ def rendezvous_in(
     if not 0 <= here < len(cluster.machines):
         what = f"machine {here} is out of range; expected 0 … {len(cluster.machines) - 1}"
         raise UserError(what, origin)
-    several = len(cluster.machines) > 1
-    sizes = tuple(machine.slots or options.processes for machine in cluster.machines)
-    address = cluster.master_address or cluster.machines[0].address
-    if address and not is_host(address):
-        what = f'"{address}" is not a host name or an IP address'
+    own, first, several = cluster.machines[here], cluster.machines[0].address, len(cluster.machines) > 1
+    if first and not is_host(first):
+        what = f'"{first}" is not a host name or an IP address'
         raise UserError(what, origin, ("write the name or the address of rank 0's machine, such as 10.0.0.1",))
-    if several:
-        address = reachable(address)
-    elif not cluster.master_address:
-        address = "127.0.0.1"
+    address = reachable(first) if several else "127.0.0.1"
+    port, port_origin = cluster.master_port, origin
+    if not port:
+        port, port_origin = master_port(variables, DEFAULT_PORT, "default")
     origins = {
         "machine": origin if cluster.machine is not None else "this machine's names and addresses",
-        "processes": "-n" if options.processes and not cluster.machines[here].slots else origin,
+        "processes": "-n" if options.processes and not own.slots else origin,
         "size": origin,
-        "master_address": origin if cluster.master_address else "the first machine" if several else "one machine alone",
-        "master_port": origin if cluster.master_port else "MASTER_PORT" if variables.get("MASTER_PORT") else "default",
-        "device": origin if cluster.machines[here].devices else "",
+        "master_address": "the first machine" if several else "one machine alone",
+        "master_port": port_origin,
+        "device": origin if own.devices else "",
     }
-    slots = cluster.machines[here].slots
-    if options.processes and slots and slots != options.processes:
+    if options.processes and own.slots not in {0, options.processes}:
         origins["overridden"] = f"-n {options.processes}"
-    rendezvous = Rendezvous(
-        sizes, here, address, cluster.master_port or master_port(variables), cluster.machines[here].devices
-    )
-    return rendezvous, origins
+    sizes = tuple(machine.slots or options.processes for machine in cluster.machines)
+    return Rendezvous(sizes, here, address, port, own.devices), origins
 
 
 def _by_hand(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision:
@@ -224,7 +219,7 @@ def _environment_info(options: ClusterOptions, variables: Mapping[str, str]) -> 
     names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
     defaults = {"local_rank": 0, "local_size": 1}
     place = {key: number(variables, name, defaults.get(key)) for key, name in names.items()}
-    address, port = variables["MASTER_ADDR"], master_port(variables)
+    address, (port, _) = variables["MASTER_ADDR"], master_port(variables, DEFAULT_PORT, "")
     served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     init = "env://"
     if place["size"] > place["local_size"] and not served:

@@ -17,20 +17,21 @@ def number(variables: Mapping[str, str], name: str, default: int | None = None) 
     text = variables.get(name, "").strip()
     if not text and default is not None:
         return default
-    if not text:
-        raise UserError(f"{name} is not set", "environment", (f"export {name}=0, 1, 2 …",))
     if (found := typed_number(text)) is None:
-        raise UserError(f'{name} is not a number: "{text}"', "environment", (f"export {name}=0, 1, 2 …",))
+        what = f'{name} is not a number: "{text}"' if text else f"{name} is not set"
+        raise UserError(what, "environment", (f"export {name}=0, 1, 2 …",))
     return found
 
 
-def master_port(variables: Mapping[str, str], default: int = DEFAULT_PORT) -> int:
-    """MASTER_PORT, or the default. Raises UserError: it is no port."""
-    text = variables.get("MASTER_PORT", "").strip() or str(default)
+def master_port(variables: Mapping[str, str], default: int, origin: str) -> tuple[int, str]:
+    """MASTER_PORT or the default, and which of the two. Raises UserError: MASTER_PORT is no port."""
+    text = variables.get("MASTER_PORT", "").strip()
+    if not text:
+        return default, origin
     if not 0 < (found := typed_number(text) or 0) < 65536:
         what = f'MASTER_PORT is "{text}"; expected 1 … 65535'
         raise UserError(what, "environment", ("set a valid port: export MASTER_PORT=29500",))
-    return found
+    return found, "MASTER_PORT"
 
 
 def master_address(variables: Mapping[str, str], *, alone: bool) -> tuple[str, str] | None:

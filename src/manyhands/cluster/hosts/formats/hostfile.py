@@ -82,8 +82,8 @@ def write(cluster: Cluster) -> tuple[str, list[str]]:
     notes: list[str] = []
     if any(machine.devices for machine in cluster.machines):
         notes.append("device numbers are omitted: hostfiles don't have device numbers")
-    if cluster.master_address or cluster.master_port:
-        notes.append("the master's address and port are omitted: hostfiles don't have a master")
+    if cluster.master_port:
+        notes.append("the master's port is omitted: hostfiles don't have a port for the master")
     lines = [
         m.host + (f" slots={m.slots}" if m.slots else "") + (f" port={m.port}" if m.port else "")
         for m in cluster.machines

@@ -60,11 +60,11 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
         raise UserError(what, "MASTER_ADDR", hints)
     # Two mpiruns on one machine must not meet, so the port comes from the job's name where there is one.
     job = first_set(environment, JOB_NAMES)
-    port = master_port(environment, port_from_name(environment[job]) if job else DEFAULT_PORT)
+    default = (port_from_name(environment[job]), f"from {job}") if job else (DEFAULT_PORT, "default")
+    port, port_origin = master_port(environment, *default)
     origins = {
         "rank": family.rank, "size": family.size, "local_rank": local_rank_name, "local_size": local_size_name,
-        "master_address": master[1],
-        "master_port": "MASTER_PORT" if environment.get("MASTER_PORT") else f"from {job}" if job else "default",
+        "master_address": master[1], "master_port": port_origin,
     }  # fmt: skip
     return LauncherPlace(rank, size, local_rank, local_size, master[0], port, None, family.name, origins)
 

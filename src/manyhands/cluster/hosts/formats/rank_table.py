@@ -17,7 +17,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line, is_address
-from manyhands.cluster.hosts.variables import master_address, master_port, number
+from manyhands.cluster.hosts.variables import DEFAULT_PORT, master_address, master_port, number
 from manyhands.core.errors import UserError
 from manyhands.core.outside import RepeatedNameError, UnreadableError, parse_json
 from manyhands.core.shown import say
@@ -424,8 +424,8 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str,
         notes.append("user names are omitted: rank tables don't have user names")
     if any(machine.port for machine in cluster.machines):
         notes.append("ssh ports are omitted: only hostfiles have ssh ports")
-    if cluster.master_address or cluster.master_port:
-        notes.append("the master's address and port are omitted: HCCL uses the first server")
+    if cluster.master_port:
+        notes.append("the master's port is omitted: rank tables don't have a port")
     addresses = (read_hccn() if hccn is None else hccn) if len(cluster.machines) == 1 else {}
     if not addresses:
         notes.append("device_ip is omitted: for card N, add address_N from /etc/hccn.conf on the card's machine")
@@ -509,8 +509,7 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
     origins = dict.fromkeys(("size", "local_rank", "local_size", "device"), f"rank table {where}") | {"rank": "RANK_ID"}
     first = servers[0].host, f"server_id {servers[0].server_id} of rank 0"
     address, origins["master_address"] = master_address(environment, alone=len(servers) == 1) or first
-    origins["master_port"] = "MASTER_PORT" if environment.get("MASTER_PORT") else "default"
-    port = master_port(environment)
+    port, origins["master_port"] = master_port(environment, DEFAULT_PORT, "default")
     return LauncherPlace(rank, size, local_rank, len(server.device), address, port, card, "rank table", origins)
 
 

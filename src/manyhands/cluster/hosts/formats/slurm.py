@@ -45,14 +45,13 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
         raise UserError(what, f"{name}={environment.get(name)}", ("unset SLURM_* variables that srun did not set",))
     address, address_origin = master_address(environment, alone=len(tasks) == 1) or _first_host(environment)
     device, device_origin = _device(environment, tasks[node])
-    origins = {
-        "rank": "SLURM_PROCID", "size": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID",
-        "local_size": name, "master_address": address_origin, "device": device_origin,
-        "master_port": "MASTER_PORT" if environment.get("MASTER_PORT") else "15000 + end of SLURM_JOB_ID + step",
-    }  # fmt: skip
     # Steps of one job may run at the same time, so each has a port of its own.
-    step_port = number(environment, "SLURM_JOB_ID") % PORTS + number(environment, "SLURM_STEP_ID", 0)
-    port = master_port(environment, FIRST_PORT + step_port % PORTS)
+    step_port = FIRST_PORT + (number(environment, "SLURM_JOB_ID") + number(environment, "SLURM_STEP_ID", 0)) % PORTS
+    port, port_origin = master_port(environment, step_port, "15000 + end of SLURM_JOB_ID + step")
+    origins = {
+        "rank": "SLURM_PROCID", "size": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID", "local_size": name,
+        "master_address": address_origin, "master_port": port_origin, "device": device_origin,
+    }  # fmt: skip
     return LauncherPlace(rank, size, local_rank, tasks[node], address, port, device, "Slurm", origins)
 
 
