@@ -4,17 +4,18 @@ The cards of a server become a machine's devices in rank order. If ranks 0, 1, 2
 left empty, as in other formats. Unknown fields are ignored, as HCCL does, unless they look like misspelled known ones.
 """
 
-import difflib
 import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line, is_address
 from manyhands.cluster.hosts.variables import DEFAULT_PORT, master_address, master_port, number
@@ -66,6 +67,17 @@ Identity = Annotated[str, _checked(_is_identity, "expected at most 64 printable 
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_misspelled(cls, value: Any) -> Any:
+        """Refuses unknown fields whose names are similar to known ones."""
+        for key in value if isinstance(value, dict) else ():
+            near = [] if key in cls.model_fields else get_close_matches(key, cls.model_fields, n=1, cutoff=_SIMILAR)
+            if near:
+                found = {"key": key, "near": near[0]}
+                raise PydanticCustomError("misspelled", 'a rank table has no field "{key}"', found)
+        return value
 
 
 class Device(_Part):
@@ -160,7 +172,7 @@ def read_table(text: str, where: str) -> RankTable:
         UserError: The table is not JSON, has a wrong or missing field, or breaks a rule of HCCL. Names line and field.
     """
     value = _parse(text, where)
-    mistake = next(chain(_wrong_layout(value), _misspelled(value, (), RankTable)), None)
+    mistake = next(_wrong_layout(value), None)
     if not mistake:
         try:
             table = RankTable.model_validate(value)
@@ -237,27 +249,14 @@ def _wrong_layout(value: Any) -> Iterator[Mistake]:
         yield ("status",), 'the rank table is incomplete: its status is "initializing"', hint
 
 
-def _misspelled(value: Any, path: Keys, part: type[BaseModel]) -> Iterator[Mistake]:
-    """Yields unknown fields whose names are similar to known ones."""
-    if not isinstance(value, dict):
-        return
-    known = part.model_fields
-    for key in value:
-        near = [] if key in known else difflib.get_close_matches(key, known, n=1, cutoff=_SIMILAR)
-        if near:
-            yield (*path, key), f'a rank table has no field "{key}"', f'did you mean "{near[0]}"?'
-    for key, inner in {"server_list": Server, "device": Device, "super_pod_list": SuperPod}.items():
-        children = value.get(key) if key in known and part is not SuperPod else None
-        for index, child in enumerate(children if isinstance(children, list) else []):
-            yield from _misspelled(child, (*path, key, index), inner)
-
-
 def _wrong_value(error: dict[str, Any]) -> Mistake:
     """Converts an error of pydantic."""
     path: Keys = error["loc"]
     name, field = _dotted(path) or "the rank table", str(path[-1]) if path else ""
     if error["type"] == "missing":
         return path, f"{name} is missing", f'add "{field}" at this place'
+    if error["type"] == "misspelled":
+        return (*path, error["ctx"]["key"]), error["msg"], f'did you mean "{error["ctx"]["near"]}"?'
     kinds = {
         "string_type": "expected a string in double quotes",
         "list_type": "expected a list, [ … ]",
@@ -496,11 +495,11 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
     if not path.is_file():
         raise UserError(f"there is no file {where}", "RANK_TABLE_FILE", ("export the path of the rank table",))
     servers = read_table(path.read_text(encoding="utf-8", errors="replace"), where).by_rank
-    size, rank = sum(len(server.device) for server in servers), number(environment, "RANK_ID")
+    cards = [(server, local_rank) for server in servers for local_rank in range(len(server.device))]
+    size, rank = len(cards), number(environment, "RANK_ID")
     if rank >= size:
         raise _contradiction("RANK_ID", rank, f"0 … {size - 1}, the ranks in the table", where)
-    server = next(server for server in servers if str(rank) in {device.rank_id for device in server.device})
-    local_rank = [device.rank_id for device in server.by_rank].index(str(rank))
+    server, local_rank = cards[rank]
     card = int(server.by_rank[local_rank].device_id)
     if (given := number(environment, "RANK_SIZE", size)) != size:
         raise _contradiction("RANK_SIZE", given, f"{size}, the number of cards in the table", where)
