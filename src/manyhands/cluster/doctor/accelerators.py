@@ -23,7 +23,7 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 # Of each vendor the classes on the PCI bus of the cards that compute (03xx: display, 12xx: processing accelerator).
 CARDS = {"0x10de": ("NVIDIA", ("0x0300", "0x0302")), "0x1002": ("AMD", ("0x0380", "0x1200")),
          "0x19e5": ("Huawei", ("0x1200",))}  # fmt: skip
-# What hides devices from a process.
+# Variables that hide devices from a process.
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 DRIVERS = {
     "NVIDIA": "install the NVIDIA driver, then check that nvidia-smi lists the card",
@@ -46,10 +46,14 @@ print("manyhands-accelerators", json.dumps(found))
 
 
 def ask_torch() -> dict[str, Any]:
-    """What torch sees.
+    """Asks torch in a process of its own, which takes as long as torch's import.
 
-    count: accelerators that this user's processes see; built_for: "CUDA 13.0", empty for CPUs alone; version: torch's;
-    said: its own warning, if it gave one. Raises RunError: torch can't be imported.
+    Returns:
+        count: accelerators that this user's processes see; built_for: "CUDA 13.0", empty for a CPU build; version:
+        torch's; said: torch's own warning, if any.
+
+    Raises:
+        RunError: torch can't be imported.
     """
     done = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
@@ -61,7 +65,7 @@ def ask_torch() -> dict[str, Any]:
 
 
 def count_accelerators() -> int:
-    """Accelerators that this user's processes see; 0 where there is none."""
+    """Returns the number of accelerators that this user's processes see."""
     return int(ask_torch()["count"])
 
 
@@ -120,14 +124,14 @@ def _ask_nvidia(what: str, fields: str) -> list[list[str]]:
 
 
 def _number(text: str) -> int:
-    return int(text) if text.strip().isdecimal() else 0  # "[N/A]" where the device doesn't tell
+    return int(text) if text.strip().isdecimal() else 0  # "[N/A]" for an unknown value
 
 
 def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str, ...]] | None:
-    """Why torch sees no accelerator on a machine that has one, in one sentence, and what to do.
+    """Explains in one sentence why torch sees no accelerator on a machine that has one, with hints.
 
-    None where there is nothing to say, or where the user hid the devices. Of the facts "cards", "accelerators",
-    "torch_devices" and "environment" count; what is missing is unknown.
+    Returns None if torch sees one, if there is none, or if the user hid the devices. Uses the facts "cards",
+    "accelerators", "torch_devices" and "environment"; missing ones are unknown.
     """
     environment = facts.get("environment", {})
     seen = facts.get("torch_devices")
@@ -165,7 +169,7 @@ def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str,
 
 
 def unused_here() -> tuple[str, tuple[str, ...]] | None:
-    """`explain_unused` of this machine; torch is only asked where there is an accelerator."""
+    """Runs `explain_unused` on this machine; asks torch only if there is an accelerator."""
     try:
         working: list[dict[str, Any]] = accelerators()
     except (OSError, RuntimeError) as error:

@@ -1,6 +1,6 @@
-"""What a machine says of itself: plain JSON data, found in a second or so, without torch and without changing anything.
+"""Facts about this machine: plain JSON data, gathered in about a second, without torch and without changing anything.
 
-A fact that can't be found out is missing; why stands in "errors".
+A fact that can't be determined is missing, and its error is in "errors".
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from manyhands.core.cores import cores
 from manyhands.core.machine import this_machine
 from manyhands.core.memory import memory
 
-# What changes how programs meet, and on how many cores they run.
+# Variables that affect how processes connect and how many cores they use.
 VARIABLES = (
     *INTERFACE_VARIABLES, "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "NCCL_IB_DISABLE",
     *HIDING,
 )  # fmt: skip
 MOST_RULES = 200
-# Words in the command line of what trains on several processes.
+# Programs that train on several processes.
 TRAINERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed", "horovodrun",
             "msrun", "mpirun")  # fmt: skip
-# manyhands' own agent is only at work while it has processes of its own: the doctor's has none.
+# manyhands' own agent trains only while it has child processes; the doctor's agent has none.
 AGENTS = ("manyhands.cluster.agents.agent", "manyhands.cluster.agents.elastic")
 SHM = Path("/dev/shm")
 PACKAGES = ("torch", "torchvision", "numpy", "torch-npu", "mindspore")
@@ -85,7 +85,7 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
         collect = collectors[name]
         try:
             facts[name] = collect()
-        except Exception as error:  # noqa: BLE001 - one fact that can't be found must not hide the others; it is told
+        except Exception as error:  # noqa: BLE001 - a missing fact must not hide the others; it is reported
             errors[name] = f"{type(error).__name__}: {error}"
     environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     return {**facts, "environment": environment, "errors": errors}
@@ -137,7 +137,7 @@ def default_interface() -> str:
 
 
 def firewall_rules() -> list[str]:
-    """The rules that turn something away, as far as this user may read them; only root may."""
+    """Returns the rules that drop or reject packets, which only root can read."""
     if os.name != "posix" or os.geteuid() != 0:
         return []
     rules: list[str] = []
@@ -168,7 +168,7 @@ def places(named: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def other_jobs() -> list[dict[str, Any]]:
-    """Processes that look like training jobs of somebody, their heads only."""
+    """Returns processes that look like training jobs, without the processes that they started."""
     found: dict[int, dict[str, Any]] = {}
     ours = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter(["pid", "ppid", "cmdline", "username"]):
@@ -186,14 +186,14 @@ def other_jobs() -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Of what training on several machines must agree in; what isn't installed is missing."""
+    """Returns the versions of packages that all machines should have in common; without those not installed."""
     found = {name: version for name in PACKAGES if (version := _version(name))}
     nccl = [version for name in NCCL if (version := _version(name))]
     return {"manyhands": sys.modules["manyhands"].__version__, **found, **({"nccl": nccl[-1]} if nccl else {})}
 
 
 def torchvision_misfit() -> str:
-    """What torchvision says that is made for another torch than this one; empty where it can be imported."""
+    """Returns the import error of a torchvision for another torch; an empty string if it can be imported."""
     torch, torchvision = _version("torch") or "none", _version("torchvision")
     pins = (metadata.requires("torchvision") or ()) if torchvision else ()
     made_for = next((pin[1] for line in pins if (pin := re.match(r"torch *\(?==([^;,)+ ]+)", line))), "")
@@ -210,12 +210,12 @@ def torchvision_misfit() -> str:
 
 
 def has_compiler() -> bool:
-    """Whether there is a C++ compiler, as torch.compile wants one."""
+    """Returns True if there is a C++ compiler, which torch.compile needs."""
     return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++"))))
 
 
 def package_hash() -> str:
-    """Of manyhands' own source: two checkouts may bear the same version."""
+    """Hashes manyhands' own source, because two checkouts may have the same version."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

@@ -1,4 +1,4 @@
-"""Facts about the machines of a job, and the doctor's findings: all checks together, one finding for each cause."""
+"""Survey of a job's machines, and the doctor's findings: runs all checks and keeps one finding for each cause."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
@@ -26,7 +26,7 @@ class Attempt:
     """One attempt of a machine to reach another at one of its addresses."""
 
     address: str  # that was tried
-    # refused: nothing listens there or a firewall rejects; timeout: no answer at all; unreachable: no way leads there;
+    # refused: nothing listens there or a firewall rejects; timeout: no answer at all; unreachable: no route;
     # other: something answers that isn't our machine
     result: Reached
     local: str = ""  # the address that the attempt left from; empty where it didn't
@@ -45,23 +45,23 @@ class Contact:
 
 @dataclass(frozen=True)
 class AllReduceTest:
-    """How a real all-reduce over all machines went."""
+    """The result of a real all-reduce over all machines."""
 
     result: Literal["ok", "failed", "skipped"]  # skipped: not all machines could take part
     said: str = ""  # the first cause, where it failed
-    seconds: float = 0.0  # it took to meet and to add up, without torch's import
+    seconds: float = 0.0  # for the rendezvous and the all-reduce, without torch's import
     missing: tuple[str, ...] = ()  # hosts that did not arrive
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What the job asks of the machines."""
+    """The job's requirements."""
 
     processes: Mapping[str, int] = field(default_factory=dict)  # on each host; a host that isn't named runs one
     threads: int = 0  # of each process; 0: cores divided by processes
     port: int = 0  # that the job names; 0: any
     interface: str = ""  # that the job names; empty: found by trying
-    through_ssh: bool = False  # the machines need no way to each other beside ssh
+    through_ssh: bool = False  # the machines connect through ssh alone
     data: str = ""  # what the user called the data; empty: nothing to compare
     download: bool = True  # a named data set may be fetched where it is missing
     code: bool = False  # the job uses the user's own Python files
@@ -73,7 +73,7 @@ class Needs:
 
 @dataclass
 class Survey:
-    """All that was found out, for the checks to judge."""
+    """Everything that was found out about the machines, for the checks."""
 
     hosts: tuple[str, ...]  # in the order of their ranks; one alone means this machine
     facts: dict[str, Facts] = field(default_factory=dict)  # of each machine that could be asked
@@ -93,7 +93,7 @@ class Survey:
     needs: Needs = field(default_factory=Needs)  # of the job
 
     def fact(self, *path: str) -> dict[str, Any]:
-        """One fact of each machine that knows it, by host and in the order of the hosts."""
+        """Returns one fact of each machine that has it, in the order of the hosts."""
         found: dict[str, Any] = {}
         for host in self.hosts:
             value: Any = self.facts.get(host)
@@ -104,7 +104,7 @@ class Survey:
         return found
 
     def on_host(self, host: str, command: str) -> str:
-        """A command as it must be typed here to run on a host."""
+        """Returns the command line that runs a command on a host from here."""
         return command if len(self.hosts) == 1 else f"{self.needs.reach.get(host, f'ssh {host}')} {command}"
 
 
@@ -130,7 +130,7 @@ def examine(survey: Survey) -> list[DoctorFinding]:
 
 
 def sort_out(found: list[DoctorFinding]) -> list[DoctorFinding]:
-    """Leaves one finding for each cause, none that another one explains, and the worst first."""
+    """Keeps one finding for each cause and none that another one explains, the worst first."""
 
     def weight(finding: DoctorFinding) -> tuple[int, int]:
         place = ORDER.index(finding.check) if finding.check in ORDER else len(ORDER)
@@ -150,7 +150,7 @@ def fails(found: list[DoctorFinding]) -> bool:
 
 
 def odd_ones(values: Mapping[str, Value]) -> tuple[Value | None, dict[str, Value]]:
-    """The value that most have (of equally many, the first host's), and those who have another."""
+    """Returns the most common value (of equally common ones, the first host's), and the hosts with other values."""
     if not values:
         return None, {}
     counts = Counter(values.values())
@@ -159,6 +159,6 @@ def odd_ones(values: Mapping[str, Value]) -> tuple[Value | None, dict[str, Value
 
 
 def who(hosts: Iterable[str]) -> str:
-    """n1; n1 and n2; n1, n2 and n3."""
+    """Joins names: n1; n1 and n2; n1, n2 and n3."""
     names = list(hosts)
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else ""

@@ -14,7 +14,7 @@ FORMATS = "manyhands.cluster.hosts.formats"
 
 
 def with_machines(options: ClusterOptions, more: Sequence[Machine]) -> ClusterOptions:
-    """The same cluster with further machines behind those that hosts or a hostfile name; unchanged without either."""
+    """Adds machines behind those in hosts or the hostfile; returns the options unchanged without either."""
     named = machines_of(options)
     if not (named and more):
         return options
@@ -27,10 +27,10 @@ def with_machines(options: ClusterOptions, more: Sequence[Machine]) -> ClusterOp
 
 
 def machines_of(options: ClusterOptions) -> tuple[Machine, ...]:
-    """The machines that are named, in their ranks' order. Raises UserError: hosts and a hostfile, or broken ones."""
+    """Returns the machines in hosts or the hostfile, in the order of ranks. Raises UserError: both, or invalid."""
     if options.hosts and options.hostfile:
         raise UserError("both hosts and a hostfile are given", "cluster.hosts", ("remove --hosts or --hostfile",))
-    from manyhands.cluster.hosts.formats import hostfile  # workers, which import this file, have no use for it
+    from manyhands.cluster.hosts.formats import hostfile  # not needed in workers, which import this module
 
     if options.hosts:
         return hostfile.read_list(",".join(options.hosts), "cluster.hosts").machines
@@ -78,8 +78,8 @@ def format_of(path: str, text: str) -> ModuleType:
     formats = readable_formats()
     if found := next((module for module in formats.values() if module.recognise(path, text)), None):
         return found
-    what = "the cluster file is in an unknown format" if text.strip() else "the cluster file is empty"
-    raise UserError(what, path, (f"use one of the supported formats: {', '.join(formats)}",))
+    message = "the cluster file is in an unknown format" if text.strip() else "the cluster file is empty"
+    raise UserError(message, path, (f"use one of the supported formats: {', '.join(formats)}",))
 
 
 def readable_formats() -> dict[str, ModuleType]:

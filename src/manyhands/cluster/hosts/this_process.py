@@ -34,27 +34,25 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RankOutsideError(UserError):
-    """A rank beyond the number of processes: the others may already wait for one that never comes."""
+    """A rank outside the number of processes. The other ranks may already be waiting at the rendezvous."""
 
-    process_info: ProcessInfo  # the place that was asked for; where the others are to be found
+    process_info: ProcessInfo  # the requested place, with the address of the other ranks
 
 
 @dataclass(frozen=True)
 class LaunchDecision:
-    """How this process takes part."""
+    """Which processes this command starts, or which rank it is."""
 
-    # its place in a group somebody else formed; None when manyhands starts the processes itself
-    process_info: ProcessInfo | None
-    processes: int = 0  # how many manyhands starts on this machine; 0 for one per accelerator
-    # other machines that start their own processes and meet this one's; None for this machine alone
-    rendezvous: Rendezvous | None = None
-    # what each of these came from, for `manyhands explain`; "overridden" names what was not followed
+    process_info: ProcessInfo | None  # this process's rank in an existing group; None if manyhands starts the processes
+    processes: int = 0  # number that manyhands starts on this machine; 0 for one per accelerator
+    rendezvous: Rendezvous | None = None  # with the processes that other machines start; None for this machine alone
+    # variable, flag or file of each value, for `manyhands explain`; "overridden" names what was not followed
     origins: Mapping[str, str] = field(default_factory=dict)
     requests: tuple[tuple[str, str, str], ...] = ()  # `Cluster.requests`
 
 
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
-    """Reads flags first, then launchers' variables, then descriptions of the cluster.
+    """Reads flags first, then launchers' variables, then cluster files.
 
     Raises:
         UserError: the flags or variables contradict each other or leave something out.
@@ -100,11 +98,11 @@ def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
     if not unfollowed:
         return
     names = [name for name in dict.fromkeys(origins.values()) if name in os.environ]
-    said = f"this process has rank {member.rank} of {member.size}" if member else f"{found.processes} on this machine"
+    place = f"this process has rank {member.rank} of {member.size}" if member else f"{found.processes} on this machine"
     if member and not unknown:
-        said += f", and this machine has {member.local_size} process(es)"
+        place += f", and this machine has {member.local_size} process(es)"
     raise UserError(
-        f"{unfollowed[0]} contradicts {', '.join(names) or origins['size']}: {said}",
+        f"{unfollowed[0]} contradicts {', '.join(names) or origins['size']}: {place}",
         "environment" if names else origins["size"],
         (
             f"remove {' and '.join(unfollowed)}",
@@ -114,8 +112,8 @@ def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
 
 
 def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
-    """As a worker that some launcher started."""
-    # Kubeflow sets RANK for each machine, beside PET_… for torchrun; LOCAL_RANK tells torchrun's own workers.
+    """Returns the rank that a launcher's variables give this process; None without such variables."""
+    # Kubeflow sets RANK for each machine, beside PET_… for torchrun; torchrun's own workers have LOCAL_RANK.
     counts_machines = "LOCAL_RANK" not in variables and described_cluster(variables)
     if all(variables.get(name) for name in LAUNCHER_VARIABLES) and not counts_machines:
         return _from_environment(options, variables)
@@ -130,7 +128,7 @@ def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDe
 
 
 def _described(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
-    """As a machine of a described cluster, which starts its own processes."""
+    """Returns this machine's processes in a cluster file or in PET_*; None without either."""
     found = given_cluster(options, variables)
     if not found:
         cluster = described_cluster(variables)
@@ -149,12 +147,12 @@ def rendezvous_in(
     """Returns the rendezvous of this machine's processes, and each value's origin. Raises UserError."""
     here = find_machine(cluster)
     if not 0 <= here < len(cluster.machines):
-        what = f"machine {here} is out of range; expected 0 … {len(cluster.machines) - 1}"
-        raise UserError(what, origin)
+        message = f"machine {here} is out of range; expected 0 … {len(cluster.machines) - 1}"
+        raise UserError(message, origin)
     own, first, several = cluster.machines[here], cluster.machines[0].address, len(cluster.machines) > 1
     if first and not is_host(first):
-        what = f'"{first}" is not a host name or an IP address'
-        raise UserError(what, origin, ("write the name or the address of rank 0's machine, such as 10.0.0.1",))
+        message = f'"{first}" is not a host name or an IP address'
+        raise UserError(message, origin, ("write the name or the address of rank 0's machine, such as 10.0.0.1",))
     address = reachable(first) if several else "127.0.0.1"
     port, port_origin = cluster.master_port, origin
     if not port:
@@ -223,7 +221,7 @@ def _environment_info(options: ClusterOptions, variables: Mapping[str, str]) -> 
     served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     init = "env://"
     if place["size"] > place["local_size"] and not served:
-        # Without LOCAL_WORLD_SIZE, the processes may all be on one machine and meet at a loopback address.
+        # Without LOCAL_WORLD_SIZE, the processes may all be on one machine and connect over loopback.
         known = "LOCAL_WORLD_SIZE" not in variables and _is_loopback(address)
         found = address if known else reachable(address)
         init = init if found == address else f"tcp://{in_brackets(found)}:{port}"
@@ -235,17 +233,17 @@ def _environment_info(options: ClusterOptions, variables: Mapping[str, str]) -> 
     return process_info, {key: name if name in variables else "default" for key, name in names.items()}
 
 
-def _incomplete(what: str, variables: Mapping[str, str]) -> UserError:
+def _incomplete(problem: str, variables: Mapping[str, str]) -> UserError:
     missing = [name for name in LAUNCHER_VARIABLES if not variables.get(name)]
     there = [name for name in LAUNCHER_VARIABLES if variables.get(name)]
     hints = [f"export {' '.join(missing)}", "or start with torchrun, or give --init tcp://…"]
     hints += [f"or unset variables left over from another launcher: unset {' '.join(there)}"] if there else []
     found = f" (set: {', '.join(there)})" if there else ""
-    return UserError(f"{what} {', '.join(missing)}{found}", "environment", tuple(hints))
+    return UserError(f"{problem} {', '.join(missing)}{found}", "environment", tuple(hints))
 
 
 def _at_place(options: ClusterOptions, place: LauncherPlace, variables: Mapping[str, str]) -> LaunchDecision:
-    """At the place that a launcher's own variables give; several machines need an address that all reach."""
+    """Returns the rank that a launcher's own variables give; several machines need an address that all reach."""
     check_rank(place.rank, place.size, *(place.origins.get(key, key) for key in ("rank", "size")))
     address = place.master_address if place.size == place.local_size else reachable(place.master_address)
     process_info = _process_info(
@@ -262,7 +260,7 @@ def _at_place(options: ClusterOptions, place: LauncherPlace, variables: Mapping[
 
 
 def _process_info(options: ClusterOptions, init: str, started_by: str, **place: Any) -> ProcessInfo:
-    """A place with the options of the job."""
+    """Adds the options of the job to a rank."""
     return ProcessInfo(
         init=init,
         started_by=started_by,
@@ -304,7 +302,7 @@ def _decision(
 
 
 def worker_process_info(options: ClusterOptions, variables: Mapping[str, str], file: str = "") -> ProcessInfo:
-    """The place of a process that manyhands' own agent started; the agent serves the store, unless a file is one."""
+    """Returns the rank of a process that our agent started. The agent serves the store, unless `file` is one."""
     variables = {**variables, "MASTER_PORT": str(DEFAULT_PORT)} if file else variables
     process_info, _ = _environment_info(options, variables)
     device = number(variables, DEVICE_INDEX, -1)
@@ -318,7 +316,7 @@ def worker_process_info(options: ClusterOptions, variables: Mapping[str, str], f
 
 
 def _reachable_url(options: ClusterOptions) -> str:
-    """A tcp:// URL with an address that the other machines know, where its name stands for loopback here."""
+    """Replaces a host name that resolves to loopback here by an address that other machines can reach."""
     init = options.init
     try:
         url = urlsplit(init)
@@ -327,16 +325,16 @@ def _reachable_url(options: ClusterOptions) -> str:
         hints = ("write a URL such as --init tcp://10.0.0.1:23456",)
         raise UserError(f'"{init}" is not a URL: {error}', "--init", hints) from None
     if url.scheme != "tcp" or not host or not port:
-        return init  # what is wrong with it is said when it is used
+        return init  # torch.distributed reports what is wrong with it
     if options.rank > 0 and host in {"0.0.0.0", "::"}:
-        what = f"{host} means all addresses of rank 0's machine; other ranks can't connect to {host}"
-        raise UserError(what, "--init", ("write rank 0's address",))
-    # What says itself that it is loopback stays so: processes of one machine may meet there.
+        message = f"{host} means all addresses of rank 0's machine; other ranks can't connect to {host}"
+        raise UserError(message, "--init", ("write rank 0's address",))
+    # An explicit loopback address stays: the processes may all be on one machine.
     return f"tcp://{in_brackets(host if _is_loopback(host) else reachable(host))}:{port}"
 
 
 def find_machine(cluster: Cluster) -> int:
-    """This machine's place in the cluster: as described, or by its names and addresses. Raises UserError: not one."""
+    """Returns this machine's index, as given or by its names and addresses. Raises UserError: none or several fit."""
     if cluster.machine is not None:
         return cluster.machine
     names, mine = [machine.address for machine in cluster.machines], set(local_addresses())
@@ -351,15 +349,15 @@ def find_machine(cluster: Cluster) -> int:
     own = f"host name {socket.gethostname()}, addresses {', '.join(outer_addresses()) or 'only loopback'}"
     found = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
     if not here:
-        what = f"this machine ({own}) is not in the list of machines: {found}"
-        raise UserError(what, cluster.source, ("add one of this machine's names or addresses to the list",))
+        message = f"this machine ({own}) is not in the list of machines: {found}"
+        raise UserError(message, cluster.source, ("add one of this machine's names or addresses to the list",))
     twice = " and ".join(names[place] for place in here)
-    what = f"this machine ({own}) is listed {len(here)} times: {twice}"
-    raise UserError(what, cluster.source, ("keep only one of these entries",))
+    message = f"this machine ({own}) is listed {len(here)} times: {twice}"
+    raise UserError(message, cluster.source, ("keep only one of these entries",))
 
 
 def is_here(machine: Machine) -> bool:
-    """True when a host that the user names is this machine: its name or address is, or means, one of this machine's."""
+    """Returns True if a host that the user names is or resolves to one of this machine's addresses."""
     if "@" in machine.host or machine.port:
         return False  # another user's account, or a container or a tunnel, if it is here at all
     own = set(local_addresses())
@@ -367,7 +365,7 @@ def is_here(machine: Machine) -> bool:
 
 
 def is_local_name(name: str, addresses: Collection[str]) -> bool:
-    """True for this machine's addresses and names, as far as they are known without asking a name server."""
+    """Returns True for this machine's addresses and names that are known without a name server."""
     if is_address(name):
         return name in addresses
     mine = socket.gethostname().lower()
@@ -377,17 +375,19 @@ def is_local_name(name: str, addresses: Collection[str]) -> bool:
 
 
 def reachable(address: str) -> str:
-    """An address of this machine instead of a name that means loopback here (Debian writes 127.0.1.1 for the own name).
+    """Replaces a name that resolves to loopback here by this machine's address; returns other hosts unchanged.
 
-    Other machines' names and addresses are returned as they are. Raises UserError: it is loopback, or stands for it and
-    this machine has several addresses or none.
+    Debian maps a machine's own name to 127.0.1.1.
+
+    Raises:
+        UserError: it is a loopback address, or it resolves to loopback and this machine has several addresses or none.
     """
     if address in {"0.0.0.0", "::"}:
         return address
     if _is_loopback(address):
-        what = f"the processes are on several machines, but {address} is a loopback address"
+        message = f"the processes are on several machines, but {address} is a loopback address"
         hints = ("set MASTER_ADDR to an address of rank 0's machine that all machines can reach",)
-        raise UserError(what, "MASTER_ADDR", hints)
+        raise UserError(message, "MASTER_ADDR", hints)
     found = [] if is_address(address) else _resolve(address)
     if not (found and all(map(_is_loopback, found))):
         return address
@@ -413,5 +413,5 @@ def _resolve(name: str) -> list[str]:
     try:
         entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return []  # a name that only other machines know, or none at all
+        return []  # only other machines know the name, or it is wrong
     return [str(entry[4][0]).partition("%")[0] for entry in entries]

@@ -7,7 +7,7 @@ from typing import Any
 from manyhands.cluster.doctor.accelerators import explain_unused
 from manyhands.cluster.doctor.findings import DoctorFinding, Severity, Survey, odd_ones, who
 
-# Desktops and monitoring hold a little memory without being in the way.
+# Desktops and monitoring use a little memory without slowing a job down.
 BUSY_SHARE, BUSY_PERCENT = 0.1, 20
 
 
@@ -46,7 +46,7 @@ def _too_few(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFind
 
 
 def _different(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
-    """Machines with and without accelerators can't train together by themselves; unequal ones wait for the slowest."""
+    """Machines with and without accelerators can't train together by default; different ones wait for the slowest."""
     kinds = {host: ",".join(sorted({device["kind"] for device in devices})) or "cpu" for host, devices in found.items()}
     common, odd = odd_ones(kinds)
     if odd and survey.needs.device == "auto":

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from manyhands.cluster.doctor.findings import DoctorFinding, Survey, who
 
-# Below this, agreeing on the gradients of a small network takes longer than its step on an accelerator.
+# Below this, averaging the gradients of a small network takes longer than its step on an accelerator.
 SLOW_MBPS = 400.0
 # A link so much slower than the usual one holds up the others; above ENOUGH_MBPS it's the processors that differ.
 ODD_FACTOR = 3.0
@@ -88,5 +88,5 @@ def _consequence(survey: Survey, mbps: float) -> tuple[str, ...]:
 
 
 def rate(mbps: float) -> str:
-    """As people say it."""
+    """Formats a rate with its unit."""
     return f"{mbps / 1000:.1f} Gbit/s" if mbps >= 1000 else f"{mbps:.3g} Mbit/s"

@@ -8,8 +8,7 @@ from manyhands.cluster.doctor.findings import DoctorFinding, Survey, who
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 
 Pair = tuple[str, str]
-# From the attempt that says most to the one that says least: a refusal says more than silence, silence more than a
-# network that isn't there.
+# Results of attempts, the most informative first.
 MEANINGS = {
     "refused": "refuses the connection: a firewall rejects it",
     "timeout": "does not respond: a firewall drops the packets, or the route is missing",
@@ -48,7 +47,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _worst(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
-    """The machine that explains most of the failing pairs: as the one reached for, as the one reaching, or both."""
+    """Returns the machine that explains most failing pairs: as their target, as their source, or as both."""
     candidates: list[tuple[int, int, str, str, set[Pair]]] = []
     for host in survey.hosts:
         to, back = ({pair for pair in failing if pair[side] == host} for side in (1, 0))
@@ -57,7 +56,7 @@ def _worst(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
         if to and back and len(to) == all_to and len(back) == all_back:
             candidates.append((len(to) + len(back), rules, host, "both", to | back))
         for way, pairs in (("to", to), ("from", back)):
-            # That a machine isn't reached is more often its own fault than the other's, but for rules that are known.
+            # Usually the target is at fault, unless the source has firewall rules.
             candidates.append((len(pairs), 2 * rules + (way == "to"), host, way, pairs))
     _, _, host, way, pairs = max(candidates, key=lambda candidate: candidate[:2])
     return host, way, pairs
@@ -65,7 +64,7 @@ def _worst(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
 
 def _unreachable(survey: Survey, host: str, way: str, pairs: list[Pair]) -> DoctorFinding:
     others = [other for other in survey.hosts if other != host and any(other in pair for pair in pairs)]
-    # What was met on the way to the machine says more than how its own attempts ended.
+    # Attempts to reach the machine are more informative than its own attempts.
     pairs.sort(key=lambda pair: pair[1] != host)
     attempts = [attempt for pair in pairs for attempt in survey.reach[pair]]
     attempt = min(attempts, key=lambda attempt: [*MEANINGS].index(attempt.result), default=None)

@@ -93,8 +93,8 @@ def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
     if values.switch("use_cpu") or values.kind == "MULTI_CPU":
         yield "use_cpu: true", "cluster.device", "cpu"
     if values.kind in OTHER_TYPES:
-        fsdp = values.kind == "FSDP"
-        yield f"distributed_type: {values.kind}", "parallel.mode" if fsdp else "", "fsdp" if fsdp else ""
+        ours = values.kind.lower() if values.kind == "FSDP" else ""
+        yield f"distributed_type: {values.kind}", "parallel.mode" if ours else "", ours
 
 
 class _Values:

@@ -1,9 +1,8 @@
 """Hostfiles: OpenMPI's, Horovod's and DeepSpeed's ("n1 slots=4"), MPICH's ("n1:4"), and lists ("n1:4,user@n2").
 
-A machine without a number has one process for each accelerator, or one where there is none. As with OpenMPI, a machine
-that is named again gets more processes: one more, or as many as its slots say. An ssh on a port of its own is
-ssh://user@host:port, or port= behind the host; a bare number behind a colon counts processes, so one that may be a port
-is refused until the user has said which of the two it is.
+A machine without a number has one process for each accelerator, or one without accelerators. As with OpenMPI, a machine
+that is listed again gets more processes: its slots, or one. An ssh port is written as ssh://user@host:port, or as port=
+behind the host. A number behind a colon counts processes; if it may be an ssh port, it is refused with both options.
 """
 
 import re
@@ -21,13 +20,13 @@ _BARE_SIX = re.compile(rf"{_USER}(?P<six>[0-9A-Fa-f:.%]*:[0-9A-Fa-f:.%]*:[0-9A-Z
 _SSH = re.compile(rf"ssh://{_USER}(\[(?P<six>[^\[\]]*)\]|(?P<name>{_NAME}))(:(?P<port>[0-9]*))?/?")
 _SETTINGS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots", "port": "port"}
 _MOST = {"slots": 1024, "max_slots": 1024, "port": 65535}
-# No machine has so many processors that a bare number beyond could only mean processes.
+# A larger number behind a colon may be an ssh port.
 _LIKE_A_PORT = 128
 _SSH_PORTS = {22, 222}
 
 
 def recognise(path: str, text: str) -> bool:
-    """Whether it has slots; or only hosts, and numbers behind them or a name like a hostfile's."""
+    """Returns True for lines with slots, or for lines of hosts with numbers or in a file with a hostfile's name."""
     lines = [line.split() for line in map(_without_comment, text.splitlines()) if line]
     name = Path(path).name.lower()
     if not lines or lines[0][0].startswith(("{", "[")):
@@ -39,7 +38,7 @@ def recognise(path: str, text: str) -> bool:
 
 
 def read(text: str, where: str) -> Cluster:
-    """Reads a hostfile. Raises UserError: a line is not a host with its slots; or there is no host at all."""
+    """Reads a hostfile. Raises UserError: a line is not a host with its slots, or there are no hosts."""
     found: dict[str, Machine] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words, place = _without_comment(line).split(), at_line(where, number)
@@ -48,8 +47,8 @@ def read(text: str, where: str) -> Cluster:
         machine = _with_settings(_machine(words[0], place), words[1:], place)
         known = found.setdefault(machine.name, machine)
         if known.host != machine.host:
-            what = f"{machine.name} is listed with two users: {known.host} and {machine.host}"
-            raise UserError(what, place, (f"use the same user on all lines of {machine.name}",))
+            message = f"{machine.name} is listed with two users: {known.host} and {machine.host}"
+            raise UserError(message, place, (f"use the same user on all lines of {machine.name}",))
         if known is not machine:
             found[machine.name] = replace(known, slots=(known.slots or 1) + (machine.slots or 1))
     if not found:
@@ -58,15 +57,15 @@ def read(text: str, where: str) -> Cluster:
 
 
 def read_list(text: str, where: str) -> Cluster:
-    """Reads "n1:4,user@n2,[fd00::1]:2,ssh://n3:2222,n4 slots=200". Raises UserError: no host, or one there twice."""
+    """Reads "n1:4,user@n2,[fd00::1]:2,ssh://n3:2222,n4 slots=200". Raises UserError: invalid or repeated hosts."""
     machines: list[Machine] = []
     for part in (word.strip() for word in text.split(",")):
         if not part:
             hints = ("write a list such as n1,n2 or n1:4,n2:4",)
             raise UserError(f'the list of hosts "{text}" has an empty entry', where, hints)
         if _BARE_SIX.fullmatch(part):
-            what = f'"{part}" is ambiguous: the last part may belong to the address or be a number of processes'
-            raise UserError(what, where, ("put the address in brackets: [fd00::1] or [fd00::1]:4",))
+            message = f'"{part}" is ambiguous: the last part may belong to the address or be a number of processes'
+            raise UserError(message, where, ("put the address in brackets: [fd00::1] or [fd00::1]:4",))
         first, *settings = part.split()
         machine = _with_settings(_machine(first, where), settings, where)
         if machine.name in {known.name for known in machines}:
@@ -127,23 +126,23 @@ def _machine(word: str, where: str) -> Machine:
 
 
 def _refuse_what_may_be_a_port(machine: Machine, text: str, where: str) -> None:
-    """Behind a colon ssh users write ports, and MPI's processes. Raises UserError: it may be either; asks which."""
+    """Raises UserError for a number behind a colon that may be an ssh port or a number of processes."""
     number = int(text) if re.fullmatch(r"[0-9]{1,5}", text) else 0
     if number in _SSH_PORTS or _LIKE_A_PORT < number <= _MOST["port"]:
         hint = "for an ssh port and a number of processes, write a hostfile line such as n1 slots=4 port=31234"
         if number <= _MOST["slots"]:
             hint = f'for a number of processes, write "{machine.host} slots={number}"'
         hints = (f"for an ssh port, write {replace(machine, port=number).target}", hint)
-        what = f"{machine.host}:{number} is ambiguous: {number} may be an ssh port or a number of processes"
-        raise UserError(what, where, hints)
+        message = f"{machine.host}:{number} is ambiguous: {number} may be an ssh port or a number of processes"
+        raise UserError(message, where, hints)
 
 
 def _number(text: str, setting: str, name: str, where: str) -> int:
     most = _MOST[setting]
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
-        what = f'{name} is "{text}"; expected a number from 1 to {most}'
+        message = f'{name} is "{text}"; expected a number from 1 to {most}'
         form = "n1 slots=4 port=31234, or ssh://n1:31234" if setting == "port" else "n1 slots=4, or n1:4"
-        raise UserError(what, where, (f"write {form}",))
+        raise UserError(message, where, (f"write {form}",))
     return int(text)
 
 
@@ -162,6 +161,6 @@ def _with_settings(machine: Machine, words: list[str], where: str) -> Machine:
         found[name] = _number(value, name, name, where)
     slots = found.get("slots", 0)
     if found.get("max_slots", slots) < slots:
-        what = f"max_slots ({found['max_slots']}) is less than slots ({slots})"
-        raise UserError(what, where, ("correct slots or max_slots",))
+        message = f"max_slots ({found['max_slots']}) is less than slots ({slots})"
+        raise UserError(message, where, ("correct slots or max_slots",))
     return Machine(machine.host, slots, port=found.get("port", 0))

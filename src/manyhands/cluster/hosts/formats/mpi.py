@@ -1,4 +1,4 @@
-"""The place that mpirun gives a process: OpenMPI, MVAPICH, and MPICH with its relatives (PMI)."""
+"""Reads the rank that mpirun gives a process: OpenMPI, MVAPICH, and MPICH and others with PMI."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -15,21 +15,21 @@ from manyhands.cluster.hosts.variables import (
 )
 from manyhands.core.errors import UserError
 
-# Before Slurm: inside a batch job mpirun's daemons are tasks of srun, and Slurm's variables are theirs.
+# Before Slurm: in a batch job, mpirun's daemons are tasks of srun, and Slurm's variables belong to the daemons.
 PRECEDENCE = 1
 # Equal for all processes of one mpirun.
 JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
 
 
 class _Family(NamedTuple):
-    """The names that one kind of MPI uses, and how it hands a variable on."""
+    """Variables of one kind of MPI, and the command that passes a variable to all processes."""
 
     name: str
     rank: str
     size: str
     local_ranks: tuple[str, ...]
     local_sizes: tuple[str, ...]
-    hand_on: str
+    passing: str
 
 
 _FAMILIES = (
@@ -43,7 +43,7 @@ _FAMILIES = (
 
 
 def place(environment: Mapping[str, str]) -> LauncherPlace | None:
-    """One process of several. Raises UserError: variables lack, such as MASTER_ADDR over several machines."""
+    """Returns the rank; None for a single process. Raises UserError: a variable is missing, such as MASTER_ADDR."""
     family = next((family for family in _FAMILIES if family.rank in environment), None)
     if family is None or number(environment, family.size) == 1 or _is_slurms_own(environment, family):
         return None
@@ -55,10 +55,10 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
     check_rank(local_rank, local_size, local_rank_name, local_size_name)
     master = master_address(environment, alone=size == local_size)
     if not master:
-        what = f"{family.name} started processes on several machines without the address of rank 0"
-        hints = (f"pass an address of rank 0's machine, usually the first host: {family.hand_on}",)
-        raise UserError(what, "MASTER_ADDR", hints)
-    # Two mpiruns on one machine must not meet, so the port comes from the job's name where there is one.
+        message = f"{family.name} started processes on several machines without the address of rank 0"
+        hints = (f"pass an address of rank 0's machine, usually the first host: {family.passing}",)
+        raise UserError(message, "MASTER_ADDR", hints)
+    # The port comes from the job's name if it has one, so that two jobs on one machine don't connect.
     job = first_set(environment, JOB_NAMES)
     default = (port_from_name(environment[job]), f"from {job}") if job else (DEFAULT_PORT, "default")
     port, port_origin = master_port(environment, *default)
@@ -70,7 +70,7 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
 
 
 def _is_slurms_own(environment: Mapping[str, str], family: _Family) -> bool:
-    """True where srun itself set PMI's variables for its tasks; Slurm's own say more."""
+    """Returns True if srun set PMI's variables; Slurm's own variables have more information."""
     return (
         family.name == "MPICH"
         and not first_set(environment, family.local_ranks)
