@@ -56,7 +56,8 @@ def _names(survey: Survey) -> Iterator[DoctorFinding]:
         elif addresses and survey.facts[host].get("interfaces") and not own & {*addresses}:
             what = f"the host name of {host} resolves to {addresses[0]}, which is not an address of {host}"
             yield DoctorFinding("names", "warn", (host,), what, hints[host], f"name:{host}")
-    for host in [*loopback][:1]:
+    if loopback:
+        host = next(iter(loopback))
         shown = f"the host name of {who(loopback)} resolves to {loopback[host]}"
         what = f"{shown}; manyhands uses addresses instead, other tools may fail"
         yield DoctorFinding("names", "warn", tuple(loopback), what, hints[host], "loopback-name")

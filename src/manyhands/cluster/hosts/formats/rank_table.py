@@ -41,8 +41,7 @@ _NEWER = {"device_port", "super_device_id", "backup_device_ip"}
 def _checked(fits: Callable[[str], bool], expected: str) -> AfterValidator:
     def check(word: str) -> str:
         if not fits(word):
-            placeholder = _PLACEHOLDER.search(word) and "number" not in expected and "port" not in expected
-            raise ValueError("expected a value from your cluster, not a placeholder" if placeholder else expected)
+            raise ValueError(expected)
         return word
 
     return AfterValidator(check)
@@ -52,17 +51,31 @@ def _is_number(word: str) -> bool:
     return re.fullmatch(r"0|[1-9][0-9]{0,8}", word) is not None
 
 
-def _is_identity(word: str) -> bool:
-    return len(word) <= 64 and word.isprintable() and not _PLACEHOLDER.search(word)
+def _refuse_placeholder(word: str) -> str:
+    if _PLACEHOLDER.search(word):
+        raise ValueError("expected a value from your cluster, not a placeholder")
+    return word
 
 
 Number = Annotated[str, _checked(_is_number, 'expected a number in quotes, "0" or higher')]
 Port = Annotated[
     str, _checked(lambda word: _is_number(word) and 0 < int(word) < 65536, 'expected a port from "1" to "65535"')
 ]
-# Tools write "reserve" or an empty string for an unknown address.
-Address = Annotated[str, _checked(lambda word: word in {"", "reserve"} or is_address(word), "expected an IP address")]
-Identity = Annotated[str, _checked(_is_identity, "expected at most 64 printable characters")]
+Identity = Annotated[
+    str,
+    AfterValidator(_refuse_placeholder),
+    _checked(lambda word: len(word) <= 64 and word.isprintable(), "expected at most 64 printable characters"),
+]
+
+
+def _address(word: str) -> str:
+    """Accepts "reserve" and the empty string, which tools write for an unknown address."""
+    if word not in {"", "reserve"} and not is_address(_refuse_placeholder(word)):
+        raise ValueError("expected an IP address")
+    return word
+
+
+Address = Annotated[str, AfterValidator(_address)]
 
 
 class _Part(BaseModel):
