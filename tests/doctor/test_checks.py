@@ -21,7 +21,7 @@ from manyhands.cluster.doctor.findings import (
     sort_out,
 )
 from manyhands.cluster.doctor.survey import ways_tried
-from manyhands.core.plugins import load_choice, module_names
+from manyhands.core.choices import load_choice, module_names
 from tests.doctor.planted import GIB, change, gpu, healthy
 
 MIB = 1 << 20

@@ -27,9 +27,7 @@ from manyhands.cluster.doctor.accelerators import HIDING, accelerators, ask_torc
 from manyhands.cluster.doctor.fingerprints import code, dataset
 from manyhands.cluster.doctor.questions import FactsWanted
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
-from manyhands.core.cores import cores
-from manyhands.core.machine import this_machine
-from manyhands.core.memory import memory
+from manyhands.core.machine import cores, memory, this_machine
 
 # Variables that affect how processes connect and how many cores they use.
 VARIABLES = (

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
-from manyhands.core.plugins import load_choice, module_names
+from manyhands.core.choices import load_choice, module_names
 
 CHECKS = "manyhands.cluster.doctor.checks"
 

@@ -6,9 +6,9 @@ from types import ModuleType
 
 from manyhands.cluster.hosts.inventory import Cluster, Machine, in_brackets
 from manyhands.config.job import ClusterOptions
+from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
-from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
-from manyhands.core.plugins import load_choice, module_names
+from manyhands.core.files import MOST_TEXT_BYTES, decoded, read_bytes
 
 FORMATS = "manyhands.cluster.hosts.formats"
 

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, is_host
+from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
-from manyhands.core.outside import UnreadableError, parse_yaml
-from manyhands.core.plugins import did_you_mean
+from manyhands.core.files import UnreadableError, parse_yaml
 
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 # Distributed types that all mean data parallel training here.

@@ -20,8 +20,8 @@ from pydantic_core import PydanticCustomError
 from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line, is_address
 from manyhands.cluster.hosts.variables import DEFAULT_PORT, master_address, master_port, number
 from manyhands.core.errors import UserError
-from manyhands.core.outside import RepeatedNameError, UnreadableError, parse_json
-from manyhands.core.shown import say
+from manyhands.core.files import RepeatedNameError, UnreadableError, parse_json
+from manyhands.core.terminal import say
 
 POLL_S = 1.0
 HCCN = Path("/etc/hccn.conf")

@@ -10,7 +10,7 @@ from pathlib import Path
 from manyhands.cluster.hosts.inventory import JOB, Cluster, LauncherPlace, Machine, Submission
 from manyhands.cluster.hosts.variables import FIRST_PORT, PORTS, first_set, master_address, master_port, number
 from manyhands.core.errors import EXIT_SAVED, UserError
-from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
+from manyhands.core.files import MOST_TEXT_BYTES, decoded, read_bytes
 
 # After MPI: mpirun in a batch job starts its daemons by srun, and Slurm's variables belong to the daemons.
 PRECEDENCE = 2
