@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line, is_address
 from manyhands.cluster.hosts.variables import DEFAULT_PORT, master_address, master_port, number
 from manyhands.core.errors import UserError
-from manyhands.core.files import RepeatedNameError, UnreadableError, parse_json
+from manyhands.core.files import RepeatedNameError, UnreadableError, parse_json, typed_number
 from manyhands.core.terminal import say
 
 POLL_S = 1.0
@@ -38,44 +38,35 @@ _SIMILAR = 0.85
 _NEWER = {"device_port", "super_device_id", "backup_device_ip"}
 
 
-def _checked(fits: Callable[[str], bool], expected: str) -> AfterValidator:
-    def check(word: str) -> str:
-        if not fits(word):
-            raise ValueError(expected)
-        return word
-
-    return AfterValidator(check)
-
-
-def _is_number(word: str) -> bool:
-    return re.fullmatch(r"0|[1-9][0-9]{0,8}", word) is not None
-
-
-def _refuse_placeholder(word: str) -> str:
+def _filled_in(word: str) -> str:
     if _PLACEHOLDER.search(word):
         raise ValueError("expected a value from your cluster, not a placeholder")
     return word
 
 
-Number = Annotated[str, _checked(_is_number, 'expected a number in quotes, "0" or higher')]
-Port = Annotated[
-    str, _checked(lambda word: _is_number(word) and 0 < int(word) < 65536, 'expected a port from "1" to "65535"')
-]
-Identity = Annotated[
-    str,
-    AfterValidator(_refuse_placeholder),
-    _checked(lambda word: len(word) <= 64 and word.isprintable(), "expected at most 64 printable characters"),
-]
+def _port(word: str) -> str:
+    if not 0 < (typed_number(word) or 0) < 65536:
+        raise ValueError('expected a port from "1" to "65535"')
+    return word
 
 
 def _address(word: str) -> str:
     """Accepts "reserve" and the empty string, which tools write for an unknown address."""
-    if word not in {"", "reserve"} and not is_address(_refuse_placeholder(word)):
+    if word not in {"", "reserve"} and not is_address(_filled_in(word)):
         raise ValueError("expected an IP address")
     return word
 
 
+def _identity(word: str) -> str:
+    if len(_filled_in(word)) > 64 or not word.isprintable():
+        raise ValueError("expected at most 64 printable characters")
+    return word
+
+
+Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+Port = Annotated[str, AfterValidator(_port)]
 Address = Annotated[str, AfterValidator(_address)]
+Identity = Annotated[str, AfterValidator(_identity)]
 
 
 class _Part(BaseModel):
@@ -274,6 +265,7 @@ def _wrong_value(error: dict[str, Any]) -> Mistake:
         "string_type": "expected a string in double quotes",
         "list_type": "expected a list, [ … ]",
         "model_type": "expected an object, { … }",
+        "string_pattern_mismatch": 'expected a number in quotes, "0" or higher',
         "too_short": "expected at least one entry",
         "literal_error": f"expected {error.get('ctx', {}).get('expected', '')}".replace("'", '"'),
     }
