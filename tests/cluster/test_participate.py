@@ -13,7 +13,6 @@ from manyhands.cluster.hosts.inventory import Cluster, Machine
 from manyhands.cluster.hosts.this_process import (
     find_machine,
     is_local_name,
-    outer_addresses,
     participate,
     reachable,
     rendezvous_in,
@@ -21,7 +20,7 @@ from manyhands.cluster.hosts.this_process import (
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.parallel.ports import local_addresses
+from manyhands.parallel.ports import local_addresses, outer_addresses
 from manyhands.run.train import place_of
 
 HERE = socket.gethostname()

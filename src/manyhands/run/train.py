@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
-from manyhands.checkpoint.find import resolve
+from manyhands.checkpoint.folders import resolve
 from manyhands.cluster.agents.claim import Term, claim, new_holder, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.early import FILES, FILES_EACH, end_early, raise_file_limit
