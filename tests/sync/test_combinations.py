@@ -50,7 +50,7 @@ def test_auto_goes_with_every_mode_and_leaves_no_choice_where_there_is_none(mode
 def test_a_refusal_names_a_mode_that_takes_the_method():
     with pytest.raises(UserError, match="fsdp can't be combined with local") as caught:
         check_combination("local", "fsdp")
-    assert caught.value.hints == ("set --parallel data", "set --sync allreduce")
+    assert caught.value.hints == ("set --parallel data", "or set --sync allreduce")
 
 
 @pytest.mark.parametrize("method", module_names(METHODS))

@@ -26,7 +26,7 @@ from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.folders import use_run_folder, write_job, writing_into
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
-from manyhands.cluster.rendezvous import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
+from manyhands.cluster.hosts.this_process import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
 from manyhands.config.load import read_toml
 from manyhands.core.errors import (
@@ -55,7 +55,7 @@ from manyhands.models.published import check_network
 from manyhands.parallel.options import check_mode
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
-from manyhands.report.terminal import Screen
+from manyhands.report.screen import Screen
 from manyhands.run.failure_log import ends_noted, interrupted, note_cause, note_head, starts_and_stops, stop_saved
 from manyhands.run.folder_watch import FolderWatch
 from manyhands.run.here import Here

@@ -88,9 +88,8 @@ def check_combination(method: str, mode: str) -> None:
     if need:
         taking = [name for name in (USUAL_MODE, *module_names(MODES)) if need in offers_of(name)]
         what = f"the parallel mode {mode} can't be combined with {method}, which {need.reason}"
-        raise UserError(
-            what, "sync.method", (*(f"set --parallel {name}" for name in taking[:1]), f"set --sync {EXACT}")
-        )
+        hints = (f"set --parallel {taking[0]}", f"or set --sync {EXACT}") if taking else (f"set --sync {EXACT}",)
+        raise UserError(what, "sync.method", hints)
 
 
 def _offers_of_mode(mode: str) -> set[Need]:
