@@ -27,8 +27,7 @@ from manyhands.core.records import Event, Failure, append, read_lines
 from manyhands.core.registry import Running
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled, kept_step, saved_step
 from manyhands.report.read import read_run
-from manyhands.run.failure_log import ends_noted, interrupted, note_replaced, starts_and_stops
-from manyhands.run.train import conclude, failure_of
+from manyhands.run.outcome import conclude, ends_noted, failure_of, interrupted, note_replaced, starts_and_stops
 from manyhands.run.why import explained
 from tests.e2e.command import finish, running, wait_until
 

@@ -18,10 +18,9 @@ from manyhands.core.errors import UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.git import listed_files, revision
 from manyhands.core.registry import remember_reach
-from manyhands.run.evaluate import evaluate_run
 from manyhands.run.logs import show_logs
-from manyhands.run.own_code import announce_reach, announce_resumed
-from manyhands.run.predict import predict_files
+from manyhands.run.resume import announce_reach, announce_resumed
+from manyhands.run.tasks import evaluate_run, predict_files
 from tests.e2e.command import QUICK, environment, finish, run, start
 
 MODULES = ("manyhands", "torch", "json", "multiprocessing", "typing", "dill", "matplotlib")

@@ -15,7 +15,7 @@ from manyhands.core.errors import RunError
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import read_lines
 from manyhands.report.read import read_run
-from manyhands.run.failure_log import note_head
+from manyhands.run.outcome import note_head
 from tests.e2e.command import NETS, QUICK, events, finish, forked, run, start, wait_until
 
 pytestmark = pytest.mark.timeout(300)

@@ -16,7 +16,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.outside import MOST_TOML_BYTES, decoded, parse_toml, read_bytes
 
 _FULL_BYTES = 64 << 10
-# A folder that was moved has a link in its old place by then; see `run.folder_watch`.
+# A folder that was moved has a link in its old place by then; see `run.folder`.
 _LINKED_S, _POLL_S = 5.0, 0.05
 
 

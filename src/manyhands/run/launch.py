@@ -25,15 +25,16 @@ from manyhands.core.registry import remember_reach
 from manyhands.core.stops import saved_step
 from manyhands.report.terminal import Screen
 from manyhands.run.doctor import LISTENING, facts_wanted
-from manyhands.run.failure_log import ends_noted, note_replaced, starts_and_stops
+from manyhands.run.folder import run_folder
 from manyhands.run.join import join_listener
 from manyhands.run.logs import reach_of, read_places
 from manyhands.run.on_machines import AgentMachines
+from manyhands.run.outcome import Outcome, conclude, ends_noted, note_replaced, starts_and_stops
 from manyhands.run.pending import PendingMachines
 from manyhands.run.preflight import check_machines, judge
 from manyhands.run.recovery import Recovery
 from manyhands.run.script import shown
-from manyhands.run.train import Outcome, check_names, conclude, run_folder, watch_on
+from manyhands.run.train import check_names, watch_on
 
 NOT_BEGUN = "stopping before training has begun"
 # What a slow line needs for the code of a folder.

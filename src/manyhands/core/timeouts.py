@@ -1,0 +1,3 @@
+"""Time limits."""
+
+MAKE_WAY_S = 90.0
