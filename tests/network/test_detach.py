@@ -62,7 +62,7 @@ def test_a_new_head_takes_over_and_the_old_one_is_obeyed_no_more(apart):  # noqa
             process.send_signal(signal.SIGSTOP)
         trains_on(apart)
         wait_until(lambda: shell(apart, 2, f"ls {PLACE}/run/job.toml"))
-        assert "is running" in on(apart, 2, "why", "run").stdout
+        assert "is active" in on(apart, 2, "why", "run").stdout
         taken = on(apart, 2, "resume", "run", "--json")
         assert taken.returncode == 0, taken.stderr
         assert json.loads(taken.stdout)["status"] == "running"
