@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from manyhands.cluster.agents import memory_kills
-from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close_all
+from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.elastic import _last_words
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import Alive, WorkerExited, WorkersEnded, WorkersStarted
-from manyhands.cluster.agents.supervise import AWAITED_S, KILL_S, Watch, _Head, supervise_once
+from manyhands.cluster.agents.supervise import Watch, _Head, supervise_once
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import encode
 from manyhands.config.load import load_job
@@ -26,6 +26,7 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, Failure, append, read_lines
 from manyhands.core.registry import Running
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled, kept_step, saved_step
+from manyhands.core.timeouts import AWAITED_S, KILL_S, SILENT_S
 from manyhands.report.read import read_run
 from manyhands.run.outcome import conclude, ends_noted, failure_of, interrupted, note_replaced, starts_and_stops
 from manyhands.run.why import explained

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from manyhands.cluster.agents.connection import SILENT_S
+from manyhands.core.timeouts import SILENT_S
 from tests.e2e.command import QUICK, events, run, wait_until
 from tests.network.test_launch import EXACT, gone
 from tests.network.test_replicas import PLACE, apart, as_undisturbed, fetch, hosts, on, shell  # noqa: F401 - a fixture

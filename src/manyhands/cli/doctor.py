@@ -65,7 +65,7 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
 
 
 def _expose(job: "Job", *, as_json: bool) -> int:
-    from manyhands.run.exposure import exposure
+    from manyhands.run.doctor import exposure
 
     found = exposure(job, say)
     if as_json:

@@ -14,10 +14,9 @@ from filelock import FileLock, Timeout
 
 from manyhands.core.folder import RunFolder
 from manyhands.core.records import write_atomic
+from manyhands.core.timeouts import LEAVING_S
 
 POLL_S = 0.05
-# Processes whose head was killed save and end; the next start waits so long for them.
-LEAVING_S = 10.0
 _ID = re.compile(r"[0-9a-f]{8,64}")
 
 

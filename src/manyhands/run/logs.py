@@ -23,9 +23,9 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.outside import open_file, parse_json, read_bytes
 from manyhands.core.registry import head_of, is_running, remembered_reach
 from manyhands.core.scratch import scratch
+from manyhands.core.timeouts import READ_LOG_S
 
 POLL_S = 0.2
-ANSWER_S = 20.0
 # More than any cluster has; a damaged machines.json may say anything, and each rank is asked for its file.
 MOST_RANKS, MOST_PER_MACHINE = 1_000_000, 4096
 
@@ -63,7 +63,7 @@ class Log:
     def new_lines(self, *, rest: bool = False) -> Iterator[str]:
         """Yields complete lines written since the last call; with `rest` also a last line without its end."""
         while self.link:
-            answer = self.link.ask(ReadLog(self.path, self.offset, rest), ANSWER_S)
+            answer = self.link.ask(ReadLog(self.path, self.offset, rest), READ_LOG_S)
             yield from answer.text.splitlines()
             if self.offset == answer.offset:
                 return

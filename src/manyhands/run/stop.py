@@ -14,13 +14,12 @@ from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event
 from manyhands.core.registry import Running, headed_here, headless, is_running, signal_head
 from manyhands.core.terms import Term, raise_term, term_in
+from manyhands.core.timeouts import KILL_RUN_S
 from manyhands.report.now import look
 
 _POLL_S = 0.1
 # Two signals at once may arrive as one.
 _BETWEEN_SIGNALS_S = 0.5
-# Longer than an agent takes to kill its workers.
-_KILL_S = 20.0
 # A stop that takes longer is explained.
 _EXPLAIN_S = 2.0
 
@@ -69,10 +68,10 @@ def stop_run(record: Running, say: Callable[[str], None], *, now: bool) -> Event
         say(f"ending {record.name} (pid {record.pid}) without saving")
         time.sleep(_BETWEEN_SIGNALS_S)
         signal_head(record, signal.SIGINT)
-        if not _ends_within(_KILL_S, record):
-            say(f"{record.name} did not end within {_KILL_S:.0f} s: killing the run")
+        if not _ends_within(KILL_RUN_S, record):
+            say(f"{record.name} did not end within {KILL_RUN_S:.0f} s: killing the run")
             signal_head(record, signal.SIGKILL)
-            if not _ends_within(_KILL_S, record):
+            if not _ends_within(KILL_RUN_S, record):
                 raise RunError(f"{record.name} can't be ended", f"pid {record.pid}", (f"run kill -9 {record.pid}",))
         return look(record).end
     say(f"asked {record.name} (pid {record.pid}) to save and stop")
