@@ -8,7 +8,7 @@ from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.mirror import Sender
 from manyhands.cluster.agents.protocol import KeepRecords, RunOpened
 from manyhands.core.errors import RunError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import COPY_S
 
 # Interval between two transfers of records.

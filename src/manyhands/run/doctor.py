@@ -27,8 +27,8 @@ from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK, ManyhandsError
-from manyhands.core.plugins import is_object_reference
 from manyhands.core.scratch import scratch
+from manyhands.core.user_code import is_object_reference
 
 # The all-reduce test is short, and the machines have just reached each other.
 COLLECTIVE_S = 30.0

@@ -3,7 +3,9 @@
 import contextlib
 import fcntl
 import os
+import re
 import shlex
+import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,28 +15,16 @@ from pathlib import Path
 import tomli_w
 from filelock import FileLock, Timeout
 
+from manyhands.cluster.agents.claim import Term, claim, new_holder, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.config.load import read_toml
-from manyhands.core.claim import claim, new_holder, run_id, set_run_id
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_USAGE, ManyhandsError, UserError
-from manyhands.core.folder import (
-    RunFolder,
-    free_name,
-    free_run_folder,
-    holds_run,
-    new_run_folder,
-    remove_new,
-    topmost_missing,
-    use_run_folder,
-    write_job,
-    writing_into,
-)
-from manyhands.core.private import private_files
-from manyhands.core.registry import headed_here, registered
+from manyhands.core.files import free_name, private_files
+from manyhands.core.run_folder import RunFolder, holds_run, use_run_folder, write_job, writing_into
 from manyhands.core.stops import ended_like_ctrl_c, request_stop
-from manyhands.core.terms import Term, raise_term, term_in
 from manyhands.core.timeouts import MAKE_WAY_S
+from manyhands.run.registry import headed_here, registered
 
 RUNS = Path("runs")
 # Seconds between two looks, and how long a job file may be missing while it is replaced.
@@ -114,6 +104,43 @@ def _lock(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
     for stale in folder.failures.glob("*.json"):
         stale.unlink()
     return lock
+
+
+def free_run_folder(base: Path, data: str, model: str, now: datetime) -> Path:
+    """Returns the first of runs/<date>-<data>-<model>, …-2, …-3 that doesn't exist yet."""
+    plain = [word.removeprefix("torchvision:").split(":")[0] for word in (data, model)]
+    words = [re.sub(r"[^\w.-]+", "-", Path(word).stem).strip("-") or "run" for word in plain]
+    stem = f"{now:%Y-%m-%d}-{words[0]}-{words[1]}"
+    for number in range(1, 10_000):
+        path = base / (stem if number == 1 else f"{stem}-{number}")
+        if not os.path.lexists(path):
+            return path
+    raise UserError(f"{base} has 10,000 runs of this name for today", str(base), ("choose a run folder: --out DIR",))
+
+
+def new_run_folder(base: Path, data: str, model: str, now: datetime) -> RunFolder:
+    """Creates the folder that `free_run_folder` names."""
+    while True:
+        path = free_run_folder(base, data, model, now)
+        with writing_into(path), contextlib.suppress(FileExistsError):  # another run has just created it
+            path.mkdir(parents=True)
+            return RunFolder(path)
+
+
+def topmost_missing(path: Path) -> Path | None:
+    """Returns the missing folder closest to the root among `path` and its parents; None if `path` exists."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    return missing[-1] if missing else None
+
+
+def remove_new(folder: Path, topmost: Path) -> None:
+    """Removes a new folder, and the empty ones above it up to `topmost`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for place in folder.parents:
+            if place == topmost.parent:
+                break
+            place.rmdir()
 
 
 class FolderWatch:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from manyhands.cluster.agents.assemble import AgentLinks, assembled, prepare, refuse_doubles
+from manyhands.cluster.agents.claim import run_id
 from manyhands.cluster.agents.code import code_files
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.mirror import Receiver
@@ -19,12 +20,10 @@ from manyhands.cluster.doctor.findings import DoctorFinding, Facts
 from manyhands.cluster.doctor.questions import AskClock
 from manyhands.cluster.hosts.inventory import Address, Machine
 from manyhands.config.job import Job
-from manyhands.core.claim import run_id
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import read_lines
-from manyhands.core.registry import remember_reach
-from manyhands.core.stops import saved_step
+from manyhands.core.resuming import saved_step
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import COPY_S
 from manyhands.report.terminal import Screen
 from manyhands.run.doctor import LISTENING, facts_wanted, known_of, public_addresses, survey_agents
@@ -35,6 +34,7 @@ from manyhands.run.on_machines import AgentMachines
 from manyhands.run.outcome import Outcome, conclude, ends_noted, note_replaced, starts_and_stops
 from manyhands.run.pending import PendingMachines, RefusedError
 from manyhands.run.recovery import Recovery
+from manyhands.run.registry import remember_reach
 from manyhands.run.script import shown
 from manyhands.run.train import LOOPBACK, check_names, watch_on
 

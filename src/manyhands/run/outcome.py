@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyhands.cluster.agents.ending import Ending, first_cause
+from manyhands.cluster.failures import as_error
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, EXIT_SAVED, ManyhandsError, RunError
-from manyhands.core.failures import as_error
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import REPLACED, Event, Failure, append, read_lines, write_json
-from manyhands.core.resuming import names_resume, resume_command
-from manyhands.core.shown import say
-from manyhands.core.stops import kept_step, saved_step, unsaved
+from manyhands.core.resuming import kept_step, names_resume, resume_command, saved_step, unsaved
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.terminal import say
 from manyhands.report.read import RunData, read_run
 from manyhands.run.script import note_end
 

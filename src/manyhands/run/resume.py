@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.find import read_state
+from manyhands.checkpoint.trained import TrainedNetwork, find_record
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import LoadedJob, load_job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.named_code import announce, refuse_other_users
-from manyhands.core.registry import headed_here, remembered_reach
 from manyhands.core.resuming import in_python, resume_command
-from manyhands.core.shown import say
-from manyhands.core.trained import TrainedNetwork, find_record
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.terminal import say
+from manyhands.core.user_code import announce, refuse_other_users
 from manyhands.report.read import read_run
 from manyhands.run.find import find_reference
 from manyhands.run.folder import already_running
+from manyhands.run.registry import headed_here, remembered_reach
 
 
 def record_of(checkpoint: Path) -> TrainedNetwork | None:

@@ -14,18 +14,18 @@ from manyhands.cluster.agents.orders import orders_for
 from manyhands.cluster.agents.ssh import copied_by
 from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Watch, supervise
+from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import OBJECT, Job
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.failures import Failed, as_error
-from manyhands.core.folder import RunFolder
-from manyhands.core.named_code import announce
 from manyhands.core.plan_record import read_plan_record
 from manyhands.core.resuming import OBJECTS
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
-from manyhands.core.shown import say
+from manyhands.core.terminal import say
+from manyhands.core.user_code import announce
 from manyhands.parallel.options import MODE_OF_PLANS, USUAL_MODE, ParallelOptions
 from manyhands.run.logs import read_places
 from manyhands.run.outcome import failure_of

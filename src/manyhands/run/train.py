@@ -12,24 +12,24 @@ from typing import Any
 from manyhands.checkpoint.find import resolve
 from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.debugger import attach_notice
+from manyhands.cluster.agents.early import FILES, FILES_EACH, end_early, raise_file_limit
 from manyhands.cluster.agents.ending import Ending
 from manyhands.cluster.agents.orders import orders_for
 from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Watch, supervise_once
+from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.rendezvous import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
-from manyhands.core.early_agent import FILES, FILES_EACH, end_early, raise_file_limit
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
-from manyhands.core.failures import Failed, as_error
-from manyhands.core.folder import NOWHERE, RunFolder
+from manyhands.core.files import private_files
 from manyhands.core.mesh import parse_mesh
-from manyhands.core.plugins import refuse_no_code
-from manyhands.core.private import private_files
 from manyhands.core.resuming import OBJECTS
+from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.shares import check_batch
-from manyhands.core.shown import say
+from manyhands.core.terminal import say
+from manyhands.core.user_code import refuse_no_code
 from manyhands.core.world import ProcessInfo
 from manyhands.data.known import find_choice
 from manyhands.models.published import check_network

@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 from pydantic import ValidationError
 
-from manyhands.core.heartbeat import Heartbeat, Seen
-from manyhands.core.outside import read_bytes
+from manyhands.core.files import read_bytes
 from manyhands.core.timeouts import HEARTBEAT_S
+from manyhands.parallel.heartbeat import Heartbeat, Seen
 
 # Who got on or gave a sign of life more recently is well.
 _WELL_S = 2.0

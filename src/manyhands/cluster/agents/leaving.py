@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 
-from manyhands.core.heartbeat import rescue_path
 from manyhands.core.timeouts import LEAVE_S, SAVE_MOST_S, SAVE_QUIET_S
+from manyhands.parallel.heartbeat import rescue_path
 
 # Until the next collective they compute, for so many times as long as an update takes.
 UPDATES = 2.0

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from manyhands.cluster.agents.protocol import WorkersSeen
-from manyhands.core.heartbeat import Seen
 from manyhands.core.timeouts import EVICT_S, HEARTBEAT_S
+from manyhands.parallel.heartbeat import Seen
 
 # What an agent has said holds so long; one that says nothing has nothing to complain of.
 _HOLDS_S = 3 * HEARTBEAT_S
