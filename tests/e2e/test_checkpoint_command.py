@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from manyhands.checkpoint.load import load
+from manyhands.checkpoint.read import load
 from manyhands.cli.main import main
 from manyhands.core.mesh import TensorLayout
 from tests.checkpoint.cuts import assert_same

@@ -7,7 +7,8 @@ from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
 from manyhands.core.link_speeds import LinkSpeed
 from manyhands.core.world import World
-from manyhands.parallel.apply import MODES, resolve_mode
+from manyhands.parallel.apply import resolve_mode
+from manyhands.parallel.options import MODES
 from manyhands.sync.choose import EXACT, check_method
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.method import METHODS

@@ -6,8 +6,9 @@ from typing import Any
 
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.resuming import resume_command
+from manyhands.core.terminal import plain
 from manyhands.report.read import STARTS, RunData
-from manyhands.report.words import custom_metrics, duration, epoch_name, number, percent, plain, rate, top5
+from manyhands.report.words import custom_metrics, duration, epoch_name, number, percent, rate, top5
 
 # The kinds of events that end a session, and what they make of the run.
 ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed"}

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from manyhands.checkpoint.described import is_pickled, open_description
-from manyhands.checkpoint.find import choose
+from manyhands.checkpoint.describe import is_pickled, open_description
+from manyhands.checkpoint.folders import choose
 from manyhands.cluster.agents.orders import orders_for
 from manyhands.cluster.agents.ssh import copied_by
 from manyhands.cluster.agents.start import open_here

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.find import resolve
+from manyhands.checkpoint.folders import resolve
 from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.early import FILES, FILES_EACH, end_early, raise_file_limit

@@ -15,9 +15,9 @@ from manyhands.core.errors import UserError
 from manyhands.core.link_speeds import LinkSpeed, named_link
 from manyhands.core.needs import FINITE_GRADIENTS, OWN_STATISTICS, Need
 from manyhands.core.world import World
-from manyhands.parallel.apply import MODES, offers_of
+from manyhands.parallel.apply import offers_of
 from manyhands.parallel.network import ModeRequest
-from manyhands.parallel.options import USUAL_MODE
+from manyhands.parallel.options import MODES, USUAL_MODE
 from manyhands.parallel.plain import broadcast_plain
 from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose
 from manyhands.sync.costs import CodecName, Cost, LinkCase

@@ -7,8 +7,7 @@ optimization", 2019, arXiv:1905.13727.
 from typing import TYPE_CHECKING
 
 from manyhands.core.needs import FINITE_GRADIENTS, OWN_AVERAGE, OWN_STATISTICS, WHOLE_GRADIENTS, HasGradients
-from manyhands.sync.costs import Cost, LinkCase
-from manyhands.sync.rank import RankOptions
+from manyhands.sync.costs import Cost, LinkCase, RankOptions
 
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
