@@ -87,6 +87,8 @@ def _record_failure(job: Job, folder: RunFolder, ending: Ending) -> ManyhandsErr
 
 def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
     """Returns the first cause as an error for the user."""
+    if ending.refused:
+        return ending.refused
     if cause := first_cause(ending):
         return with_resume_hint(as_error(cause), folder)
     where = str(folder.ranks / "agent.log")
