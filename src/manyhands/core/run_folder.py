@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# The head links a folder that was moved from its old path within this time; see `run.folder_watch`.
+# The head links a folder that was moved from its old path within this time; see `run.folder`.
 _LINKED_S, _POLL_S = 5.0, 0.05
 
 

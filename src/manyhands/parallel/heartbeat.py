@@ -1,4 +1,4 @@
-"""Heartbeats of the processes of a run, from which a stall and the stalled rank are detected."""
+"""What a process of a run says of itself all the time, so that a hang can be told, and who it is that hangs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,62 +6,59 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from manyhands.core.terminal import plain
+from manyhands.core.timeouts import STALL, STALL_S
 
 # The variable that names the file for a worker's `Heartbeat`.
 HEARTBEAT_FILE = "MANYHANDS_HEARTBEAT_FILE"
-# The interval of heartbeats.
-HEARTBEAT_S = 1.0
-# A step is stalled after STALL_S + STALL times the usual time.
-STALL_S, STALL = 30.0, 3.0
 
-# A plausible time in another process's heartbeat.
+# Other processes' words, as far as they can be true.
 _Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 
 
 class Heartbeat(BaseModel):
-    """The progress of a process."""
+    """Where a process is."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
-    count: int  # of heartbeats; while it doesn't grow, the process doesn't run
+    count: int  # of heartbeats; where it stops growing, the process doesn't run
     step: int  # updates made
-    phase: Annotated[str, Field(max_length=100), AfterValidator(plain)]  # train, data, evaluate, save
-    still_s: _Seconds  # since its last progress
-    usual_s: _Seconds  # the median of its last updates; before the first, the expected time; 0 if unknown
-    # collectives of all processes that it has reached; -1 if unknown
+    phase: Annotated[str, Field(max_length=100), AfterValidator(plain)]  # what it is at: train, data, evaluate, save
+    still_s: _Seconds  # since it last got on
+    usual_s: _Seconds  # the median of its last updates; of the first, what the link is expected to need; 0 if unknown
+    # collectives that it has come to, of those that all processes take part in; -1 where that isn't known
     calls: int = -1
-    moved_bytes: int = 0  # by all its connections, in both directions; 0 if unknown
-    cpu_s: _Seconds = 0.0  # processor time used
+    moved_bytes: int = 0  # by all its connections, both ways; 0 where the system doesn't say
+    cpu_s: _Seconds = 0.0  # processor time that it has used
 
     @property
     def limit_s(self) -> float:
-        """The time without progress that counts as a stall."""
+        """How long it may stand still before it is a stall."""
         return STALL_S + STALL * self.usual_s
 
     @property
     def late(self) -> bool:
-        """True if the process knows that it is stalled."""
+        """True where it has stood still for longer than that, as far as it knows itself."""
         return self.still_s > self.limit_s
 
 
 def leave_path(folder: Path) -> Path:
-    """Returns the file that tells the processes with heartbeats in a folder to stop waiting for their peers."""
+    """A file that exists once the processes with heartbeats in that folder should stop waiting for their peers."""
     return folder / "leave"
 
 
 class Seen(Heartbeat):
-    """A heartbeat with what the agent of its machine observes."""
+    """A heartbeat, and what the agent of its machine sees from outside."""
 
-    rank: int  # of the process
+    rank: int  # whose it is
     pid: int  # of the process
     quiet_s: float  # since its last heartbeat
-    stopped: bool  # by SIGSTOP or a debugger
+    stopped: bool  # True where the system doesn't let it run: SIGSTOP, or a debugger
 
     @property
     def stood_s(self) -> float:
-        """Seconds since the last known progress."""
+        """Seconds since it last got on, as far as anybody knows."""
         return self.still_s + self.quiet_s
 
 
 def rescue_path(folder: Path, rank: int) -> Path:
-    """Returns the file that exists while a process saves its state after the failure of a peer."""
+    """A file that exists once a process whose peer has failed saves its state; beside its heartbeat."""
     return folder / f"{rank}.saves"
