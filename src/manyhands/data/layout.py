@@ -54,8 +54,8 @@ def read_layout(root: Path) -> FolderLayout:
         same = folders_in(root / folders[0]) if len(folders) > 1 and not splits else ()
         if len(same) > 1 and all(folders_in(root / name) == same for name in folders):
             notes.append(
-                f"the classes {_quoted(folders[:3])} all hold the folders {_quoted(same[:3])}; if the outer folders are "
-                "splits, rename them to train and test"
+                f"the classes {_quoted(folders[:3])} all hold the folders {_quoted(same[:3])}; if the outer folders "
+                "are splits, rename them to train and test"
             )
         return FolderLayout(splits, bool(splits), notes=tuple(notes))
     train = _only(root, training)
