@@ -15,7 +15,7 @@ from manyhands.cluster.doctor.facts import gather, software
 from manyhands.cluster.doctor.facts.devices import cards
 from manyhands.cluster.doctor.facts.files import code, dataset
 from manyhands.cluster.doctor.facts.load import other_jobs
-from manyhands.cluster.doctor.questions import FactsWanted
+from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.core.errors import EXIT_DOCTOR
 from tests.e2e.command import QUICK, assert_one_screen, run
 

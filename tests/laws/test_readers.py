@@ -21,8 +21,8 @@ from manyhands.checkpoint.load import load
 from manyhands.checkpoint.save import save
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
-from manyhands.cluster.agents.protocol import Alive, FilePiece, LogText, WorkersEnded, WorkersStarted
-from manyhands.cluster.messages import decode, encode
+from manyhands.cluster.agents.protocol import Alive, FilePiece, WorkersEnded, WorkersStarted
+from manyhands.cluster.messages import Answer, Call, decode, encode
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
@@ -222,7 +222,8 @@ MESSAGES = (
     Alive(),
     WorkersStarted(0, [7]),
     FilePiece("metrics.jsonl", "x\n"),
-    LogText("x", 3),
+    Answer(("x", 3)),
+    Call("read_log", {"path": "0.log", "offset": 0, "rest": True}),
     WorkersEnded({0: {"status": "finished"}}, {1: 3}, {1: "x"}, ended_by="itself"),
 )
 

@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from typing import Any
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import assembled
-from manyhands.cluster.doctor.exposure import open_ports
-from manyhands.cluster.doctor.questions import AskPorts, OpenPort
+from manyhands.cluster.doctor.exposure import OpenPort, open_ports
 from manyhands.cluster.hosts.machines import machines_of
+from manyhands.cluster.messages import call
 from manyhands.config.job import Job
 from manyhands.core.scratch import scratch
 from manyhands.run.doctor import LISTENING, facts_wanted, survey_agents
@@ -51,7 +52,7 @@ def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
         return Exposure({HERE: open_ports()}, {}, (ALONE,))
     with scratch("doctor") as logs, assembled(machines, job.cluster, logs, facts_wanted(job)) as agents:
         names = [link.machine.name for link in agents.links]
-        ports = {name: answer.ports for name, answer in zip(names, agents.ask_each(AskPorts()), strict=True)}
+        ports = dict(zip(names, agents.ask_each(call(Agent.open_ports)), strict=True))
         if len(machines) > 1:
             say(LISTENING)
         survey = survey_agents(job, agents, machines, measure=False)

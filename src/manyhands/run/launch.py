@@ -6,16 +6,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks, assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.code import code_files
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.mirror import Receiver
-from manyhands.cluster.agents.protocol import FilePiece, RunOpened, TakeCode
+from manyhands.cluster.agents.protocol import FilePiece, RunOpened
 from manyhands.cluster.agents.ssh import copied_by
 from manyhands.cluster.agents.store_tunnel import store_tunnel
 from manyhands.cluster.agents.supervise import supervise_once
-from manyhands.cluster.doctor.questions import AskClock
 from manyhands.cluster.hosts.inventory import Machine
+from manyhands.cluster.messages import call
 from manyhands.config.job import Job
 from manyhands.core.claim import run_id
 from manyhands.core.errors import UserError
@@ -227,5 +228,5 @@ def _share_code(agents: AgentLinks, screen: Screen) -> dict[str, str]:
     files, left = code_files(Path.cwd())
     for line in left:
         screen.say(line)
-    agents.ask([AskClock() if link.here else TakeCode(files) for link in agents.links], CODE_S)
+    agents.ask([call(Agent.clock) if link.here else call(Agent.take_code, files) for link in agents.links], CODE_S)
     return files

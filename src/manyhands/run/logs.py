@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import assembled
 from manyhands.cluster.agents.connection import AgentConnection
-from manyhands.cluster.agents.protocol import ReadLog
-from manyhands.cluster.doctor.questions import FactsWanted
+from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.hosts.inventory import Machine
+from manyhands.cluster.messages import call
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job, written_values
 from manyhands.core.errors import UserError
@@ -86,11 +87,11 @@ class FarFile:
     def new_lines(self, *, rest: bool = False) -> Iterator[str]:
         """Whole lines since the last look; with `rest` a last one without its end too."""
         while True:
-            answer = self.link.ask(ReadLog(self.path, self.offset, rest), ANSWER_S)
-            yield from answer.text.splitlines()
-            if self.offset == answer.offset:
+            text, offset = self.link.ask(call(Agent.read_log, self.path, self.offset, rest), ANSWER_S)
+            yield from text.splitlines()
+            if self.offset == offset:
                 return
-            self.offset = answer.offset
+            self.offset = offset
 
 
 def show_logs(

@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, MisunderstoodError, ask_all, close_all
-from manyhands.cluster.agents.protocol import Hello, Prepare, Prepared
 from manyhands.cluster.agents.ssh import explain_contact
 from manyhands.cluster.agents.start import open_here, open_there
-from manyhands.cluster.doctor.findings import Contact, Facts
-from manyhands.cluster.doctor.questions import FactsWanted
+from manyhands.cluster.doctor.findings import Contact, Facts, FactsWanted
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.hosts.own import is_here
-from manyhands.cluster.messages import A, Request
+from manyhands.cluster.messages import R, Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
 from manyhands.core.stops import ended_like_ctrl_c
@@ -54,24 +53,24 @@ class AgentLinks:
         for link in self.links:
             link.heartbeat()
 
-    def ask(self, requests: Sequence[Request[A]], timeout_s: float = REQUEST_S) -> list[A]:
+    def ask(self, requests: Sequence[Request[R]], timeout_s: float = REQUEST_S) -> list[R]:
         """Asks every machine its own question.
 
         Raises:
             RunError: a machine is gone, or its request failed.
         """
-        answers: list[A] = []
+        answers: list[R] = []
         for answer in ask_all(self.links, requests, timeout_s):
             if isinstance(answer, RunError):
                 raise answer
             answers.append(answer)
         return answers
 
-    def ask_each(self, request: Request[A], timeout_s: float = REQUEST_S) -> list[A]:
+    def ask_each(self, request: Request[R], timeout_s: float = REQUEST_S) -> list[R]:
         """Asks every machine the same question."""
         return self.ask([request] * len(self.links), timeout_s)
 
-    def ask_some(self, requests: Mapping[str, Request[A]], timeout_s: float) -> dict[str, A | RunError]:
+    def ask_some(self, requests: Mapping[str, Request[R]], timeout_s: float) -> dict[str, R | RunError]:
         """Asks the machines that are named, while the others are kept; for each its answer, or the error."""
         asked = [link for link in self.links if link.machine.name in requests]
         replies = ask_all(asked, [requests[link.machine.name] for link in asked], timeout_s, self.links)
@@ -162,7 +161,7 @@ def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentCo
 def _greet(links: list[AgentConnection], options: ClusterOptions, wanted: FactsWanted) -> AgentLinks:
     asked = time.time()
     patience_s = HELLO_S + HELLO_EACH_S * len(links)
-    answers = ask_all(links, [Hello(wanted, remote=not link.here) for link in links], patience_s)
+    answers = ask_all(links, [call(Agent.hello, wanted, not link.here) for link in links], patience_s)
     agents = AgentLinks([], [])
     close_all([link for link, answer in zip(links, answers, strict=True) if isinstance(answer, LinkClosed)])
     for link, answer in zip(links, answers, strict=True):
@@ -175,8 +174,8 @@ def _greet(links: list[AgentConnection], options: ClusterOptions, wanted: FactsW
             raise answer
         else:
             agents.links.append(link)
-            agents.facts.append(answer.facts)
-            agents.clock_offsets_s[link.machine.name] = clock_offset(answer.facts.get("time", 0.0), asked)
+            agents.facts.append(answer)
+            agents.clock_offsets_s[link.machine.name] = clock_offset(answer.get("time", 0.0), asked)
     return agents
 
 
@@ -192,8 +191,7 @@ def prepare(agents: AgentLinks, sizes: Sequence[int], options: ClusterOptions) -
     Returns:
         Processes on each machine, and the kind of device there.
     """
-    requests = [Prepare(size, options.threads, options.device) for size in sizes]
-    answers: list[Prepared] = agents.ask(requests, PREPARE_S)
+    answers = agents.ask([call(Agent.prepare, size, options.threads, options.device) for size in sizes], PREPARE_S)
     for link, size, answer in zip(agents.links, sizes, answers, strict=True):
         device, count = answer.device, answer.count
         if size > count and device not in {"cpu", "mps"}:

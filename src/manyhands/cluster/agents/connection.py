@@ -10,15 +10,17 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any
 
-from manyhands.cluster.agents.protocol import Alive, Greeting, Reconnected
+from manyhands.cluster.agents.protocol import Alive, Reachable, Reconnected
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import (
-    A,
+    HINTS,
+    Answer,
     Lines,
     Message,
     Misunderstood,
+    R,
     Request,
     RequestFailed,
     Unacknowledged,
@@ -136,7 +138,7 @@ class AgentConnection:
         """Counts a message; sends unacknowledged ones again over a new connection."""
         if not isinstance(message, Alive):
             self._unacknowledged.received += 1
-            if isinstance(message, Greeting):
+            if isinstance(message, Reachable):
                 self._socket = message.socket
             return
         self._unacknowledged.acknowledge(message.received)
@@ -171,7 +173,7 @@ class AgentConnection:
         _unblock(self.process)
         self.closed, self._reconnect_at = False, 0.0
 
-    def ask(self, request: Request[A], timeout_s: float, others: Collection["AgentConnection"] = ()) -> A:
+    def ask(self, request: Request[R], timeout_s: float, others: Collection["AgentConnection"] = ()) -> R:
         """Sends a request and waits for its answer; the others receive heartbeats meanwhile.
 
         Raises:
@@ -183,10 +185,10 @@ class AgentConnection:
             raise answer
         return answer
 
-    def post(self, request: Message) -> int:
+    def post(self, request: Request[Any]) -> int:
         """Sends a request and returns its number, which the answer repeats."""
         self._asked += 1
-        self.send(request, self._asked)
+        self.send(request.call, self._asked)
         return self._asked
 
     def log_tail(self, last_lines: int = 8) -> str:
@@ -234,10 +236,10 @@ def _unblock(process: subprocess.Popen[bytes]) -> None:
 
 def ask_all(
     links: Sequence[AgentConnection],
-    requests: Sequence[Request[A]],
+    requests: Sequence[Request[R]],
     timeout_s: float,
     others: Collection[AgentConnection] = (),
-) -> list[A | RunError]:
+) -> list[R | RunError]:
     """Asks several machines at once, each its own question.
 
     Args:
@@ -251,7 +253,7 @@ def ask_all(
         request failed there.
     """
     asked = {link: (link.post(request), request) for link, request in zip(links, requests, strict=True)}
-    answers: dict[AgentConnection, A | RunError] = {}
+    answers: dict[AgentConnection, R | RunError] = {}
     until = time.monotonic() + timeout_s
     kept = {*links, *others}
     while len(answers) < len(links) and time.monotonic() < until:
@@ -259,8 +261,7 @@ def ask_all(
             link.heartbeat()
         waiting = [link for link in links if link not in answers]
         for link in [*stir(waiting, 0.2), *(link for link in waiting if link.closed)]:
-            answer = answer_to(link, *asked[link])
-            if answer is not None:
+            for answer in answer_to(link, *asked[link]):
                 answers[link] = answer
     silent = f"did not answer within {timeout_s:.0f} s"
     return [answers.get(link, _closed(link, f"{link.machine.name} {silent}")) for link in links]
@@ -291,14 +292,17 @@ def _closed(link: AgentConnection, what: str) -> LinkClosed:
     return LinkClosed(what, name, (f"check that {name} is running and reachable: manyhands doctor --hosts …",))
 
 
-def answer_to(link: AgentConnection, number: int, request: Request[A]) -> A | RunError | None:
-    """Returns the answer to a request, or an error, without waiting; None while neither has been received."""
+def answer_to(link: AgentConnection, number: int, request: Request[R]) -> list[R | RunError]:
+    """Returns the answer to a request, or an error, without waiting; an empty list while neither has been received."""
     for answered, message in link.read():
-        if answered == number and isinstance(message, request.answer):
-            return cast(A, message)
+        if answered == number and isinstance(message, Answer):
+            try:
+                return [request.result(message)]
+            except ValueError as error:
+                return [_failed(link, Misunderstood(f"invalid message: {error}", hints=HINTS))]
         if isinstance(message, Misunderstood) or (answered == number and isinstance(message, RequestFailed)):
-            return _failed(link, message)
-    return _gone(link) if link.closed else None
+            return [_failed(link, message)]
+    return [_gone(link)] if link.closed else []
 
 
 def _failed(link: AgentConnection, failed: RequestFailed) -> RunError:

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks
 from manyhands.cluster.agents.own_tunnels import STANDS, Tunnels
-from manyhands.cluster.agents.protocol import OpenTunnelEnds, OpenTunnels
 from manyhands.cluster.agents.ssh import CONNECT_S, port_words, ssh_words
 from manyhands.cluster.hosts.inventory import Machine
+from manyhands.cluster.messages import call
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.tunnel_ends import TunnelEnds
@@ -119,9 +120,9 @@ class _Opening:
         # Other runs on the same machines have numbers of their own.
         net = f"127.{random.SystemRandom().randrange(64, 250)}.{random.SystemRandom().randrange(256)}"
         addresses = [f"{net}.{number}" for number, _ in enumerate(self.names, 1)]
-        answers = self._agents.ask([OpenTunnelEnds(address) for address in addresses], OPEN_S)
-        opened = zip(self.names, addresses, answers, strict=True)
-        return {name: TunnelEnds(address, answer.folder) for name, address, answer in opened}
+        folders = self._agents.ask([call(Agent.open_tunnel_ends, address) for address in addresses], OPEN_S)
+        opened = zip(self.names, addresses, folders, strict=True)
+        return {name: TunnelEnds(address, folder) for name, address, folder in opened}
 
     def straight(self, pairs: Sequence[Pair]) -> None:
         """The first of each pair logs in to the second; both ways lead through that."""
@@ -193,13 +194,13 @@ class _Opening:
         commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
         for (one, two), login in logins.items():
             commands[one][two] = login.command(self._machines[two], self.way.ends[two], self._options)
-        asked = {name: OpenTunnels(found, OPEN_TUNNELS_S) for name, found in commands.items()}
+        asked = {name: call(Agent.open_tunnels, found, OPEN_TUNNELS_S) for name, found in commands.items()}
         answers = self._agents.ask_some(asked, OPEN_TUNNELS_S + OPEN_S)
         found: dict[Pair, str] = {}
         for one, answer in answers.items():
             if isinstance(answer, RunError):
                 raise answer
-            found.update({(one, two): answer.failed.get(two, "") for two in commands[one]})
+            found.update({(one, two): answer.get(two, "") for two in commands[one]})
         return found
 
 

@@ -8,11 +8,13 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks
-from manyhands.cluster.agents.protocol import Bind
 from manyhands.cluster.agents.tunnel import LOOPBACK, SshTunnels, TunnelError
-from manyhands.cluster.doctor.questions import Connect, Listen, Listener, Unlisten
+from manyhands.cluster.doctor.findings import Attempt
+from manyhands.cluster.doctor.probe import Listener
 from manyhands.cluster.hosts.inventory import Address
+from manyhands.cluster.messages import Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
 from manyhands.core.scratch import scratch
@@ -49,13 +51,13 @@ class StoreTunnel:
         self.close()
         first = agents.links[0]
         if len(agents.links) == 1:
-            return StorePlaces(((LOOPBACK, first.ask(Bind(LOOPBACK), ASK_S).port),))
+            return StorePlaces(((LOOPBACK, first.ask(call(Agent.bind, LOOPBACK), ASK_S)),))
         try:
             return StorePlaces(self._through_ssh(agents, addresses))
         except TunnelError as error:
             self.close()
             address = addresses[0].address
-            port = first.ask(Bind(address), ASK_S, agents.links).port
+            port = first.ask(call(Agent.bind, address), ASK_S, agents.links)
             return StorePlaces(((address, port),) * len(agents.links), str(error))
 
     def _through_ssh(self, agents: AgentLinks, addresses: Sequence[Address]) -> tuple[tuple[str, int], ...]:
@@ -70,7 +72,7 @@ class StoreTunnel:
             contextlib.closing(SshTunnels(far, self._options, folder, heartbeat))
         )
         # The very way is tried, with somebody at its end who knows a word, before the store takes that port.
-        (ear,) = first.ask(Listen((LOOPBACK,), seconds=ASK_S), ASK_S, agents.links).listeners
+        (ear,) = first.ask(call(Agent.listen, (LOOPBACK,), seconds=ASK_S), ASK_S, agents.links)
         store = via = f"{LOOPBACK}:{ear.port}"
         if not first.here:
             via = str(folder / "store")
@@ -86,9 +88,9 @@ class StoreTunnel:
         for name, answer in agents.ask_some(asked, ASK_S).items():
             if isinstance(answer, RunError):
                 raise answer
-            _refuse_open(name, *(attempt.result for attempt in answer.attempts))
-        first.ask(Unlisten(), ASK_S, agents.links)
-        first.ask(Bind(LOOPBACK, ear.port), ASK_S, agents.links)
+            _refuse_open(name, *(attempt.result for attempt in answer))
+        first.ask(call(Agent.unlisten), ASK_S, agents.links)
+        first.ask(call(Agent.bind, LOOPBACK, ear.port), ASK_S, agents.links)
         return tuple((LOOPBACK, ends[link]) for link in agents.links)
 
     def close(self) -> None:
@@ -106,9 +108,9 @@ def store_tunnel(options: ClusterOptions) -> Iterator[StoreTunnel]:
         way.close()
 
 
-def _reach(port: int, address: str, token: str) -> Connect:
+def _reach(port: int, address: str, token: str) -> Request[tuple[Attempt, ...]]:
     """Loopback, and the machine's address for others, which must lead nowhere."""
-    return Connect((Listener(LOOPBACK, port, token), Listener(address, port, token)), CONNECT_S)
+    return call(Agent.connect, (Listener(LOOPBACK, port, token), Listener(address, port, token)), CONNECT_S)
 
 
 def _refuse_open(name: str, loopback: str, outside: str) -> None:

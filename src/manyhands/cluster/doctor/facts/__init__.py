@@ -18,7 +18,7 @@ from manyhands.cluster.doctor.facts.files import code, dataset
 from manyhands.cluster.doctor.facts.load import load, memory, other_jobs, places
 from manyhands.cluster.doctor.facts.network import default_interface, firewall_rules, interfaces, own_name
 from manyhands.cluster.doctor.facts.software import has_compiler, package_hash, torchvision_misfit, versions
-from manyhands.cluster.doctor.questions import FactsWanted
+from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 from manyhands.core.cores import cores
 from manyhands.core.machine import this_machine
