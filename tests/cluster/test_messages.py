@@ -21,6 +21,7 @@ from manyhands.cluster.agents.connection import (
     AgentConnection,
     LinkClosed,
     MisunderstoodError,
+    Wire,
     close_all,
     stir,
 )
@@ -35,7 +36,6 @@ from manyhands.cluster.agents.protocol import (
     WorkersEnded,
 )
 from manyhands.cluster.agents.start import _open, _start, open_here
-from manyhands.cluster.agents.wire import Wire
 from manyhands.cluster.doctor.findings import Attempt, FactsWanted
 from manyhands.cluster.doctor.probe import Listener
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous

@@ -27,6 +27,7 @@ import platformdirs
 from filelock import Timeout
 
 from manyhands.cluster.agents.code_there import checked_files, write_code
+from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.mirror import Receiver, Sender
 from manyhands.cluster.agents.orders import AHEAD, ELASTIC, PRELOAD, Orders
 from manyhands.cluster.agents.own_tunnels import Tunnels
@@ -40,7 +41,6 @@ from manyhands.cluster.agents.protocol import (
     TunnelEnded,
     WorkersEnded,
 )
-from manyhands.cluster.agents.wire import Wire
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.messages import (

@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.heartbeats import HeartbeatMonitor
 from manyhands.cluster.agents.leaving import LEAVE_S, Leaving
 from manyhands.cluster.agents.memory_kills import MemoryKills
@@ -52,7 +53,6 @@ from manyhands.cluster.agents.protocol import (
     WorkersSeen,
     WorkersStarted,
 )
-from manyhands.cluster.agents.wire import Wire
 from manyhands.cluster.messages import Message
 from manyhands.core.claim import hold_as_agent
 from manyhands.core.cores import cores
