@@ -12,7 +12,7 @@ from manyhands.cluster.agents.assemble import AgentLinks, assembled, prepare
 from manyhands.cluster.agents.ending import first_cause
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.ssh import reached_by
-from manyhands.cluster.agents.store_tunnel import StoreTunnel, store_tunnel
+from manyhands.cluster.agents.store_tunnel import StoreTunnel
 from manyhands.cluster.agents.supervise import Watch, supervise
 from manyhands.cluster.doctor.addresses import local_candidates
 from manyhands.cluster.doctor.examine import examine, fails
@@ -165,7 +165,7 @@ def _add_up(job: Job, agents: AgentLinks, survey: Survey, say: Callable[[str], o
     alone = len(survey.hosts) < 2
     if alone or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
         return AllReduceTest("skipped")
-    with store_tunnel(job.cluster) as way:
+    with StoreTunnel(job.cluster) as way:
         try:
             orders = _orders(job, agents, survey, way)
         except ManyhandsError as error:

@@ -13,7 +13,7 @@ from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece, RunOpened
 from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.agents.store_tunnel import store_tunnel
+from manyhands.cluster.agents.store_tunnel import StoreTunnel
 from manyhands.cluster.agents.supervise import supervise_once
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call
@@ -70,7 +70,7 @@ def launch(
             if len(machines) > 1 and not job.cluster.through_ssh:
                 screen.say(LISTENING)
             reached = assembled(machines, job.cluster, folder.ranks, facts_wanted(job), lambda: screen.say(NOT_BEGUN))
-            with ExitStack() as stack, reached as agents, store_tunnel(job.cluster) as way:
+            with ExitStack() as stack, reached as agents, StoreTunnel(job.cluster) as way:
                 absent = _absent(job, folder, agents, machines, screen)
                 remember_reach(folder.path, reach_of(job.cluster))
                 pending = stack.enter_context(

@@ -13,8 +13,8 @@ from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.open_tunnels import NoTunnelError, TunnelRoutes, join_through_ssh
 from manyhands.cluster.agents.orders import Orders, orders_for
-from manyhands.cluster.agents.own_tunnels import Tunnels
 from manyhands.cluster.agents.store_tunnel import ASK_S, StorePlaces, StoreTunnel
+from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import with_machines
 from manyhands.cluster.messages import call

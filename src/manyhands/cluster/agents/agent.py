@@ -30,7 +30,6 @@ from manyhands.cluster.agents.code_there import checked_files, write_code
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.mirror import Receiver, Sender
 from manyhands.cluster.agents.orders import AHEAD, ELASTIC, PRELOAD, Orders
-from manyhands.cluster.agents.own_tunnels import Tunnels
 from manyhands.cluster.agents.protocol import (
     FilePiece,
     OpenRun,
@@ -41,6 +40,7 @@ from manyhands.cluster.agents.protocol import (
     TunnelEnded,
     WorkersEnded,
 )
+from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.messages import (

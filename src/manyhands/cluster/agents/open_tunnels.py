@@ -13,8 +13,8 @@ from itertools import combinations
 
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks
-from manyhands.cluster.agents.own_tunnels import STANDS, Tunnels
-from manyhands.cluster.agents.ssh import CONNECT_S, port_words, ssh_words
+from manyhands.cluster.agents.ssh import CONNECT_S, ssh_command
+from manyhands.cluster.agents.tunnel import STANDS, Tunnels
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call
 from manyhands.config.job import ClusterOptions
@@ -71,12 +71,12 @@ class _Login:
         """The words of it; what runs there ends when whoever started the ssh does."""
         settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
                     "ForwardX11": "no"}  # fmt: skip
-        words = [*ssh_words(options), *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
+        words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
         words += [word for made, leads in self.ours.items() for word in ("-L", f"{made}:{leads}")]
         words += [word for made, leads in self.theirs.items() for word in ("-R", f"{made}:{leads}")]
         # Only the machine that is meant has that folder; a name may stand for another one there.
         script = f"test -d {shlex.quote(ends.folder)} && echo {shlex.quote(STANDS)} && exec cat"
-        return [*words, *port_words(to), "--", to.host, f"exec sh -c {shlex.quote(script)}"]
+        return [*ssh_command(to, options, *words), f"exec sh -c {shlex.quote(script)}"]
 
 
 def join_through_ssh(agents: AgentLinks, options: ClusterOptions, head: Tunnels) -> TunnelRoutes:
