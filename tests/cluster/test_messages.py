@@ -25,6 +25,7 @@ from manyhands.cluster.agents.connection import (
     close_all,
     stir,
 )
+from manyhands.cluster.agents.early import AGENT
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
     Alive,
@@ -55,9 +56,8 @@ from manyhands.cluster.messages import (
     perform,
     remote,
 )
-from manyhands.core.early_agent import AGENT
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, Failure, append
+from manyhands.core.run_folder import RunFolder
 
 RECORD = Failure(time=1.0, rank=1, host="n2", pid=3, error="E", what="w", hints=["m"])
 HELLO = call(Agent.hello, FactsWanted(only=("name",)), True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import cyclopts
 from cyclopts import Parameter
 
-from manyhands.core.shown import plain, say, show, show_json
+from manyhands.core.terminal import plain, say, show, show_json
 
 Source = Annotated[
     str,

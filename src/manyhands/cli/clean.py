@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK
-from manyhands.core.shown import say, show, show_json
+from manyhands.core.terminal import say, show, show_json
 
 
 def clean(

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from manyhands.cli.flags import Data, Hostfile, Interface, Model, Settings, settings
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK
-from manyhands.core.shown import plain, say, show, show_json
+from manyhands.core.terminal import plain, say, show, show_json
 
 if TYPE_CHECKING:
     from manyhands.config.job import Job

@@ -6,7 +6,7 @@ from cyclopts import Parameter
 
 from manyhands.cli.flags import Processes, Settings, settings
 from manyhands.core.quantities import percentage
-from manyhands.core.shown import plain, show, show_json
+from manyhands.core.terminal import plain, show, show_json
 
 
 def evaluate(  # noqa: PLR0913 - one argument for each flag

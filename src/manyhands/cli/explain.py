@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from manyhands.cli.flags import Backend, Device, Settings, settings
-from manyhands.core.shown import plain, say, show, show_json
+from manyhands.core.terminal import plain, say, show, show_json
 
 
 def explain(  # noqa: PLR0913 - one argument for each flag

@@ -10,7 +10,7 @@ from manyhands.cli.flags import AsJson, DryRun, Out, Quiet, Settings, ShowConfig
 from manyhands.cli.imagenet_flags import ImagenetFlags, Nodes
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.quantities import percentage
-from manyhands.core.shown import say, show
+from manyhands.core.terminal import say, show
 from manyhands.models.published import published_names
 
 if TYPE_CHECKING:

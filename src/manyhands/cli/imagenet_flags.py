@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.core.errors import UserError
-from manyhands.core.outside import typed_number
+from manyhands.core.files import typed_number
 
 # main.py's default of -b, which each node has.
 NODE_BATCH = 256

@@ -5,7 +5,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manyhands.core.errors import EXIT_OK, UserError
-from manyhands.core.shown import show
+from manyhands.core.terminal import show
 
 
 def join(

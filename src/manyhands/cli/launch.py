@@ -37,7 +37,7 @@ from manyhands.cli.flags import (
 )
 from manyhands.cli.train import what
 from manyhands.core.errors import UserError
-from manyhands.core.shown import show
+from manyhands.core.terminal import show
 
 
 def launch(  # noqa: PLR0913 - one argument for each flag

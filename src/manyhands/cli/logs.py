@@ -6,7 +6,7 @@ from cyclopts import Parameter
 
 from manyhands.cli.flags import Settings, settings
 from manyhands.core.errors import UserError
-from manyhands.core.shown import say, show
+from manyhands.core.terminal import say, show
 
 
 def logs(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from manyhands.core.shown import say, show, show_json
+from manyhands.core.terminal import say, show, show_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

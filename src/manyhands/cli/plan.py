@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from manyhands.cli.flags import AsJson, Batch, DataDir, Device, Elastic, Model, Settings, Sync, settings
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
-from manyhands.core.shown import plain, say, show, show_json
+from manyhands.core.terminal import plain, say, show, show_json
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -23,7 +23,7 @@ from manyhands.cli.flags import (
     settings,
 )
 from manyhands.core.errors import UserError
-from manyhands.core.shown import plain, say, show, show_json
+from manyhands.core.terminal import plain, say, show, show_json
 
 if TYPE_CHECKING:
     from manyhands.report.read import RunData

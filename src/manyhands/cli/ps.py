@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.shown import plain, say, show, show_json
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.terminal import plain, say, show, show_json
 
 if TYPE_CHECKING:
-    from manyhands.core.registry import Running
+    from manyhands.core.records import Running
     from manyhands.report.now import Now
 
 NO_LAUNCHER = "no launcher"
@@ -23,8 +23,8 @@ HEAD = ("run", "state", "pid", "on", "for", "progress", "top-1")
 
 def ps(*, as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON array")] = False) -> int:
     """List active runs: machine, running time and progress."""
-    from manyhands.core.registry import headless, registry_folder, running
     from manyhands.report.now import as_object, look
+    from manyhands.run.registry import headless, registry_folder, running
 
     found = [(record, look(record)) for record in running()]
     left = [(record, replace(look(record), state=NO_LAUNCHER)) for record in headless()]

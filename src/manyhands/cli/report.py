@@ -4,7 +4,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from manyhands.core.shown import show
+from manyhands.core.terminal import show
 
 
 def report(run: Annotated[str, Parameter(help="a run's folder, part of its name, or last")], /) -> int:

@@ -26,11 +26,11 @@ def resume(  # noqa: PLR0913 - one argument for each flag
     """Resume a stopped or failed run at the exact next sample, on any number of processes."""
     from manyhands.cli.training import run
     from manyhands.config.load import load_job
-    from manyhands.core.folder import RunFolder
-    from manyhands.core.registry import headed_here
+    from manyhands.core.run_folder import RunFolder
     from manyhands.report.read import read_run
     from manyhands.run.find import find_reference
     from manyhands.run.own_code import announce_resumed
+    from manyhands.run.registry import headed_here
     from manyhands.run.train import already_running
 
     folder = find_reference(name)

@@ -6,7 +6,7 @@ def schema() -> int:
     import json
 
     from manyhands.config.job import Job
-    from manyhands.core.shown import show
+    from manyhands.core.terminal import show
 
     show(json.dumps(Job.model_json_schema(), indent=1))
     return 0

@@ -1,7 +1,7 @@
 """The answer to --show-config."""
 
 from manyhands.config.load import LoadedJob, known_keys
-from manyhands.core.shown import as_json, show
+from manyhands.core.terminal import as_json, show
 
 
 def print_config(loaded: LoadedJob) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK
-from manyhands.core.shown import say, show
+from manyhands.core.terminal import say, show
 
 
 def stop(
@@ -15,8 +15,7 @@ def stop(
     now: Annotated[bool, Parameter(negative="", help="end the run at once, without saving")] = False,
 ) -> int:
     """Ask an active run to save and stop, and wait for its end."""
-    from manyhands.core.resuming import resume_command
-    from manyhands.core.stops import saved_step
+    from manyhands.core.resuming import resume_command, saved_step
     from manyhands.run.find import find_run, head_of_active
     from manyhands.run.stop import stop_headless, stop_run
 

@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manyhands.cli.flags import AsJson
-from manyhands.core.shown import show, show_json
+from manyhands.core.terminal import show, show_json
 
 
 def why(

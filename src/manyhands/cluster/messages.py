@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, get_
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
-from manyhands.core.outside import parse_json
+from manyhands.core.files import parse_json
 
 # Both ends must be of one version. It grows with every change of a message.
 VERSION = 7

@@ -8,8 +8,9 @@ from typing import Any, Literal, cast
 from pydantic import Field, field_validator, model_validator
 
 from manyhands.checkpoint.options import CheckpointOptions
+from manyhands.core.choices import did_you_mean
 from manyhands.core.options import Options
-from manyhands.core.plugins import did_you_mean, is_object_reference
+from manyhands.core.user_code import is_object_reference
 from manyhands.data.options import DataOptions
 from manyhands.models.options import ModelOptions
 from manyhands.parallel.options import ParallelOptions
@@ -113,17 +114,17 @@ class TrainOptions(Options):
 
     @property
     def built_in(self) -> bool:
-        """True where the optimizer is one of ours."""
+        """True for a built-in optimizer."""
         return self.optimizer in BUILT_IN_OPTIMIZERS
 
     @property
     def measured_precision(self) -> bool:
-        """True where precision or layout is still to be measured."""
+        """True if precision or memory format is chosen by measurement."""
         return "auto" in (self.precision, self.channels_last)
 
     @property
     def custom_code(self) -> tuple[str, ...]:
-        """What may name code of the user's own, as file.py:object."""
+        """The values that may name objects in the user's code, as file.py:object."""
         return (self.loss, self.optimizer, self.schedule, *self.metrics)
 
     @field_validator("optimizer")
@@ -136,7 +137,7 @@ class TrainOptions(Options):
 
     @property
     def custom_schedule(self) -> bool:
-        """True where the schedule is one of the user's."""
+        """True if the schedule is an object in the user's code."""
         return self.schedule not in BUILT_IN_SCHEDULES
 
     @field_validator("schedule")
@@ -178,7 +179,7 @@ class TrainOptions(Options):
         return self
 
     def _refuse_best(self) -> None:
-        """Raises ValueError where it isn't said what of which figure is the best."""
+        """Raises ValueError if `best` is not the name of a metric with a direction."""
         own = [word.rpartition(":")[2] for word in self.metrics]
         may_be = [f"{way} {name}" for name, way in _BETTER.items()]
         may_be += [f"{way} {name}" for name in own for way in ("highest", "lowest")]
@@ -250,17 +251,17 @@ class ClusterOptions(Options):
 
     @property
     def recovers(self) -> bool:
-        """True where a run goes on by itself after a fault."""
+        """True if the run restarts automatically after a fault."""
         return self.elastic != "off" and not self.debugging
 
     @property
     def debugging(self) -> bool:
-        """True where a rank may be held by a debugger for as long as its user likes."""
+        """True if a debugger can suspend a rank."""
         return self.debug_rank >= 0
 
     @property
     def peer_timeout_s(self) -> float:
-        """Seconds after which a collective gives up on a silent peer."""
+        """The timeout of collectives, in seconds."""
         return _DEBUG_TIMEOUT_S if self.debugging else self.collective_timeout_s
 
     @property
@@ -270,7 +271,7 @@ class ClusterOptions(Options):
 
     @property
     def machines_wanted(self) -> range:
-        """With other numbers of machines a run neither begins nor goes on."""
+        """The numbers of machines with which the run may start or continue."""
         least, _, most = self.elastic.partition(":")
         return range(int(least) if least.isdecimal() else 1, int(most or 10_000) + 1)
 

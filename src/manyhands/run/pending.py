@@ -7,15 +7,15 @@ from typing import Any
 
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import clock_offset, open_agent
+from manyhands.cluster.agents.claim import run_id
 from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, LinkClosed, answer_to
 from manyhands.cluster.agents.ssh import explain_contact
 from manyhands.cluster.doctor.findings import Facts
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import Request, call
 from manyhands.config.job import Job
-from manyhands.core.claim import run_id
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.run.doctor import facts_wanted
 
 # Between two attempts: a part of the time that a machine has been away.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
+from manyhands.cluster.agents.early import SAFE
 from manyhands.cluster.agents.protocol import Alive, Reachable, Reconnected
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import (
@@ -34,7 +35,6 @@ from manyhands.cluster.messages import (
     Unacknowledged,
     encode,
 )
-from manyhands.core.early_agent import SAFE
 from manyhands.core.errors import RunError, UserError
 
 # Interval of heartbeats.

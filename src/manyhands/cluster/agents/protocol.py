@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.cluster.messages import Message
-from manyhands.core.heartbeat import Seen
 from manyhands.core.records import Failure
+from manyhands.parallel.heartbeat import Seen
 
 # Both ways.
 

@@ -27,7 +27,7 @@ from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
 from manyhands.core.scratch import scratch
-from manyhands.core.tunnel_ends import TunnelEnds, fits
+from manyhands.parallel.tunnel_ends import TunnelEnds, fits
 
 LOOPBACK = "127.0.0.1"
 # Logging in takes a second or so, and longer where many machines share a busy processor.
