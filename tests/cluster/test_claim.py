@@ -8,10 +8,10 @@ import pytest
 from filelock import Timeout
 
 from manyhands.cluster.agents.agent import Agent
+from manyhands.cluster.agents.assemble import open_here
 from manyhands.cluster.agents.claim import claim, hold_as_agent, run_id, set_aside, set_run_id
 from manyhands.cluster.agents.connection import close_all
 from manyhands.cluster.agents.protocol import OpenRun
-from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.messages import call
 from manyhands.core.run_folder import RunFolder
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from manyhands.cluster.agents.agent import Agent
+from manyhands.cluster.agents.assemble import _open, _start, open_here
 from manyhands.cluster.agents.connection import (
     SILENT_S,
     AgentConnection,
@@ -36,7 +37,6 @@ from manyhands.cluster.agents.protocol import (
     WorkerExited,
     WorkersEnded,
 )
-from manyhands.cluster.agents.start import _open, _start, open_here
 from manyhands.cluster.doctor.findings import Attempt, FactsWanted
 from manyhands.cluster.doctor.probe import Listener
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous

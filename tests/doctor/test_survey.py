@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import AgentLinks
-from manyhands.cluster.agents.start import open_here
+from manyhands.cluster.agents.assemble import AgentLinks, open_here
 from manyhands.cluster.doctor.addresses import local_candidates
 from manyhands.cluster.doctor.examine import examine
 from manyhands.cluster.doctor.findings import FactsWanted, Needs

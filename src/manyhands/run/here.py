@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from manyhands.cluster.agents.assemble import open_here
 from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.orders import Orders, orders_for
-from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Watch
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.core.run_folder import RunFolder

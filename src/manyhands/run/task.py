@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from manyhands.cluster.agents.assemble import open_here
 from manyhands.cluster.agents.orders import orders_for
-from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Watch, supervise
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous

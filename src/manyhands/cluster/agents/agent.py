@@ -27,7 +27,7 @@ import platformdirs
 from filelock import Timeout
 
 from manyhands.cluster.agents.claim import Term, agent_has_left, claim, raise_term, run_id, set_run_id, term_in
-from manyhands.cluster.agents.code_there import checked_files, write_code
+from manyhands.cluster.agents.code import checked_files, write_code
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.early import EARLY
 from manyhands.cluster.agents.mirror import Receiver, Sender
@@ -42,7 +42,6 @@ from manyhands.cluster.agents.protocol import (
     TunnelEnded,
     WorkersEnded,
 )
-from manyhands.cluster.agents.short_spins import short_spins
 from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
@@ -75,6 +74,9 @@ LOG_BYTES = 1 << 20
 CLAIM_S = 2.0
 # Processes of a detached run save and leave for a later head.
 MAKE_TUNNEL_S = 90.0
+# Of libgomp, which torch's wheels for Linux have, and reads once, when torch is loaded. By itself it tries 300,000
+# times, some milliseconds, while the one that is waited for may wait for this core.
+_TRIES, _COUNT = "GOMP_SPINCOUNT", "3000"
 
 
 class Agent(Probe):
@@ -318,6 +320,19 @@ class Agent(Probe):
         while self._send_records():
             pass
         self.wire.send(replace(ended, host=platform.node()))
+
+
+@contextlib.contextmanager
+def short_spins() -> Iterator[None]:
+    """Has OpenMP's threads of a torch imported within sleep soon, unless the environment says how they wait."""
+    if _TRIES in os.environ or "OMP_WAIT_POLICY" in os.environ:
+        yield
+        return
+    os.environ[_TRIES] = _COUNT
+    try:
+        yield
+    finally:
+        os.environ.pop(_TRIES, None)  # what is started from here has the user's own environment
 
 
 @contextlib.contextmanager

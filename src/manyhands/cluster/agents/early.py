@@ -51,7 +51,7 @@ def _start() -> "subprocess.Popen[bytes]":
     pipe = subprocess.PIPE
     # Its words until it has a log, which it moves there; nothing of them is left where it is ended.
     words_fd = os.memfd_create(EARLY) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
-    # As in cluster/agents/start.py: a scheduler's word to all processes of a job isn't for agents.
+    # As in cluster/agents/assemble.py: a scheduler's word to all processes of a job isn't for agents.
     previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         command = [sys.executable, *AGENT, EARLY]
