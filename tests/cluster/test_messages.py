@@ -42,8 +42,8 @@ from manyhands.cluster.doctor.probe import Listener
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import (
     VERSION,
-    Answer,
     Call,
+    CallResult,
     InvalidCallError,
     Lines,
     Message,
@@ -64,7 +64,7 @@ HELLO = call(Agent.hello, FactsWanted(only=("name",)), True)
 MESSAGES = (
     Alive(),
     Call("bind", {"address": "::1"}),
-    Answer({"cores": 2, "load": [0.5, math.inf]}),
+    CallResult({"cores": 2, "load": [0.5, math.inf]}),
     WorkersEnded({0: {"status": "finished"}}, {1: -9}, {1: "the end"}, "n1", [RECORD]),
     WorkerExited(1, 2, "n2", RECORD),
     FilePiece("metrics.jsonl", "{}\n", 4),
@@ -106,7 +106,7 @@ def test_a_method_receives_and_returns_what_its_annotations_say(asked, result):
     method.__annotations__ = get_type_hints(asked.method)
     double = type("Double", (), {asked.call.method: remote(method)})
     (_, arrived) = decode(encode(asked.call))
-    (_, answer) = decode(encode(Answer(perform(double(), arrived))))
+    (_, answer) = decode(encode(CallResult(perform(double(), arrived))))
     assert asked.result(answer) == result
     assert {**received, **asked.call.arguments} == received
 
@@ -249,7 +249,7 @@ def test_a_conversation_goes_on_over_a_new_connection_and_no_message_is_lost_or_
             line.heartbeat()
             for link in stir([line], 0.1):
                 told += link.read()
-        assert [(answered, type(message)) for answered, message in told] == [(each, Answer) for each in numbers]
+        assert [(answered, type(message)) for answered, message in told] == [(each, CallResult) for each in numbers]
         assert line.process is not before
     assert agent.is_running()
     close_all([line])

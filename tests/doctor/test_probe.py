@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from manyhands.cluster.doctor.probe import Listener, Probe
-from manyhands.cluster.messages import Answer, call, decode, encode, perform
+from manyhands.cluster.messages import CallResult, call, decode, encode, perform
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def ask(probe, request):
     def sent(message):
         return decode(encode(message))[1]
 
-    return request.result(sent(Answer(perform(probe, sent(request.call)))))
+    return request.result(sent(CallResult(perform(probe, sent(request.call)))))
 
 
 def listen(probe, address="127.0.0.1", **more):

@@ -23,7 +23,7 @@ from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
 from manyhands.checkpoint.trained import find_record
 from manyhands.cluster.agents.protocol import Alive, FilePiece, WorkersEnded, WorkersStarted
-from manyhands.cluster.messages import Answer, Call, decode, encode
+from manyhands.cluster.messages import Call, CallResult, decode, encode
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
@@ -221,7 +221,7 @@ MESSAGES = (
     Alive(),
     WorkersStarted(0, [7]),
     FilePiece("metrics.jsonl", "x\n"),
-    Answer(("x", 3)),
+    CallResult(("x", 3)),
     Call("read_log", {"path": "0.log", "offset": 0, "rest": True}),
     WorkersEnded({0: {"status": "finished"}}, {1: 3}, {1: "x"}, ended_by="itself"),
 )

@@ -39,15 +39,15 @@ class Message:
 
 @dataclass(frozen=True)
 class Call(Message):
-    """Calls a method of the agent; answered with `Answer` or `RequestFailed` under the same number."""
+    """Calls a method of the agent; answered with `CallResult` or `RequestFailed` under the same number."""
 
     method: str
     arguments: dict[str, Any]  # by the names of its parameters
 
 
 @dataclass(frozen=True)
-class Answer(Message):
-    """The result of a call."""
+class CallResult(Message):
+    """What a method of the agent returned, under the number of its call."""
 
     value: Any = None
 
@@ -86,7 +86,7 @@ class Request(Generic[R]):
     call: Call
     method: Callable[..., R]
 
-    def result(self, answer: Answer) -> R:
+    def result(self, answer: CallResult) -> R:
         """Returns the answer's value. Raises ValueError where it has another type."""
         try:
             return _adapter(get_type_hints(self.method)["return"]).validate_python(answer.value)

@@ -47,8 +47,8 @@ from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.messages import (
     HINTS,
-    Answer,
     Call,
+    CallResult,
     InvalidCallError,
     Message,
     Misunderstood,
@@ -383,7 +383,7 @@ def set_threads(threads: int, size: int) -> None:
 
 def _answer(agent: Agent, call: Call) -> Message:
     try:
-        return Answer(perform(agent, call))
+        return CallResult(perform(agent, call))
     except InvalidCallError as error:
         return Misunderstood(f"invalid message: {error}", hints=HINTS)
     except ManyhandsError as error:

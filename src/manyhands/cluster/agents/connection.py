@@ -25,7 +25,7 @@ from manyhands.cluster.agents.protocol import Alive, Reachable, Reconnected
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import (
     HINTS,
-    Answer,
+    CallResult,
     Lines,
     Message,
     Misunderstood,
@@ -304,7 +304,7 @@ def _closed(link: AgentConnection, what: str) -> LinkClosed:
 def answer_to(link: AgentConnection, number: int, request: Request[R]) -> list[R | RunError]:
     """Returns the answer to a request, or an error, without waiting; an empty list while neither has been received."""
     for answered, message in link.read():
-        if answered == number and isinstance(message, Answer):
+        if answered == number and isinstance(message, CallResult):
             try:
                 return [request.result(message)]
             except ValueError as error:
