@@ -13,7 +13,7 @@ from manyhands.core.terminal import plain, say, show, show_json
 
 if TYPE_CHECKING:
     from manyhands.core.records import Running
-    from manyhands.report.now import Now
+    from manyhands.report.follow import Now
 
 NO_LAUNCHER = "no launcher"
 # A head on another machine that has written nothing for so long may have gone with it.
@@ -23,7 +23,7 @@ HEAD = ("run", "state", "pid", "on", "for", "progress", "top-1")
 
 def ps(*, as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON array")] = False) -> int:
     """List active runs: machine, running time and progress."""
-    from manyhands.report.now import as_object, look
+    from manyhands.report.follow import as_object, look
     from manyhands.run.registry import headless, registry_folder, running
 
     found = [(record, look(record)) for record in running()]
@@ -47,8 +47,8 @@ def ps(*, as_json: Annotated[bool, Parameter(name="--json", negative="", help="p
 
 
 def _row(record: "Running", now: "Now") -> tuple[str, ...]:
-    from manyhands.report.now import as_object
-    from manyhands.report.words import duration, percent, place
+    from manyhands.report.follow import as_object
+    from manyhands.report.summary import duration, percent, place
 
     about = as_object(record, now)
     count = f"{now.processes} x " if now.processes else ""
@@ -79,7 +79,7 @@ def _machines(record: "Running") -> list[str]:
 
 def _silent(now: "Now") -> str:
     """What tells that a machine that can't be asked may be down."""
-    from manyhands.report.words import duration
+    from manyhands.report.summary import duration
 
     silent_s = time.time() - now.heard if now.heard else 0.0
     return f", silent for {duration(silent_s)}" if silent_s > SILENT_S else ""

@@ -16,7 +16,7 @@ from manyhands.core.errors import EXIT_INTERRUPTED, ManyhandsError, UserError
 from manyhands.core.files import write_all
 from manyhands.core.records import Event, append
 from manyhands.core.run_folder import RunFolder
-from manyhands.report.terminal import Screen
+from manyhands.report.screen import Screen
 
 # Of the sections of a job these alone concern a script; the rest is what it decides by itself.
 _SECTIONS = ("cluster.", "run.")

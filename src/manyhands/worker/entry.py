@@ -196,7 +196,7 @@ def _resolve_measured(job: Job, folder: RunFolder, world: Any, mode: str, object
 def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[str, Any, dict[str, Any]]:
     """The mode and plan that the processes follow, and what plan.json says of the choice."""
     from manyhands.parallel.shared_plan import shared_plan
-    from manyhands.train.data_setup import Objects
+    from manyhands.train.objects import Objects
     from manyhands.worker.plan_choice import decide
 
     if world.alone or not job.parallel.searches:

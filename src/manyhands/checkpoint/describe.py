@@ -1,5 +1,6 @@
-"""What a checkpoint says of itself, read without torch: a folder, whole or in pieces, or a .safetensors file."""
+"""What a checkpoint contains, read without torch: a folder, whole or in pieces, or a .safetensors file."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,23 +8,158 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from manyhands.checkpoint import layout
-from manyhands.checkpoint.element_types import BY_CODE
-from manyhands.checkpoint.pieces import (
-    MODEL,
-    OPTIMIZER,
-    Region,
-    TensorEntry,
-    Tensors,
-    all_held,
-    read_description,
-    whole_region,
-)
-from manyhands.checkpoint.plain_files import read_plain
-from manyhands.checkpoint.verify import damaged, read_manifest, torn, verify
+from manyhands.checkpoint import files
+from manyhands.checkpoint.files import damaged, read_manifest, read_plain, torn, verify
 from manyhands.core.errors import UserError
 from manyhands.core.files import UnreadableError, parse_json
-from manyhands.core.mesh import Mesh, unsharded
+from manyhands.core.mesh import Mesh, TensorLayout, layout_from_plain, make_mesh, unsharded
+
+
+class ElementType(NamedTuple):
+    """The type of one value, as torch calls it: float32."""
+
+    name: str
+    item_bytes: int
+
+
+# By the names that the .safetensors format gives them.
+BY_CODE = {
+    "F64": ElementType("float64", 8),
+    "F32": ElementType("float32", 4),
+    "F16": ElementType("float16", 2),
+    "BF16": ElementType("bfloat16", 2),
+    "F8_E4M3": ElementType("float8_e4m3fn", 1),
+    "F8_E5M2": ElementType("float8_e5m2", 1),
+    "F8_E4M3FNUZ": ElementType("float8_e4m3fnuz", 1),
+    "F8_E5M2FNUZ": ElementType("float8_e5m2fnuz", 1),
+    "F8_E8M0": ElementType("float8_e8m0fnu", 1),
+    "C64": ElementType("complex64", 8),
+    "I64": ElementType("int64", 8),
+    "I32": ElementType("int32", 4),
+    "I16": ElementType("int16", 2),
+    "I8": ElementType("int8", 1),
+    "U64": ElementType("uint64", 8),
+    "U32": ElementType("uint32", 4),
+    "U16": ElementType("uint16", 2),
+    "U8": ElementType("uint8", 1),
+    "BOOL": ElementType("bool", 1),
+}
+BY_NAME = {kind.name: kind for kind in BY_CODE.values()}
+
+
+# One process alone.
+ALONE = Mesh((("dp", 1),))
+MODEL, OPTIMIZER = "model", "optimizer"
+KINDS = (MODEL, OPTIMIZER)
+
+Region = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor: its type, and how it is cut."""
+
+    dtype: ElementType
+    layout: TensorLayout
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.layout.shape) * self.dtype.item_bytes
+
+
+Tensors = dict[str, TensorEntry]
+
+
+@dataclass(frozen=True)
+class NetworkLayout:
+    """How a network is cut."""
+
+    mesh: Mesh  # the processes
+    # of the entries of its state_dict, by name; one that isn't there is whole on every process
+    layouts: Mapping[str, TensorLayout]
+
+    def of(self, name: str, shape: tuple[int, ...]) -> TensorLayout:
+        """The layout of an entry whose whole shape is known. Raises UserError: the cut is of another shape."""
+        layout = self.layouts.get(name) or unsharded(shape)
+        if layout.shape != shape:
+            what = f"{name} has the shape {list(shape)}, but the plan expects {list(layout.shape)}"
+            raise UserError(what, f"layouts.{name}", ("use the plan that was made for this network",))
+        return layout
+
+
+def size_of(region: Region) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in region)
+
+
+def whole_region(shape: tuple[int, ...]) -> Region:
+    return tuple((0, length) for length in shape)
+
+
+def first_held(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
+    """What a rank writes: the pieces that have values and that no lower rank holds too."""
+    return {
+        name: region
+        for name, described in tensors.items()
+        if described.layout.first_holder(mesh, rank) == rank
+        and math.prod(size_of(region := described.layout.region(mesh, rank)))
+    }
+
+
+def all_held(tensors: Tensors, mesh: Mesh) -> dict[int, dict[str, Region]]:
+    """`first_held` of every rank that writes something; work for each piece, not for each rank and tensor."""
+    held: dict[int, dict[str, Region]] = {}
+    for name, described in tensors.items():
+        for rank, region in described.layout.pieces(mesh):
+            if math.prod(size_of(region)):
+                held.setdefault(rank, {})[name] = region
+    return held
+
+
+def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any]:
+    """The content of pieces.json; tensors by kind: of the model and, where there is one, of the optimizer."""
+    content: dict[str, Any] = {"mesh": mesh.as_dict()}
+    for kind, named in tensors.items():
+        written: dict[str, list[tuple[int, Region]]] = {name: [] for name in named}
+        for rank, regions in sorted(all_held(named, mesh).items()):
+            for name, region in regions.items():
+                written[name].append((rank, region))
+        content[kind] = {
+            name: {
+                "dtype": described.dtype.name,
+                "layout": described.layout.as_plain(),
+                "pieces": [
+                    {"file": files.piece_name(kind, rank, mesh.size), "region": [list(edge) for edge in region]}
+                    for rank, region in written[name]
+                ],
+            }
+            for name, described in named.items()
+        }
+    return content
+
+
+def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]]:
+    """Reads what `describe_pieces` wrote. Raises UserError: it isn't what the layouts say."""
+    hints = ("use another checkpoint: manyhands did not write this pieces.json",)
+    try:
+        mesh = make_mesh(content["mesh"], f"{where}: mesh")
+        tensors = {
+            kind: {
+                name: TensorEntry(
+                    BY_NAME[entry["dtype"]], layout_from_plain(entry["layout"], mesh, f"{where}: {kind} {name}")
+                )
+                for name, entry in content[kind].items()
+            }
+            for kind in KINDS
+            if kind in content
+        }
+        sound = MODEL in tensors and describe_pieces(mesh, tensors) == content
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError("pieces.json describes no pieces", where, hints) from error
+    if not sound:
+        raise UserError("the pieces don't match the layouts", where, hints)
+    return mesh, tensors
+
 
 # Components of names that DDP, torch.compile, Fabric, FSDP and activation checkpointing add.
 _WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -100,28 +236,28 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
         verify(path)
     names = read_manifest(path)["files"]
     try:
-        state, branches = read_plain(path / layout.STATE), {}
-        if layout.OPTIMIZER_PLAN in names:
-            branches = read_plain(path / layout.OPTIMIZER_PLAN)
-        mesh, kinds = _place_pieces(path, names) if layout.PIECES in names else (None, _place_whole(path, names))
+        state, branches = read_plain(path / files.STATE), {}
+        if files.OPTIMIZER_PLAN in names:
+            branches = read_plain(path / files.OPTIMIZER_PLAN)
+        mesh, kinds = _place_pieces(path, names) if files.PIECES in names else (None, _place_whole(path, names))
     except (SafetensorError, OSError, ValueError) as error:
         raise torn(path, f"has unreadable content: {error}") from error
     return Description(path, "whole" if mesh is None else "pieces", kinds, branches, state, mesh)
 
 
 def _place_whole(path: Path, names: dict[str, Any]) -> dict[str, PlacedTensors]:
-    files = {MODEL: layout.MODEL, OPTIMIZER: layout.OPTIMIZER}
-    return {kind: _place_file(path / name) for kind, name in files.items() if name in names}
+    both = {MODEL: files.MODEL, OPTIMIZER: files.OPTIMIZER}
+    return {kind: _place_file(path / name) for kind, name in both.items() if name in names}
 
 
 def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, PlacedTensors]]:
-    file = path / layout.PIECES
+    file = path / files.PIECES
     mesh, kinds = read_description(read_plain(file), str(file))
     placed: dict[str, PlacedTensors] = {}
     for kind, tensors in kinds.items():
         places: dict[str, list[tuple[Path, Region]]] = {name: [] for name in tensors}
         for rank, regions in all_held(tensors, mesh).items():
-            piece = path / layout.piece_name(kind, rank, mesh.size)
+            piece = path / files.piece_name(kind, rank, mesh.size)
             if piece.name not in names:
                 raise torn(piece, "is missing from the manifest")
             for name, region in regions.items():
@@ -131,7 +267,7 @@ def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, Pl
 
 
 def _describe_safetensors(path: Path, wanted: Collection[str]) -> Description:
-    if layout.is_piece(path):
+    if files.is_piece(path):
         what = f"{path.name} holds one process's pieces of a checkpoint"
         raise UserError(what, str(path), (f"name the folder: {path.parent}",))
     try:

@@ -12,18 +12,16 @@ from rich.cells import cell_len
 from manyhands.cli.predict import line_of
 from manyhands.core.quantities import percentage
 from manyhands.core.terminal import plain
-from manyhands.report.line import (
+from manyhands.report.read import read_run
+from manyhands.report.screen import (
+    Screen,
     ScreenProgress,
     epoch_line,
-    epoch_log,
     evaluation_line,
-    evaluation_log,
     live_line,
     step_line,
 )
-from manyhands.report.read import read_run
-from manyhands.report.terminal import Screen
-from manyhands.report.words import duration, shorten
+from manyhands.report.summary import duration, shorten
 
 
 class Terminal(io.StringIO):
@@ -287,8 +285,9 @@ def test_a_figure_just_below_all_is_nowhere_shown_as_all(tmp_path, right):
     progress = ScreenProgress()
     progress.take(step)
     shown = [
-        evaluation_line(evaluation, None), evaluation_log(evaluation, None), epoch_line(step), epoch_log(step),
-        step_line(progress), live_line(progress, step.time, 300).plain.partition("acc")[2],
+        evaluation_line(evaluation, None), evaluation_line(evaluation, None, log=True),
+        epoch_line(step), epoch_line(step, log=True),
+        step_line(step), live_line(progress, step.time, 300).plain.partition("acc")[2],
         line_of(tmp_path, [("a", right / 10000)]),
     ]  # fmt: skip
     assert [bool(re.search(r"\b100(\.0+)?\b", line.replace("100/100", ""))) for line in shown] == [right == 10000] * 7
