@@ -11,8 +11,7 @@ import pytest
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks, open_here
 from manyhands.cluster.doctor.addresses import local_candidates
-from manyhands.cluster.doctor.examine import examine
-from manyhands.cluster.doctor.findings import FactsWanted, Needs
+from manyhands.cluster.doctor.findings import FactsWanted, Needs, examine
 from manyhands.cluster.doctor.survey import take_survey
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call

@@ -22,8 +22,8 @@ from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.trained import find_record
 from manyhands.checkpoint.write import save
 from manyhands.cluster.agents.protocol import Alive, FilePiece, WorkersEnded, WorkersStarted
+from manyhands.cluster.hosts.this_process import participate
 from manyhands.cluster.messages import Call, CallResult, decode, encode
-from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError

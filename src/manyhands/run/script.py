@@ -9,7 +9,7 @@ from pathlib import Path
 
 from manyhands.cluster.agents.ending import Ending
 from manyhands.cluster.hosts.machines import machines_of
-from manyhands.cluster.rendezvous import participate
+from manyhands.cluster.hosts.this_process import participate
 from manyhands.config.job import Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import EXIT_INTERRUPTED, ManyhandsError, UserError

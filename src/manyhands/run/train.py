@@ -24,7 +24,7 @@ from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
-from manyhands.cluster.rendezvous import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
+from manyhands.cluster.hosts.this_process import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
 from manyhands.config.load import read_toml
 from manyhands.core.errors import (

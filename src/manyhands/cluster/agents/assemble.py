@@ -17,7 +17,7 @@ from manyhands.cluster.agents.early import AGENT, take_early
 from manyhands.cluster.agents.ssh import agent_command, explain_contact
 from manyhands.cluster.doctor.findings import Contact, Facts, FactsWanted
 from manyhands.cluster.hosts.inventory import Machine
-from manyhands.cluster.hosts.own import is_here
+from manyhands.cluster.hosts.this_process import is_here
 from manyhands.cluster.messages import R, Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,35 +70,24 @@ def _plain(name: str) -> str:
 def _tree(roots: list[Path]) -> dict[str, Any]:
     if not roots:
         return {"exists": False}
-    until, lines, total, whole = time.monotonic() + DATA_S, [], 0, True
+    until, lines, total, complete = time.monotonic() + DATA_S, list[str](), 0, True
     for root in roots:
-        for name, size in _sizes(root, until):
-            if size < 0:
-                whole = False
+        walked = os.walk(root, followlinks=True) if root.is_dir() else [(str(root.parent), [], [root.name])]
+        for place, folders, names in walked:
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in names:
+                path = Path(place) / name
+                if not name.startswith(".") and path.is_file():
+                    size = path.stat().st_size
+                    lines.append(f"{path.relative_to(root).as_posix() if path != root else name} {size}")
+                    total += size
+            if time.monotonic() > until:
+                complete = False
                 break
-            lines.append(f"{name} {size}")
-            total += size
-    lines.sort()
-    return {"exists": True, "files": len(lines), "bytes": total, "hash": _common(lines), "whole": whole}
+    return {"exists": True, "files": len(lines), "bytes": total, "hash": _common(lines), "whole": complete}
 
 
-def _sizes(root: Path, until: float) -> Iterator[tuple[str, int]]:
-    """Relative names and sizes; a negative size says that time ran out."""
-    if root.is_file():
-        yield root.name, root.stat().st_size
-        return
-    for place, folders, names in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            path = Path(place) / name
-            if not name.startswith(".") and path.is_file():
-                yield path.relative_to(root).as_posix(), path.stat().st_size
-        if time.monotonic() > until:
-            yield "", -1
-            return
-
-
-def _common(lines: "list[str] | Iterator[str]") -> str:
+def _common(lines: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for line in sorted(lines):
         digest.update(line.encode("utf-8", "surrogateescape") + b"\n")
