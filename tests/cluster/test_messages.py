@@ -18,7 +18,6 @@ import pytest
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import _open, _start, open_here
 from manyhands.cluster.agents.connection import (
-    SILENT_S,
     AgentConnection,
     LinkClosed,
     MisunderstoodError,
@@ -58,6 +57,7 @@ from manyhands.cluster.messages import (
 )
 from manyhands.core.records import Event, Failure, append
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import SILENT_S
 
 RECORD = Failure(time=1.0, rank=1, host="n2", pid=3, error="E", what="w", hints=["m"])
 HELLO = call(Agent.hello, FactsWanted(only=("name",)), True)

@@ -31,8 +31,8 @@ def info(
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object")] = False,
 ) -> int:
     """Print the format, step and mesh of a checkpoint, and the shape, dtype, size and sharding of each tensor."""
-    from manyhands.run.checkpoints import describe_checkpoint
     from manyhands.run.find import find_reference
+    from manyhands.run.tasks import describe_checkpoint
 
     found = describe_checkpoint(find_reference(src), which=which)
     if as_json:
@@ -45,19 +45,19 @@ def info(
 @checkpoint.command
 def merge(src: Source, dst: MergeTarget, /, *, which: Which = "best") -> int:
     """Write a checkpoint unsharded, as a folder or one file."""
-    from manyhands.run.checkpoints import merge_checkpoint
     from manyhands.run.find import find_reference
+    from manyhands.run.tasks import rewrite_checkpoint
 
-    return _done(dst, merge_checkpoint(find_reference(src), dst, which=which))
+    return _done(dst, rewrite_checkpoint(find_reference(src), dst, which=which))
 
 
 @checkpoint.command
 def split(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -> int:
     """Shard an unsharded checkpoint or file by a plan."""
-    from manyhands.run.checkpoints import reshard_checkpoint
     from manyhands.run.find import find_reference
+    from manyhands.run.tasks import rewrite_checkpoint
 
-    return _done(dst, reshard_checkpoint(find_reference(src), dst, plan=plan, which=which))
+    return _done(dst, rewrite_checkpoint(find_reference(src), dst, which=which, plan=plan))
 
 
 @checkpoint.command

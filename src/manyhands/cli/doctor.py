@@ -39,7 +39,7 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
     """
     from manyhands.config.load import load_job
     from manyhands.run.doctor import diagnose
-    from manyhands.run.own_code import announce_reach
+    from manyhands.run.resume import announce_reach
 
     job_file = Path(data) if data and data.endswith(".toml") else None
     flags = {
@@ -65,7 +65,7 @@ def doctor(  # noqa: PLR0913 - one argument for each flag
 
 
 def _expose(job: "Job", *, as_json: bool) -> int:
-    from manyhands.run.exposure import exposure
+    from manyhands.run.doctor import exposure
 
     found = exposure(job, say)
     if as_json:

@@ -25,8 +25,8 @@ def evaluate(  # noqa: PLR0913 - one argument for each flag
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object")] = False,
 ) -> int:
     """Evaluate a run or a checkpoint on each test sample exactly once."""
-    from manyhands.run.evaluate import evaluate_run
     from manyhands.run.find import find_reference
+    from manyhands.run.tasks import evaluate_run
 
     flags = {
         "data.name": data, "model.name": model, "cluster.processes": processes, "data.dir": data_dir,

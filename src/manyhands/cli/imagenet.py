@@ -145,7 +145,7 @@ def _rendezvous(flags: ImagenetFlags, nodes: Nodes, loaded: "LoadedJob") -> "Ren
 
 def _evaluate(loaded: "LoadedJob", flags: ImagenetFlags, *, as_json: bool) -> int:
     from manyhands.cli.evaluate import show_evaluation
-    from manyhands.run.evaluate import evaluate_job
+    from manyhands.run.tasks import evaluate_job
 
     path = Path(flags.resume).expanduser() if flags.resume else None
     found: dict[str, Any] | None = evaluate_job(loaded.job, path)

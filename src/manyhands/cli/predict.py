@@ -27,7 +27,7 @@ def predict(
 ) -> int:
     """Print the most likely classes of pictures."""
     from manyhands.run.find import find_reference
-    from manyhands.run.predict import predict_files
+    from manyhands.run.tasks import predict_files
 
     found = predict_files(
         find_reference(run), pictures, which=which, model=model, processes=processes, device=device

@@ -56,7 +56,7 @@ def profile(  # noqa: PLR0913 - one argument for each flag
     manyhands profile RUN            reads the records of the run
     manyhands profile DATA MODEL …   trains for some updates and writes a trace for Perfetto
     """
-    from manyhands.run.profile import read_named, trace
+    from manyhands.run.find import read_named
 
     found = read_named(run) if run and not model else None
     if found:
@@ -65,6 +65,7 @@ def profile(  # noqa: PLR0913 - one argument for each flag
     if steps < 1:
         raise UserError(f"--steps must be 1 or more, found {steps}", "--steps", ("use --steps 20, for example",))
     from manyhands.config.load import load_job
+    from manyhands.run.train import trace
 
     job_file = Path(run) if run and run.endswith(".toml") else None
     flags: dict[str, Any] = {

@@ -25,23 +25,11 @@ def resume(  # noqa: PLR0913 - one argument for each flag
 ) -> int:
     """Resume a stopped or failed run at the exact next sample, on any number of processes."""
     from manyhands.cli.training import run
-    from manyhands.config.load import load_job
-    from manyhands.core.run_folder import RunFolder
-    from manyhands.report.read import read_run
-    from manyhands.run.find import find_reference
-    from manyhands.run.own_code import announce_resumed
-    from manyhands.run.registry import headed_here
-    from manyhands.run.train import already_running
+    from manyhands.run.resume import load_resumed
 
-    folder = find_reference(name)
-    if headed_here(folder):
-        raise already_running(RunFolder(folder))
-    read_run(folder)
     flags = {
-        "run.out": str(folder), "checkpoint.resume": "auto", "cluster.processes": processes, "train.epochs": epochs,
-        "cluster.detach": detach, "cluster.debug_rank": -1 if debug_rank is None else debug_rank,
-        **settings(set_ or []),
+        "cluster.processes": processes, "train.epochs": epochs, "cluster.detach": detach,
+        "cluster.debug_rank": -1 if debug_rank is None else debug_rank, **settings(set_ or []),
     }  # fmt: skip
-    loaded = load_job(flags, file=RunFolder(folder).job)
-    announce_resumed(RunFolder(folder), loaded)
+    loaded = load_resumed(name, flags)
     return run(loaded, dry_run=False, as_json=as_json, quiet=quiet, resume_hint=True)

@@ -20,11 +20,12 @@ from manyhands.core.errors import UserError
 from manyhands.core.terminal import say, show, show_json
 from manyhands.report.changes import refuse_changes
 from manyhands.report.summary import result_lines, result_object
-from manyhands.run.load import load_worker
-from manyhands.run.own_code import announce_reach
+from manyhands.run.folder import folder_to_be
+from manyhands.run.outcome import Outcome
+from manyhands.run.resume import announce_reach
 from manyhands.run.script import check_script
 from manyhands.run.script import result_lines as script_lines
-from manyhands.run.train import Outcome, check_names, folder_to_be, place_of, train
+from manyhands.run.train import check_names, place_of, train
 
 
 def run(
@@ -114,7 +115,9 @@ def describe(loaded: LoadedJob) -> list[str]:
     data, too_large = "", ""
     if not job.run.script:
         check_names(job)
-        data, too_large = load_worker("check").describe_data(job)
+        from manyhands.worker.check import describe_data
+
+        data, too_large = describe_data(job)
     if too_large:
         say(too_large)
     machines = machines_of(job.cluster)
@@ -151,7 +154,9 @@ def _taking_part(job: Job) -> str:
     place = place_of(job)
     count = place.processes
     if not (count or place.process_info or job.run.script):
-        count = load_worker("check").processes_here(job)
+        from manyhands.worker.check import processes_here
+
+        count = processes_here(job)
     who = f"{count} process{'es' if count > 1 else ''}" if count else "one process, or one per accelerator"
     if place.rendezvous:
         who += f" on machine {place.rendezvous.machine} of {len(place.rendezvous.sizes)}, by {place.origins['size']}"

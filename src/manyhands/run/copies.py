@@ -11,9 +11,10 @@ from manyhands.cluster.agents.protocol import RunOpened
 from manyhands.cluster.messages import call
 from manyhands.core.errors import RunError
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import COPY_S
 
-# Records are carried so often; at the end a slow line is waited for so long.
-CARRY_S, LAST_S = 0.4, 120.0
+# Interval between two transfers of records.
+CARRY_S = 0.4
 
 
 class RecordsCopy:
@@ -40,7 +41,7 @@ class RecordsCopy:
         """Sends the rest, and waits until it is there; a machine that has gone meanwhile is another's to tell of."""
         with contextlib.suppress(RunError):
             while not self._link.closed and (pieces := list(self._sender.news())):
-                self._link.ask(call(Agent.keep_records, self._folder, pieces), LAST_S)
+                self._link.ask(call(Agent.keep_records, self._folder, pieces), COPY_S)
 
 
 def copy_of_records(

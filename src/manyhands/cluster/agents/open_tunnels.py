@@ -13,20 +13,18 @@ from itertools import combinations
 
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks
-from manyhands.cluster.agents.ssh import CONNECT_S, ssh_command
+from manyhands.cluster.agents.ssh import ssh_command
 from manyhands.cluster.agents.tunnel import STANDS, Tunnels
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
+from manyhands.core.timeouts import OPEN_TUNNELS_S, TUNNEL_ENDS_S
 from manyhands.parallel.tunnel_ends import TunnelEnds
 
 # Of the head, among a run's addresses.
 HEAD = "this machine"
 MOST_MACHINES = 200
-# A login on a busy machine, after the connection.
-OPEN_TUNNELS_S = CONNECT_S + 20.0
-OPEN_S = 60.0
 Pair = tuple[str, str]
 
 
@@ -120,7 +118,7 @@ class _Opening:
         # Other runs on the same machines have numbers of their own.
         net = f"127.{random.SystemRandom().randrange(64, 250)}.{random.SystemRandom().randrange(256)}"
         addresses = [f"{net}.{number}" for number, _ in enumerate(self.names, 1)]
-        folders = self._agents.ask([call(Agent.open_tunnel_ends, address) for address in addresses], OPEN_S)
+        folders = self._agents.ask([call(Agent.open_tunnel_ends, address) for address in addresses], TUNNEL_ENDS_S)
         opened = zip(self.names, addresses, folders, strict=True)
         return {name: TunnelEnds(address, folder) for name, address, folder in opened}
 
@@ -195,7 +193,7 @@ class _Opening:
         for (one, two), login in logins.items():
             commands[one][two] = login.command(self._machines[two], self.way.ends[two], self._options)
         asked = {name: call(Agent.open_tunnels, found, OPEN_TUNNELS_S) for name, found in commands.items()}
-        answers = self._agents.ask_some(asked, OPEN_TUNNELS_S + OPEN_S)
+        answers = self._agents.ask_some(asked, OPEN_TUNNELS_S + TUNNEL_ENDS_S)
         found: dict[Pair, str] = {}
         for one, answer in answers.items():
             if isinstance(answer, RunError):

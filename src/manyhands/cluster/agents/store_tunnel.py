@@ -18,9 +18,7 @@ from manyhands.cluster.messages import Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
 from manyhands.core.scratch import scratch
-
-ASK_S = 30.0
-CONNECT_S = 10.0
+from manyhands.core.timeouts import STORE_CONNECT_S, STORE_S
 
 
 @dataclass(frozen=True)
@@ -51,13 +49,13 @@ class StoreTunnel(contextlib.ExitStack):
         self.close()
         first = agents.links[0]
         if len(agents.links) == 1:
-            return StorePlaces(((LOOPBACK, first.ask(call(Agent.bind, LOOPBACK), ASK_S)),))
+            return StorePlaces(((LOOPBACK, first.ask(call(Agent.bind, LOOPBACK), STORE_S)),))
         try:
             return StorePlaces(self._through_ssh(agents, addresses))
         except TunnelError as error:
             self.close()
             address = addresses[0].address
-            port = first.ask(call(Agent.bind, address), ASK_S, agents.links)
+            port = first.ask(call(Agent.bind, address), STORE_S, agents.links)
             return StorePlaces(((address, port),) * len(agents.links), str(error))
 
     def _through_ssh(self, agents: AgentLinks, addresses: Sequence[Address]) -> tuple[tuple[str, int], ...]:
@@ -66,7 +64,7 @@ class StoreTunnel(contextlib.ExitStack):
         far = [link.machine for link in agents.links if not link.here]
         tunnels = self.enter_context(contextlib.closing(SshTunnels(far, self._options, folder, agents.heartbeat)))
         # The tunnels are tried, with a listener at the end that knows a token, before the store takes its port.
-        (listener,) = first.ask(call(Agent.listen, (LOOPBACK,), seconds=ASK_S), ASK_S, agents.links)
+        (listener,) = first.ask(call(Agent.listen, (LOOPBACK,), seconds=STORE_S), STORE_S, agents.links)
         store = via = f"{LOOPBACK}:{listener.port}"
         if not first.here:
             via = str(folder / "store")
@@ -84,9 +82,9 @@ class StoreTunnel(contextlib.ExitStack):
         for link, place in zip(agents.links, addresses, strict=True):
             # The machine's address for others must lead nowhere.
             targets = tuple(Listener(at, ends[link], listener.token) for at in (LOOPBACK, place.address))
-            asked[link.machine.name] = call(Agent.connect, targets, CONNECT_S)
+            asked[link.machine.name] = call(Agent.connect, targets, STORE_CONNECT_S)
         del asked[first.machine.name]
-        for name, answer in agents.ask_some(asked, ASK_S).items():
+        for name, answer in agents.ask_some(asked, STORE_S).items():
             if isinstance(answer, RunError):
                 raise answer
             loopback, outside = answer
@@ -95,6 +93,6 @@ class StoreTunnel(contextlib.ExitStack):
             if outside.result == "ok":
                 exposed = f"the ssh server of {name} exposes forwarded ports (set GatewayPorts no in sshd_config)"
                 raise TunnelError(exposed)
-        first.ask(call(Agent.unlisten), ASK_S, agents.links)
-        first.ask(call(Agent.bind, LOOPBACK, listener.port), ASK_S, agents.links)
+        first.ask(call(Agent.unlisten), STORE_S, agents.links)
+        first.ask(call(Agent.bind, LOOPBACK, listener.port), STORE_S, agents.links)
         return tuple((LOOPBACK, ends[link]) for link in agents.links)

@@ -27,16 +27,10 @@ from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
 from manyhands.core.scratch import scratch
+from manyhands.core.timeouts import SWITCHBOARD_S, TUNNEL_ASK_S, TUNNEL_CLOSE_S, TUNNEL_OPEN_S
 from manyhands.parallel.tunnel_ends import TunnelEnds, fits
 
 LOOPBACK = "127.0.0.1"
-# Logging in takes a second or so, and longer where many machines share a busy processor.
-OPEN_S = 20.0
-# A question to the connection's own process, which may ask the other machine.
-ASK_S = 10.0
-# Processes that are terminated have this long, all together, before they are killed.
-CLOSE_S = 5.0
-SWITCHBOARD_S = 30.0
 # What the other end of a tunnel says, once it stands.
 STANDS = "this tunnel of manyhands stands"
 # Ends with its standard input, so that nothing stays once its owner is gone; a csh understands it too.
@@ -143,7 +137,7 @@ def _end(children: Sequence[_Child]) -> None:
         with contextlib.suppress(BrokenPipeError):
             child.process.stdin.close()
         child.process.terminate()
-    until = time.monotonic() + CLOSE_S
+    until = time.monotonic() + TUNNEL_CLOSE_S
     for child in children:
         assert child.process.stdout is not None
         try:
@@ -174,7 +168,7 @@ class SshTunnels:
         self._machines = {machine.name: (number, machine) for number, machine in enumerate(machines)}
         own = ("-o", "ControlMaster=yes", "-o", "ControlPersist=no", "-o", "ClearAllForwardings=yes", "-a", "-x")
         commands = {name: [*self._command(name, *own), _STAY] for name in self._machines}
-        for name, said in self._children.start(commands, "ready", folder, OPEN_S, meanwhile).items():
+        for name, said in self._children.start(commands, "ready", folder, TUNNEL_OPEN_S, meanwhile).items():
             self.close()
             raise TunnelError(f"can't open a second ssh connection to {name}{said and f': {said}'}")
 
@@ -206,10 +200,10 @@ class SshTunnels:
         try:
             done = subprocess.run(
                 self._command(name, "-O", "forward", way, what),
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_S, check=False,
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TUNNEL_ASK_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise TunnelError(f"{name} did not answer a port forwarding request within {ASK_S:.0f} s") from None
+            raise TunnelError(f"{name} did not answer a port forwarding request within {TUNNEL_ASK_S:.0f} s") from None
         if done.returncode:
             line = next(iter(done.stderr.splitlines()), "").rpartition("failed: ")[2]
             raise TunnelError(f"{name} refuses port forwarding (set AllowTcpForwarding yes in sshd_config): {line}")
