@@ -5,8 +5,7 @@ import subprocess
 
 import pytest
 
-from manyhands.cluster.agents.code import code_files
-from manyhands.cluster.agents.code_there import write_code
+from manyhands.cluster.agents.code import code_files, write_code
 from manyhands.cluster.doctor import fingerprints
 
 

@@ -8,22 +8,31 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks, assembled, prepare
 from manyhands.cluster.agents.ending import first_cause
 from manyhands.cluster.agents.orders import Orders, orders_for
-from manyhands.cluster.agents.protocol import MakeScratch
 from manyhands.cluster.agents.ssh import reached_by
-from manyhands.cluster.agents.store_tunnel import StoreTunnel, store_tunnel
+from manyhands.cluster.agents.store_tunnel import StoreTunnel
 from manyhands.cluster.agents.supervise import Watch, supervise
 from manyhands.cluster.doctor.addresses import local_candidates
-from manyhands.cluster.doctor.exposure import open_ports
+from manyhands.cluster.doctor.exposure import OpenPort, open_ports
 from manyhands.cluster.doctor.facts import gather
-from manyhands.cluster.doctor.findings import AllReduceTest, DoctorFinding, Facts, Needs, Survey, examine, fails
+from manyhands.cluster.doctor.findings import (
+    AllReduceTest,
+    DoctorFinding,
+    Facts,
+    FactsWanted,
+    Needs,
+    Survey,
+    examine,
+    fails,
+)
 from manyhands.cluster.doctor.probe import Listeners
-from manyhands.cluster.doctor.questions import AskPorts, FactsWanted, OpenPort
 from manyhands.cluster.doctor.survey import matrix, take_survey
 from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
+from manyhands.cluster.messages import call
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK, ManyhandsError
 from manyhands.core.scratch import scratch
@@ -117,7 +126,7 @@ def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
         return Exposure({"this machine": open_ports()}, {}, (then,))
     with scratch("doctor") as logs, assembled(machines, job.cluster, logs, facts_wanted(job)) as agents:
         names = [link.machine.name for link in agents.links]
-        ports = {name: answer.ports for name, answer in zip(names, agents.ask_each(AskPorts()), strict=True)}
+        ports = dict(zip(names, agents.ask_each(call(Agent.open_ports)), strict=True))
         if len(machines) > 1:
             say(LISTENING)
         survey = survey_agents(job, agents, machines, measure=False)
@@ -224,7 +233,7 @@ def _test_all_reduce(job: Job, agents: AgentLinks, survey: Survey, say: Callable
     """Runs an all-reduce with one process on each machine, unless a finding already says that it would fail."""
     if len(survey.hosts) < 2 or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
         return AllReduceTest("skipped")
-    with store_tunnel(job.cluster) as way:
+    with StoreTunnel(job.cluster) as way:
         try:
             orders = _orders(job, agents, survey, way)
         except ManyhandsError as error:
@@ -246,17 +255,17 @@ def _orders(job: Job, agents: AgentLinks, survey: Survey, way: StoreTunnel) -> l
     _, devices = prepare(agents, [1] * len(agents.links), job.cluster)
     addresses = [Address(*survey.chosen[host]) for host in survey.hosts]
     places = way.open(agents, addresses)
-    answers = agents.ask_each(MakeScratch(), COLLECTIVE_S)
+    folders = agents.ask_each(call(Agent.make_scratch), COLLECTIVE_S)
     limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
     quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)})
     return [
         orders_for(
             quick,
             "add-up",
-            answer.folder,
-            Rendezvous((1,) * len(answers), machine, *places.ends[machine]),
+            folder,
+            Rendezvous((1,) * len(folders), machine, *places.ends[machine]),
             device=devices[machine],
             environment=addresses[machine].environment(),
         )
-        for machine, answer in enumerate(answers)
+        for machine, folder in enumerate(folders)
     ]

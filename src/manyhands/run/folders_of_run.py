@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks
 from manyhands.cluster.agents.claim import new_holder, run_id
 from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.mirror import Receiver, pieces_of
-from manyhands.cluster.agents.protocol import KeepRecords, OpenRun, RunOpened
+from manyhands.cluster.agents.protocol import OpenRun, RunOpened
+from manyhands.cluster.messages import Request, call
 from manyhands.core.errors import RunError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import COPY_S, OPEN_FOLDER_S, TAKE_OVER_S
@@ -71,10 +73,11 @@ class FoldersOfRun:
 
     def _request(
         self, link: AgentConnection, token: str, *, records: bool, output: bool, anew: bool = False
-    ) -> OpenRun:
+    ) -> Request[RunOpened]:
         place = str(self._folder.path.absolute()) if link.here else self.part_of(link.machine.name).folder
-        run, held, term = run_id(self._folder), {} if anew else self._receiver.held(), self._pending.term
-        return OpenRun(place, token, self._holder, run, records=records, held=held, output=output, term=term)
+        held = None if not records else {} if anew else self._receiver.held()
+        run, term = run_id(self._folder), self._pending.term
+        return call(Agent.open_run, OpenRun(place, token, self._holder, run, held, output, term))
 
     def part_of(self, name: str) -> RejoinInfo:
         """A machine's part, with the run folder as it was opened there, or as seen from the work folder."""
@@ -102,5 +105,5 @@ class FoldersOfRun:
         # What a machine wrote last before it was lost needn't have come here, so that its own may be others.
         held = {} if link.machine.name in self.estranged else there.held
         for pieces in pieces_of(self._folder.path, held):
-            link.ask(KeepRecords(there.folder, pieces), COPY_S, self._agents.links)
+            link.ask(call(Agent.keep_records, there.folder, pieces), COPY_S, self._agents.links)
         self.estranged.discard(link.machine.name)

@@ -7,18 +7,19 @@ from functools import partial
 from pathlib import Path
 
 from manyhands.checkpoint.saved import saved_step
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks, assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.claim import run_id
 from manyhands.cluster.agents.code import code_files
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.mirror import Receiver
-from manyhands.cluster.agents.protocol import FilePiece, RunOpened, TakeCode
+from manyhands.cluster.agents.protocol import FilePiece, RunOpened
 from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.agents.store_tunnel import store_tunnel
+from manyhands.cluster.agents.store_tunnel import StoreTunnel
 from manyhands.cluster.agents.supervise import supervise_once
 from manyhands.cluster.doctor.findings import DoctorFinding, Facts, examine
-from manyhands.cluster.doctor.questions import AskClock
 from manyhands.cluster.hosts.inventory import Address, Machine
+from manyhands.cluster.messages import call
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
 from manyhands.core.records import read_lines
@@ -75,7 +76,7 @@ def launch(
             if len(machines) > 1 and not job.cluster.through_ssh:
                 screen.say(LISTENING)
             reached = assembled(machines, job.cluster, folder.ranks, facts_wanted(job), lambda: screen.say(NOT_BEGUN))
-            with ExitStack() as stack, reached as agents, store_tunnel(job.cluster) as way:
+            with ExitStack() as stack, reached as agents, StoreTunnel(job.cluster) as way:
                 absent = _absent(job, folder, agents, machines, screen)
                 remember_reach(folder.path, reach_of(job.cluster))
                 pending = stack.enter_context(
@@ -284,5 +285,5 @@ def _share_code(agents: AgentLinks, screen: Screen) -> dict[str, str]:
     files, left = code_files(Path.cwd())
     for line in left:
         screen.say(line)
-    agents.ask([AskClock() if link.here else TakeCode(files) for link in agents.links], COPY_S)
+    agents.ask([call(Agent.clock) if link.here else call(Agent.take_code, files) for link in agents.links], COPY_S)
     return files

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import assembled
 from manyhands.cluster.agents.connection import AgentConnection
-from manyhands.cluster.agents.protocol import ReadLog
-from manyhands.cluster.doctor.questions import FactsWanted
+from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.hosts.inventory import Machine
+from manyhands.cluster.messages import call
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job, written_values
 from manyhands.core.errors import UserError
@@ -63,11 +64,11 @@ class Log:
     def new_lines(self, *, rest: bool = False) -> Iterator[str]:
         """Yields complete lines written since the last call; with `rest` also a last line without its end."""
         while self.link:
-            answer = self.link.ask(ReadLog(self.path, self.offset, rest), READ_LOG_S)
-            yield from answer.text.splitlines()
-            if self.offset == answer.offset:
+            text, offset = self.link.ask(call(Agent.read_log, self.path, self.offset, rest), READ_LOG_S)
+            yield from text.splitlines()
+            if self.offset == offset:
                 return
-            self.offset = answer.offset
+            self.offset = offset
         try:
             with open_file(Path(self.path)) as file:
                 file.seek(self.offset)

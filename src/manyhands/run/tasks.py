@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from manyhands.checkpoint.describe import is_pickled, open_description
 from manyhands.checkpoint.folders import choose
+from manyhands.cluster.agents.assemble import open_here
 from manyhands.cluster.agents.orders import orders_for
 from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Watch, supervise
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous

@@ -51,7 +51,7 @@ def _start() -> "subprocess.Popen[bytes]":
     pipe = subprocess.PIPE
     # Its output until it has a log, to which it moves the output.
     words_fd = os.memfd_create(EARLY) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
-    # As in start.py: agents ignore a scheduler's warning to all processes of a job.
+    # As in assemble.py: agents ignore a scheduler's warning to all processes of a job.
     previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         command = [sys.executable, *AGENT, EARLY]

@@ -45,8 +45,12 @@ def agent_command(machine: Machine, options: ClusterOptions, workdir: Path, word
     """The command that starts the agent on another machine, in the same folder as here where it exists there."""
     if machine.host.startswith("-"):
         raise UserError(f'"{machine.host}" is not a host', "cluster.hosts", ("write a name or an address",))
-    script = python_script(options, workdir, words)
-    return [*ssh_words(options), *port_words(machine), "--", machine.host, script]
+    return [*ssh_command(machine, options), python_script(options, workdir, words)]
+
+
+def ssh_command(machine: Machine, options: ClusterOptions, *words: str) -> list[str]:
+    """The ssh command to a machine with these options; what is to run there may follow."""
+    return [*ssh_words(options), *words, *port_words(machine), "--", machine.host]
 
 
 def port_words(machine: Machine) -> list[str]:

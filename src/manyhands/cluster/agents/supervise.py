@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, close_all, stir
 from manyhands.cluster.agents.ending import Ending, how_it_ended, how_worker_ended
 from manyhands.cluster.agents.orders import Orders
@@ -15,7 +16,6 @@ from manyhands.cluster.agents.protocol import (
     KillWorker,
     KillWorkers,
     PeersFailed,
-    StartWorkers,
     StillLeaving,
     StopWorkers,
     TunnelEnded,
@@ -25,7 +25,7 @@ from manyhands.cluster.agents.protocol import (
     WorkersStarted,
 )
 from manyhands.cluster.agents.stall import Stalls
-from manyhands.cluster.messages import Message, Misunderstood, RequestFailed
+from manyhands.cluster.messages import Message, Misunderstood, RequestFailed, call
 from manyhands.core.errors import EXIT_USAGE, UserError
 from manyhands.core.stops import handled
 from manyhands.core.timeouts import (
@@ -89,7 +89,7 @@ def supervise_once(links: Sequence[AgentConnection], orders: Sequence[Orders], w
         with handled(lambda number, _frame: signals.append(number)):
             for link, order in zip(links, orders, strict=True):
                 link.last_received = time.monotonic()
-                link.post(StartWorkers(order))
+                link.post(call(Agent.start_workers, order))
             while head.running:
                 ready = stir(links, POLL_S)
                 head.notice_pause()

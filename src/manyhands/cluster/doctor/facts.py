@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from manyhands.cluster.doctor.accelerators import HIDING, accelerators, ask_torch, cards, driver_versions
+from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.fingerprints import code, dataset
-from manyhands.cluster.doctor.questions import FactsWanted
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 from manyhands.core.machine import cores, memory, this_machine
 

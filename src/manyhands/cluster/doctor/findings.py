@@ -22,6 +22,18 @@ ORDER = ("contact", "twice", "reach", "interface", "port", "accelerators", "vers
 
 
 @dataclass(frozen=True)
+class FactsWanted:
+    """What a machine is asked for beside the general facts."""
+
+    workdir: str = ""  # of the job; empty for where the agent is
+    runs: str = ""  # folder in which run folders will lie; empty for the usual one
+    data: str = ""  # as the job names it; empty for none
+    data_dir: str = ""  # where the job says that data lies
+    torch: bool = False  # where there is an accelerator torch is asked too, which takes seconds
+    only: tuple[str, ...] = ()  # names of the facts that are wanted; empty for all
+
+
+@dataclass(frozen=True)
 class Attempt:
     """One attempt of a machine to reach another at one of its addresses."""
 
