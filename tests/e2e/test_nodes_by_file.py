@@ -14,7 +14,7 @@ from tests.e2e.command import finish, start, wait_until
 NODE = """
 import sys
 
-from manyhands.cli.imagenet_flags import ImagenetFlags, rendezvous_of
+from manyhands.cli.imagenet import ImagenetFlags, rendezvous_of
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError
 from manyhands.run.train import train

@@ -1,78 +1,92 @@
-"""manyhands doctor."""
+"""The commands that look at machines and options: doctor, explain and schema."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import Data, Hostfile, Interface, Model, Settings, settings
+from manyhands.cli.flags import (
+    Backend,
+    Data,
+    Device,
+    Flags,
+    Hostfile,
+    Int,
+    Interface,
+    Json,
+    Key,
+    Model,
+    PlaceFlags,
+    Settings,
+    job_file,
+    load,
+    named_job,
+    split_hosts,
+)
+from manyhands.cli.printing import align
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK
 from manyhands.core.shown import plain, say, show, show_json
 
 if TYPE_CHECKING:
-    from manyhands.config.job import Job
     from manyhands.run.doctor import Diagnosis
 
 MARKS = {"fail": ("✗", "bold red"), "warn": ("!", "yellow"), "ok": ("✓", "green")}
 
 
-def doctor(  # noqa: PLR0913 - one argument for each flag
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DoctorFlags(Flags):
+    """The machines that are checked."""
+
+    hosts: Annotated[
+        str | None, Parameter(help="machines, optionally with processes: n1,n2,n3 or n1:4,n2:4; default: this machine")
+    ] = None
+    hostfile: Hostfile = None
+    processes: Annotated[
+        Int | None, Parameter(name=["-n", "--processes"], help="processes on each machine"), Key("cluster.processes")
+    ] = None
+    interface: Interface = None
+    set_: Settings = None
+
+
+def doctor(
     data: Data = None,
     model: Model = None,
     /,
     *,
-    hosts: Annotated[
-        str | None, Parameter(help="machines, optionally with processes: n1,n2,n3 or n1:4,n2:4; default: this machine")
-    ] = None,
-    hostfile: Hostfile = None,
-    processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on each machine")] = None,
-    interface: Interface = None,
-    set_: Settings = None,
+    flags: DoctorFlags = DoctorFlags(),
     exposure: Annotated[
         bool, Parameter(negative="", help="only list the open ports and who can reach them, now and while a job runs")
     ] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object")] = False,
+    as_json: Json = False,
 ) -> int:
     """Check whether a job can train, here or on many machines; takes seconds and changes nothing.
 
     Exits with code 3 if training would fail.
     """
-    from manyhands.config.load import load_job
-    from manyhands.run.doctor import diagnose
     from manyhands.run.own_code import announce_reach
 
-    job_file = Path(data) if data and data.endswith(".toml") else None
-    flags = {
-        "data.name": None if job_file else data,
-        "model.name": model,
-        "cluster.hosts": hosts.split(",") if hosts else None,
-        "cluster.hostfile": hostfile,
-        "cluster.processes": processes,
-        "cluster.interface": interface,
-        **settings(set_ or []),
-    }
-    loaded = load_job(flags, file=job_file)
+    values = named_job(data, model) | {"cluster.hosts": split_hosts(flags.hosts)}
+    loaded = load(values, flags, file=job_file(data))
     announce_reach(loaded)
-    job = loaded.job
     if exposure:
-        return _expose(job, as_json=as_json)
-    diagnosis = diagnose(job, say)
+        from manyhands.run.exposure import exposure as find_exposure
+
+        found = find_exposure(loaded.job, say)
+        if as_json:
+            show_json(found.as_json())
+        else:
+            show(found.lines())
+        return EXIT_DOCTOR if found.why_not else EXIT_OK
+    from manyhands.run.doctor import diagnose
+
+    diagnosis = diagnose(loaded.job, say)
     if as_json:
         show_json(diagnosis.as_json())
     else:
         _print(diagnosis)
     return diagnosis.exit_code
-
-
-def _expose(job: "Job", *, as_json: bool) -> int:
-    from manyhands.run.exposure import exposure
-
-    found = exposure(job, say)
-    if as_json:
-        show_json(found.as_json())
-    else:
-        show(found.lines())
-    return EXIT_DOCTOR if found.why_not else EXIT_OK
 
 
 def _print(diagnosis: "Diagnosis") -> None:
@@ -91,16 +105,13 @@ def _print(diagnosis: "Diagnosis") -> None:
 
 
 def _table(diagnosis: "Diagnosis") -> list[str]:
-    """Each pair's speed and latency, in lines; none where nothing was measured."""
+    """Speed and latency between each pair of machines, in lines; none where nothing was measured."""
     survey = diagnosis.survey
     if not survey.mbps:
         return []
-    width = max(16, *(len(host) + 2 for host in survey.hosts))
-    lines = ["", "Mbit/s (ms)".ljust(width) + "".join(f"to {host}".rjust(width) for host in survey.hosts)]
-    for one in survey.hosts:
-        cells = [_cell(diagnosis, one, two).rjust(width) for two in survey.hosts]
-        lines.append(f"from {one}".ljust(width) + "".join(cells))
-    return [*lines, ""]
+    head = ["Mbit/s (ms)", *(f"to {host}" for host in survey.hosts)]
+    rows = [[f"from {one}", *(_cell(diagnosis, one, two) for two in survey.hosts)] for one in survey.hosts]
+    return ["", *align([head, *rows], left=1), ""]
 
 
 def _cell(diagnosis: "Diagnosis", one: str, two: str) -> str:
@@ -117,3 +128,56 @@ def _summary(diagnosis: "Diagnosis") -> str:
     if counts["fail"]:
         return f"training {where} would fail: problems to fix first: {counts['fail']}"
     return f"training {where} should work" + (f"; warnings: {counts['warn']}" if counts["warn"] else "")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ExplainFlags(PlaceFlags):
+    """The place of this process, and what it would compute on."""
+
+    device: Device = None
+    backend: Backend = None
+    set_: Settings = None
+
+
+def explain(
+    job: Annotated[Path | None, Parameter(help="a job.toml")] = None,
+    /,
+    *,
+    processes: Annotated[Int | None, Parameter(name=["-n", "--processes"], help="processes on this machine")] = None,
+    flags: ExplainFlags = ExplainFlags(),
+    write: Annotated[
+        Path | None,
+        Parameter(help="write the machines to a new file and exit: *.json is a rank table, others a hostfile"),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Show the rank, world size, master address and device of this process, and where each value comes from.
+
+    Run explain in place of train, for example: srun manyhands explain.
+    """
+    from manyhands.run.explain import explained, write_cluster
+
+    loaded = load({"cluster.processes": processes}, flags, file=job)
+    if write:
+        for note in write_cluster(loaded, write):
+            say(plain(note), "note")
+        say(plain(f"wrote {write}"))
+        return 0
+    rows = explained(loaded)
+    if as_json:
+        show_json({row.key: {"value": row.value, "from": row.origin} for row in rows})
+    else:
+        # At once: other processes write to the same place.
+        show(map(plain, align([(row.name, row.text, row.origin) for row in rows])))
+    return 0
+
+
+def schema() -> int:
+    """Print the JSON Schema of job.toml, for editors."""
+    import json
+
+    from manyhands.config.job import Job
+
+    show(json.dumps(Job.model_json_schema(), indent=1))
+    return 0

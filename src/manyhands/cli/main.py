@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 import cyclopts
 
@@ -28,26 +28,32 @@ manyhands train ./pets resnet50 --epochs 30  any folder of class folders
 
 
 COMMANDS = {
-    "train": "Train a classifier.",
-    "eval": "Evaluate a run or a checkpoint on each test sample exactly once.",
-    "predict": "Print the most likely classes of pictures.",
-    "resume": "Resume a stopped or failed run at the exact next sample, on any number of processes.",
-    "report": "Write the report.html of a run and its pictures again; the run may be active or have failed.",
-    "ps": "List active runs: machine, running time and progress.",
-    "logs": "Show the output of the processes of a run.",
-    "why": "Explain why a run ended, or show its progress: rank, machine, step and file; what to do.",
-    "stop": "Ask an active run to save and stop, and wait for its end.",
-    "profile": "Show where the processes of a run spend their time and which change would help most; or trace updates.",
-    "clean": "List the disk space that old copies and caches take on this machine; remove them with --yes.",
-    "launch": "Train on several machines, started and monitored from here over ssh.",
-    "doctor": "Check whether a job can train, here or on many machines; changes nothing.",
-    "join": "Add a machine to an active run.",
-    "explain": "Show the rank, world size, master address and device of this process, and their sources.",
-    "plan": "Find the best parallel plan for a network and explain the choice; or show, verify and time a plan.",
-    "pack": "Pack a folder of pictures into tar files, which train then reads in place of the pictures.",
-    "checkpoint": "Inspect, merge and reshard checkpoints.",
-    "imagenet": "Train with the flags of main.py, the ImageNet example of PyTorch.",
-    "schema": "Print the JSON Schema of job.toml, for editors.",
+    "train": ("train", "Train a classifier."),
+    "eval": ("evaluate", "Evaluate a run or a checkpoint on each test sample exactly once."),
+    "predict": ("evaluate", "Print the most likely classes of pictures."),
+    "resume": ("train", "Resume a stopped or failed run at the exact next sample, on any number of processes."),
+    "report": ("runs", "Write the report.html of a run and its pictures again; the run may be active or have failed."),
+    "ps": ("runs", "List active runs: machine, running time and progress."),
+    "logs": ("runs", "Show the output of the processes of a run."),
+    "why": ("runs", "Explain why a run ended, or show its progress: rank, machine, step and file; what to do."),
+    "stop": ("runs", "Ask an active run to save and stop, and wait for its end."),
+    "profile": (
+        "profile",
+        "Show where the processes of a run spend their time and which change would help most; or trace updates.",
+    ),
+    "clean": ("files", "List the disk space that old copies and caches take on this machine; remove them with --yes."),
+    "launch": ("train", "Train on several machines, started and monitored from here over ssh."),
+    "doctor": ("doctor", "Check whether a job can train, here or on many machines; changes nothing."),
+    "join": ("runs", "Add a machine to an active run."),
+    "explain": ("doctor", "Show the rank, world size, master address and device of this process, and their sources."),
+    "plan": (
+        "plan",
+        "Find the best parallel plan for a network and explain the choice; or show, verify and time a plan.",
+    ),
+    "pack": ("files", "Pack a folder of pictures into tar files, which train then reads in place of the pictures."),
+    "checkpoint": ("files", "Inspect, merge and reshard checkpoints."),
+    "imagenet": ("imagenet", "Train with the flags of main.py, the ImageNet example of PyTorch."),
+    "schema": ("doctor", "Print the JSON Schema of job.toml, for editors."),
 }
 # The groups of the commands in --help, each by its first command.
 GROUPS = {"train": "Training and inference", "ps": "Runs", "launch": "Several machines", "plan": "More"}
@@ -59,32 +65,24 @@ COMMANDS_ELSEWHERE = {
 }  # fmt: skip
 
 
-def make_app() -> cyclopts.App:
-    """The application with all its commands."""
+def make_app(command: str = "") -> cyclopts.App:
+    """The application with all its commands; the page of help of `command` shows its function's docstring."""
     app = cyclopts.App(
         name="manyhands",
         help=HELP,
         version=__version__,
         help_format="plaintext",
         result_action="return_value",
-        suppress_keyboard_interrupt=False,  # what a stop says is said below
-        default_parameter=cyclopts.Parameter(converter=_unrounded),
+        suppress_keyboard_interrupt=False,  # main handles it
     )
     group: cyclopts.Group | None = None
-    for place, (name, explanation) in enumerate(COMMANDS.items()):
+    for place, (name, (file, explanation)) in enumerate(COMMANDS.items()):
         group = cyclopts.Group(GROUPS[name], sort_key=place) if name in GROUPS else group
         # By name, so that a command's file is imported only when it is used.
-        function = "evaluate" if name == "eval" else name
-        app.command(f"manyhands.cli.{function}:{function}", name=name, help=explanation, group=group, sort_key=place)
+        path = f"manyhands.cli.{file}:{'evaluate' if name == 'eval' else name}"
+        app.command(path, name=name, help=None if name == command else explanation, group=group, sort_key=place)
     app["--help"].group = app["--version"].group = cyclopts.Group("Options", sort_key=len(COMMANDS))
     return app
-
-
-def _unrounded(kind: Any, tokens: Sequence[cyclopts.Token]) -> Any:
-    """A flag's value as cyclopts reads it, but for `--epochs 1.5`, of which it would make 2."""
-    if kind is int and any("." in token.value for token in tokens):
-        raise ValueError(f'"{tokens[0].value}" is not a whole number')
-    return cast(Any, cyclopts.convert(kind, tokens))
 
 
 def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False) -> None:
@@ -94,7 +92,9 @@ def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False
         if handles_ctrl_c:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         require_system()
-        code = make_app()(_options_by_path(_without_local_rank(given)), exit_on_error=False, print_error=False)
+        code = make_app(*given[:1])(
+            _options_by_path(_without_local_rank(given)), exit_on_error=False, print_error=False
+        )
     except ManyhandsError as error:
         _show(error, as_json="--json" in _own(given))
         code = error.exit_code

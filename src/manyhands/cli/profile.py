@@ -1,17 +1,19 @@
 """manyhands profile."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from manyhands.cli.flags import (
-    AsJson,
     Backend,
     Batch,
     Compile,
     DataDir,
     Device,
+    Flags,
+    Int,
+    JsonAtEnd,
     Model,
     Out,
     Parallel,
@@ -20,8 +22,11 @@ from manyhands.cli.flags import (
     Quiet,
     Settings,
     Sync,
-    settings,
+    job_file,
+    load,
+    named_job,
 )
+from manyhands.cli.printing import align
 from manyhands.core.errors import UserError
 from manyhands.core.shown import plain, say, show, show_json
 
@@ -29,26 +34,34 @@ if TYPE_CHECKING:
     from manyhands.report.read import RunData
 
 
-def profile(  # noqa: PLR0913 - one argument for each flag
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ProfileFlags(Flags):
+    """The job whose updates are traced."""
+
+    processes: Processes = None
+    batch: Batch = None
+    data_dir: DataDir = None
+    parallel: Parallel = None
+    sync: Sync = None
+    backend: Backend = None
+    device: Device = None
+    pretrained: Pretrained = None
+    compile_: Compile = None
+    out: Out = None
+    set_: Settings = None
+
+
+def profile(
     run: Annotated[
         str | None, Parameter(help="a run to analyse (folder, start of its name, last), or data or a job.toml to trace")
     ] = None,
     model: Model = None,
     /,
     *,
-    steps: Annotated[int, Parameter(help="number of updates to trace, if RUN is not a run")] = 20,
-    processes: Processes = None,
-    batch: Batch = None,
-    data_dir: DataDir = None,
-    parallel: Parallel = None,
-    sync: Sync = None,
-    backend: Backend = None,
-    device: Device = None,
-    pretrained: Pretrained = None,
-    compile_: Compile = None,
-    out: Out = None,
-    set_: Settings = None,
-    as_json: AsJson = False,
+    steps: Annotated[Int, Parameter(help="number of updates to trace, if RUN is not a run")] = 20,
+    flags: ProfileFlags = ProfileFlags(),
+    as_json: JsonAtEnd = False,
     quiet: Quiet = False,
 ) -> int:
     """Show where each process of a run spends its time, and the change that would help most.
@@ -64,24 +77,7 @@ def profile(  # noqa: PLR0913 - one argument for each flag
         return 0
     if steps < 1:
         raise UserError(f"--steps must be 1 or more, found {steps}", "--steps", ("use --steps 20, for example",))
-    from manyhands.config.load import load_job
-
-    job_file = Path(run) if run and run.endswith(".toml") else None
-    flags: dict[str, Any] = {
-        "data.name": None if job_file else run,
-        "model.name": model,
-        "cluster.processes": processes,
-        "train.batch": batch,
-        "data.dir": data_dir,
-        "parallel.mode": parallel,
-        "sync.method": sync,
-        "cluster.backend": backend,
-        "cluster.device": device,
-        "model.pretrained": pretrained,
-        "train.compile": compile_,
-        "run.out": out,
-    }
-    outcome = trace(load_job({**flags, **settings(set_ or [])}, file=job_file).job, steps, quiet=quiet)
+    outcome = trace(load(named_job(run, model), flags, file=job_file(run)).job, steps, quiet=quiet)
     if outcome.is_main and not outcome.exit_code:
         _print_result(outcome.read(), as_json=as_json)
     return outcome.exit_code
@@ -94,6 +90,7 @@ def _print_result(run: "RunData", *, as_json: bool) -> None:
         mean_of,
         samples_of_each,
         seconds_by_rank,
+        shares_of,
         unequal_line,
     )
 
@@ -107,24 +104,17 @@ def _print_result(run: "RunData", *, as_json: bool) -> None:
     if not change:
         show("the run has no time records yet; the first is written after half a minute or one epoch")
         return
-    rows = [(str(rank), one) for rank, one in enumerate(ranks)]
-    show(_table([*rows, ("mean", mean_of(ranks))] if len(rows) > 1 else rows))
+    rows = {str(rank): seconds for rank, seconds in enumerate(ranks)}
+    if len(rows) > 1:
+        rows["mean"] = mean_of(ranks)
+    lines = [["rank", "seconds", *ranks[0]]]
+    for name, seconds in rows.items():
+        shares = shares_of(seconds)
+        cells = [f"{value:.1f} s {shares[phase]:4.0%}" for phase, value in seconds.items()]
+        lines.append([name, f"{sum(seconds.values()):.1f}", *cells])
+    show(align(lines, left=0))
     if unequal := unequal_line(run):
         show(unequal)
     show(plain(f"would help most: {change_line(run)}"))
     if trace.is_file():
         say(f"open {trace} in https://ui.perfetto.dev")
-
-
-def _table(rows: "list[tuple[str, dict[str, float]]]") -> list[str]:
-    """Seconds and per cent of each phase, a line for each process."""
-    from manyhands.report.time_shares import shares_of
-
-    columns = ["rank", "seconds", *rows[0][1]]
-    lines = [columns]
-    for name, seconds in rows:
-        shares = shares_of(seconds)
-        cells = [f"{value:.1f} s {shares[phase]:4.0%}" for phase, value in seconds.items()]
-        lines.append([name, f"{sum(seconds.values()):.1f}", *cells])
-    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]

@@ -216,12 +216,10 @@ class ClusterOptions(Options):
         "machines that can log in to each other",
     )
     relay: bool = Field(
-        default=False,
-        description="connect machines that can't log in to each other through the launching machine",
+        default=False, description="connect machines that can't log in to each other through the launching machine"
     )
     detach: bool = Field(
-        default=False,
-        description="keep training when the terminal closes or the launching machine goes down",
+        default=False, description="keep training when the terminal closes or the launching machine goes down"
     )
     ssh: str = Field(default="ssh", description="ssh command, with any options")
     python: str = Field(default="", description="Python on the other machines; empty: detected")
@@ -331,9 +329,7 @@ class RunOptions(Options):
         description="seconds between progress records, and between checks for a stop request",
     )
     log_steps: int = Field(
-        default=0,
-        ge=0,
-        description="print a line at the first update of an epoch and every N updates; 0: by time",
+        default=0, ge=0, description="print a line at the first update of an epoch and every N updates; 0: by time"
     )
     report: bool = Field(default=True, description="write report.html at the end")
     trace_steps: int = Field(

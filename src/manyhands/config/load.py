@@ -399,10 +399,7 @@ def _as_utf8(path: Path, problem: str) -> tuple[str, ...]:
     if "UTF-8" not in problem:
         return ("name a job.toml, which is a small text file",)
     encoding = "GBK" if "GBK" in problem else "ITS_ENCODING"
-    return (
-        "save the file as UTF-8 in your editor",
-        f"or run iconv -f {encoding} -t UTF-8 {path.name} > job-utf8.toml",
-    )
+    return ("save the file as UTF-8 in your editor", f"or run iconv -f {encoding} -t UTF-8 {path.name} > job-utf8.toml")
 
 
 def _word_and_table(text: str, path: Path) -> UserError | None:
