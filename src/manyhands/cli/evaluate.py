@@ -1,35 +1,21 @@
 """The commands that use a trained network: eval and predict."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import Device, Flags, Json, Key, Processes, Settings, Which
+from manyhands.cli.flags import Device, EvaluateFlags, Help, Json, Processes, Which
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK
 from manyhands.core.quantities import percentage
 from manyhands.core.shown import plain, say, show, show_json
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class EvaluateFlags(Flags):
-    """Options of an evaluation that differ from the run's."""
-
-    processes: Processes = None
-    data_dir: Annotated[str | None, Parameter(help="folder of the named data sets"), Key("data.dir")] = None
-    device: Device = None
-    set_: Settings = None
-
-
 def evaluate(
-    run: Annotated[
-        str, Parameter(help="a run (folder, part of its name, or last), a checkpoint, or a .pth.tar file of main.py")
-    ],
-    data: Annotated[str | None, Parameter(help="other data than the run's; all pictures of a plain folder")] = None,
-    model: Annotated[str | None, Parameter(help="the network, if the file does not name one")] = None,
+    run: Annotated[str, Help("a run (folder, part of its name, or last), a checkpoint, or a .pth.tar file of main.py")],
+    data: Annotated[str | None, Help("other data than the run's; all pictures of a plain folder")] = None,
+    model: Annotated[str | None, Help("the network, if the file does not name one")] = None,
     /,
     *,
     which: Which = "best",
@@ -63,17 +49,17 @@ def show_evaluation(found: dict[str, Any], *, as_json: bool) -> None:
 
 
 def predict(
-    run: Annotated[str, Parameter(help="a run (folder, part of its name, or last) or a checkpoint")],
-    pictures: Annotated[list[Path], Parameter(help="picture files or folders of pictures")],
+    run: Annotated[str, Help("a run (folder, part of its name, or last) or a checkpoint")],
+    pictures: Annotated[list[Path], Help("picture files or folders of pictures")],
     /,
     *,
     which: Which = "best",
     processes: Processes = None,
     device: Device = None,
     model: Annotated[
-        str | None, Parameter(help="the network as file.py:object, if the run was trained on a Python object")
+        str | None, Help("the network as file.py:object, if the run was trained on a Python object")
     ] = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object per line")] = False,
+    as_json: Annotated[bool, Parameter(name="--json", help="print one JSON object per line")] = False,
 ) -> int:
     """Print the most likely classes of pictures."""
     from manyhands.run.find import find_reference

@@ -6,23 +6,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import cyclopts
-from cyclopts import Parameter
 
-from manyhands.cli.flags import Int, Json
-from manyhands.cli.printing import align, size_text
+from manyhands.cli.flags import Help, Int, Json
+from manyhands.cli.printing import align, answer, size_text
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK
 from manyhands.core.shown import plain, say, show, show_json
 
 Source = Annotated[
     str,
-    Parameter(help="a run (folder, part of its name, last), a checkpoint, a .pth.tar, .pth, .pt or .safetensors file"),
+    Help("a run (folder, part of its name, last), a checkpoint, a .pth.tar, .pth, .pt or .safetensors file"),
 ]  # fmt: skip
-Target = Annotated[Path, Parameter(help="a new checkpoint folder")]
+Target = Annotated[Path, Help("a new checkpoint folder")]
 MergeTarget = Annotated[
-    Path, Parameter(help="a new checkpoint folder, or a new .safetensors, .pth or .pt file for the weights alone")
+    Path, Help("a new checkpoint folder, or a new .safetensors, .pth or .pt file for the weights alone")
 ]
-Plan = Annotated[Path, Parameter(help="a plan.json with the mesh and the layout of each sharded tensor")]
-Which = Annotated[Literal["best", "last"], Parameter(help="the checkpoint to use if SRC is a run")]
+Plan = Annotated[Path, Help("a plan.json with the mesh and the layout of each sharded tensor")]
+Which = Annotated[Literal["best", "last"], Help("the checkpoint to use if SRC is a run")]
 
 checkpoint = cyclopts.App(
     name="checkpoint",
@@ -79,10 +78,7 @@ def split(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -> 
     return _say_written(dst, reshard_checkpoint(find_reference(src), dst, plan=plan, which=which))
 
 
-@checkpoint.command
-def reshard(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -> int:
-    """Reshard a checkpoint for another plan or number of processes."""
-    return split(src, dst, plan=plan, which=which)
+checkpoint.command(split, name="reshard", help="Reshard a checkpoint for another plan or number of processes.")
 
 
 def _say_written(dst: Path, notes: tuple[str, ...]) -> int:
@@ -93,15 +89,15 @@ def _say_written(dst: Path, notes: tuple[str, ...]) -> int:
 
 
 def pack(  # noqa: PLR0913 - one argument for each flag
-    folder: Annotated[Path, Parameter(help="a folder of class folders, or one with train/ and val/")],
+    folder: Annotated[Path, Help("a folder of class folders, or one with train/ and val/")],
     /,
     *,
-    size: Annotated[Int, Parameter(help="shrink pictures: pixels of the shorter side; 0: keep the original size")] = 0,
-    quality: Annotated[Int, Parameter(help="JPEG quality of pictures that --size shrinks, 1 to 95; 0: 90")] = 0,
-    to: Annotated[Path | None, Parameter(help="packed copy to write; default: FOLDER.pack, found by train")] = None,
-    processes: Annotated[Int, Parameter(help="parallel packing processes; 0: one per core")] = 0,
-    check: Annotated[bool, Parameter(negative="", help="read an existing packed copy and verify its digests")] = False,
-    replace: Annotated[bool, Parameter(negative="", help="overwrite an existing packed copy")] = False,
+    size: Annotated[Int, Help("shrink pictures: pixels of the shorter side; 0: keep the original size")] = 0,
+    quality: Annotated[Int, Help("JPEG quality of pictures that --size shrinks, 1 to 95; 0: 90")] = 0,
+    to: Annotated[Path | None, Help("packed copy to write; default: FOLDER.pack, found by train")] = None,
+    processes: Annotated[Int, Help("parallel packing processes; 0: one per core")] = 0,
+    check: Annotated[bool, Help("read an existing packed copy and verify its digests")] = False,
+    replace: Annotated[bool, Help("overwrite an existing packed copy")] = False,
     as_json: Json = False,
 ) -> int:
     """Pack a folder of pictures into tar files, which train then reads in place of the pictures.
@@ -148,16 +144,13 @@ def pack(  # noqa: PLR0913 - one argument for each flag
         lines.append(f"to train on the copy: manyhands train {shlex.quote(str(folder if to is None else to))}")
     else:
         lines = [f"{found.folder} is intact: {counts}"]
-    if as_json:
-        show_json(content)
-    else:
-        show(lines)
+    answer(content, lines, json=as_json)
     return 0
 
 
 def clean(
-    *runs: Annotated[str, Parameter(help="runs to remove too: a folder, a name, the start of a name, or last")],
-    yes: Annotated[bool, Parameter(negative="", help="remove the files; without --yes only print their sizes")] = False,
+    *runs: Annotated[str, Help("runs to remove too: a folder, a name, the start of a name, or last")],
+    yes: Annotated[bool, Help("remove the files; without --yes only print their sizes")] = False,
     as_json: Json = False,
 ) -> int:
     """List the disk space that old copies, caches and leftovers take; remove them with --yes, and runs by name."""

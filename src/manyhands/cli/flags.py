@@ -1,8 +1,9 @@
 """Flags of the commands, each defined once: with its help and with the option of the job that it sets.
 
-Flags of one command alone are defined in the command's file.
+Those of imagenet, and flags that set no option, are defined with their commands.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,6 +23,11 @@ class Key(str):
     """The dotted key of the job's option that a flag sets."""
 
 
+def Help(text: str) -> Parameter:  # noqa: N802 - stands beside Key
+    """The help of a flag that needs no other setting."""
+    return Parameter(help=text)
+
+
 def _whole_number(kind: Any, tokens: Sequence[cyclopts.Token]) -> Any:
     """Refuses `--epochs 1.5`, which cyclopts would round to 2."""
     if any("." in token.value for token in tokens):
@@ -32,20 +38,26 @@ def _whole_number(kind: Any, tokens: Sequence[cyclopts.Token]) -> Any:
 # The type of every flag that is a whole number: a converter of the application doesn't reach the fields of a dataclass.
 Int = Annotated[int, Parameter(converter=_whole_number)]
 
+
+def _comma_separated(_kind: Any, tokens: Sequence[cyclopts.Token]) -> list[str] | None:
+    """The machines of `--hosts n1,n2`."""
+    return [name for token in tokens if token.value for name in token.value.split(",")] or None
+
+
 # What a command works on.
 Data = Annotated[
     str | None,
-    Parameter(
-        help="a data set (digits, mnist, cifar10 …), a folder of class folders, file.py:function, a job.toml, or your "
+    Help(
+        "a data set (digits, mnist, cifar10 …), a folder of class folders, file.py:function, a job.toml, or your "
         "own training script, such as train.py"
     ),
 ]
-Model = Annotated[str | None, Parameter(help="a network (mlp, cnn, resnet18 …), torchvision:NAME, or file.py:object")]
+Model = Annotated[str | None, Help("a network (mlp, cnn, resnet18 …), torchvision:NAME, or file.py:object")]
 Arguments = Annotated[
     str, Parameter(name="ARGUMENTS", show=True, help="arguments for your script, after --: train.py -n 2 -- --lr 0.1")
 ]
 RunName = Annotated[str, Parameter(name="RUN", help="a run's folder, part of its name, or last")]
-Which = Annotated[Literal["best", "last"], Parameter(help="the checkpoint to use if RUN is a run")]
+Which = Annotated[Literal["best", "last"], Help("the checkpoint to use if RUN is a run")]
 
 # Options of the job.
 Processes = Annotated[
@@ -53,66 +65,58 @@ Processes = Annotated[
     Parameter(name=["-n", "--processes"], validator=Number(gte=1), help="processes on this machine"),
     Key("cluster.processes"),
 ]
-Batch = Annotated[Int | None, Parameter(help="samples per update, over all processes"), Key("train.batch")]
-Out = Annotated[str | None, Parameter(help="run folder; an unfinished run in this folder is resumed"), Key("run.out")]
+Batch = Annotated[Int | None, Help("samples per update, over all processes"), Key("train.batch")]
+Out = Annotated[str | None, Help("run folder; an unfinished run in this folder is resumed"), Key("run.out")]
 DataDir = Annotated[
-    str | None, Parameter(help="folder of the named data sets; default: MANYHANDS_DATA or the cache"), Key("data.dir")
+    str | None, Help("folder of the named data sets; default: MANYHANDS_DATA or the cache"), Key("data.dir")
 ]
 Parallel = Annotated[
     str | None,
-    Parameter(help="parallel mode: data, fsdp, hybrid, semi, auto, dataparallel or single; default: data"),
+    Help("parallel mode: data, fsdp, hybrid, semi, auto, dataparallel or single; default: data"),
     Key("parallel.mode"),
 ]
 Sync = Annotated[
     str | None,
-    Parameter(help="gradient averaging: allreduce (default), bf16, powersgd, local, or auto (by network speed)"),
+    Help("gradient averaging: allreduce (default), bf16, powersgd, local, or auto (by network speed)"),
     Key("sync.method"),
 ]
 Elastic = Annotated[
     str | None,
-    Parameter(help="restart after a fault: on, off, or 2:4 (only with 2 to 4 machines); default: on"),
+    Help("restart after a fault: on, off, or 2:4 (only with 2 to 4 machines); default: on"),
     Key("cluster.elastic"),
 ]
 Backend = Annotated[
-    str | None,
-    Parameter(help="communication backend: gloo, nccl, hccl …; default: the device's own"),
-    Key("cluster.backend"),
+    str | None, Help("communication backend: gloo, nccl, hccl …; default: the device's own"), Key("cluster.backend")
 ]
 Device = Annotated[
-    str | None, Parameter(help="cpu, cuda, npu …; default: the accelerator if there is one"), Key("cluster.device")
+    str | None, Help("cpu, cuda, npu …; default: the accelerator if there is one"), Key("cluster.device")
 ]
-Pretrained = Annotated[
-    bool | None, Parameter(negative="", help="start from torchvision's published weights"), Key("model.pretrained")
-]
+Pretrained = Annotated[bool | None, Help("start from torchvision's published weights"), Key("model.pretrained")]
 Compile = Annotated[
-    bool | None, Parameter(name="--compile", negative="", help="compile the network (torch.compile)"),
+    bool | None, Parameter(name="--compile", help="compile the network (torch.compile)"),
     Key("train.compile"),
 ]  # fmt: skip
 DebugRank = Annotated[
     Int | None,
-    Parameter(help="start this rank under debugpy and wait for VS Code; the launch.json entry is printed"),
+    Help("start this rank under debugpy and wait for VS Code; the launch.json entry is printed"),
     Key("cluster.debug_rank"),
 ]
 Interface = Annotated[
-    str | None,
-    Parameter(help="network interface between machines, or ssh; default: detected"),
-    Key("cluster.interface"),
+    str | None, Help("network interface between machines, or ssh; default: detected"), Key("cluster.interface")
 ]
-Hostfile = Annotated[
-    str | None, Parameter(help="file with one machine per line, such as n1 slots=4"), Key("cluster.hostfile")
-]
+Hostfile = Annotated[str | None, Help("file with one machine per line, such as n1 slots=4"), Key("cluster.hostfile")]
+Hosts = Annotated[list[str] | None, Parameter(n_tokens=1, converter=_comma_separated), Key("cluster.hosts")]
 Settings = Annotated[
-    list[str] | None, Parameter(name="--set", negative="", help="any option of the job, such as train.momentum=0.8")
+    list[str] | None, Parameter(name="--set", help="any option of the job, such as train.momentum=0.8")
 ]
 
 # How a command answers.
-Json = Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object")]
-JsonAtEnd = Annotated[
-    bool, Parameter(name="--json", negative="", help="print one JSON object as the last line of stdout")
-]
-Quiet = Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="print one line on the job, no progress")]
+Json = Annotated[bool, Parameter(name="--json", help="print one JSON object")]
+JsonAtEnd = Annotated[bool, Parameter(name="--json", help="print one JSON object as the last line of stdout")]
+Quiet = Annotated[bool, Parameter(name=["-q", "--quiet"], help="print one line on the job, no progress")]
 
 
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Flags:
     """Flags as fields of a dataclass, of which cyclopts makes a flag each."""
@@ -128,32 +132,25 @@ class Flags:
         return values | settings(getattr(self, "set_", None))
 
 
-@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class JobFlags(Flags):
-    """What is trained and how: flags of train and launch."""
+    """What is trained and how: flags of train, launch and profile."""
 
-    recipe: Annotated[
-        str | None, Parameter(help="named settings in place of the data set's own: cifar10-fast")
-    ] = None  # fmt: skip
-    epochs: Annotated[Int | None, Parameter(help="passes over the training data"), Key("train.epochs")] = None
+    recipe: Annotated[str | None, Help("named settings in place of the data set's own: cifar10-fast")] = None
+    epochs: Annotated[Int | None, Help("passes over the training data"), Key("train.epochs")] = None
     batch: Batch = None
-    lr: Annotated[float | None, Parameter(help="peak learning rate"), Key("train.lr")] = None
-    seed: Annotated[Int | None, Parameter(help="seed of all random numbers"), Key("train.seed")] = None
+    lr: Annotated[float | None, Help("peak learning rate"), Key("train.lr")] = None
+    seed: Annotated[Int | None, Help("seed of all random numbers"), Key("train.seed")] = None
     out: Out = None
-    resume: Annotated[
-        str | None, Parameter(help="what to resume: auto, never, last, a run, a checkpoint or a .pth.tar")
-    ] = None
+    resume: Annotated[str | None, Help("what to resume: auto, never, last, a run, a checkpoint or a .pth.tar")] = None
     data_dir: DataDir = None
     parallel: Parallel = None
     mesh: Annotated[
-        str | None, Parameter(help="device mesh for hybrid, semi and auto, such as dp=2,tp=2"), Key("parallel.mesh")
+        str | None, Help("device mesh for hybrid, semi and auto, such as dp=2,tp=2"), Key("parallel.mesh")
     ] = None
     pin: Annotated[
-        list[str] | None,
-        Parameter(negative="", help='sharding of one op, implies semi: "fc=n@dp o@tp"'),
-        Key("parallel.pin"),
-    ] = None
+        list[str] | None, Help('sharding of one op, implies semi: "fc=n@dp o@tp"'), Key("parallel.pin")
+    ] = None  # fmt: skip
     sync: Sync = None
     elastic: Elastic = None
     backend: Backend = None
@@ -175,45 +172,153 @@ class JobFlags(Flags):
         return super().job_values() | {"parallel.mode": mode, "checkpoint.resume": find_start(self.resume)}
 
 
-@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class PlaceFlags(Flags):
     """The place of this process among others: flags of train and explain."""
 
     init: Annotated[
-        str | None, Parameter(help="rendezvous URL: tcp://HOST:PORT, file:///PATH or env://"), Key("cluster.init")
+        str | None, Help("rendezvous URL: tcp://HOST:PORT, file:///PATH or env://"), Key("cluster.init")
     ] = None
     world_size: Annotated[
-        Int | None, Parameter(help="with --init: number of processes on all machines"), Key("cluster.world_size")
+        Int | None, Help("with --init: number of processes on all machines"), Key("cluster.world_size")
     ] = None
-    rank: Annotated[
-        Int | None, Parameter(help="with --init: rank of this process, counted from 0"), Key("cluster.rank")
-    ] = None
+    rank: Annotated[Int | None, Help("with --init: rank of this process, counted from 0"), Key("cluster.rank")] = None
     rank_table: Annotated[
-        str | None, Parameter(help="Ascend rank table that lists this machine"), Key("cluster.rank_table")
-    ] = None
-    cluster: Annotated[str | None, Parameter(help="cluster file that lists this machine"), Key("cluster.file")] = None
+        str | None, Help("Ascend rank table that lists this machine"), Key("cluster.rank_table")
+    ] = None  # fmt: skip
+    cluster: Annotated[str | None, Help("cluster file that lists this machine"), Key("cluster.file")] = None
 
 
-@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class RunFlags(Flags):
-    """More options, and what is printed: flags of train, launch and imagenet."""
+    """More options, and what is printed: flags of train, launch, resume and imagenet."""
 
     set_: Settings = None
-    show_config: Annotated[
-        bool, Parameter(negative="", help="print every value of the job and where the value comes from, and exit")
-    ] = False
+    show_config: Annotated[bool, Help("print every value of the job and where the value comes from, and exit")] = False
     dry_run: Annotated[
         bool,
-        Parameter(
-            negative="",
-            help="check options, names, the layout of the data folder and processes, and exit; pictures, memory, your "
-            "own code and other machines are not checked",
+        Help(
+            "check options, names, the layout of the data folder and processes, print what would be started or "
+            "submitted, and exit; pictures, memory, your own code and other machines are not checked"
         ),
     ] = False
     as_json: JsonAtEnd = False
     quiet: Quiet = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchFlags(Flags):
+    """The machines of a launch."""
+
+    hosts: Annotated[
+        Hosts, Help("machines: n1,n2,n3; with processes: n1:4,n2:4; with a port: ssh://user@n1:31234")
+    ] = None  # fmt: skip
+    hostfile: Hostfile = None
+    on: Annotated[str | None, Help("submit the job to a scheduler: slurm or kubernetes"), Key("cluster.on")] = None
+    interface: Interface = None
+    relay: Annotated[
+        bool | None, Help("relay between machines that can't log in to each other"), Key("cluster.relay")
+    ] = None
+    detach: Annotated[
+        bool | None, Help("keep training when this terminal closes or this machine goes down"), Key("cluster.detach")
+    ] = None
+    sync_code: Annotated[
+        bool | None, Help("copy the code in this folder to the other machines first"), Key("cluster.sync_code")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeFlags(Flags):
+    """What a resumed run does otherwise than before."""
+
+    processes: Annotated[Processes, Help("processes on this machine; the number may differ from before")] = None
+    epochs: Annotated[
+        Int | None, Help("number of epochs in all, to train longer than the job says"), Key("train.epochs")
+    ] = None
+    detach: Annotated[
+        bool | None,
+        Parameter(
+            negative="--no-detach", help="keep training without this terminal and machine; default: as at launch"
+        ),
+        Key("cluster.detach"),
+    ] = None
+    debug_rank: DebugRank = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateFlags(Flags):
+    """Options of an evaluation that differ from the run's."""
+
+    processes: Processes = None
+    data_dir: Annotated[str | None, Help("folder of the named data sets"), Key("data.dir")] = None
+    device: Device = None
+    set_: Settings = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorFlags(Flags):
+    """The machines that are checked."""
+
+    hosts: Annotated[
+        Hosts, Help("machines, optionally with processes: n1,n2,n3 or n1:4,n2:4; default: this machine")
+    ] = None
+    hostfile: Hostfile = None
+    processes: Annotated[
+        Int | None, Parameter(name=["-n", "--processes"], help="processes on each machine"), Key("cluster.processes")
+    ] = None
+    interface: Interface = None
+    set_: Settings = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainFlags(PlaceFlags):
+    """The place of this process, and what it would compute on."""
+
+    device: Device = None
+    backend: Backend = None
+    set_: Settings = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags(Flags):
+    """The plan that is searched for or shown, and its job."""
+
+    processes: Annotated[
+        str | None,
+        Parameter(
+            name=["-n", "--processes", "--world-size"],
+            help="number of processes, by default the job's, or 2; a range such as 1..1024 predicts scaling",
+        ),
+    ] = None
+    mesh: Annotated[str | None, Help("the only mesh to consider, such as dp=2,tp=2; default: all")] = None
+    pin: Annotated[list[str] | None, Help('required sharding of one op: "fc=n@dp o@tp"')] = None
+    memory: Annotated[str | None, Help("memory limit of each process, such as 14GiB")] = None
+    link: Annotated[
+        str | None, Help("network speed between machines of one process each: 10mbit; default: one machine")
+    ] = None
+    fill: Annotated[
+        Literal["search", "data"], Help("ops without --pin: search their sharding, or split samples (data)")
+    ] = "search"
+    no_measure: Annotated[bool, Help("estimate all times without running anything")] = False
+    out: Annotated[
+        Path | None, Help("plan file, with a picture beside it; default: plan.json; of a range: the picture, .svg")
+    ] = None
+    force: Annotated[bool, Help("overwrite an existing plan")] = False
+    verify: Annotated[bool, Help("verify here that the plan computes the same as one process")] = False
+    measure: Annotated[bool, Help("time a plan.json and data parallelism in turns")] = False
+    batch: Batch = None
+    sync: Sync = None
+    elastic: Elastic = None
+    data_dir: DataDir = None
+    device: Device = None
+    device_model: Annotated[str | None, Help("estimate for another device model: h100, a100, 910b, rtx4090 …")] = None
+    set_: Settings = None
+    as_json: JsonAtEnd = False
+
+    @property
+    def to(self) -> Any:
+        """The stream that people read."""
+        return sys.stderr if self.as_json else sys.stdout
 
 
 def settings(words: Sequence[str] | None) -> dict[str, Any]:
@@ -229,25 +334,16 @@ def settings(words: Sequence[str] | None) -> dict[str, Any]:
     return found
 
 
-def named_job(target: str | None, model: str | None) -> dict[str, Any]:
-    """The data set and the network that a command line names, by dotted key."""
-    return {"data.name": None if job_file(target) else target, "model.name": model}
-
-
-def job_file(target: str | None) -> Path | None:
-    """The job.toml that a command line names in the place of a data set."""
-    return Path(target) if target and target.endswith(".toml") else None
-
-
-def split_hosts(hosts: str | None) -> list[str] | None:
-    """The machines of `--hosts n1,n2`."""
-    return hosts.split(",") if hosts else None
+def named(target: str | None, model: str | None) -> tuple[dict[str, Any], Path | None]:
+    """The data set and the network of a command line, by dotted key; and the job.toml in the place of a data set."""
+    file = Path(target) if target and target.endswith(".toml") else None
+    return {"data.name": None if file else target, "model.name": model}, file
 
 
 def load(values: dict[str, Any], *flags: Flags, file: Path | None = None, recipe: str | None = None) -> "LoadedJob":
-    """Builds the job from a command line: values by dotted key, then flags, of which the later ones win."""
+    """Builds the job from a command line: values by dotted key, then flags that were given; the last one wins."""
     from manyhands.config.load import load_job
 
     for group in flags:
-        values = values | group.job_values()
+        values = values | {key: value for key, value in group.job_values().items() if value is not None}
     return load_job(values, file=file, recipe=recipe or "")

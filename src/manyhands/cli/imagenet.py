@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import Flags, Int, Key, Out, Pretrained, RunFlags, Sync, load
+from manyhands.cli.flags import Flags, Help, Int, Key, Out, Pretrained, RunFlags, Sync, load
 from manyhands.cli.printing import print_config
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.core.errors import ManyhandsError, UserError
@@ -43,7 +43,6 @@ DUMMY = {"data.name": "fake-imagenet", "data.augment": "none", "data.mean": (0.0
 DUMMY_SIZES = {"inception_v3": 299}
 
 
-@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ImagenetFlags(Flags):
     """main.py's flags as they were given; None where one wasn't."""
@@ -53,11 +52,9 @@ class ImagenetFlags(Flags):
     workers: Annotated[
         Int | None, Parameter(name=["-j", "--workers"], help="data loading processes of this node; default: by cores")
     ] = None
-    epochs: Annotated[
-        Int | None, Parameter(help="passes over the training data; default: 90"), Key("train.epochs")
-    ] = None  # fmt: skip
+    epochs: Annotated[Int | None, Help("passes over the training data; default: 90"), Key("train.epochs")] = None
     start_epoch: Annotated[
-        Int | None, Parameter(help="number of the first epoch, without a checkpoint"), Key("train.start_epoch")
+        Int | None, Help("number of the first epoch, without a checkpoint"), Key("train.start_epoch")
     ] = None
     batch_size: Annotated[
         Int | None, Parameter(name=["-b", "--batch-size"], help="samples per update of this node; default: 256")
@@ -67,7 +64,7 @@ class ImagenetFlags(Flags):
         Parameter(name=["--lr", "--learning-rate"], help="divided by 10 every 30 epochs; default: 0.1"),
         Key("train.lr"),
     ] = None
-    momentum: Annotated[float | None, Parameter(help="default: 0.9"), Key("train.momentum")] = None
+    momentum: Annotated[float | None, Help("default: 0.9"), Key("train.momentum")] = None
     weight_decay: Annotated[
         float | None, Parameter(name=["--wd", "--weight-decay"], help="default: 0.0001"), Key("train.weight_decay")
     ] = None
@@ -76,24 +73,20 @@ class ImagenetFlags(Flags):
         Parameter(name=["-p", "--print-freq"], help="updates between lines; default: a live line"),
         Key("run.log_steps"),
     ] = None
-    resume: Annotated[str | None, Parameter(help="resume from checkpoint.pth.tar, a run or a checkpoint")] = None
-    evaluate: Annotated[
-        bool, Parameter(name=["-e", "--evaluate"], negative="", help="evaluate on val/ and exit")
-    ] = False  # fmt: skip
+    resume: Annotated[str | None, Help("resume from checkpoint.pth.tar, a run or a checkpoint")] = None
+    evaluate: Annotated[bool, Parameter(name=["-e", "--evaluate"], help="evaluate on val/ and exit")] = False
     pretrained: Pretrained = None
-    world_size: Annotated[Int | None, Parameter(help="number of nodes")] = None
-    rank: Annotated[Int | None, Parameter(help="rank of this node, counted from 0")] = None
-    dist_url: Annotated[str | None, Parameter(help="rendezvous: tcp://ADDRESS_OF_NODE_0:PORT or env://")] = None
+    world_size: Annotated[Int | None, Help("number of nodes")] = None
+    rank: Annotated[Int | None, Help("rank of this node, counted from 0")] = None
+    dist_url: Annotated[str | None, Help("rendezvous: tcp://ADDRESS_OF_NODE_0:PORT or env://")] = None
     dist_backend: Annotated[
-        str | None, Parameter(help="backend: gloo, nccl …; default: the device's own"), Key("cluster.backend")
+        str | None, Help("backend: gloo, nccl …; default: the device's own"), Key("cluster.backend")
     ] = None
-    seed: Annotated[Int | None, Parameter(help="seed of all random numbers; default: 0"), Key("train.seed")] = None
-    gpu: Annotated[Int | None, Parameter(help="use only this GPU")] = None
-    no_accel: Annotated[bool, Parameter(negative="", help="use the CPU")] = False
-    multiprocessing_distributed: Annotated[
-        bool, Parameter(negative="", help="with several nodes: start one process per accelerator")
-    ] = False
-    dummy: Annotated[bool, Parameter(negative="", help="train on random pictures, to measure speed")] = False
+    seed: Annotated[Int | None, Help("seed of all random numbers; default: 0"), Key("train.seed")] = None
+    gpu: Annotated[Int | None, Help("use only this GPU")] = None
+    no_accel: Annotated[bool, Help("use the CPU")] = False
+    multiprocessing_distributed: Annotated[bool, Help("with several nodes: start one process per accelerator")] = False
+    dummy: Annotated[bool, Help("train on random pictures, to measure speed")] = False
 
     @property
     def folder(self) -> str:
@@ -112,7 +105,7 @@ class Nodes:
 
 
 def imagenet(
-    data: Annotated[str | None, Parameter(help="folder with train/ and val/; default: imagenet")] = None,
+    data: Annotated[str | None, Help("folder with train/ and val/; default: imagenet")] = None,
     /,
     *,
     flags: ImagenetFlags = ImagenetFlags(),
@@ -139,7 +132,13 @@ def imagenet(
             return _evaluate(loaded.job, flags, as_json=run.as_json)
         from manyhands.cli.training import run_job
 
-        rendezvous = None if run.dry_run else _rendezvous(flags, nodes, loaded.job)
+        rendezvous = None
+        # Several processes on each of several nodes.
+        several = nodes.url and flags.multiprocessing_distributed and loaded.job.cluster.device != "cpu"
+        if several and not run.dry_run:
+            from manyhands.cluster.doctor.accelerators import count_accelerators
+
+            rendezvous = rendezvous_of(nodes, count) if (count := count_accelerators()) > 1 else None
         return run_job(loaded, run, rendezvous=rendezvous)
     except ManyhandsError as error:
         # An error names the flags that were typed here, in place of those that train has for the same.
@@ -155,21 +154,9 @@ def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
     missing = [] if flags.dummy else [str(folder / word) for word in ("train", "val") if not (folder / word).is_dir()]
     if missing:
         hints = ("name a folder with class folders in train/ and val/", "or use --dummy, or manyhands train DIR")
-        raise UserError(f"there is no folder {' and no folder '.join(missing)}", "DIR", hints)
+        _refuse(f"there is no folder {' and no folder '.join(missing)}", "DIR", *hints)
     if flags.resume and nodes.rank == 0 and not Path(flags.resume).expanduser().exists():
-        raise UserError(
-            f"there is no checkpoint at {flags.resume}", "--resume", ("name a checkpoint", "or remove --resume")
-        )
-
-
-def _rendezvous(flags: ImagenetFlags, nodes: Nodes, job: "Job") -> Rendezvous | None:
-    """The rendezvous of several processes on each of several nodes; None where each node has one process."""
-    if not nodes.url or not flags.multiprocessing_distributed or job.cluster.device == "cpu":
-        return None
-    from manyhands.cluster.doctor.accelerators import count_accelerators
-
-    count = count_accelerators()
-    return rendezvous_of(flags, count) if count > 1 else None
+        _refuse(f"there is no checkpoint at {flags.resume}", "--resume", "name a checkpoint", "or remove --resume")
 
 
 def _evaluate(job: "Job", flags: ImagenetFlags, *, as_json: bool) -> int:
@@ -225,22 +212,15 @@ def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
     return values if nodes.url == "env://" else values | {"cluster.world_size": nodes.count, "cluster.rank": nodes.rank}
 
 
-def rendezvous_of(
-    flags: ImagenetFlags, processes_per_node: int, environment: Mapping[str, str] | None = None
-) -> Rendezvous:
+def rendezvous_of(nodes: Nodes, processes_per_node: int) -> Rendezvous:
     """The rendezvous of this node, with `processes_per_node` on each. Raises UserError: the URL doesn't fit."""
-    nodes = nodes_of(flags, environment)
     sizes = (processes_per_node,) * nodes.count
     if nodes.url.startswith("file://"):
         return Rendezvous(sizes, nodes.rank, file=nodes.url)
     match = re.fullmatch(r"tcp://(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>\d+)/?", nodes.url)
     if not match:
-        _refuse(
-            f"several processes on each node need a tcp:// or file:// URL, found {nodes.url or 'one node'}",
-            "--dist-url",
-            "use --dist-url tcp://ADDRESS_OF_NODE_0:8090",
-            "or --dist-url file:///PATH",
-        )
+        what = f"several processes on each node need a tcp:// or file:// URL, found {nodes.url or 'one node'}"
+        _refuse(what, "--dist-url", "use --dist-url tcp://ADDRESS_OF_NODE_0:8090", "or --dist-url file:///PATH")
     return Rendezvous(sizes, nodes.rank, match["v6"] or match["name"], int(match["port"]))
 
 
@@ -262,19 +242,12 @@ def _check_launcher(flags: ImagenetFlags, variables: Mapping[str, str]) -> None:
     if "TORCHELASTIC_RUN_ID" not in variables and "LOCAL_WORLD_SIZE" not in variables:
         return
     if flags.multiprocessing_distributed:
-        _refuse(
-            "--multiprocessing-distributed starts processes, but torchrun has already started them",
-            "--multiprocessing-distributed",
-            "remove --multiprocessing-distributed and add --dist-url env://",
-            "or start without torchrun",
-        )
+        flag = "--multiprocessing-distributed"
+        what = f"{flag} starts processes, but torchrun has already started them"
+        _refuse(what, flag, f"remove {flag} and add --dist-url env://", "or start without torchrun")
     if not (flags.dist_url or "").startswith("env://"):
-        _refuse(
-            "torchrun has started this process, but --dist-url is not env://",
-            "--dist-url",
-            "add --dist-url env://",
-            "or start without torchrun",
-        )
+        what = "torchrun has started this process, but --dist-url is not env://"
+        _refuse(what, "--dist-url", "add --dist-url env://", "or start without torchrun")
 
 
 def _check_place(count: int | None, rank: int | None) -> None:
@@ -314,25 +287,17 @@ def _url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> 
 
 def _check_together(flags: ImagenetFlags) -> None:
     """Raises UserError: main.py would ignore one of two flags silently, or a number is too small."""
-    both = {
-        ("--gpu", "--multiprocessing-distributed"): "the first uses one accelerator, the second all of them",
-        ("--gpu", "--no-accel"): "the first uses an accelerator, the second the CPU",
-        ("--resume", "--start-epoch"): "the checkpoint determines the first epoch",
-        ("--resume", "--pretrained"): "both set the initial weights",
-        ("--dummy", "DIR"): "the first trains on random pictures, the second on a folder",
-    }
-    given = {
-        "--gpu": flags.gpu is not None,
-        "--multiprocessing-distributed": flags.multiprocessing_distributed,
-        "--no-accel": flags.no_accel,
-        "--resume": bool(flags.resume),
-        "--start-epoch": bool(flags.start_epoch),
-        "--pretrained": flags.pretrained,
-        "--dummy": flags.dummy,
-        "DIR": flags.data is not None,
-    }
-    for (one, other), reason in both.items():
-        if given[one] and given[other]:
+    by_gpu = flags.gpu is not None
+    for one, other, both, reason in (
+        ("--gpu", "--multiprocessing-distributed", by_gpu and flags.multiprocessing_distributed,
+         "the first uses one accelerator, the second all of them"),
+        ("--gpu", "--no-accel", by_gpu and flags.no_accel, "the first uses an accelerator, the second the CPU"),
+        ("--resume", "--start-epoch", flags.resume and flags.start_epoch, "the checkpoint determines the first epoch"),
+        ("--resume", "--pretrained", flags.resume and flags.pretrained, "both set the initial weights"),
+        ("--dummy", "DIR", flags.dummy and flags.data is not None,
+         "the first trains on random pictures, the second on a folder"),
+    ):  # fmt: skip
+        if both:
             _refuse(f"{one} and {other} contradict each other: {reason}", one, f"remove {one} or {other}")
     for name, value, least in (
         ("-j", flags.workers, 0),

@@ -2,26 +2,10 @@
 
 import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
-
-from manyhands.cli.flags import (
-    Batch,
-    DataDir,
-    Device,
-    Elastic,
-    Flags,
-    JsonAtEnd,
-    Model,
-    Settings,
-    Sync,
-    job_file,
-    load,
-    named_job,
-)
+from manyhands.cli.flags import Help, Model, PlanFlags, load, named
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
 from manyhands.core.shown import plain, say, show, show_json
 
@@ -35,60 +19,10 @@ _WIDTH, _TABLE_WIDTH = 155, 100
 _MOST_PROCESSES = 1 << 20
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class PlanFlags(Flags):
-    """The plan that is searched for or shown, and its job."""
-
-    processes: Annotated[
-        str | None,
-        Parameter(
-            name=["-n", "--processes", "--world-size"],
-            help="number of processes, by default the job's, or 2; a range such as 1..1024 predicts scaling",
-        ),
-    ] = None
-    mesh: Annotated[str | None, Parameter(help="the only mesh to consider, such as dp=2,tp=2; default: all")] = None
-    pin: Annotated[list[str] | None, Parameter(negative="", help='required sharding of one op: "fc=n@dp o@tp"')] = None
-    memory: Annotated[str | None, Parameter(help="memory limit of each process, such as 14GiB")] = None
-    link: Annotated[
-        str | None, Parameter(help="network speed between machines of one process each: 10mbit; default: one machine")
-    ] = None
-    fill: Annotated[
-        Literal["search", "data"], Parameter(help="ops without --pin: search their sharding, or split samples (data)")
-    ] = "search"
-    no_measure: Annotated[bool, Parameter(negative="", help="estimate all times without running anything")] = False
-    out: Annotated[
-        Path | None,
-        Parameter(help="plan file, with a picture beside it; default: plan.json; of a range: the picture, .svg"),
-    ] = None
-    force: Annotated[bool, Parameter(negative="", help="overwrite an existing plan")] = False
-    verify: Annotated[
-        bool, Parameter(negative="", help="verify here that the plan computes the same as one process")
-    ] = False
-    measure: Annotated[bool, Parameter(negative="", help="time a plan.json and data parallelism in turns")] = False
-    batch: Batch = None
-    sync: Sync = None
-    elastic: Elastic = None
-    data_dir: DataDir = None
-    device: Device = None
-    device_model: Annotated[
-        str | None, Parameter(help="estimate for another device model: h100, a100, 910b, rtx4090 …")
-    ] = None
-    set_: Settings = None
-    as_json: JsonAtEnd = False
-
-    @property
-    def to(self) -> Any:
-        """The stream that people read."""
-        return sys.stderr if self.as_json else sys.stdout
-
-
 def plan(
-    target: Annotated[
-        str | None, Parameter(help="a job.toml, a data set or folder as in train, or a plan.json to show")
-    ] = None,
+    target: Annotated[str | None, Help("a job.toml, a data set or folder as in train, or a plan.json to show")] = None,
     model: Model = None,
-    other_model: Annotated[str | None, Parameter(help="the network, after a plan.json and its data")] = None,
+    other_model: Annotated[str | None, Help("the network, after a plan.json and its data")] = None,
     /,
     *,
     flags: PlanFlags = PlanFlags(),
@@ -113,10 +47,11 @@ def plan(
         if given := next((name for name, value in alone.items() if value), ""):
             what = f"{given} needs one number of processes; a range is predicted for data parallelism only"
             raise UserError(what, given, (f"remove {given}", "or use --world-size 4"))
-    job = load(named_job(target, model), flags, file=job_file(target)).job
+    values, file = named(target, model)
+    job = load(values, flags, file=file).job
     if first != last:
         return _predict(job, first, last, flags)
-    return _search(job, last, flags, named_job(target, model) | flags.job_values())
+    return _search(job, last, flags, values | flags.job_values())
 
 
 def _counts(text: str | None) -> tuple[int, int]:

@@ -1,12 +1,20 @@
 """Columns, sizes and the values of a job as text."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from manyhands.core.shown import as_json, show
+from manyhands.core.shown import as_json, show, show_json
 
 if TYPE_CHECKING:
     from manyhands.config.load import LoadedJob
+
+
+def answer(content: Any, lines: Iterable[str], *, json: bool) -> None:
+    """Prints one JSON object, or lines for people."""
+    if json:
+        show_json(content)
+    else:
+        show(lines)
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int | None = None) -> list[str]:

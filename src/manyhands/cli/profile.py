@@ -1,32 +1,9 @@
 """manyhands profile."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-
-from manyhands.cli.flags import (
-    Backend,
-    Batch,
-    Compile,
-    DataDir,
-    Device,
-    Flags,
-    Int,
-    JsonAtEnd,
-    Model,
-    Out,
-    Parallel,
-    Pretrained,
-    Processes,
-    Quiet,
-    Settings,
-    Sync,
-    job_file,
-    load,
-    named_job,
-)
-from manyhands.cli.printing import align
+from manyhands.cli.flags import Help, Int, JobFlags, Model, Processes, RunFlags, load, named
+from manyhands.cli.printing import align, print_config
 from manyhands.core.errors import UserError
 from manyhands.core.shown import plain, say, show, show_json
 
@@ -34,35 +11,17 @@ if TYPE_CHECKING:
     from manyhands.report.read import RunData
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class ProfileFlags(Flags):
-    """The job whose updates are traced."""
-
-    processes: Processes = None
-    batch: Batch = None
-    data_dir: DataDir = None
-    parallel: Parallel = None
-    sync: Sync = None
-    backend: Backend = None
-    device: Device = None
-    pretrained: Pretrained = None
-    compile_: Compile = None
-    out: Out = None
-    set_: Settings = None
-
-
 def profile(
     run: Annotated[
-        str | None, Parameter(help="a run to analyse (folder, start of its name, last), or data or a job.toml to trace")
+        str | None, Help("a run to analyse (folder, start of its name, last), or data or a job.toml to trace")
     ] = None,
     model: Model = None,
     /,
     *,
-    steps: Annotated[Int, Parameter(help="number of updates to trace, if RUN is not a run")] = 20,
-    flags: ProfileFlags = ProfileFlags(),
-    as_json: JsonAtEnd = False,
-    quiet: Quiet = False,
+    steps: Annotated[Int, Help("number of updates to trace, if RUN is not a run")] = 20,
+    processes: Processes = None,
+    job: JobFlags = JobFlags(),
+    output: RunFlags = RunFlags(),
 ) -> int:
     """Show where each process of a run spends its time, and the change that would help most.
 
@@ -73,13 +32,21 @@ def profile(
 
     found = read_named(run) if run and not model else None
     if found:
-        _print_result(found, as_json=as_json)
+        _print_result(found, as_json=output.as_json)
         return 0
     if steps < 1:
         raise UserError(f"--steps must be 1 or more, found {steps}", "--steps", ("use --steps 20, for example",))
-    outcome = trace(load(named_job(run, model), flags, file=job_file(run)).job, steps, quiet=quiet)
+    values, file = named(run, model)
+    loaded = load(values | {"cluster.processes": processes}, job, output, file=file, recipe=job.recipe)
+    if output.show_config:
+        return print_config(loaded)
+    if output.dry_run:
+        from manyhands.cli.training import run_job
+
+        return run_job(loaded, output)
+    outcome = trace(loaded.job, steps, quiet=output.quiet)
     if outcome.is_main and not outcome.exit_code:
-        _print_result(outcome.read(), as_json=as_json)
+        _print_result(outcome.read(), as_json=output.as_json)
     return outcome.exit_code
 
 

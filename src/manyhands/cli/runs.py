@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import Int, JsonAtEnd, RunName, Settings, settings
-from manyhands.cli.printing import align
+from manyhands.cli.flags import Help, Int, JsonAtEnd, RunName, Settings, settings
+from manyhands.cli.printing import align, answer
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
 from manyhands.core.folder import RunFolder
 from manyhands.core.shown import plain, say, show, show_json
@@ -22,7 +22,7 @@ NO_LAUNCHER = "no launcher"
 SILENT_S = 60.0
 
 
-def ps(*, as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON array")] = False) -> int:
+def ps(*, as_json: Annotated[bool, Parameter(name="--json", help="print one JSON array")] = False) -> int:
     """List active runs: machine, running time and progress."""
     from manyhands.core.registry import headless, registry_folder, running
     from manyhands.report.now import as_object, look
@@ -80,9 +80,9 @@ def logs(
     run: RunName,
     /,
     *,
-    rank: Annotated[Int | None, Parameter(help="show only this rank, without the rank before each line")] = None,
-    follow: Annotated[bool, Parameter(name=["-f", "--follow"], negative="", help="follow until the run ends")] = False,
-    last: Annotated[Int, Parameter(help="number of last lines to show of each process; 0: all")] = 0,
+    rank: Annotated[Int | None, Help("show only this rank, without the rank before each line")] = None,
+    follow: Annotated[bool, Parameter(name=["-f", "--follow"], help="follow until the run ends")] = False,
+    last: Annotated[Int, Help("number of last lines to show of each process; 0: all")] = 0,
     set_: Settings = None,
 ) -> int:
     """Show the output of the processes of a run."""
@@ -103,16 +103,11 @@ def why(run: RunName, /, *, as_json: JsonAtEnd = False) -> int:
     from manyhands.run.why import why as find_why
 
     found = find_why(run)
-    if as_json:
-        show_json(asdict(found))
-    else:
-        show(found.lines())
+    answer(asdict(found), found.lines(), json=as_json)
     return 0
 
 
-def stop(
-    run: RunName, /, *, now: Annotated[bool, Parameter(negative="", help="end the run at once, without saving")] = False
-) -> int:
+def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, without saving")] = False) -> int:
     """Ask an active run to save and stop, and wait for its end."""
     from manyhands.core.resuming import resume_command
     from manyhands.core.stops import saved_step
@@ -149,11 +144,11 @@ def report(run: RunName, /) -> int:
 
 
 def join(
-    run: Annotated[str, Parameter(help="a run launched from here: folder, part of its name, or last")],
+    run: Annotated[str, Help("a run launched from here: folder, part of its name, or last")],
     /,
     *,
     host: Annotated[
-        str | None, Parameter(help="the machine to add, as ssh on this machine reaches it: n4, user@n4, ssh://n4:31234")
+        str | None, Help("the machine to add, as ssh on this machine reaches it: n4, user@n4, ssh://n4:31234")
     ] = None,
 ) -> int:
     """Add a machine to an active run. Run join on the machine that launched the run."""

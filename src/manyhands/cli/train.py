@@ -2,34 +2,22 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from cyclopts import Parameter
+from typing import Any
 
 from manyhands.cli.flags import (
     Arguments,
     Data,
-    DebugRank,
-    Flags,
-    Hostfile,
-    Int,
-    Interface,
     JobFlags,
-    JsonAtEnd,
-    Key,
+    LaunchFlags,
     Model,
     PlaceFlags,
     Processes,
-    Quiet,
+    ResumeFlags,
     RunFlags,
     RunName,
-    Settings,
-    job_file,
     load,
-    named_job,
-    split_hosts,
+    named,
 )
 from manyhands.cli.printing import print_config
 from manyhands.core.errors import UserError
@@ -50,51 +38,13 @@ def train(
 
     Every option of the job is also a flag, such as --train.momentum 0.8; --show-config lists all options.
     """
-    values = job_or_script(data, model, arguments) | {"cluster.processes": processes}
-    loaded = load(values, job, place, run, file=job_file(data), recipe=job.recipe)
+    values, file = job_or_script(data, model, arguments)
+    loaded = load(values | {"cluster.processes": processes}, job, place, run, file=file, recipe=job.recipe)
     if run.show_config:
         return print_config(loaded)
     from manyhands.cli.training import run_job
 
     return run_job(loaded, run)
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class LaunchFlags(Flags):
-    """The machines of a launch."""
-
-    hosts: Annotated[
-        str | None, Parameter(help="machines: n1,n2,n3; with processes: n1:4,n2:4; with a port: ssh://user@n1:31234")
-    ] = None
-    hostfile: Hostfile = None
-    on: Annotated[
-        str | None, Parameter(help="submit the job to a scheduler: slurm or kubernetes"), Key("cluster.on")
-    ] = None  # fmt: skip
-    interface: Interface = None
-    relay: Annotated[
-        bool | None,
-        Parameter(negative="", help="relay between machines that can't log in to each other"),
-        Key("cluster.relay"),
-    ] = None
-    detach: Annotated[
-        bool | None,
-        Parameter(negative="", help="keep training when this terminal closes or this machine goes down"),
-        Key("cluster.detach"),
-    ] = None
-    sync_code: Annotated[
-        bool | None,
-        Parameter(negative="", help="copy the code in this folder to the other machines first"),
-        Key("cluster.sync_code"),
-    ] = None
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class LaunchRunFlags(RunFlags):
-    """`RunFlags`, of which --dry-run shows more."""
-
-    dry_run: Annotated[bool, Parameter(negative="", help="print what would be started or submitted, and exit")] = False
 
 
 def launch(
@@ -104,11 +54,11 @@ def launch(
     *arguments: Arguments,
     machines: LaunchFlags = LaunchFlags(),
     job: JobFlags = JobFlags(),
-    run: LaunchRunFlags = LaunchRunFlags(),
+    run: RunFlags = RunFlags(),
 ) -> int:
     """Train on several machines, started and monitored from here over ssh; or submit the job to a scheduler."""
-    values = job_or_script(data, model, arguments) | {"cluster.hosts": split_hosts(machines.hosts)}
-    loaded = load(values, machines, job, run, file=job_file(data), recipe=job.recipe)
+    values, file = job_or_script(data, model, arguments)
+    loaded = load(values, machines, job, run, file=file, recipe=job.recipe)
     if run.show_config:
         return print_config(loaded)
     cluster, script = loaded.job.cluster, loaded.job.run.script
@@ -119,7 +69,7 @@ def launch(
     if cluster.on:
         from manyhands.run.submit import submit
 
-        show(submit(loaded.job, job_file(data), cluster.on, dry_run=run.dry_run))
+        show(submit(loaded.job, file, cluster.on, dry_run=run.dry_run))
         return 0
     if not cluster.hosts and not cluster.hostfile:
         hints = ("add --hosts n1,n2 or --hostfile FILE", "or --on slurm")
@@ -129,14 +79,14 @@ def launch(
     return run_job(loaded, run)
 
 
-def job_or_script(data: str | None, model: str | None, arguments: Sequence[str]) -> dict[str, Any]:
-    """The data and network to train, or the script of the user's to run, by dotted key.
+def job_or_script(data: str | None, model: str | None, arguments: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
+    """The data and network to train, or the user's script to run, by dotted key; and the job.toml, if one is named.
 
     Raises:
         UserError: there are words that belong to nothing.
     """
     if data and data.endswith(".py"):
-        return {"run.script": (data, *filter(None, (model,)), *arguments)}
+        return {"run.script": (data, *filter(None, (model,)), *arguments)}, None
     words = [word for word in (data, model, *arguments) if word and re.match(r"[A-Za-z_][\w.]*=", word)]
     if words and not any(Path(word).exists() for word in words):
         from manyhands.config.load import meant_key
@@ -147,51 +97,28 @@ def job_or_script(data: str | None, model: str | None, arguments: Sequence[str])
     if arguments:
         hints = ("pass arguments only to a script of your own: manyhands train train.py -n 2 -- ARGUMENTS",)
         raise UserError(f'unexpected argument "{arguments[0]}"', "command line", hints)
-    return named_job(data, model)
+    return named(data, model)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class ResumeFlags(Flags):
-    """What a resumed run does otherwise than before."""
-
-    processes: Annotated[
-        Processes, Parameter(help="processes on this machine; the number may differ from before")
-    ] = None  # fmt: skip
-    epochs: Annotated[
-        Int | None, Parameter(help="number of epochs in all, to train longer than the job says"), Key("train.epochs")
-    ] = None
-    detach: Annotated[
-        bool | None,
-        Parameter(help="keep training without this terminal and machine; default: as at launch"),
-        Key("cluster.detach"),
-    ] = None
-    debug_rank: DebugRank = None
-    set_: Settings = None
-
-    def job_values(self) -> dict[str, Any]:
-        """As `Flags` has them; only the rank that this command names is debugged."""
-        given = {key: value for key, value in super().job_values().items() if value is not None}
-        return {"cluster.debug_rank": -1} | given
-
-
-def resume(
-    name: RunName, /, *, flags: ResumeFlags = ResumeFlags(), as_json: JsonAtEnd = False, quiet: Quiet = False
-) -> int:
+def resume(name: RunName, /, *, flags: ResumeFlags = ResumeFlags(), run: RunFlags = RunFlags()) -> int:
     """Resume a stopped or failed run at the exact next sample, on any number of processes."""
-    from manyhands.cli.training import run_job
     from manyhands.core.folder import RunFolder
     from manyhands.core.registry import headed_here
     from manyhands.report.read import read_run
     from manyhands.run.find import find_reference
-    from manyhands.run.own_code import announce_resumed
-    from manyhands.run.train import already_running
 
     folder = RunFolder(find_reference(name))
     if headed_here(folder.path):
+        from manyhands.run.train import already_running
+
         raise already_running(folder)
     read_run(folder.path)
-    values = {"run.out": str(folder.path), "checkpoint.resume": "auto"}
-    loaded = load(values, flags, file=folder.job)
+    values = {"run.out": str(folder.path), "checkpoint.resume": "auto", "cluster.debug_rank": -1}
+    loaded = load(values, flags, run, file=folder.job)
+    if run.show_config:
+        return print_config(loaded)
+    from manyhands.cli.training import run_job
+    from manyhands.run.own_code import announce_resumed
+
     announce_resumed(folder, loaded)
-    return run_job(loaded, RunFlags(as_json=as_json, quiet=quiet), resume_hint=True)
+    return run_job(loaded, run, resume_hint=True)

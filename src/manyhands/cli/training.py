@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from manyhands.cli.flags import RunFlags
+from manyhands.cli.printing import answer
 from manyhands.cluster.agents.ssh import agent_script, port_words, ssh_words
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
@@ -53,10 +54,7 @@ def run_job(
         refuse_changes(loaded, resume_hint=resume_hint)
     if flags.dry_run:
         lines = describe(loaded)
-        if flags.as_json:
-            show_json({"dry_run": lines})
-        else:
-            show(lines)
+        answer({"dry_run": lines}, lines, json=flags.as_json)
         return 0
     machines = tuple(machines_of(job.cluster))
     # srun or the like may have given this process its place among them already.
