@@ -25,7 +25,8 @@ if __name__ == "__main__":
               "run.out": "run", "run.report": False, "cluster.device": "cpu", "data.workers": 0}
     flags = ImagenetFlags(world_size=2, rank=int(node), dist_url=url, multiprocessing_distributed=True)
     try:
-        sys.exit(train(load_job(values, environment={}).job, rendezvous=rendezvous_of(nodes_of(flags, {}), 2)).exit_code)
+        rendezvous = rendezvous_of(nodes_of(flags, {}), 2)
+        sys.exit(train(load_job(values, environment={}).job, rendezvous=rendezvous).exit_code)
     except ManyhandsError as error:
         sys.exit(str(error))
 """

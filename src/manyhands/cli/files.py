@@ -120,9 +120,8 @@ def pack(  # noqa: PLR0913 - one argument for each flag
     outcome = request and make(request, processes=processes, replaced=replace, progress=say_progress)
     found = outcome.packed if outcome else check_pack(folder, to)
     pictures, shards = len(found.names), len(found.shards)
-    counts = (
-        f"{pictures:,} pictures in {shards:,} {'shard' if shards == 1 else 'shards'}, {size_text(found.size_bytes)}"
-    )
+    of_shards = f"{shards:,} {'shard' if shards == 1 else 'shards'}"
+    counts = f"{pictures:,} pictures in {of_shards}, {size_text(found.size_bytes)}"
     content: dict[str, Any] = {
         "pack": str(found.folder),
         "pictures": pictures,

@@ -111,8 +111,7 @@ Settings = Annotated[
 ]
 
 # How a command answers.
-Json = Annotated[bool, Parameter(name="--json", help="print one JSON object")]
-JsonAtEnd = Annotated[bool, Parameter(name="--json", help="print one JSON object as the last line of stdout")]
+Json = Annotated[bool, Parameter(name="--json", help="print one JSON object as the last line of stdout")]
 Quiet = Annotated[bool, Parameter(name=["-q", "--quiet"], help="print one line on the job, no progress")]
 
 
@@ -202,7 +201,7 @@ class RunFlags(Flags):
             "submitted, and exit; pictures, memory, your own code and other machines are not checked"
         ),
     ] = False
-    as_json: JsonAtEnd = False
+    as_json: Json = False
     quiet: Quiet = False
 
 
@@ -313,7 +312,7 @@ class PlanFlags(Flags):
     device: Device = None
     device_model: Annotated[str | None, Help("estimate for another device model: h100, a100, 910b, rtx4090 …")] = None
     set_: Settings = None
-    as_json: JsonAtEnd = False
+    as_json: Json = False
 
     @property
     def to(self) -> Any:

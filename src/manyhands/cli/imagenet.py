@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from cyclopts import Parameter
 
@@ -20,9 +20,6 @@ from manyhands.core.outside import typed_number
 from manyhands.core.quantities import percentage
 from manyhands.core.shown import say, show
 from manyhands.models.published import published_names
-
-if TYPE_CHECKING:
-    from manyhands.config.job import Job
 
 RECIPE = "imagenet-main"
 NETWORKS = " | ".join(published_names()) or "a torchvision network"
@@ -129,7 +126,15 @@ def imagenet(
         say(note)
     try:
         if flags.evaluate and not run.dry_run:
-            return _evaluate(loaded.job, flags, as_json=run.as_json)
+            from manyhands.cli.evaluate import show_evaluation
+            from manyhands.run.evaluate import evaluate_job
+
+            found = evaluate_job(loaded.job, Path(flags.resume).expanduser() if flags.resume else None)
+            if found and not run.as_json:  # main.py's own line, for scripts that look for it
+                show(f" *   Acc@1 {percentage(found['top1'], 3)} Acc@5 {percentage(found['top5'], 3)}")
+            if found:
+                show_evaluation(found, as_json=run.as_json)
+            return 0
         from manyhands.cli.training import run_job
 
         rendezvous = None
@@ -157,20 +162,6 @@ def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
         _refuse(f"there is no folder {' and no folder '.join(missing)}", "DIR", *hints)
     if flags.resume and nodes.rank == 0 and not Path(flags.resume).expanduser().exists():
         _refuse(f"there is no checkpoint at {flags.resume}", "--resume", "name a checkpoint", "or remove --resume")
-
-
-def _evaluate(job: "Job", flags: ImagenetFlags, *, as_json: bool) -> int:
-    from manyhands.cli.evaluate import show_evaluation
-    from manyhands.run.evaluate import evaluate_job
-
-    path = Path(flags.resume).expanduser() if flags.resume else None
-    found: dict[str, Any] | None = evaluate_job(job, path)
-    if found:
-        if not as_json:
-            # main.py's own line, for scripts that look for it.
-            show(f" *   Acc@1 {percentage(found['top1'], 3)} Acc@5 {percentage(found['top5'], 3)}")
-        show_evaluation(found, as_json=as_json)
-    return 0
 
 
 def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None) -> Nodes:
@@ -300,12 +291,9 @@ def _check_together(flags: ImagenetFlags) -> None:
         if both:
             _refuse(f"{one} and {other} contradict each other: {reason}", one, f"remove {one} or {other}")
     for name, value, least in (
-        ("-j", flags.workers, 0),
-        ("-p", flags.print_freq, 1),
-        ("-b", flags.batch_size, 1),
-        ("--gpu", flags.gpu, 0),
+        ("-j", flags.workers, 0), ("-p", flags.print_freq, 1), ("-b", flags.batch_size, 1), ("--gpu", flags.gpu, 0),
         ("--start-epoch", flags.start_epoch, 0),
-    ):
+    ):  # fmt: skip
         if value is not None and value < least:
             _refuse(f"{name} must be {least} or more, found {value}", name, f"use {name} {max(least, 1)}, for example")
 

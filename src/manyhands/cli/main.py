@@ -99,14 +99,10 @@ def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False
         _show(error, as_json="--json" in _own(given))
         code = error.exit_code
     except cyclopts.CycloptsError as error:
-        meant = _meant(error, given)
-        what = " ".join(str(error).split())
-        command = f"{given[0]} " if given and given[0] in COMMANDS else ""
-        hints = (meant, f"manyhands {command}--help") if meant else (f"manyhands {command}--help",)
-        _show(
-            ManyhandsError(what.partition(" Did you mean")[0] if meant else what, hints=hints),
-            as_json="--json" in _own(given),
-        )
+        meant, what = _meant(error, given), " ".join(str(error).split())
+        page = f"manyhands {given[0]} --help" if given and given[0] in COMMANDS else "manyhands --help"
+        what = what.partition(" Did you mean")[0] if meant else what
+        _show(ManyhandsError(what, hints=(meant, page) if meant else (page,)), as_json="--json" in _own(given))
         code = EXIT_USAGE
     except UnwritableError as error:
         _show(ManyhandsError(str(error), hints=("free disk space, or redirect the output",)), as_json=False)

@@ -184,7 +184,9 @@ def _verify(shown: "Shown") -> int:
 
     verification = verify_plan(shown)
     what = f"largest difference {verification['worst']:.1e} of the largest value, in {verification['where']}"
-    size = shown.plan.mesh.size
     words = "computes the same as one process" if verification["holds"] else "DOES NOT compute the same as one process"
-    show(f"on {size} processes the plan {words}: {what} ({verification['compared']} tensors, float64)", sys.stderr)
+    show(
+        f"on {shown.plan.mesh.size} processes the plan {words}: {what} ({verification['compared']} tensors, float64)",
+        sys.stderr,
+    )
     return EXIT_OK if verification["holds"] else EXIT_FAILED

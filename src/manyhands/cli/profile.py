@@ -51,21 +51,13 @@ def profile(
 
 
 def _print_result(run: "RunData", *, as_json: bool) -> None:
-    from manyhands.report.time_shares import (
-        best_change,
-        change_line,
-        mean_of,
-        samples_of_each,
-        seconds_by_rank,
-        shares_of,
-        unequal_line,
-    )
+    from manyhands.report import time_shares
 
-    ranks, change, trace = seconds_by_rank(run), best_change(run), run.folder.trace
+    ranks, change, trace = time_shares.seconds_by_rank(run), time_shares.best_change(run), run.folder.trace
     if as_json:
         suggestion = {"what": change.what, "gain": change.gain} if change else None
         more = {"trace": str(trace)} if trace.is_file() else {}
-        shares = samples_of_each(run)
+        shares = time_shares.samples_of_each(run)
         show_json({"run": str(run.folder.path), "ranks": ranks, "shares": shares, "change": suggestion, **more})
         return
     if not change:
@@ -73,15 +65,15 @@ def _print_result(run: "RunData", *, as_json: bool) -> None:
         return
     rows = {str(rank): seconds for rank, seconds in enumerate(ranks)}
     if len(rows) > 1:
-        rows["mean"] = mean_of(ranks)
+        rows["mean"] = time_shares.mean_of(ranks)
     lines = [["rank", "seconds", *ranks[0]]]
     for name, seconds in rows.items():
-        shares = shares_of(seconds)
+        shares = time_shares.shares_of(seconds)
         cells = [f"{value:.1f} s {shares[phase]:4.0%}" for phase, value in seconds.items()]
         lines.append([name, f"{sum(seconds.values()):.1f}", *cells])
     show(align(lines, left=0))
-    if unequal := unequal_line(run):
+    if unequal := time_shares.unequal_line(run):
         show(unequal)
-    show(plain(f"would help most: {change_line(run)}"))
+    show(plain(f"would help most: {time_shares.change_line(run)}"))
     if trace.is_file():
         say(f"open {trace} in https://ui.perfetto.dev")

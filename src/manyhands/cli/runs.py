@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import Help, Int, JsonAtEnd, RunName, Settings, settings
+from manyhands.cli.flags import Help, Int, Json, RunName, Settings, settings
 from manyhands.cli.printing import align, answer
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
 from manyhands.core.folder import RunFolder
@@ -98,7 +98,7 @@ def logs(
     return 0
 
 
-def why(run: RunName, /, *, as_json: JsonAtEnd = False) -> int:
+def why(run: RunName, /, *, as_json: Json = False) -> int:
     """Explain why a run ended, or show its progress: rank, machine, step and file; what was and can be done."""
     from manyhands.run.why import why as find_why
 

@@ -106,11 +106,11 @@ def resume(name: RunName, /, *, flags: ResumeFlags = ResumeFlags(), run: RunFlag
     from manyhands.core.registry import headed_here
     from manyhands.report.read import read_run
     from manyhands.run.find import find_reference
+    from manyhands.run.own_code import announce_resumed
+    from manyhands.run.train import already_running
 
     folder = RunFolder(find_reference(name))
     if headed_here(folder.path):
-        from manyhands.run.train import already_running
-
         raise already_running(folder)
     read_run(folder.path)
     values = {"run.out": str(folder.path), "checkpoint.resume": "auto", "cluster.debug_rank": -1}
@@ -118,7 +118,6 @@ def resume(name: RunName, /, *, flags: ResumeFlags = ResumeFlags(), run: RunFlag
     if run.show_config:
         return print_config(loaded)
     from manyhands.cli.training import run_job
-    from manyhands.run.own_code import announce_resumed
 
     announce_resumed(folder, loaded)
     return run_job(loaded, run, resume_hint=True)

@@ -32,16 +32,13 @@ from manyhands.run.train import Outcome, check_names, folder_to_be, place_of, tr
 def run_job(
     loaded: LoadedJob, flags: RunFlags, *, rendezvous: Rendezvous | None = None, resume_hint: bool = False
 ) -> int:
-    """Trains and prints the result.
+    """Trains and prints the result, or describes the run under --dry-run; returns the exit code.
 
     Args:
         loaded: the job.
         flags: --dry-run, --json and --quiet.
         rendezvous: this machine among others that each start their own processes.
         resume_hint: a finished run may be resumed under other options than it was trained by.
-
-    Returns:
-        The exit code.
     """
     job = loaded.job
     script = job.run.script
@@ -97,23 +94,19 @@ def describe(loaded: LoadedJob) -> list[str]:
         UserError: a name is unknown, or the data can't be trained on.
     """
     job = loaded.job
-    data, too_large = "", ""
-    if not job.run.script:
+    if job.run.script:
+        work = [f"would run {shlex.join(job.run.script)}"]
+    else:
         check_names(job)
         data, too_large = load_worker("check").describe_data(job)
-    if too_large:
-        say(too_large)
+        if too_large:
+            say(too_large)
+        rate = f" with a peak lr of {job.train.lr}" if job.train.built_in else ""
+        epochs = f"{job.train.epochs} epochs, {job.train.batch} samples per update, {job.train.optimizer}{rate}"
+        work = [f"would train {job.model.name} on {job.data.name}: {epochs}", *([f"with {data}"] if data else [])]
     machines = machines_of(job.cluster)
     processes, starts = _on_machines(machines, job.cluster) if machines else (_on_this_machine(job), [])
-    place = [f"as {processes}", f"into {folder_to_be(job)}", *starts]
-    if job.run.script:
-        return [f"would run {shlex.join(job.run.script)}", *place]
-    return [
-        f"would train {job.model.name} on {job.data.name}: {job.train.epochs} epochs, {job.train.batch} samples per "
-        f"update, {job.train.optimizer}" + (f" with a peak lr of {job.train.lr}" if job.train.built_in else ""),
-        *([f"with {data}"] if data else []),
-        *place,
-    ]
+    return [*work, f"as {processes}", f"into {folder_to_be(job)}", *starts]
 
 
 def _on_machines(machines: Sequence[Machine], options: ClusterOptions) -> tuple[str, list[str]]:
