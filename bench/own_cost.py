@@ -24,7 +24,7 @@ from tests.processes.ranks import run_on_ranks
 from bench.contenders.cifar_resnet import DECAY, MOMENTUM, RATE
 from bench.tables import keep
 from manyhands.config.load import load_job
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.train.interval import EXPECTED_S, best_interval
 from manyhands.train.loop import updates
 from manyhands.train.objects import Objects

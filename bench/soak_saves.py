@@ -33,8 +33,7 @@ from manyhands.checkpoint.load import load
 from manyhands.checkpoint.pieces import NetworkLayout
 from manyhands.checkpoint.save import save
 from manyhands.checkpoint.verify import TornCheckpointError
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.train.background import SaveOutcome, Saver
 from manyhands.train.state import Progress, capture
 

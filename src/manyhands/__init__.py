@@ -89,7 +89,7 @@ def __getattr__(name: str) -> "Any":
     if name not in _HOMES:
         raise AttributeError(f"module manyhands has no attribute {name}")
     if not name.endswith("Error"):
-        importlib.import_module("manyhands.core.system").require_system()
+        importlib.import_module("manyhands.cli.system").require_system()
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -11,7 +11,7 @@ if HANDLES_CTRL_C:
 
 def start() -> None:
     """Runs the command."""
-    from manyhands.core.early_agent import start_early
+    from manyhands.cluster.agents.early import start_early
 
     start_early(sys.argv[1:])
     from manyhands.cli.main import main

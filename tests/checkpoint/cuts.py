@@ -13,8 +13,7 @@ from manyhands.checkpoint.save import held_contents
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.stored import slices
 from manyhands.checkpoint.write import finish_pieces, write_pieces
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout
 
 KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.bool, torch.uint8)
 MESHES = [

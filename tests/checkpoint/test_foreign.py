@@ -21,9 +21,9 @@ from manyhands.checkpoint.save import save
 from manyhands.checkpoint.snapshot import Snapshot, fitted
 from manyhands.checkpoint.source import open_checkpoint
 from manyhands.core.errors import UserError
-from manyhands.core.folder import NOWHERE
-from manyhands.core.journal import Journal
-from manyhands.core.layouts import TensorLayout
+from manyhands.core.mesh import TensorLayout
+from manyhands.core.run_folder import NOWHERE
+from manyhands.train.journal import Journal
 from manyhands.train.network import begin_with
 from manyhands.train.state import fit_snapshot, load_snapshot
 

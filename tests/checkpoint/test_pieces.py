@@ -21,8 +21,7 @@ from manyhands.checkpoint.stream import Spec, write_stream
 from manyhands.checkpoint.tensors import read_tensors
 from manyhands.checkpoint.verify import TornCheckpointError, verify
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout
 from tests.checkpoint.cuts import (
     MESHES,
     assert_same,

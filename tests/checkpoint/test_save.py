@@ -197,7 +197,7 @@ def test_a_failing_disk_leaves_nothing_behind(tmp_path: Path, snapshot: Snapshot
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     save(tmp_path, 4, snapshot)
-    monkeypatch.setattr(write, "sync_file", fail)
+    monkeypatch.setattr(write, "sync", fail)
     with pytest.raises(SaveError, match="Input/output error"):
         save(tmp_path, 5, snapshot)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]

@@ -7,11 +7,11 @@ import sys
 import pytest
 from filelock import Timeout
 
+from manyhands.cluster.agents.claim import claim, hold_as_agent, run_id, set_aside, set_run_id
 from manyhands.cluster.agents.connection import close_all
 from manyhands.cluster.agents.protocol import OpenRun
 from manyhands.cluster.agents.start import open_here
-from manyhands.core.claim import claim, hold_as_agent, run_id, set_aside, set_run_id
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 
 HOLDER, OTHER = "a" * 32, "b" * 32
 
@@ -36,7 +36,7 @@ def test_one_start_at_a_time(folder):
 
 @pytest.mark.slow
 def test_processes_whose_head_was_killed_keep_the_folder_until_they_have_left(folder, monkeypatch):
-    monkeypatch.setattr("manyhands.core.claim.LEAVING_S", 0.1)
+    monkeypatch.setattr("manyhands.cluster.agents.claim.LEAVING_S", 0.1)
     with hold_as_agent(folder.ranks, 0):
         with pytest.raises(Timeout):
             claim(folder, HOLDER)
@@ -49,8 +49,10 @@ def test_processes_whose_head_was_killed_keep_the_folder_until_they_have_left(fo
 
 
 def test_the_lock_goes_with_its_process(folder):
-    code = "import sys, pathlib; from manyhands.core.claim import *; lock = claim(RunFolder(pathlib.Path(sys.argv[1])),"
-    code += f" '{OTHER}'); print('has it', flush=True); sys.stdin.read()"
+    code = "import sys, pathlib; from manyhands.cluster.agents.claim import *;"
+    code += (
+        f" lock = claim(RunFolder(pathlib.Path(sys.argv[1])), '{OTHER}'); print('has it', flush=True); sys.stdin.read()"
+    )
     command = [sys.executable, "-c", code, str(folder.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "has it\n"

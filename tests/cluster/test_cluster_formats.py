@@ -12,8 +12,8 @@ from manyhands.cluster.agents.ssh import copied_by
 from manyhands.cluster.hosts.formats import accelerate, hostfile, rank_table, slurm, torchrun
 from manyhands.cluster.hosts.inventory import Cluster, Machine
 from manyhands.cluster.hosts.recognise import FORMATS, format_of, read_cluster, readable_formats
+from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import load_choice, module_names
 
 PROPERTY = settings(max_examples=60, deadline=None)
 WRITTEN = [rank_table, hostfile]

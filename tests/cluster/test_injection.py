@@ -12,7 +12,7 @@ from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.core.errors import UserError
-from manyhands.core.shown import plain
+from manyhands.core.terminal import plain
 
 TRICKS = [
     "$(touch executed)",

@@ -20,6 +20,7 @@ from manyhands.cluster.agents.connection import (
     close_all,
     stir,
 )
+from manyhands.cluster.agents.early import AGENT
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
     Alive,
@@ -40,9 +41,8 @@ from manyhands.cluster.doctor.findings import Attempt
 from manyhands.cluster.doctor.questions import Attempted, Connect, FactsWanted, Listener
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import VERSION, Lines, Message, Misunderstood, RequestFailed, decode, encode
-from manyhands.core.early_agent import AGENT
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, Failure, append
+from manyhands.core.run_folder import RunFolder
 
 RECORD = Failure(time=1.0, rank=1, host="n2", pid=3, error="E", what="w", hints=["m"])
 MESSAGES = (

@@ -22,10 +22,10 @@ from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import encode
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError
-from manyhands.core.folder import RunFolder
-from manyhands.core.records import Event, Failure, append, read_lines
-from manyhands.core.registry import Running
-from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled, kept_step, saved_step
+from manyhands.core.records import Event, Failure, Running, append, read_lines
+from manyhands.core.resuming import kept_step, saved_step
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
 from manyhands.report.read import read_run
 from manyhands.run.failure_log import ends_noted, interrupted, note_replaced, starts_and_stops
 from manyhands.run.train import conclude, failure_of

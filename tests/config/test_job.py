@@ -10,11 +10,11 @@ from manyhands.cluster.agents.orders import DEVICE_INDEX
 from manyhands.config.job import Job
 from manyhands.config.load import _ELSEWHERE, flatten, known_keys, load_job, meant_key, parse_value, read_toml
 from manyhands.config.recipes import _names, recipe_for, recipe_named
+from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
-from manyhands.core.heartbeat import HEARTBEAT_FILE
-from manyhands.core.plugins import did_you_mean
 from manyhands.core.records import FAILURE_FILE
-from manyhands.core.tunnel_ends import VARIABLE
+from manyhands.parallel.heartbeat import HEARTBEAT_FILE
+from manyhands.parallel.tunnel_ends import VARIABLE
 
 
 def _job_file(tmp_path, text):

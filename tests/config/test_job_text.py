@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 from manyhands.config.job import Job
-from manyhands.core.folder import RunFolder, replace_job
+from manyhands.core.run_folder import RunFolder, replace_job
 from manyhands.worker.run_metadata import job_text
 
 

@@ -21,7 +21,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from manyhands.cluster.doctor import accelerators
 from manyhands.core import devices
 from manyhands.core.errors import UserError
-from manyhands.core.processor import this_processor
+from manyhands.core.machine import this_processor
 from manyhands.core.world import ProcessInfo, World
 from manyhands.data import gather
 from manyhands.data.ahead import CopiesAhead

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, bounds, layout_from_plain, split_dimensions, unsharded
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout, bounds, layout_from_plain, split_dimensions, unsharded
 from tests.checkpoint.cuts import MESHES, layouts
 
 

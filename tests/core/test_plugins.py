@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from manyhands.core.choices import load_choice, module_names, read_choice
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import load_choice, load_object, module_names, read_choice
+from manyhands.core.user_code import load_object
 from manyhands.data.known import CHOICES, KNOWN
 
 

@@ -6,9 +6,10 @@ import pytest
 
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece
-from manyhands.core.folder import RunFolder, is_full
-from manyhands.core.journal import Journal
+from manyhands.core.files import is_full
 from manyhands.core.records import Event, append, read_lines, write_json
+from manyhands.core.run_folder import RunFolder
+from manyhands.train.journal import Journal
 
 
 def event(number, length=0):

@@ -12,7 +12,7 @@ import torch
 
 from manyhands.core.download import download
 from manyhands.core.errors import UserError
-from manyhands.core.once import one_at_a_time
+from manyhands.core.files import one_at_a_time
 from manyhands.data import known
 from manyhands.data.datasets.published import fetch
 from manyhands.data.open import open_data

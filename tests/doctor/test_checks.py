@@ -10,7 +10,7 @@ from manyhands.cluster.doctor.addresses import choose_addresses
 from manyhands.cluster.doctor.examine import CHECKS, WORST_FIRST, examine, fails, sort_out
 from manyhands.cluster.doctor.findings import AllReduceTest, Attempt, Contact, DoctorFinding, Needs
 from manyhands.cluster.doctor.survey import ways_tried
-from manyhands.core.plugins import load_choice, module_names
+from manyhands.core.choices import load_choice, module_names
 from tests.doctor.planted import GIB, change, gpu, healthy
 
 MIB = 1 << 20

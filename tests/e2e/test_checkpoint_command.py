@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from manyhands.checkpoint.load import load
 from manyhands.cli.main import main
-from manyhands.core.layouts import TensorLayout
+from manyhands.core.mesh import TensorLayout
 from tests.checkpoint.cuts import assert_same
 from tests.e2e.command import QUICK, Ended, assert_equal_weights, assert_one_screen, run
 

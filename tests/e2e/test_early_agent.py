@@ -8,7 +8,7 @@ import signal
 import psutil
 import pytest
 
-from manyhands.core.early_agent import EARLY, start_early, take_early
+from manyhands.cluster.agents.early import EARLY, start_early, take_early
 from tests.e2e.command import QUICK, end, finish, running, start, wait_until
 
 JOB = ("digits", "mlp", *QUICK, "--epochs", "1", "--set", "train.max_steps=3", "--device", "cpu")

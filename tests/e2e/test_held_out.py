@@ -94,7 +94,7 @@ def test_a_test_folder_without_labels_is_said(here):
 
 def _trained(world, folder, mode):
     from manyhands.config.load import load_job
-    from manyhands.core.folder import RunFolder
+    from manyhands.core.run_folder import RunFolder
     from manyhands.train.job import build
     from manyhands.train.loop import fit
 

@@ -12,16 +12,16 @@ from PIL import Image
 import manyhands
 from manyhands.cli.main import main
 from manyhands.cluster.agents.ssh import agent_script
+from manyhands.cluster.code_files import listed_files, revision
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.git import listed_files, revision
-from manyhands.core.registry import remember_reach
+from manyhands.core.run_folder import RunFolder
 from manyhands.run.evaluate import evaluate_run
 from manyhands.run.logs import show_logs
 from manyhands.run.own_code import announce_reach, announce_resumed
 from manyhands.run.predict import predict_files
+from manyhands.run.registry import remember_reach
 from tests.e2e.command import QUICK, environment, finish, run, start
 
 MODULES = ("manyhands", "torch", "json", "multiprocessing", "typing", "dill", "matplotlib")

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from manyhands.cli.main import main
-from manyhands.core.shown import say, show
+from manyhands.core.terminal import say, show
 from tests.e2e.command import (
     NETS,
     QUICK,

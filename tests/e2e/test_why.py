@@ -12,8 +12,8 @@ import pytest
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import read_lines
+from manyhands.core.run_folder import RunFolder
 from manyhands.report.read import read_run
 from manyhands.run.failure_log import note_head
 from tests.e2e.command import NETS, QUICK, events, finish, forked, run, start, wait_until

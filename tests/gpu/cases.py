@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from manyhands import session
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.train.data_setup import Objects
 from manyhands.train.failing import explain_memory

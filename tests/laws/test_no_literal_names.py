@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import manyhands
-from manyhands.core.plugins import module_names
+from manyhands.core.choices import module_names
 
 SOURCE = Path(manyhands.__file__).parent
 CHOICES = {

@@ -21,17 +21,16 @@ from manyhands.checkpoint.load import load
 from manyhands.checkpoint.save import save
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
+from manyhands.checkpoint.trained import find_record
 from manyhands.cluster.agents.protocol import Alive, FilePiece, LogText, WorkersEnded, WorkersStarted
 from manyhands.cluster.messages import decode, encode
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError
-from manyhands.core.folder import RunFolder
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.core.records import EvaluationMetrics, Event, Failure, StepMetrics, append, write_json
-from manyhands.core.trained import find_record
+from manyhands.core.run_folder import RunFolder
 from manyhands.data.decode import probe
 from manyhands.data.folder import list_parts
 from manyhands.data.pack_choice import of_pack, place_of_pack

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from manyhands.core.choices import load_choice
 from manyhands.core.link_speeds import LinkSpeed
-from manyhands.core.plugins import load_choice
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.method import METHODS
 from manyhands.sync.options import SyncOptions

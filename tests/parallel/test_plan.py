@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.core.world import World
 from manyhands.parallel.execute import parameter_layouts
 from manyhands.parallel.network import ModeRequest

@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from manyhands.cluster.failures import as_error
 from manyhands.core.errors import ManyhandsError, UserError
-from manyhands.core.failures import as_error
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel import cause, meet, report_failure
 from manyhands.parallel.cause import Cause

@@ -11,7 +11,7 @@ import torchvision.models as zoo
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manyhands.core.layouts import bounds
+from manyhands.core.mesh import bounds
 from manyhands.parallel.execute import SplitNetwork
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.loss import SplitLoss

@@ -7,11 +7,12 @@ import torchvision.models as zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.core.cores import Others
-from manyhands.core.link_speeds import LinkSpeed, links_of
+from manyhands.core.link_speeds import LinkSpeed
+from manyhands.core.machine import Others
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.planner.collectives import BACKWARD, FORWARD, shares
 from manyhands.planner.cost import Setting, predict, sketch
+from manyhands.planner.mesh_links import links_of
 from manyhands.planner.op_times import OpTimes
 from manyhands.planner.problem import evaluate
 from manyhands.planner.work import Work, piece_shape

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from manyhands.core.cores import Others
+from manyhands.core.machine import Others
 from manyhands.planner import timing
 from manyhands.planner.op_times import MOST_DAYS, OpTimes
 from manyhands.planner.timing import quickest

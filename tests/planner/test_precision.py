@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from manyhands.core.processor import processor_of
+from manyhands.core.machine import processor_of
 from manyhands.planner.precision import KindOfMachine, PrecisionRequest, Trial, Variant, choose_variant, time_variants
 
 BOTH = PrecisionRequest("auto", "auto")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.core.cores import Others
+from manyhands.core.machine import Others
 from manyhands.planner.step_time import share_timing
 from manyhands.planner.trial import PlanCase
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import bounds
+from manyhands.core.mesh import bounds
 from manyhands.core.world import World
 from manyhands.data.order import sharing
 from manyhands.parallel.apply import make_equal

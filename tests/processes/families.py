@@ -11,7 +11,7 @@ import torch
 from torchvision import models
 
 from manyhands.config.load import load_job
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.convert import gather_full
 from manyhands.planner.choose import LEAST_ROUNDS

@@ -10,7 +10,7 @@ from torch import nn
 
 from manyhands.checkpoint.load import load
 from manyhands.config.load import load_job
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.train.data_setup import Objects
 from manyhands.train.saving import finish_save, save
 from manyhands.worker.entry import _build

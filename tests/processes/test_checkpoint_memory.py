@@ -13,8 +13,7 @@ from manyhands.checkpoint.reshard import merge, reshard
 from manyhands.checkpoint.save import save_full, save_pieces
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.source import open_checkpoint
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout
 from tests.processes.ranks import run_on_ranks
 from tests.processes.test_checkpoint_pieces import peers_of
 

@@ -22,8 +22,7 @@ from manyhands.checkpoint.tensors import read_tensors
 from manyhands.checkpoint.together import CheckpointGroup
 from manyhands.checkpoint.verify import verify
 from manyhands.core.errors import ManyhandsError
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.parallel.plain import gather_plain
 from tests.checkpoint.cuts import assert_same, bits, local, random_tensor, with_optimizer
 from tests.processes.ranks import run_on_ranks

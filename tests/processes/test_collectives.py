@@ -9,7 +9,7 @@ from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel import apply
 from manyhands.parallel.collectives import new_group, world_group

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from manyhands.config.load import load_job
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.train.data_setup import Objects
 from manyhands.worker.entry import _build

@@ -10,7 +10,7 @@ from torch import nn
 from torchvision.ops import StochasticDepth
 
 from manyhands.config.load import load_job
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.train.data_setup import Objects
 from manyhands.train.exceptions import exceptions

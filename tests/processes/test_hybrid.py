@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import bounds
-from manyhands.core.mesh import parse_mesh
+from manyhands.core.mesh import bounds, parse_mesh
 from manyhands.core.world import World
 from manyhands.data.order import shares_of_micro_batch
 from manyhands.parallel.gradients import Gradients

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import follows_plan
 from manyhands.parallel.plan import plan_of

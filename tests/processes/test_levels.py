@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from manyhands.config.load import load_job
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.order import BatchSharing
 from manyhands.parallel.flat import TwoLevelNetwork

@@ -13,8 +13,8 @@ from torch import nn
 import manyhands
 from manyhands.config.load import load_job, written_values
 from manyhands.core import devices
-from manyhands.core.folder import RunFolder
-from manyhands.core.processor import Processor
+from manyhands.core.machine import Processor
+from manyhands.core.run_folder import RunFolder
 from manyhands.report.changes import changes_since
 from manyhands.train.data_setup import Objects
 from manyhands.train.saving import finish_save, save

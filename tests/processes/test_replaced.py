@@ -11,7 +11,7 @@ from PIL import Image
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.decode import CorruptImageError
 from manyhands.train.data_setup import Objects

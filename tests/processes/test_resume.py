@@ -12,8 +12,8 @@ from manyhands.checkpoint.refuse import SaveError
 from manyhands.checkpoint.save import save as commit
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import read_lines
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train import saving

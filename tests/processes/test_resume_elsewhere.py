@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from manyhands.config.load import load_job
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.saving import finish_save, save

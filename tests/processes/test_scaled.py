@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from manyhands.config.load import load_job
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.train.objects import Objects
 from manyhands.worker.entry import _build
 from tests.processes.ranks import run_on_ranks

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, TensorDataset
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.train.session import Session
 from tests.processes.ranks import run_on_ranks

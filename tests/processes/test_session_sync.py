@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.parallel.apply import resolve_mode
 from manyhands.parallel.grid import open_mesh
 from manyhands.parallel.shared_plan import shared_plan

@@ -10,7 +10,7 @@ import torch
 from manyhands.checkpoint.load import load
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import check_replicas, follows_plan
 from manyhands.parallel.plan import plan_of

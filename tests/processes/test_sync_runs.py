@@ -15,7 +15,7 @@ from manyhands.checkpoint.save import save
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit

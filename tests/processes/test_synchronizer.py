@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.config.job import ClusterOptions, Job
-from manyhands.core.folder import RunFolder
-from manyhands.core.journal import Journal
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.sync.buffers import Buffers
 from manyhands.sync.compress import compressor_named
@@ -21,6 +20,7 @@ from manyhands.sync.methods.local import Pacer, pace_of
 from manyhands.sync.options import SyncOptions
 from manyhands.sync.talk import SyncGroup
 from manyhands.train import status
+from manyhands.train.journal import Journal
 from manyhands.train.pacing import Watcher
 from manyhands.train.status import LONGEST_S, StatusRound
 from manyhands.train.step import StepSums

@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 from manyhands.config.job import TrainOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
 from manyhands.core.mesh import parse_mesh
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.convert import gather_full
 from manyhands.parallel.plan import Plan

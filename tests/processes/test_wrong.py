@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import manyhands
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.train.data_setup import Objects
 from manyhands.train.job import build

@@ -13,7 +13,6 @@ from pathlib import Path
 import tomli_w
 
 from manyhands.config.job import Job
-from manyhands.core.folder import RunFolder
 from manyhands.core.phases import PHASES
 from manyhands.core.records import (
     EvaluationDetail,
@@ -25,6 +24,7 @@ from manyhands.core.records import (
     append,
     write_json,
 )
+from manyhands.core.run_folder import RunFolder
 
 START = 1_795_000_000.0
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

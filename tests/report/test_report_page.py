@@ -15,8 +15,7 @@ from fake_run import FakeRun, complete
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from manyhands.core.records import EvaluationDetail
-from manyhands.core.registry import Running
+from manyhands.core.records import EvaluationDetail, Running
 from manyhands.report.curves import curves
 from manyhands.report.drawing import smooth, thin
 from manyhands.report.mistakes import class_scores, confused_pairs

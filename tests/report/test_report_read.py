@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics, append
+from manyhands.core.run_folder import RunFolder
 from manyhands.report.follow import Follower, Tail
 from manyhands.report.read import read_run, sessions, without_repeats
 from manyhands.run.why import explained

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 
 from manyhands.cli.evaluate import line_of
 from manyhands.core.quantities import percentage
-from manyhands.core.shown import plain
+from manyhands.core.terminal import plain
 from manyhands.report.line import (
     ScreenProgress,
     epoch_line,

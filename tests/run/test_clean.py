@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from manyhands.cli.main import main
-from manyhands.core.claim import claim, new_holder
-from manyhands.core.folder import RunFolder
+from manyhands.cluster.agents.claim import claim, new_holder
+from manyhands.core.run_folder import RunFolder
 from manyhands.run import clean
 
 

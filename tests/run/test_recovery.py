@@ -8,8 +8,8 @@ from manyhands.cluster.agents.ending import Ending
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import PROCESS_ENDED, Failure, StepMetrics, append, read_lines
+from manyhands.core.run_folder import RunFolder
 from manyhands.run.launch import launch
 from manyhands.run.recovery import (
     MOST_IN_VAIN,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import Event, Failure, append, write_json
+from manyhands.core.run_folder import RunFolder
 from manyhands.report.read import read_run
 from manyhands.run.why import explained
 

@@ -7,7 +7,7 @@ import pytest
 
 from manyhands.cli.main import _own, _without_local_rank, main
 from manyhands.cluster.agents.mirror import OUTPUT, Receiver, Sender
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.run.script import Echo
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from manyhands.config.load import load_job
+from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
 from manyhands.core.link_speeds import LinkSpeed
-from manyhands.core.plugins import load_choice, module_names
 from manyhands.core.world import World
 from manyhands.parallel.apply import MODES, resolve_mode
 from manyhands.sync.choose import EXACT, check_method

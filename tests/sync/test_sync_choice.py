@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torchvision.models import resnet18
 
 from manyhands.config.job import Job, TrainOptions
+from manyhands.core.choices import load_choice
 from manyhands.core.errors import UserError
 from manyhands.core.link_speeds import LinkSpeed, named_link
-from manyhands.core.plugins import load_choice
 from manyhands.sync.choose import choose, days_of, words_of
 from manyhands.sync.codecs import Integers, codec_named, mean_bytes
 from manyhands.sync.costs import Cost, LinkCase

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.core.folder import RunFolder
-from manyhands.core.journal import Journal
 from manyhands.core.records import read_lines
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.train.interval import (
     EXPECTED_S,
@@ -23,6 +22,7 @@ from manyhands.train.interval import (
     between_failures,
     seen_failures,
 )
+from manyhands.train.journal import Journal
 
 SAVE_S = st.floats(0, 1e5)
 FAILS_S = st.floats(0.1, 1e8)

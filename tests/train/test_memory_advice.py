@@ -8,7 +8,7 @@ from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel import group
 from manyhands.run.python import _flags

@@ -39,4 +39,6 @@ def test_what_does_not_fit_goes_to_others():
     assert balanced([1.0, 3.0], 32, 0, [20, 32]) == [20, 12]
     # 35 groups of 4 and 5: a process that may take 21 gets no group of 5 beside four of 4.
     found = balanced([1.0] * 6 + [0.25], 141, 4, [21] * 6 + [23])
-    assert sum(found) == 141 and max(found[:6]) <= 21 and found[6] <= 23
+    assert sum(found) == 141
+    assert max(found[:6]) <= 21
+    assert found[6] <= 23

@@ -1,8 +1,8 @@
 """What rank 0 writes down of a start before it trains."""
 
-from manyhands.core.folder import RunFolder
-from manyhands.core.journal import Journal
 from manyhands.core.records import Event, append, read_lines
+from manyhands.core.run_folder import RunFolder
+from manyhands.train.journal import Journal
 from manyhands.worker.run_metadata import record_undone_steps
 from tests.report.fake_run import FakeRun
 

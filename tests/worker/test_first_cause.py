@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from manyhands.config.load import load_job
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import FAILURE_FILE
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel import cause
 from manyhands.parallel.cause import Cause

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manyhands.checkpoint import layout
-from manyhands.core.synced import sync_folder
+from manyhands.core.files import sync
 
 
 @contextmanager
@@ -28,18 +28,18 @@ def staging(folder: Path, step: int) -> Iterator[Path]:
 
 def commit(staged: Path, target: Path) -> None:
     """Gives a staged folder, whose files are synced, its final name; a torn folder of that name makes way."""
-    sync_folder(staged)
+    sync(staged)
     if target.exists():
         target.rename(target.with_name(layout.temporary_name(layout.step_of(target) or 0)))
     staged.rename(target)
-    sync_folder(target.parent)
+    sync(target.parent)
 
 
 def make_folder(folder: Path) -> None:
     """Makes the checkpoints folder, durably."""
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        sync_folder(folder.parent)
+        sync(folder.parent)
 
 
 def sweep(path: Path) -> bool:

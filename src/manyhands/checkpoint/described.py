@@ -22,9 +22,8 @@ from manyhands.checkpoint.pieces import (
 from manyhands.checkpoint.plain_files import read_plain
 from manyhands.checkpoint.verify import damaged, read_manifest, torn, verify
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import unsharded
-from manyhands.core.mesh import Mesh
-from manyhands.core.outside import UnreadableError, parse_json
+from manyhands.core.files import UnreadableError, parse_json
+from manyhands.core.mesh import Mesh, unsharded
 
 # Components of names that DDP, torch.compile, Fabric, FSDP and activation checkpointing add.
 _WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

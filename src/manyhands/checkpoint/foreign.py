@@ -20,7 +20,7 @@ from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.tensors import EXTRA_STATE, plain_extra_state, read_tensors, unflatten
 from manyhands.checkpoint.verify import damaged
 from manyhands.core.errors import UserError, shortened
-from manyhands.core.once import replacing
+from manyhands.core.files import replacing
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _BEST = ("best_acc1", "best_prec1")  # main.py's, since 2019 and before

@@ -6,7 +6,7 @@ from manyhands.core.options import Options
 
 
 class CheckpointOptions(Options):
-    """When to save and what to keep."""
+    """Checkpoint intervals and retention."""
 
     every: str = Field(
         default="auto",

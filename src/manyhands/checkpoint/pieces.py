@@ -8,15 +8,12 @@ from typing import Any
 from manyhands.checkpoint import layout as files
 from manyhands.checkpoint.element_types import BY_NAME, ElementType
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, layout_from_plain, unsharded
-from manyhands.core.mesh import Mesh, make_mesh
+from manyhands.core.mesh import Mesh, Region, TensorLayout, layout_from_plain, make_mesh, unsharded
 
 # One process alone.
 ALONE = Mesh((("dp", 1),))
 MODEL, OPTIMIZER = "model", "optimizer"
 KINDS = (MODEL, OPTIMIZER)
-
-Region = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from manyhands.checkpoint import layout
-from manyhands.core.outside import parse_json, read_bytes
+from manyhands.core.files import parse_json, read_bytes
 
 # What Python's float, JavaScript and torch's int64 count exactly; no run makes so many updates.
 _Count = Annotated[int, Field(ge=-1, le=2**53)]

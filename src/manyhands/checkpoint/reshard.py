@@ -13,9 +13,8 @@ from manyhands.checkpoint.source import Source
 from manyhands.checkpoint.tensors import EXTRA_STATE, unflatten
 from manyhands.checkpoint.write import Contents, Files, finish_pieces, write_atomic, write_file_atomic, write_pieces
 from manyhands.core.errors import UserError
-from manyhands.core.once import replacing
+from manyhands.core.files import replacing, sync
 from manyhands.core.plan_record import read_plan_record
-from manyhands.core.synced import sync_file, sync_folder
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pth", ".pt")
 _UNKNOWN = (".tar", ".bin", ".ckpt", ".pkl", ".zip", ".json", ".npz", ".onnx")
@@ -124,9 +123,9 @@ def _commit_file(target: Path, contents: Contents, write: Callable[[Path], None]
         refuse_too_little_space(target.absolute().parent, _size_bytes(contents, [MODEL]))
         with replacing(target) as part:
             write(part)
-            sync_file(part)
+            sync(part)
             refuse_existing(target)
-        sync_folder(target.absolute().parent)
+        sync(target.absolute().parent)
     except OSError as error:
         raise save_error(target, error) from error
 

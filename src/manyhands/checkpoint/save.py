@@ -26,7 +26,7 @@ from manyhands.checkpoint.tensors import flatten_optimizer, parameter_names
 from manyhands.checkpoint.together import CheckpointGroup, receive, send, together
 from manyhands.checkpoint.write import Contents, finish_pieces, whole_specs, write_atomic, write_pieces
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.layouts import TensorLayout, unsharded
+from manyhands.core.mesh import TensorLayout, unsharded
 
 T = TypeVar("T")
 

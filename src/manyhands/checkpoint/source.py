@@ -13,8 +13,7 @@ from manyhands.checkpoint.stored import FileTensors, StoredTensors, in_memory
 from manyhands.checkpoint.tensors import EXTRA_STATE, parameter_names, unflatten
 from manyhands.checkpoint.verify import torn
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, unsharded
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout, unsharded
 
 
 @dataclass(frozen=True)

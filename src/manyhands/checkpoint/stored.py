@@ -13,9 +13,8 @@ from manyhands.checkpoint.element_types import BY_CODE
 from manyhands.checkpoint.pieces import Region, TensorEntry, Tensors, size_of, whole_region
 from manyhands.checkpoint.stream import element_type, torch_type
 from manyhands.checkpoint.verify import torn
-from manyhands.core.layouts import TensorLayout, unsharded
-from manyhands.core.mesh import Mesh
-from manyhands.core.outside import parse_json
+from manyhands.core.files import parse_json
+from manyhands.core.mesh import Mesh, TensorLayout, unsharded
 
 
 class StoredTensors(ABC):

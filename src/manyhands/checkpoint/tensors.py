@@ -8,7 +8,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from manyhands.checkpoint.described import is_extra, written_order
-from manyhands.core.outside import UnreadableError
+from manyhands.core.files import UnreadableError
 
 EXTRA_STATE = "extra_state"  # in a snapshot's state: what modules' `get_extra_state` gives
 _TENSOR = "$tensor"

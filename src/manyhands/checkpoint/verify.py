@@ -6,7 +6,7 @@ from typing import Any
 from manyhands.checkpoint import layout
 from manyhands.checkpoint.plain_files import checked_plain
 from manyhands.core.errors import UserError
-from manyhands.core.outside import read_bytes
+from manyhands.core.files import read_bytes
 
 
 class TornCheckpointError(UserError):

@@ -21,8 +21,8 @@ from manyhands.checkpoint.pieces import (
     whole_region,
 )
 from manyhands.checkpoint.stream import Spec, torch_type, write_stream
+from manyhands.core.files import sync
 from manyhands.core.mesh import Mesh
-from manyhands.core.synced import sync_file
 
 # (kind, name, region) -> the values there, in the shape of the region.
 Fetch = Callable[[str, str, Region], Tensor]
@@ -101,7 +101,7 @@ def _write_texts(staged: Path, texts: Mapping[str, bytes]) -> Files:
 
 def _seal(file: Path) -> dict[str, Any]:
     """A file's entry in the manifest, once its bytes are on the disk; it is read back for it."""
-    sync_file(file)
+    sync(file)
     return {"size": file.stat().st_size, "sha256": layout.digest(file)}
 
 
@@ -109,7 +109,7 @@ def _write_manifest(staged: Path, step: int, files: dict[str, Any], number: int)
     """Writes a staged folder's last file; `files` is what `_seal` returned of each other one, `number` the format's."""
     manifest = {"format": number, "step": step, "torch": torch.__version__, "manyhands": _own_version()}
     (staged / layout.MANIFEST).write_bytes(layout.manifest_text({**manifest, "files": files}))
-    sync_file(staged / layout.MANIFEST)
+    sync(staged / layout.MANIFEST)
 
 
 def _own_version() -> str:

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from manyhands.cli.flags import Data, DoctorFlags, ExplainFlags, Help, Int, Json, Model, load, named
 from manyhands.cli.printing import align, answer
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK
-from manyhands.core.shown import plain, say, show, show_json
+from manyhands.core.terminal import plain, say, show, show_json
 
 if TYPE_CHECKING:
     from manyhands.cluster.doctor.findings import Survey

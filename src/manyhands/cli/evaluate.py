@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from manyhands.cli.flags import Device, EvaluateFlags, Help, Json, Processes, Which
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK
 from manyhands.core.quantities import percentage
-from manyhands.core.shown import plain, say, show, show_json
+from manyhands.core.terminal import plain, say, show, show_json
 
 
 def evaluate(

@@ -10,7 +10,7 @@ import cyclopts
 from manyhands.cli.flags import Help, Int, Json
 from manyhands.cli.printing import align, answer, size_text
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK
-from manyhands.core.shown import plain, say, show, show_json
+from manyhands.core.terminal import plain, say, show, show_json
 
 Source = Annotated[
     str,

@@ -16,9 +16,9 @@ from manyhands.cli.flags import Flags, Help, Int, Key, Out, Pretrained, RunFlags
 from manyhands.cli.printing import print_config
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.core.errors import ManyhandsError, UserError
-from manyhands.core.outside import typed_number
+from manyhands.core.files import typed_number
 from manyhands.core.quantities import percentage
-from manyhands.core.shown import say, show
+from manyhands.core.terminal import say, show
 from manyhands.models.published import published_names
 
 RECIPE = "imagenet-main"

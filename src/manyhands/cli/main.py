@@ -12,11 +12,10 @@ from typing import TextIO, cast
 
 import cyclopts
 
-from manyhands.core.early_agent import end_early
+from manyhands.cli.system import require_system
+from manyhands.cluster.agents.early import end_early
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError
-from manyhands.core.shown import UnwritableError, plain_lines, show_json
-from manyhands.core.streams import Tolerant
-from manyhands.core.system import require_system
+from manyhands.core.terminal import Tolerant, UnwritableError, plain_lines, show_json
 from manyhands.core.version import __version__
 
 HELP = """Train an image classifier on one laptop or many machines, with one command.
@@ -169,7 +168,7 @@ def _meant(error: cyclopts.CycloptsError, given: list[str]) -> str:
     if not isinstance(error, cyclopts.UnknownOptionError):
         return ""
     from manyhands.config.load import meant_key
-    from manyhands.core.plugins import nearest
+    from manyhands.core.choices import nearest
 
     known = [name for argument in error.argument_collection for name in argument.names]
     name = (error.token.keyword or error.token.value).partition("=")[0]

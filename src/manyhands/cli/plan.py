@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from manyhands.cli.flags import Help, Model, PlanFlags, load, named
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
-from manyhands.core.shown import plain, say, show, show_json
+from manyhands.core.terminal import plain, say, show, show_json
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from manyhands.core.shown import as_json, show, show_json
+from manyhands.core.terminal import as_json, show, show_json
 
 if TYPE_CHECKING:
     from manyhands.config.load import LoadedJob

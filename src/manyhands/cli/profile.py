@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 from manyhands.cli.flags import Help, Int, JobFlags, Model, Processes, RunFlags, load, named
 from manyhands.cli.printing import align, print_config
 from manyhands.core.errors import UserError
-from manyhands.core.shown import plain, say, show, show_json
+from manyhands.core.terminal import plain, say, show, show_json
 
 if TYPE_CHECKING:
     from manyhands.report.read import RunData

@@ -10,11 +10,11 @@ from cyclopts import Parameter
 from manyhands.cli.flags import Help, Int, Json, RunName, Settings, settings
 from manyhands.cli.printing import align, answer
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.shown import plain, say, show, show_json
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.terminal import plain, say, show, show_json
 
 if TYPE_CHECKING:
-    from manyhands.core.registry import Running
+    from manyhands.core.records import Running
     from manyhands.report.now import Now
 
 NO_LAUNCHER = "no launcher"
@@ -24,8 +24,8 @@ SILENT_S = 60.0
 
 def ps(*, as_json: Annotated[bool, Parameter(name="--json", help="print one JSON array")] = False) -> int:
     """List active runs: machine, running time and progress."""
-    from manyhands.core.registry import headless, registry_folder, running
     from manyhands.report.now import as_object, look
+    from manyhands.run.registry import headless, registry_folder, running
 
     found = [(record, look(record)) for record in running()]
     left = [(record, replace(look(record), state=NO_LAUNCHER)) for record in headless()]
@@ -109,8 +109,7 @@ def why(run: RunName, /, *, as_json: Json = False) -> int:
 
 def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, without saving")] = False) -> int:
     """Ask an active run to save and stop, and wait for its end."""
-    from manyhands.core.resuming import resume_command
-    from manyhands.core.stops import saved_step
+    from manyhands.core.resuming import resume_command, saved_step
     from manyhands.run.find import find_run, head_of_active
     from manyhands.run.stop import stop_headless, stop_run
 

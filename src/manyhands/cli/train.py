@@ -21,7 +21,7 @@ from manyhands.cli.flags import (
 )
 from manyhands.cli.printing import print_config
 from manyhands.core.errors import UserError
-from manyhands.core.shown import show
+from manyhands.core.terminal import show
 
 
 def train(
@@ -102,11 +102,11 @@ def job_or_script(data: str | None, model: str | None, arguments: Sequence[str])
 
 def resume(name: RunName, /, *, flags: ResumeFlags = ResumeFlags(), run: RunFlags = RunFlags()) -> int:
     """Resume a stopped or failed run at the exact next sample, on any number of processes."""
-    from manyhands.core.folder import RunFolder
-    from manyhands.core.registry import headed_here
+    from manyhands.core.run_folder import RunFolder
     from manyhands.report.read import read_run
     from manyhands.run.find import find_reference
     from manyhands.run.own_code import announce_resumed
+    from manyhands.run.registry import headed_here
     from manyhands.run.train import already_running
 
     folder = RunFolder(find_reference(name))

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from manyhands.cli.flags import RunFlags
 from manyhands.cli.printing import answer
+from manyhands.cluster.agents.early import end_early
 from manyhands.cluster.agents.ssh import agent_script, port_words, ssh_words
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.hosts.own import is_here
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.config.load import LoadedJob
-from manyhands.core.early_agent import end_early
 from manyhands.core.errors import UserError
-from manyhands.core.shown import say, show, show_json
+from manyhands.core.terminal import say, show, show_json
 from manyhands.report.changes import refuse_changes
 from manyhands.report.summary import result_lines, result_object
 from manyhands.run.load import load_worker

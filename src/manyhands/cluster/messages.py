@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from manyhands.core.outside import parse_json
+from manyhands.core.files import parse_json
 
 # Both ends must be of one version. It grows with every change of a message.
 VERSION = 6

@@ -8,8 +8,9 @@ from typing import Any, Literal, cast
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from manyhands.checkpoint.options import CheckpointOptions
+from manyhands.core.choices import did_you_mean
 from manyhands.core.options import Options
-from manyhands.core.plugins import did_you_mean, is_object_reference
+from manyhands.core.user_code import is_object_reference
 from manyhands.data.options import DataOptions
 from manyhands.models.options import ModelOptions
 from manyhands.parallel.options import ParallelOptions
@@ -113,22 +114,22 @@ class TrainOptions(Options):
 
     @property
     def built_in(self) -> bool:
-        """True where the optimizer is one of ours."""
+        """True for a built-in optimizer."""
         return self.optimizer in BUILT_IN_OPTIMIZERS
 
     @property
     def measured_precision(self) -> bool:
-        """True where precision or layout is still to be measured."""
+        """True if precision or memory format is chosen by measurement."""
         return "auto" in (self.precision, self.channels_last)
 
     @property
     def custom_code(self) -> tuple[str, ...]:
-        """What may name code of the user's own, as file.py:object."""
+        """The values that may name objects in the user's code, as file.py:object."""
         return (self.loss, self.optimizer, self.schedule, *self.metrics)
 
     @property
     def custom_schedule(self) -> bool:
-        """True where the schedule is one of the user's."""
+        """True if the schedule is an object in the user's code."""
         return self.schedule not in BUILT_IN_SCHEDULES
 
     @field_validator("optimizer", "schedule")
@@ -236,17 +237,17 @@ class ClusterOptions(Options):
 
     @property
     def recovers(self) -> bool:
-        """True where a run restarts automatically after a fault."""
+        """True if the run restarts automatically after a fault."""
         return self.elastic != "off" and not self.debugging
 
     @property
     def debugging(self) -> bool:
-        """True where a rank may be held by a debugger for as long as its user likes."""
+        """True if a debugger can suspend a rank."""
         return self.debug_rank >= 0
 
     @property
     def peer_timeout_s(self) -> float:
-        """Seconds after which a collective gives up on a silent peer."""
+        """The timeout of collectives, in seconds."""
         return _DEBUG_TIMEOUT_S if self.debugging else self.collective_timeout_s
 
     @property
@@ -256,7 +257,7 @@ class ClusterOptions(Options):
 
     @property
     def machines_wanted(self) -> range:
-        """The numbers of machines with which a run starts and restarts."""
+        """The numbers of machines with which the run may start or continue."""
         least, _, most = self.elastic.partition(":")
         return range(int(least) if least.isdecimal() else 1, int(most or 10_000) + 1)
 

@@ -17,10 +17,11 @@ from pydantic import BaseModel, ValidationError
 
 from manyhands.config.job import OBJECT, OF_BUILT_IN_OPTIMIZERS, Job
 from manyhands.config.recipes import recipe_for, recipe_named
+from manyhands.core.choices import did_you_mean, nearest
 from manyhands.core.errors import UserError, shortened
-from manyhands.core.outside import MOST_TOML_BYTES, decoded, parse_toml, read_bytes
-from manyhands.core.plugins import did_you_mean, is_object_reference, nearest
-from manyhands.core.shown import say
+from manyhands.core.files import MOST_TOML_BYTES, decoded, parse_toml, read_bytes
+from manyhands.core.terminal import say
+from manyhands.core.user_code import is_object_reference
 from manyhands.data.known import named
 
 ENVIRONMENT_PREFIX = "MANYHANDS_"

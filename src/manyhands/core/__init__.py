@@ -1,4 +1,4 @@
-"""Words that every part shares: errors, the run folder, records, the world, seeds, finding a choice.
+"""What several packages share: errors, files, the run folder, records, the mesh, seeds, finding a choice.
 
-Nothing here may import another package of manyhands, and nothing imports torch when it is loaded.
+No module here imports another package of manyhands, and only `devices` imports torch.
 """

@@ -6,8 +6,8 @@ import os
 import torch
 
 from manyhands.core.errors import UserError
-from manyhands.core.outside import typed_number
-from manyhands.core.processor import this_processor
+from manyhands.core.files import typed_number
+from manyhands.core.machine import this_processor
 
 # Types of accelerators on which `make test-gpu` has passed. On all others what isn't torch's own default is off, unless
 # the variable names the type (docs/guides/gpu-results.md).

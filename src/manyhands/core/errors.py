@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from manyhands.core.shown import plain
+from manyhands.core.terminal import plain
 
 # Limits of one error, which should fit on one screen.
 MOST_CHARACTERS, MOST_LINES = 1_200, 30

@@ -6,11 +6,8 @@ an all-reduce is a reduce-scatter and an all-gather of p - 1 messages each, of a
 messages.
 """
 
-import functools
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from manyhands.core.mesh import Mesh
 from manyhands.core.quantities import parse_bandwidth
 
 Points = tuple[tuple[float, float], ...]
@@ -99,71 +96,3 @@ def fitted_link(kind: str, processes: int, points: Points) -> LinkSpeed:
         return LinkSpeed(share * large / last_s, 0.0)
     bytes_per_s = share * (large - small) / (last_s - first_s)
     return LinkSpeed(bytes_per_s, max(0.0, first_s - share * small / bytes_per_s) / messages)
-
-
-@dataclass(frozen=True)
-class LinkSpeeds:
-    """Costs of collectives along the axes of a mesh."""
-
-    mesh: Mesh  # the processes
-    axes: tuple[LinkSpeed, ...]  # the link along each axis
-    across: tuple[bool, ...]  # for each axis whether it leads from machine to machine
-
-    @functools.cached_property
-    def alike(self) -> bool:
-        """Whether all axes have the same link."""
-        return len(set(zip(self.axes, self.across, strict=True))) <= 1
-
-    def seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
-        """Seconds of one collective in each group along some axes, all groups at the same time.
-
-        A group over several axes is as slow as its slowest axis. Groups that leave a machine through the same card
-        share it: there are as many as the axes within a machine, other than the group's own, have processes.
-        """
-        axes = tuple(sorted(axes))
-        processes = self.mesh.parts(axes)
-        if processes == 1 or not size_bytes:
-            return 0.0
-        beside = self.mesh.parts(axis for axis, far in enumerate(self.across) if axis not in axes and not far)
-        slowest = 0.0
-        for axis in axes:
-            link = self.axes[axis]
-            if self.across[axis]:
-                link = replace(link, bytes_per_s=link.bytes_per_s / beside)
-            if self.mesh.sizes[axis] > 1:
-                slowest = max(slowest, link_seconds(kind, processes, size_bytes, link))
-        return slowest
-
-    def work_seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
-        """Seconds of one collective in which a process's cores can't compute."""
-        processes = self.mesh.parts(axes)
-        if processes == 1 or not size_bytes:
-            return 0.0
-        return max(work_seconds(kind, processes, size_bytes, self.axes[axis]) for axis in axes)
-
-    def sent_bytes(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
-        """Bytes that a process sends in one collective."""
-        return sent_bytes(kind, self.mesh.parts(axes), size_bytes)
-
-
-def links_of(
-    mesh: Mesh,
-    per_machine: int | None = None,
-    within: LinkSpeed = WITHIN_A_MACHINE,
-    between: LinkSpeed = BETWEEN_MACHINES,
-) -> LinkSpeeds:
-    """Links where the minor axes lie within machines as far as they fit, and all others lead from one to the next.
-
-    Args:
-        mesh: the processes; neighbours in rank share a machine.
-        per_machine: processes of a machine; all of them if None.
-        within: the link between processes of a machine.
-        between: the link between machines.
-    """
-    across: list[bool] = []
-    spanned = 1
-    for size in reversed(mesh.sizes):
-        spanned *= size
-        across.append(per_machine is not None and size > 1 and (spanned > per_machine or per_machine % spanned != 0))
-    across.reverse()
-    return LinkSpeeds(mesh, tuple(between if far else within for far in across), tuple(across))

@@ -1,15 +1,127 @@
-"""Which machine a process is on, as far as other processes are concerned."""
+"""What this process's machine has: its identity, processors and memory, within the limits of a container."""
 
 import contextlib
+import functools
 import os
+import platform
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_STAT = Path("/proc/stat")
+# The resolution of processor times is a hundredth of a second.
+_WATCHED_S = 0.1
+# Instruction sets for bfloat16 as Linux names them: vectors and matrices on x86, the extension of ARM.
+_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def this_machine() -> str:
-    """Equal for processes that share one network stack and see each other's ids: one machine, one container."""
+    """Returns a name that is equal for processes that share network and process ids: of one machine or container."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/pid"):
         with contextlib.suppress(OSError):
             parts.append(os.readlink(path) if "/ns/" in path else Path(path).read_text().strip())  # noqa: PTH115
     return " ".join(parts)
+
+
+def memory() -> tuple[int, int]:
+    """Returns the bytes of memory, and those that are free or can be freed at once, of this machine or container."""
+    system = psutil.virtual_memory()
+    total, free = system.total, system.available
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (int((_CGROUPS / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (line.split() for line in (_CGROUPS / "memory.stat").read_text().splitlines())
+        cached = sum(int(value) for name, value in lines if name == "inactive_file")
+        total, free = min(total, limit), min(free, limit - used + cached)
+    return total, max(0, free)
+
+
+def cores() -> float:
+    """Returns the CPU cores that this process may use by its affinity and by the quotas of its cgroups."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([float(count), *(quota for folder in _cgroups() if (quota := _quota_of(folder)) > 0)])
+
+
+def _cgroups() -> Iterator[Path]:
+    """Yields the folders of this process's cgroups and their parents; a container sees its own as the root."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    yield from (_CGROUPS, _CGROUPS / "cpu")
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if names and "cpu" not in names.split(","):
+            continue
+        inner = Path(path.lstrip("/"))
+        for part in (inner, *inner.parents):
+            yield from (_CGROUPS / ("cpu" if names else "") / part, *([] if names else [_CGROUPS / "unified" / part]))
+
+
+def _quota_of(folder: Path) -> float:
+    with contextlib.suppress(OSError, ValueError):
+        most, period = (folder / "cpu.max").read_text().split()
+        return int(most) / int(period)  # without a quota `most` is the word max
+    with contextlib.suppress(OSError, ValueError):
+        most = (folder / "cpu.cfs_quota_us").read_text()
+        return max(0.0, int(most) / int((folder / "cpu.cfs_period_us").read_text()))
+    return 0.0
+
+
+class Others:
+    """The processor time that other processes have used since the creation of the object; 0 if it is unknown."""
+
+    def __init__(self) -> None:
+        self._began = self._now()
+
+    def share(self) -> float:
+        """Returns the share of all processors' time, 0 to 1, over at least a tenth of a second."""
+        time.sleep(max(0.0, self._began[1] + _WATCHED_S - time.perf_counter()))
+        busy_s, wall_s, own_s = (now - before for now, before in zip(self._now(), self._began, strict=True))
+        total_s = wall_s * (os.cpu_count() or 1)
+        return min(1.0, max(0.0, (busy_s - own_s) / total_s)) if total_s > 0 else 0.0
+
+    def _now(self) -> tuple[float, float, float]:
+        return _busy_seconds(), time.perf_counter(), time.process_time()
+
+
+def _busy_seconds() -> float:
+    """Returns the time that all processors have worked since the machine started."""
+    try:
+        words = _STAT.read_text().split("\n", 1)[0].split()
+        user, nice, system, _idle, _waiting, *rest = map(int, words[1:9])
+    except (OSError, ValueError):
+        return 0.0
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+class Processor(NamedTuple):
+    """A kind of processor."""
+
+    name: str
+    bf16: bool  # has instructions for bfloat16; False if that is unknown
+
+
+@functools.cache
+def this_processor() -> Processor:
+    """Returns the kind of this machine's processor."""
+    text = ""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    return processor_of(text)
+
+
+def processor_of(cpuinfo: str) -> Processor:
+    """Reads the first processor of /proc/cpuinfo, which only Linux has."""
+    rows = [line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines()]
+    values = {key.strip(): value.strip() for key, _, value in rows}
+    keys = ("model name", "CPU part", "cpu model")
+    name = next((values[key] for key in keys if values.get(key)), platform.processor() or platform.machine())
+    flags = set(values.get("flags", values.get("Features", "")).split())
+    # Some clouds give all their processors the same name.
+    known = sorted(flags & (_BF16 | {"avx2", "avx512f"}))
+    return Processor(" ".join([name, *known]), bool(flags & _BF16))

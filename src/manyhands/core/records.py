@@ -1,10 +1,10 @@
-"""The lines of metrics.jsonl and events.jsonl, and other small versioned files of the run folder.
+"""Records in the lines of metrics.jsonl and events.jsonl, and in other small versioned files.
 
-Every record is one JSON object. A reader ignores keys that it doesn't know and refuses a higher version.
+A record is one JSON object. Readers ignore unknown keys and refuse a higher version.
 """
 
 import json
-import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -12,28 +12,24 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 
 from manyhands.core.errors import UserError
-from manyhands.core.outside import MOST_BYTES, parse_json
-from manyhands.core.synced import sync_file, sync_folder
+from manyhands.core.files import MOST_BYTES, append_line, parse_json, write_atomic
 
 VERSION = 1
-# `Failure.error` where a whole machine, or the connection to it, has gone.
-MACHINE_LOST = "MachineLost"
-# The same where a process was killed.
-PROCESS_ENDED = "ProcessEnded"
-# The kind of event by which a head says that machines obey another one.
-REPLACED = "head-replaced"
-# The variable that names the file for a worker's `Failure`, beside the run folder, whose disk may be full.
+MACHINE_LOST = "MachineLost"  # `Failure.error` of a machine that is gone, or that can't be reached
+PROCESS_ENDED = "ProcessEnded"  # `Failure.error` of a process that was killed
+REPLACED = "head-replaced"  # the kind of event of a head whose machines obey another head
+# The environment variable with the path of a worker's `Failure`, outside the run folder, whose disk may be full.
 FAILURE_FILE = "MANYHANDS_FAILURE_FILE"
 
 
-def _word(name: str) -> str:
+def _identifier(name: str) -> str:
     if not name.isidentifier():
         raise ValueError("should be a Python identifier")
     return name
 
 
-# Figures of the user's own by their names.
-Figures = dict[Annotated[str, AfterValidator(_word)], float]
+# The user's own metrics by name.
+Figures = dict[Annotated[str, AfterValidator(_identifier)], float]
 
 
 class Record(BaseModel):
@@ -78,7 +74,7 @@ class PhaseMetrics(Record):
 
 
 class EvaluationMetrics(Record):
-    """One evaluation; each sample of the test split was counted exactly once."""
+    """One evaluation, in which each sample was counted once."""
 
     kind: Literal["evaluation"] = "evaluation"
     epoch: int
@@ -104,9 +100,9 @@ class Event(Record):
 
 
 class EvaluationDetail(Record):
-    """evaluations/best.json and last.json.
+    """The content of evaluations/best.json and last.json.
 
-    `confusion` is sparse: [true class, predicted class, count], counts above zero only.
+    `confusion` is sparse: [true class, predicted class, count], for counts above zero.
     """
 
     epoch: int
@@ -138,80 +134,45 @@ class Failure(Record):
     consequence: bool = Field(default=False, description="True when another process's end caused it")
 
 
+class Running(Record):
+    """An active run in the list of the user's runs; `time` is its start."""
+
+    pid: int = Field(gt=0, description="of the head, the process that owns the run")
+    created: float = Field(description="start of that process, because process ids are reused")
+    host: str = Field(description="the machine of the head")
+    run: str = Field(description="the run folder, as an absolute path")
+    hosts: list[str] = Field(description="machines of the run")
+    command: list[str]
+
+    @property
+    def name(self) -> str:
+        """The name of the run folder."""
+        return Path(self.run).name
+
+    @property
+    def here(self) -> bool:
+        """True if the head is a process of this machine."""
+        return self.host == platform.node()
+
+
 def append(path: Path, record: Record) -> None:
-    """Adds one line; see `append_line`."""
+    """Appends a record to a .jsonl file; see `append_line`."""
     append_line(path, record.model_dump_json())
 
 
-def append_line(path: Path, text: str) -> None:
-    """Adds one line of text, on a line of its own also where an earlier writer was cut short in the middle of one.
-
-    It is one write wherever there is room, since others may write to the same file.
-
-    Raises:
-        OSError: it can't be written, wholly at least: the disk is full, for one.
-    """
-    line = (text + "\n").encode()
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line
-        try:
-            write_all(descriptor, line)
-        except OSError:
-            # What did get there is no line; it goes again unless somebody else has written behind it.
-            if line.startswith(os.pread(descriptor, len(line), size)):
-                os.ftruncate(descriptor, size)
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def write_all(descriptor: int, content: bytes) -> None:
-    """Writes all of it: a single write may take a part only, on a disk that is nearly full or after a signal."""
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
 def write_json(path: Path, content: Any) -> None:
-    """Writes a JSON file by way of a temporary one; see `write_atomic`."""
+    """Writes a record or plain data as a JSON file; see `write_atomic`."""
     text = content.model_dump_json(indent=1) if isinstance(content, BaseModel) else json.dumps(content, indent=1)
     write_atomic(path, text)
 
 
-def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes a file of text by way of a temporary one, so that no reader ever sees half of it.
-
-    Args:
-        path: of the file.
-        text: without its last line end.
-        durable: it is there after a power cut, too, where the disk can promise that.
-
-    Raises:
-        OSError: it can't be written; what was there before still is.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text + "\n", encoding="utf-8")
-        if durable:
-            sync_file(temporary)
-        temporary.replace(path)
-        if durable:
-            sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a .jsonl file as plain objects.
+    """Yields the complete lines of a .jsonl file as plain objects.
 
-    A torn last line is left out, a damaged one, and all after an endless one.
+    Damaged lines are skipped, and so is all that follows a line without an end.
 
     Raises:
-        UserError: this user may not read it.
+        UserError: this user may not read the file.
     """
     if not path.is_file():
         return
@@ -229,12 +190,10 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def line_object(line: bytes) -> dict[str, Any] | None:
-    """A line of records as a plain object; None where it is damaged, as one is whose time is no number."""
+    """Parses a line of a .jsonl file. Returns None if it is damaged or its time is not a number."""
     try:
         content = parse_json(line)
     except ValueError:
         return None
-    if not isinstance(content, dict):
-        return None
-    record = cast(dict[str, Any], content)
+    record = cast(dict[str, Any], content) if isinstance(content, dict) else {"time": None}
     return record if isinstance(record.get("time", 0.0), int | float) else None

@@ -1,7 +1,7 @@
-"""Folders in the system's temporary folder that go with their process, also where that is killed.
+"""Temporary folders that are removed with their process, even if it is killed.
 
-A process that is killed can't remove its own. So it holds a lock in it, which the system frees, and whoever makes the
-next one removes those of this user that nobody holds any more. Where no next one may come, a shell waits for its end.
+A process holds a lock in its folder, which the system releases when the process ends. The next process that creates
+such a folder removes this user's folders without a holder. `swept=True` doesn't wait for a next one.
 """
 
 import multiprocessing.util
@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -22,63 +22,65 @@ from manyhands.core.records import FAILURE_FILE
 
 PREFIX = "manyhands-"
 ALIVE = ".alive"
-# A folder may be there for a moment before its lock is held.
+# Age from which a folder without a holder is abandoned: the lock is taken after the folder is made.
 NEW_S = 60.0
-# A socket's path has at most 107 bytes; multiprocessing adds 32 of them.
-MOST_OF_A_SOCKETS_PATH = 75
-# Where sockets go if TMPDIR is too long.
-_SHORT, _ENTER = ("/tmp", "/var/tmp", "/dev/shm"), os.W_OK | os.X_OK
-# Waits for a line, or for the end of who should have written it. What still ended may put a file there meanwhile.
-SWEEP = 'read -r _; rm -rf -- "$0" || { sleep 1; exec rm -rf -- "$0"; }'
+# The path of a Unix socket has at most 107 bytes, of which multiprocessing adds 32.
+_LONGEST_SOCKET_FOLDER = 75
+# Folders for sockets if TMPDIR is too long.
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+# Waits for a line or for the end of its writer. Processes that are still ending may create a file meanwhile.
+_SWEEP = 'read -r _; rm -rf -- "$0" || { sleep 1; exec rm -rf -- "$0"; }'
 
 
 @contextmanager
 def scratch(purpose: str, *, swept: bool = False) -> Generator[Path]:
-    """A folder that only this user can read, removed with the block; `swept` at once where this process is killed."""
+    """Creates a folder that only this user can read, and removes it after the block.
+
+    Args:
+        purpose: a word in the folder's name.
+        swept: start a shell that removes the folder as soon as this process is killed.
+    """
     for folder in abandoned():
         shutil.rmtree(folder, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))
-    lock = FileLock(folder / ALIVE)
+    shell = None
     try:
-        with lock, _swept(folder) if swept else nullcontext():
+        with FileLock(folder / ALIVE):
+            if swept:
+                command, null = ["sh", "-c", _SWEEP, str(folder)], subprocess.DEVNULL
+                shell = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
+                )
             yield folder
     finally:
+        if shell:
+            shell.communicate(b"\n")
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def _swept(folder: Path) -> Generator[None]:
-    words, nowhere = ["sh", "-c", SWEEP, str(folder)], subprocess.DEVNULL
-    shell = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True)
-    try:
-        yield
-    finally:
-        shell.communicate(b"\n")
-
-
 def of_this_start() -> Path | None:
-    """The folder that a run's processes on this machine share till they end; None where no agent of ours is."""
+    """Returns the folder shared by the workers of this machine until they end; None without an agent."""
     record = os.environ.get(FAILURE_FILE)
     return Path(record).parent if record else None
 
 
 def keep_sockets_of_this_start() -> None:
-    """Puts multiprocessing's sockets into this start's folder: a loader's process that is killed leaves its own behind.
+    """Puts the sockets of multiprocessing into the folder of this start, where killed data workers leave none behind.
 
-    Each process would make a folder of its own when it first passes a tensor on; those that are forked take this one.
-    Where that folder's path is too long for a socket, and the temporary folder's too, they take a shorter place.
+    multiprocessing makes its folder when a process first passes a tensor; forked processes inherit this one. If the
+    path is too long for a socket, the temporary folder or another short folder takes its place.
 
-    Raises RunError: there is none.
+    Raises:
+        RunError: no writable folder has a path that is short enough.
     """
     before = tempfile.gettempdir()
-    places = map(str, filter(None, (of_this_start(), before, *_SHORT)))
-    short = [
-        place for place in places if len(os.fsencode(place)) <= MOST_OF_A_SOCKETS_PATH and os.access(place, _ENTER)
-    ]
-    if not short:
+    for place in map(str, filter(None, (of_this_start(), before, *_SHORT))):
+        if len(os.fsencode(place)) <= _LONGEST_SOCKET_FOLDER and os.access(place, os.W_OK | os.X_OK):
+            break
+    else:
         hints = ("set a shorter path: export TMPDIR=/tmp",)
         raise RunError(f"the path {before} is too long for Unix sockets", "TMPDIR", hints)
-    tempfile.tempdir = short[0]
+    tempfile.tempdir = place
     try:
         multiprocessing.util.get_temp_dir()
     finally:
@@ -86,18 +88,12 @@ def keep_sockets_of_this_start() -> None:
 
 
 def abandoned() -> Iterator[Path]:
-    """This user's scratch folders whose process is gone."""
+    """Yields this user's scratch folders whose process is gone."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):
+        with suppress(OSError, Timeout):
             state = folder.lstat()
             own = stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid()
-            if own and time.time() - state.st_mtime > NEW_S and (folder / ALIVE).is_file() and _is_free(folder):
+            if own and time.time() - state.st_mtime > NEW_S and (folder / ALIVE).is_file():
+                with FileLock(folder / ALIVE, timeout=0):
+                    pass
                 yield folder
-
-
-def _is_free(folder: Path) -> bool:
-    try:
-        with FileLock(folder / ALIVE, timeout=0):
-            return True
-    except Timeout:
-        return False

@@ -13,7 +13,7 @@ import numpy
 from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from manyhands.core.errors import UserError
-from manyhands.core.outside import UnreadableError, open_file
+from manyhands.core.files import UnreadableError, open_file
 
 _USUAL_SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 PICTURE_SUFFIXES = frozenset(_USUAL_SUFFIXES | {".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"})

@@ -5,8 +5,9 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from manyhands.core.choices import load_choice, module_names, read_choice, unknown_choice
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import is_object_reference, load_choice, module_names, read_choice, unknown_choice
+from manyhands.core.user_code import is_object_reference
 
 CHOICES = "manyhands.data.datasets"
 

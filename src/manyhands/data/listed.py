@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy
 
-from manyhands.core.once import one_at_a_time, replacing
-from manyhands.core.outside import parse_json
+from manyhands.core.files import one_at_a_time, parse_json, replacing
 from manyhands.core.scratch import of_this_start
 from manyhands.data.folder import Listing
 from manyhands.data.names import PictureNames

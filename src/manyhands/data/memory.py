@@ -18,8 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from manyhands.core.once import committed, one_at_a_time
-from manyhands.core.outside import read_object
+from manyhands.core.files import committed, one_at_a_time, read_object
 from manyhands.data.decode import CorruptImageError, decode, probe
 from manyhands.data.folder import Listing
 from manyhands.data.pictures import to_tensor

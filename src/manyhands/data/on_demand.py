@@ -17,9 +17,9 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
-from manyhands.core.blame import users_line, users_traceback
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.seeds import derive
+from manyhands.core.user_code import users_line, users_traceback
 from manyhands.data.decode import CorruptImageError, to_mode
 from manyhands.data.pictures import prepare, read_picture, to_tensor
 from manyhands.data.random import epoch_rng

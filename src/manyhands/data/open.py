@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from manyhands.core.choices import load_choice
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import load_choice
 from manyhands.data.gallery import open_whole_folder
 from manyhands.data.known import CHOICES, find_choice, named
 from manyhands.data.layout import read_layout

@@ -8,7 +8,7 @@ from manyhands.core.options import Options
 
 
 class DataOptions(Options):
-    """Which samples, and how they become pixels."""
+    """The data set and the preprocessing."""
 
     name: str = Field(default="digits", description="a data set's name, a folder, or file.py:function")
     dir: str = Field(default="", description="folder of named data sets; empty: the user's cache folder")

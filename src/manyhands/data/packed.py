@@ -25,7 +25,7 @@ import numpy
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from manyhands.core.errors import UserError
-from manyhands.core.outside import open_file, read_object
+from manyhands.core.files import open_file, read_object
 from manyhands.data.names import PictureNames
 
 FORMAT = 1

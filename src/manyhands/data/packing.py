@@ -17,8 +17,7 @@ from typing import Any
 import numpy
 
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.once import one_at_a_time, replacing
-from manyhands.core.outside import read_object
+from manyhands.core.files import one_at_a_time, read_object, replacing
 from manyhands.core.seeds import derive, mix
 from manyhands.data.child import begin_worker
 from manyhands.data.folder import Listing, list_parts

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import UserError
-from manyhands.core.outside import open_file
+from manyhands.core.files import open_file
 from manyhands.data.known import CifarForm
 from manyhands.data.splits import ImagesInMemory, check_labels
 

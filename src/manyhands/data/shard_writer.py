@@ -12,7 +12,7 @@ import numpy
 from PIL import Image
 
 from manyhands.core.errors import UserError
-from manyhands.core.once import replacing
+from manyhands.core.files import replacing
 from manyhands.data.decode import CorruptImageError, decode, is_grey, is_readable
 from manyhands.data.packed import Columns, read_columns, write_columns
 

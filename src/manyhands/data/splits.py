@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from manyhands.core.errors import UserError
-from manyhands.core.shown import plain
+from manyhands.core.terminal import plain
 from manyhands.data.names import PictureNames, lookalike_difference
 from manyhands.data.packed import PackedRows
 from manyhands.data.transforms import Pixels

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from manyhands.core.blame import users_line
+from manyhands.core.choices import load_choice, module_names, unknown_choice
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import is_object_reference, load_choice, load_object, module_names, unknown_choice
+from manyhands.core.user_code import is_object_reference, load_object, users_line
 from manyhands.models.construct import WHERE, refused
 from manyhands.models.needs import ModelNeeds
 from manyhands.models.options import ModelOptions

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import did_you_mean
 
 WHERE = "model.arguments"
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'|multiple values for (?:keyword )?argument '(\w+)'")

@@ -8,7 +8,7 @@ from manyhands.core.options import Options
 
 
 class ModelOptions(Options):
-    """Which network."""
+    """The network."""
 
     name: str = Field(default="cnn", description="mlp, cnn, resnet18 …, torchvision:NAME, or file.py:object")
     pretrained: bool = Field(default=False, description="start from torchvision's published weights")

@@ -9,7 +9,7 @@ import torch
 
 from manyhands.core.download import Digest, download
 from manyhands.core.errors import UserError
-from manyhands.core.once import one_at_a_time
+from manyhands.core.files import one_at_a_time
 
 # torchvision's file names end in the first digits of their SHA-256.
 _DIGEST = re.compile(r"-([0-9a-f]{8,})\.")

@@ -4,8 +4,9 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from manyhands.core.choices import module_names, read_choice, unknown_choice
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import is_object_reference, module_names, read_choice, unknown_choice
+from manyhands.core.user_code import is_object_reference
 
 CHOICES = "manyhands.models.architectures"
 

@@ -1,1 +1,1 @@
-"""Where tensors live: the group of processes, its collectives, and one file per parallel mode."""
+"""Parallel modes, the process group and its collectives."""

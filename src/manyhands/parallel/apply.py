@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from manyhands.core.choices import load_choice
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.needs import Need
-from manyhands.core.plugins import load_choice
 from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODES, USUAL_MODE, check_mode

@@ -1,4 +1,4 @@
-"""The ordinary collectives and subgroups, the same whether there is one process or many."""
+"""Subgroups and their collectives, for one process or many."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -46,7 +46,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
-        """The members' tensors put together, the same on each of them; `tensor` itself is left as it is."""
+        """Combines the members' tensors by `operation` and returns the result on all members."""
         self._require_member()
         put_together, result = _known(operation, "all_reduce"), _own_copy(tensor)
         if self.size > 1:
@@ -66,7 +66,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Member `source`'s tensor; the others give one of the same shape and dtype."""
+        """Returns member `source`'s tensor. The others pass a tensor of the same shape and dtype."""
         sender, result = self._rank_of(source, "broadcast"), _own_copy(tensor)
         if self.size > 1:
             dist.broadcast(result, src=sender, group=self._handle)
@@ -74,7 +74,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The members' tensors, stacked in the order of their ranks: [size, …]."""
+        """Stacks the members' tensors in order, [size, …], on all members."""
         self._require_member()
         if self.size == 1:
             return _own_copy(tensor)[None]
@@ -95,7 +95,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def all_to_all(self, tensors: Tensor) -> Tensor:
-        """Row number `rank` of each member's tensors [size, …], in the order of the members: rows change places."""
+        """Exchanges rows: row i of the result is row `rank` of member i's `tensors`. Both are [size, …]."""
         self._require_member()
         self._require_rows(tensors, "all_to_all")
         mine = _own_copy(tensors)
@@ -107,24 +107,24 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def send(self, tensor: Tensor, target: int) -> None:
-        """Sends a tensor to member `target`, which must call `receive`; waits until it is on its way."""
+        """Sends a tensor to member `target`, which must call `receive`. Blocks until the tensor is sent."""
         dist.send(_own_copy(tensor), dst=self._other(target, "send"), group=self._handle)
 
     @CLOCK.within(COMMUNICATION)
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """What member `source` sends; `tensor` says shape, dtype and device, and is left as it is."""
+        """Receives a tensor from member `source`, with the shape, dtype and device of `tensor`."""
         result = torch.empty_like(_own_copy(tensor))
         dist.recv(result, src=self._other(source, "receive"), group=self._handle)
         return result
 
     def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
-        """Row number `rank` of member `source`'s tensors [size, …]; the others give a tensor of the same shape."""
+        """Returns row `rank` of member `source`'s `tensors` [size, …]. The others pass a tensor of the same shape."""
         self._require_member()
         self._require_rows(tensors, "scatter")
         return self.broadcast(tensors, source)[self.rank].clone()
 
     def reduce_scatter(self, tensors: Tensor, operation: Operation = "sum") -> Tensor:
-        """This process's row of the members' tensors [size, …] put together."""
+        """Combines the members' `tensors` [size, …] by `operation` and returns row `rank`."""
         self._require_rows(tensors, "reduce_scatter")
         return self.all_reduce(tensors, operation)[self.rank].clone()
 
@@ -144,7 +144,7 @@ class Subgroup:
             raise UserError(f"{what} needs {self.size} rows, one for each process, but got {rows}", what)
 
     def _rank_of(self, member: int, what: str) -> int:
-        """A member's rank in the whole run; members are counted from 0 within the group."""
+        """Returns the rank in the run of a member, given by its index in the group."""
         self._require_member()
         if not 0 <= member < self.size:
             hints = (f"give 0 to {self.size - 1}, the index in ranks {', '.join(map(str, self.ranks))}",)
@@ -158,7 +158,7 @@ class Subgroup:
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
-    """A copy whose values lie in memory in one order on all processes, whatever the strides: backends send bytes."""
+    """Returns a contiguous copy, because backends send memory without regard to strides."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -168,12 +168,16 @@ def world_group(world: World) -> Subgroup:
 
 
 def group_timeout(world: World) -> timedelta | None:
-    """How long some processes' group waits for a silent peer; torch's own would be half an hour, whatever the job."""
+    """Returns the timeout of new groups, from the job; torch's default is half an hour."""
     return timedelta(seconds=world.collective_timeout_s) if world.collective_timeout_s else None
 
 
 def new_group(world: World, ranks: Sequence[int]) -> Subgroup:
-    """A subgroup; all processes make the same in one order, members or not. Raises UserError: these are no ranks."""
+    """Creates a subgroup. All processes, members or not, must create the same groups in the same order.
+
+    Raises:
+        UserError: `ranks` are not distinct ranks of the run.
+    """
     members = sorted(ranks)
     if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= world.size:
         raise UserError(f"{list(ranks)} are not distinct ranks from 0 to {world.size - 1}", "new_group")

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import World
 from manyhands.parallel.placement import Extent, Layout, Step, group_sizes, steps_between

@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, bounds, unsharded
+from manyhands.core.mesh import TensorLayout, bounds, unsharded
 from manyhands.core.seeds import mix
 from manyhands.parallel.convert import convert, convert_both
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op

@@ -1,7 +1,6 @@
-"""Splitting a network by hand: a handle on a mesh axis, with collectives whose gradients are right.
+"""Tensor parallelism written by hand: mesh axes with differentiable collectives.
 
-A network is constructed with a mesh, takes an axis of it, holds pieces of parameters and says itself where values are
-put together:
+A network is constructed with a mesh, shards its parameters along an axis, and calls the axis's collectives in forward:
 
     class Net(nn.Module):
         def __init__(self, mesh):
@@ -13,8 +12,8 @@ put together:
             part = self.tp.enter(x) @ self.weight
             return self.tp.all_reduce(part.sum(-1))
 
-Values and gradients are laid out separately (placement.py), so each collective has another one for its backward. Which
-one follows from the chain rule alone: it is the adjoint of the forward one.
+Values and gradients have separate placements (placement.py). The backward of each collective is its adjoint, another
+collective.
 """
 
 import itertools
@@ -27,8 +26,7 @@ from torch import Tensor, nn
 
 from manyhands.core.devices import accelerator
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import bounds
-from manyhands.core.mesh import Mesh, make_mesh, parse_mesh
+from manyhands.core.mesh import Mesh, bounds, make_mesh, parse_mesh
 from manyhands.core.world import World
 from manyhands.parallel.collectives import group_timeout
 from manyhands.parallel.convert import convert_both
@@ -39,13 +37,13 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Grid:
-    """This process's place in a mesh, and its groups. Made by all processes alike, in the same order.
+    """A mesh with its process groups, on this process. All processes create the same meshes in the same order.
 
     Attributes:
         mesh: the axes.
-        world: who takes part; as many as the mesh has places.
-        coordinates: this process's place on each axis.
-        batch: samples of the pass at hand, over all processes; the executor sets it.
+        world: rank, size, device and backend of this process.
+        coordinates: this process's index on each axis.
+        batch: samples of the current micro-batch over all processes, set by the training loop.
     """
 
     def __init__(self, mesh: Mesh, world: World) -> None:
@@ -64,26 +62,30 @@ class Grid:
         return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=patience)[0]
 
     def group(self, axes: Sequence[int]) -> Any:
-        """The process group along some axes that this process is in; None is torch's word for all processes."""
+        """Returns this process's torch process group along the axes; None, as in torch, for all processes."""
         return self._groups[tuple(axis for axis in axes if self.mesh.sizes[axis] > 1)]
 
     def parts(self, axes: Sequence[int]) -> int:
         return self.mesh.parts(axes)
 
     def place(self, axes: Sequence[int]) -> int:
-        """This process's place among them."""
+        """Returns this process's index in its group along the axes."""
         return self.mesh.place(axes, self.world.rank)
 
     def first(self, axes: Sequence[int]) -> bool:
-        """True on the first process along some axes."""
+        """Returns True on the first process along the axes."""
         return all(self.coordinates[axis] == 0 for axis in axes)
 
     def axis(self, *names: str) -> "Axis":
-        """A handle on an axis, or several as if they were one: `mesh.axis("tp")`. Raises UserError: there is none."""
+        """Returns an axis, or several as one: `mesh.axis("tp")`.
+
+        Raises:
+            UserError: the mesh has no such axis.
+        """
         return Axis(self, names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Grid":
-        """Itself: a network may be copied, the processes that run it can't."""
+        """Returns itself: copies of a network use the same process groups."""
         return self
 
     def release(self) -> None:
@@ -94,10 +96,14 @@ class Grid:
 
 
 def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None) -> Grid:
-    """The processes of this run as a mesh, "dp=2,tp=2" or {"dp": 2, "tp": 2}, major to minor; all call it alike.
+    """Arranges all processes as a mesh; a collective.
 
-    They are those of `world`, or else of torch.distributed's group, or this one alone. Raises UserError: it is no mesh,
-    or not of as many processes as there are.
+    Args:
+        sizes: the axes, major to minor: "dp=2,tp=2" or {"dp": 2, "tp": 2}.
+        world: the processes; None for those of torch.distributed's default group, or this process alone without one.
+
+    Raises:
+        UserError: `sizes` is not a mesh, or its size is not the number of processes.
     """
     mesh = (
         sizes if isinstance(sizes, Mesh) else parse_mesh(sizes, "mesh") if isinstance(sizes, str) else make_mesh(sizes)
@@ -119,9 +125,9 @@ def _present_world() -> World:
 
 
 class Axis:
-    """One axis of a mesh, or several as if they were one. On one process every method returns its input.
+    """An axis of a mesh, or several as one. With one process along the axis, all collectives return their input.
 
-    Every process along the axis must call the same methods in the same order.
+    All processes along the axis must call the same methods in the same order.
     """
 
     def __init__(self, grid: Grid, names: Sequence[str]) -> None:
@@ -135,7 +141,7 @@ class Axis:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the mesh's axes, major to minor."""
+        """The names of the axes, major to minor."""
         return tuple(self._grid.mesh.names[axis] for axis in self._axes)
 
     @property
@@ -144,18 +150,20 @@ class Axis:
 
     @property
     def rank(self) -> int:
-        """This process's place among them, from 0."""
+        """This process's index along the axis, from 0."""
         return self._grid.place(self._axes)
 
     def __repr__(self) -> str:
         return f"Axis({','.join(self.names)}, {self.rank} of {self.size})"
 
     def shard(self, tensor: Tensor, dim: int = 0) -> Parameter:
-        """This process's piece of a whole tensor, as a parameter that is marked as cut.
+        """Returns this process's shard of a tensor as a Parameter.
 
-        Every process must make the same whole tensor; with the same seed it does. So the network starts as it would on
-        one process. A parameter that is cut along another axis already is cut once more, in another dimension. Raises
-        UserError: there is no such dimension, it is cut already, or shorter than the axis has processes.
+        All processes must pass the same full tensor (use the same seed), so that the network starts as on one process.
+        A parameter that is sharded over another axis can be sharded again in another dimension.
+
+        Raises:
+            UserError: `dim` does not exist, is sharded already, or is shorter than the number of processes.
         """
         piece, mark = self._piece(tensor, dim, getattr(tensor, "mark", None))
         made = Parameter(piece, tensor.requires_grad or not isinstance(tensor, nn.Parameter))
@@ -163,10 +171,17 @@ class Axis:
         return made
 
     def shard_module(self, module: Module, **dims: int) -> Module:
-        """Cuts parameters and buffers of a whole layer: `tp.shard_module(nn.Linear(8, 6), weight=0, bias=0)`.
+        """Shards parameters and buffers of a layer in place: `tp.shard_module(nn.Linear(8, 6), weight=0, bias=0)`.
 
-        The layer, equal on all processes, is changed and returned; of each parameter or buffer that is cut, give the
-        dimension.
+        Args:
+            module: the layer, with the same full tensors on all processes.
+            dims: the dimension to shard, by name of the parameter or buffer.
+
+        Returns:
+            The layer.
+
+        Raises:
+            UserError: the layer has no such parameter or buffer, or the dimension can't be sharded.
         """
         for name, dim in dims.items():
             tensor = getattr(module, name, None)
@@ -199,30 +214,30 @@ class Axis:
         return piece.clone(memory_format=torch.contiguous_format), Mark((*cuts, (dim, self.names)), shape)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Marks x as the input of work that is split over the axis: identity in forward, all-reduce in backward.
+        """Marks x as the input of sharded work: identity in forward, all-reduce in backward.
 
-        Each process computes only a part of x's gradient; the all-reduce sums the parts. Conjugate of `all_reduce`.
+        Each process computes one term of x's gradient; the all-reduce sums the terms. The adjoint of `all_reduce`.
         """
         return self._turn(x, ("R", "R"), ("R", "P"), x.shape)
 
     def all_reduce(self, y: Tensor) -> Tensor:
-        """Where split work comes together: forward a sum over the axis, backward nothing.
+        """Sums y over the axis: all-reduce in forward, identity in backward.
 
-        Each process's y is a term of the sum. The derivative of a sum by each of its terms is one, so each term's
-        gradient is the sum's, which every process has. (Adding those up would count them `size` times.) Conjugate of
-        `enter`.
+        The gradient of each term is that of the sum, which all processes have; an all-reduce in backward would count
+        it `size` times. The adjoint of `enter`.
         """
         return self._turn(y, ("P", "R"), ("R", "R"), y.shape)
 
     def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
-        """Pieces become the whole: forward an all-gather, backward a slice.
+        """Concatenates the shards of all processes: all-gather in forward, slice in backward.
 
-        What follows must do the same work on every process along the axis, so that each has the whole's gradient; a
-        piece's gradient is its slice of that. Where what follows is split again, write `tp.enter(tp.gather(x, dim))`.
-        Conjugate of `scatter`.
+        The work that follows must be the same on all processes along the axis. If it is sharded again, write
+        `tp.enter(tp.gather(x, dim))`. The adjoint of `scatter`.
 
-        Pieces are as `scatter` gives them: lengths differ by one at most. Without the whole's length in `dim` the
-        processes tell each other, in a small message.
+        Args:
+            x: this process's shard, as `scatter` returns it: lengths differ by at most one.
+            dim: the sharded dimension.
+            length: the full length of `dim`; None to exchange the lengths in a small collective.
         """
         dim = self._dim(x, dim, "gather")
         shape = list(x.shape)
@@ -230,29 +245,31 @@ class Axis:
         return self._turn(x, (dim, "R"), (dim, "R"), shape)
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
-        """The whole becomes pieces: forward a slice, backward an all-gather.
+        """Returns this process's shard of x: slice in forward, all-gather in backward.
 
-        x is whole and equal on every process; each keeps its piece. What comes back is the gradient of the piece, and
-        the whole's gradient is made of all pieces'. Conjugate of `gather`.
+        All processes must pass the same x. The adjoint of `gather`.
         """
         dim = self._dim(x, dim, "scatter")
         return self._turn(x, ("R", dim), ("R", dim), x.shape)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """A sum of which each process keeps a piece: forward a reduce-scatter, backward an all-gather.
+        """Sums x over the axis and returns this process's shard: reduce-scatter in forward, all-gather in backward.
 
-        The same as `all_reduce` and then `scatter`, with half the traffic: each process's x is a term, whose gradient
-        is the whole's, and that is made of all pieces' gradients. Conjugate of `enter(gather(x))`.
+        Equal to `all_reduce` followed by `scatter`, with half the traffic. The adjoint of `enter(gather(x))`.
         """
         dim = self._dim(x, dim, "reduce_scatter")
         return self._turn(x, ("P", dim), ("R", dim), x.shape)
 
     def all_to_all(self, x: Tensor, cut: int, joined: int, length: int | None = None) -> Tensor:
-        """Pieces in one dimension become pieces in another: forward an all-to-all, backward one the other way.
+        """Shards another dimension: all-to-all in forward and backward.
 
-        The same as `gather` in one dimension and then `scatter` in the other, with a fraction of the traffic. Its own
-        conjugate, with the dimensions exchanged. `cut` is whole and is cut, `joined` is put together; without the
-        whole's length in it the processes tell each other, in a small message.
+        Equal to `gather` in `joined` followed by `scatter` in `cut`, with a fraction of the traffic.
+
+        Args:
+            x: this process's shard in dimension `joined`.
+            cut: the dimension to shard.
+            joined: the dimension to concatenate.
+            length: the full length of `joined`; None to exchange the lengths in a small collective.
         """
         cut, joined = self._dim(x, cut, "all_to_all"), self._dim(x, joined, "all_to_all")
         if cut == joined:
@@ -282,7 +299,7 @@ class Axis:
         return dim % tensor.dim()
 
     def _length(self, piece: Tensor, dim: int, length: int | None) -> int:
-        """The whole's length; refused by all processes alike where the pieces' lengths are not those of a cut."""
+        """Returns the full length. All processes raise the same error if the lengths of the shards don't match it."""
         here = piece.shape[dim]
         if self.size == 1:
             lengths = [here]

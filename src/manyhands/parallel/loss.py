@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core.layouts import bounds
+from manyhands.core.mesh import bounds
 from manyhands.parallel.convert import convert
 from manyhands.parallel.execute import SplitNetwork
 from manyhands.parallel.graph import INPUT, LOSS, Graph

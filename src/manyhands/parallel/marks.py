@@ -1,4 +1,4 @@
-"""Parameters that are pieces of larger ones: how a network's author says so, and the layouts that follow from it."""
+"""Marks on sharded parameters and buffers, and the layouts that follow from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout, unsharded
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout, unsharded
 
 # Where a module keeps the marks of its buffers, which lose attributes of their own when they are moved.
 BUFFERS = "cut_buffers"
@@ -22,27 +21,26 @@ Marked = TypeVar("Marked", bound="Parameter")
 
 @dataclass(frozen=True)
 class Mark:
-    """What is known of the whole tensor that a piece belongs to."""
+    """The sharded dimensions and the full shape of a tensor of which this process has a shard."""
 
-    # (dimension, names of the mesh's axes) of each cut; no names: the axes that are not for samples
+    # (dimension, names of mesh axes) for each sharded dimension; no names: all axes but the first, for samples
     cuts: tuple[tuple[int, tuple[str, ...]], ...]
-    # of the whole tensor; None: as many times the piece's length as there are processes
+    # the full shape; None: the shard's length times the number of processes
     shape: tuple[int, ...] | None = None
 
 
 class Parameter(nn.Parameter):
-    """A parameter of which each process may hold a piece.
+    """A parameter of which each process may hold a shard.
 
-    A plain `nn.Module` registers it like any other. Its gradient is not summed over the axes that cut it.
+    Modules register it like any nn.Parameter. Its gradient is not summed over the axes that shard it.
 
     Args:
-        data: this process's piece (all of it where layerwise_parallel is False).
+        data: this process's shard, or the full tensor if layerwise_parallel is False.
         requires_grad: as in torch.
-        layerwise_parallel: the mesh axis that cuts it and the dimension that is cut: ("tp", 1); "tp" alone cuts
-            dimension 0. True cuts over all axes but the mesh's first one, which is for samples (over the only one, if
-            there is one).
-        shape: of the whole tensor; needed where pieces differ in length. With layerwise_parallel=True the dimension is
-            the one in which it differs from the piece. Otherwise the whole is as many pieces, one after the other.
+        layerwise_parallel: the mesh axis and the sharded dimension, ("tp", 1); "tp" shards dimension 0. True shards
+            over all axes but the first, or over the only axis.
+        shape: the full shape; required if the shards differ in length. With layerwise_parallel=True, the first
+            dimension in which it differs from the shard is the sharded one. None: all shards have the same length.
     """
 
     mark: Mark | None
@@ -55,17 +53,17 @@ class Parameter(nn.Parameter):
         layerwise_parallel: bool | str | tuple[str, int] = False,
         shape: Sequence[int] | None = None,
     ) -> "Parameter":
-        """Makes it; the mark is checked against the mesh when the mode is applied."""
+        """Creates the parameter. The mark is checked against the mesh when the network is made parallel."""
         tensor = torch.empty(0) if data is None else torch.as_tensor(data).detach()
         made = super().__new__(cls, tensor, requires_grad)
         made.mark = _read(layerwise_parallel, tuple(tensor.shape), None if shape is None else tuple(shape))
         return made
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Everything is done by then."""
+        """Does nothing: `__new__` does all."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Parameter":
-        """A copy that is marked alike."""
+        """Returns a copy with the same mark."""
         if id(self) not in memo:
             copied = type(self)(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
             copied.mark = self.mark
@@ -95,12 +93,16 @@ def mark_buffer(module: nn.Module, name: str, mark: Mark) -> None:
 
 
 def mark_of(module: nn.Module, name: str) -> Mark | None:
-    """The mark of one of a module's own parameters or buffers."""
+    """Returns the mark of a parameter or buffer that the module itself holds."""
     return getattr(module, BUFFERS, {}).get(name) or getattr(getattr(module, name), "mark", None)
 
 
 def layouts_of(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayout]:
-    """How each tensor of the state dict lies, by the network's marks. Raises UserError: one doesn't fit the mesh."""
+    """Returns the layout of each tensor in the state dict.
+
+    Raises:
+        UserError: a mark doesn't fit the mesh.
+    """
     found: dict[str, TensorLayout] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -111,7 +113,7 @@ def layouts_of(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayou
 
 
 def layout_of(mark: Mark | None, piece: tuple[int, ...], mesh: Mesh, rank: int, name: str) -> TensorLayout:
-    """The layout that a mark means on a mesh."""
+    """Returns the layout of a marked tensor on a mesh."""
     if mark is None:
         return unsharded(piece)
     cuts = tuple(sorted((dim, _numbers(names, mesh, name)) for dim, names in mark.cuts))
@@ -125,14 +127,18 @@ def layout_of(mark: Mark | None, piece: tuple[int, ...], mesh: Mesh, rank: int, 
 
 
 def _numbers(names: tuple[str, ...], mesh: Mesh, where: str) -> tuple[int, ...]:
-    """The axes of a mark; without names those that are not for samples by default."""
+    """Returns the axes of a mark by index; without names, all but the first."""
     if not names:
         return tuple(range(1, len(mesh.axes))) or (0,)
     return axis_numbers(names, mesh, where)
 
 
 def axis_numbers(names: Sequence[str], mesh: Mesh, where: str) -> tuple[int, ...]:
-    """Numbers of named axes, ascending. Raises UserError: the mesh has no such axis, or one is named twice."""
+    """Returns the indices of named axes, ascending.
+
+    Raises:
+        UserError: the mesh has no such axis, or a name is repeated.
+    """
     unknown = [name for name in names if name not in mesh.names]
     if unknown:
         hints = (f"use one of the axes {', '.join(mesh.names)}", "or change --mesh")

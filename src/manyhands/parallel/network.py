@@ -10,8 +10,7 @@ import torch
 import torch.nn.utils as nn_utils
 from torch import Tensor, nn
 
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.core.shares import Share
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.norm import NormGroups, norms_of

@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from manyhands.core.choices import module_names, unknown_choice
 from manyhands.core.options import Options
-from manyhands.core.plugins import module_names, unknown_choice
 
 MODES = "manyhands.parallel.modes"
 # Modes that are taken where no mode is named: usually, by one process alone, for a plan that is followed, and for one
@@ -21,7 +21,7 @@ def check_mode(mode: str) -> None:
 
 
 class ParallelOptions(Options):
-    """Where tensors live, and which process does which part of the work."""
+    """The parallel mode, the mesh and the plan."""
 
     mode: str = Field(
         default=USUAL_MODE,
@@ -60,5 +60,5 @@ class ParallelOptions(Options):
 
     @property
     def searches(self) -> bool:
-        """True where the processes are to search for a plan."""
+        """True if the processes search for a plan."""
         return self.mode == MODE_OF_SEARCHES or (self.mode == MODE_OF_PLANS and self.fill == SEARCH)

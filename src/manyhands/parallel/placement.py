@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from manyhands.core.layouts import bounds
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, bounds
 
 Placement = int | Literal["R", "P"]
 Layout = tuple[Placement, ...]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.core.outside import parse_json
+from manyhands.core.files import parse_json
 from manyhands.core.world import World
 
 

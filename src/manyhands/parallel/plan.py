@@ -8,11 +8,10 @@ from typing import Any
 
 from torch.nn import functional
 
+from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh, parse_mesh
+from manyhands.core.mesh import Mesh, TensorLayout, parse_mesh
 from manyhands.core.plan_record import FORMAT, PlanRecord, no_plan, parse_plan_record, read_plan_record
-from manyhands.core.plugins import did_you_mean
 from manyhands.parallel.graph import INPUT, Graph, Loop, Op
 from manyhands.parallel.options import ParallelOptions
 from manyhands.parallel.strategy import from_mindspore, is_tuples, parse_strategy, parse_tuples, write_strategy
@@ -20,15 +19,15 @@ from manyhands.parallel.strategy import from_mindspore, is_tuples, parse_strateg
 
 @dataclass(frozen=True)
 class Plan:
-    """How the work of a network is split over a mesh.
+    """The strategy of each op of a network on a mesh.
 
     Attributes:
-        mesh: the processes.
-        ops: strategy by op, module path or glob; the last that matches wins.
-        default: of ops that none matches.
-        pinned: keys of `ops` that the user fixed.
-        layouts: how each tensor of the network lies; filled in from the network, for tools that don't have it.
-        about: whatever else the file says: predicted, measured, reason, graph; see `PlanRecord`.
+        mesh: the mesh of processes.
+        ops: strategies by op, module path or glob; the last match applies.
+        default: the strategy of other ops; empty for `fallback`.
+        pinned: the keys of `ops` that the user set.
+        layouts: the layout of each tensor, filled in from the network for tools that don't load it.
+        about: other fields of the file, such as predicted, measured, reason and graph; see `PlanRecord`.
     """
 
     mesh: Mesh
@@ -40,7 +39,7 @@ class Plan:
 
     @property
     def fallback(self) -> str:
-        """The strategy of ops that no pattern matches; by default the samples are split over all axes."""
+        """The strategy of ops that no pattern matches; by default, samples are sharded over all axes."""
         return self.default or f"n@{','.join(self.mesh.names)}"
 
     def record(self) -> PlanRecord:
@@ -58,12 +57,20 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Reads a plan.json that says how ops are split. Raises UserError: there is none, or which field is wrong."""
+    """Reads a plan.json.
+
+    Raises:
+        UserError: the file does not exist, or a field is invalid.
+    """
     return _plan_of_record(read_plan_record(path), str(path))
 
 
 def plan_from_plain(content: Any, where: str) -> Plan:
-    """Reads what `as_plain` wrote, or a person edited. Raises UserError: it is not a plan; says which field."""
+    """Parses the result of `Plan.as_plain`.
+
+    Raises:
+        UserError: a field is invalid.
+    """
     return _plan_of_record(parse_plan_record(content, where), where)
 
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from manyhands.core.layouts import TensorLayout
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.parallel.grid import Grid
 
 # As many bytes as DDP puts into one message: few enough to begin while backward goes on.

@@ -10,9 +10,9 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from manyhands.core.heartbeat import Heartbeat
-from manyhands.core.outside import parse_json
-from manyhands.core.shown import plain
+from manyhands.core.files import parse_json
+from manyhands.core.terminal import plain
+from manyhands.parallel.heartbeat import Heartbeat
 
 # Far above what any process says of itself.
 _MOST_BYTES = 1 << 18

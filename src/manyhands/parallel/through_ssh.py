@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from manyhands.core.errors import PeerError
-from manyhands.core.outside import typed_number
-from manyhands.core.tunnel_ends import TunnelEnds, reach, tunnel_ends
+from manyhands.core.files import typed_number
+from manyhands.parallel.tunnel_ends import TunnelEnds, reach, tunnel_ends
 
 # torch's types know neither the options nor the devices of the class.
 _Gloo: Any = dist.ProcessGroupGloo

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from manyhands.core.choices import module_names
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import module_names
 from manyhands.parallel import graph as graphs
 from manyhands.parallel import weights
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
@@ -29,9 +29,9 @@ _of_users: dict[type[nn.Module], Describe] = {}
 
 
 def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
-    """Says how modules of a class can be split.
+    """Registers a function that declares how modules of a class can be sharded.
 
-    The decorated function gets the op and the ops that it reads, and fills in `op.letters`:
+    The function receives the op and its input ops, and sets `op.letters`, the dimensions that can be sharded:
 
         @manyhands.register_rule(Scale)  # multiplies each channel by a weight [C]
         def scale(op, inputs):

@@ -15,8 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.layouts import bounds
-from manyhands.core.mesh import Mesh
+from manyhands.core.mesh import Mesh, bounds
 from manyhands.core.shares import Span
 from manyhands.core.world import World
 from manyhands.parallel.gradients import Gradients

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from manyhands.core.link_speeds import LinkSpeeds
 from manyhands.core.mesh import Mesh
 from manyhands.data.order import BatchSharing, Share, sharing
 from manyhands.parallel.execute import Letters, batch_axes, input_layouts, output_layouts, parameter_layouts
@@ -14,6 +13,7 @@ from manyhands.parallel.graph import INPUT, LOSS, Graph, Op
 from manyhands.parallel.norm import GroupedNorm
 from manyhands.parallel.placement import Extent, Layout, messages, value_of
 from manyhands.parallel.reduce import bucket_names, summed_over
+from manyhands.planner.mesh_links import LinkSpeeds
 
 FORWARD, BACKWARD, GRADIENTS, STATISTICS = "forward", "backward", "gradients", "statistics"
 # BatchNorm's sums are of 64 bits, so that a large mean costs no precision; labels are as well.
@@ -35,7 +35,7 @@ class Collective:
     op: str = ""  # that causes it; empty where several do
 
     def whole_bytes(self, mesh: Mesh) -> int:
-        """Of the tensor that is whole, as `core.links` counts."""
+        """Of the tensor that is whole, as `core.link_speeds` counts."""
         return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
 
     def seconds(self, links: LinkSpeeds) -> float:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.core.link_speeds import LinkSpeeds
 from manyhands.core.mesh import Mesh
 from manyhands.parallel.execute import Letters, batch_axes, input_layouts, loops_of, output_layouts
 from manyhands.parallel.graph import LOSS, Graph, Op
@@ -24,6 +23,7 @@ from manyhands.planner.collectives import (
     norms_of,
     real_axes,
 )
+from manyhands.planner.mesh_links import LinkSpeeds
 from manyhands.planner.problem import Edge, Matrix, OpChoice, Problem
 from manyhands.planner.work import Work, parameter_part, part
 

@@ -9,7 +9,7 @@ from typing import Any
 import platformdirs
 
 from manyhands.core.errors import UserError
-from manyhands.core.outside import parse_toml, read_bytes
+from manyhands.core.files import parse_toml, read_bytes
 from manyhands.core.quantities import parse_memory
 
 # What training of networks for pictures reaches of the peaks, roughly: between what convolutions and products of usual

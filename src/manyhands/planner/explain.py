@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.core.errors import UserError
+from manyhands.core.files import replacing
 from manyhands.core.mesh import Mesh
-from manyhands.core.once import replacing
 
 _GIB, _MB = 1 << 30, 1e6
 _MANY_SECONDS = 100.0

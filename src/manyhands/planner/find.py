@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.core.link_speeds import LinkSpeeds, links_of
 from manyhands.core.mesh import Mesh, factorisations
 from manyhands.core.shares import check_batch
 from manyhands.parallel.execute import Letters, parameter_layouts
@@ -18,6 +17,7 @@ from manyhands.planner.choose import DATA_PARALLEL, Pick, pick_predicted
 from manyhands.planner.collectives import data_shares, shares
 from manyhands.planner.cost import Known, Prediction, Setting, predict, sketch
 from manyhands.planner.explain import PlanCandidate
+from manyhands.planner.mesh_links import LinkSpeeds, links_of
 from manyhands.planner.op_times import OpTimes
 from manyhands.planner.solve import solve_all, too_large
 from manyhands.planner.timing import Timing

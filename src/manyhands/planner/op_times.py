@@ -12,10 +12,9 @@ from typing import Any
 import platformdirs
 import torch
 
-from manyhands.core.cores import Others, cores
 from manyhands.core.devices import device_name, wait_for
-from manyhands.core.once import replacing
-from manyhands.core.outside import parse_json, read_bytes
+from manyhands.core.files import parse_json, read_bytes, replacing
+from manyhands.core.machine import Others, cores
 from manyhands.planner.timing import BUSY, Timing, quickest
 
 FORMAT = "op-times/2"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from manyhands.core.cores import Others
+from manyhands.core.machine import Others
 from manyhands.core.world import World
 from manyhands.planner.timing import BUSY, Timing, quickest
 from manyhands.planner.trial import PlanCase, Runner

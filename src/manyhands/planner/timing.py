@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from manyhands.core.cores import cores
 from manyhands.core.devices import wait_for
+from manyhands.core.machine import cores
 
 # The machine is busy where others take more than this share of its processors.
 BUSY = 0.15

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from manyhands.checkpoint.trained import find_record
 from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, MEASURED, Job
 from manyhands.config.load import LoadedJob, written_values
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder, free_name
-from manyhands.core.plugins import code_digests
+from manyhands.core.files import free_name
 from manyhands.core.resuming import OBJECTS
-from manyhands.core.trained import find_record
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.user_code import code_digests
 from manyhands.report.read import read_run
 from manyhands.report.summary import status
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.core.once import replacing
+from manyhands.core.files import replacing
 from manyhands.report.read import RunData
 from manyhands.report.summary import steps_per_epoch
 

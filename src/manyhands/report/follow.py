@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.core.folder import RunFolder
-from manyhands.core.outside import open_file
+from manyhands.core.files import open_file
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics, line_object
+from manyhands.core.run_folder import RunFolder
 from manyhands.report.read import parse, parse_metrics
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.core.errors import UserError
-from manyhands.core.once import replacing
+from manyhands.core.files import replacing
 from manyhands.report.drawing import BLUE, GREEN, GREY, VERMILION, house_style, new_figure
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationDetail
-from manyhands.core.shown import plain
+from manyhands.core.terminal import plain
 from manyhands.report.drawing import BLUE, GREY, INK, VERMILION, new_figure
 from manyhands.report.read import RunData
 from manyhands.report.words import percent, shorten

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.core.folder import RunFolder
-from manyhands.core.outside import read_object
-from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
-from manyhands.core.registry import Running
+from manyhands.core.files import read_object
+from manyhands.core.records import EvaluationMetrics, Event, Running, StepMetrics
+from manyhands.core.run_folder import RunFolder
 from manyhands.report.follow import Tail
 from manyhands.report.read import STARTS, parse, parse_metrics
 from manyhands.report.summary import ENDS

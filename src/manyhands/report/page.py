@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from manyhands.core.folder import RunFolder
-from manyhands.core.once import replacing
-from manyhands.core.private import private_files
-from manyhands.core.shown import plain, plain_lines, say
+from manyhands.core.files import private_files, replacing
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.terminal import plain, plain_lines, say
 from manyhands.report import summary, tables, words
 from manyhands.report.mistakes import class_scores, confused_pairs, shown_detail
 from manyhands.report.pictures import PICTURES, draw_all

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 
 from manyhands.core import records
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.outside import parse_toml, read_bytes, read_object
+from manyhands.core.files import parse_toml, read_bytes, read_object
 from manyhands.core.plan_record import PlanRecord, read_plan_record
 from manyhands.core.records import (
     EvaluationDetail,
@@ -25,6 +24,7 @@ from manyhands.core.records import (
     Record,
     StepMetrics,
 )
+from manyhands.core.run_folder import RunFolder
 
 METRICS: dict[str, type[StepMetrics] | type[EvaluationMetrics]] = {"step": StepMetrics, "evaluation": EvaluationMetrics}
 # The words of events that begin a session of work: everything between two of them ran without a pause.

@@ -7,7 +7,7 @@ from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.core.records import Event
-from manyhands.core.shown import plain
+from manyhands.core.terminal import plain
 from manyhands.report.read import RunData
 from manyhands.report.words import duration, moment
 

@@ -13,10 +13,9 @@ from rich.segment import ControlType
 from rich.text import Text
 
 from manyhands.core.errors import UserError
-from manyhands.core.folder import is_full
+from manyhands.core.files import is_full
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
-from manyhands.core.shown import plain
-from manyhands.core.streams import Tolerant
+from manyhands.core.terminal import Tolerant, plain
 from manyhands.report.follow import Follower
 from manyhands.report.line import (
     ScreenProgress,

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from manyhands.core.quantities import percentage
 from manyhands.core.records import StepMetrics
-from manyhands.core.shown import plain
+from manyhands.core.terminal import plain
 
 # Of so few classes five guesses miss none.
 FEW_CLASSES = 5

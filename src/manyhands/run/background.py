@@ -5,10 +5,10 @@ import signal
 import sys
 from pathlib import Path
 
-from manyhands.core.private import private_files
+from manyhands.core.files import private_files
 from manyhands.core.resuming import resume_command
-from manyhands.core.shown import show, show_json
 from manyhands.core.stops import STOPS, handled
+from manyhands.core.terminal import show, show_json
 
 LOG = "head.log"
 

@@ -16,12 +16,12 @@ import psutil
 from filelock import Timeout
 from platformdirs import user_cache_path
 
-from manyhands.core.claim import claim, new_holder
+from manyhands.cluster.agents.claim import claim, new_holder
 from manyhands.core.errors import UserError
-from manyhands.core.registry import running
 from manyhands.core.scratch import PREFIX, abandoned
 from manyhands.data.places import cache_folder
 from manyhands.run.find import find_run
+from manyhands.run.registry import running
 
 # What a process writes to for longer than this has no writer any more.
 OLD_S = 24 * 3600.0

@@ -8,7 +8,7 @@ from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.mirror import Sender
 from manyhands.cluster.agents.protocol import KeepRecords, RunOpened
 from manyhands.core.errors import RunError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 
 # Records are carried so often; at the end a slow line is waited for so long.
 CARRY_S, LAST_S = 0.4, 120.0

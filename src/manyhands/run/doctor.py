@@ -25,8 +25,8 @@ from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK, ManyhandsError
-from manyhands.core.plugins import is_object_reference
 from manyhands.core.scratch import scratch
+from manyhands.core.user_code import is_object_reference
 
 # Machines that have just reached each other need no more for so little.
 COLLECTIVE_S = 30.0

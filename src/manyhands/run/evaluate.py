@@ -9,11 +9,11 @@ from manyhands.cluster.agents.ssh import copied_by
 from manyhands.config.job import OBJECT, Job
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.named_code import announce
 from manyhands.core.plan_record import read_plan_record
 from manyhands.core.resuming import OBJECTS
-from manyhands.core.shown import say
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.terminal import say
+from manyhands.core.user_code import announce
 from manyhands.parallel.options import MODE_OF_PLANS, USUAL_MODE, ParallelOptions
 from manyhands.run.load import load_worker
 from manyhands.run.logs import read_places

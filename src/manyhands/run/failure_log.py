@@ -8,16 +8,16 @@ from typing import Any
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import REPLACED, Event, Failure, append, read_lines, write_json
-from manyhands.core.stops import saved_step, unsaved
+from manyhands.core.resuming import saved_step, unsaved
+from manyhands.core.run_folder import RunFolder
 
 # What says whether the processes of the last start have come to a stop.
 _TURNS = {"started", "stopping", "stopped"}
 
 
 def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> ManyhandsError:
-    """Notes, and tells, that a run ended at the user's wish without a save; for the rest see `core.stops.unsaved`."""
+    """Records and returns the error of a run that the user stopped without a save; see `core.resuming.unsaved`."""
     step = saved_step(folder)
     error = unsaved(folder.path, step, hung, idle=idle)
     kind = "stopped" if error.exit_code == EXIT_SAVED else "interrupted"

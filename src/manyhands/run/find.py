@@ -4,14 +4,15 @@ import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from manyhands.core.claim import agents_work
+from manyhands.cluster.agents.claim import agents_work
+from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.plugins import did_you_mean
-from manyhands.core.registry import Running, head_of, headless, running
+from manyhands.core.records import Running
 from manyhands.core.resuming import resume_command
-from manyhands.core.shown import say
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.terminal import say
 from manyhands.report.read import newest_runs, no_run
+from manyhands.run.registry import head_of, headless, running
 
 RUNS = Path("runs")
 # The word for the run that was started last.

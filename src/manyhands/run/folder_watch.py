@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from manyhands.core.folder import RunFolder, free_name, holds_run
+from manyhands.core.files import free_name
+from manyhands.core.run_folder import RunFolder, holds_run
 from manyhands.core.stops import request_stop
 
 # Seconds between two looks, and how long a job file may be missing while it is replaced.

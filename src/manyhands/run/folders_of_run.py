@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from manyhands.cluster.agents.assemble import AgentLinks
+from manyhands.cluster.agents.claim import new_holder, run_id
 from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.mirror import Receiver, pieces_of
 from manyhands.cluster.agents.protocol import KeepRecords, OpenRun, RunOpened
-from manyhands.core.claim import new_holder, run_id
 from manyhands.core.errors import RunError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.run.pending import PendingMachines, RejoinInfo
 
 # Records that wait for a slow line.

@@ -7,7 +7,7 @@ from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Watch
 from manyhands.cluster.hosts.inventory import Rendezvous
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.run.recovery import Recovery
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from manyhands.cluster.agents.assemble import AgentLinks, assembled, prepare, refuse_doubles
+from manyhands.cluster.agents.claim import run_id
 from manyhands.cluster.agents.code import code_files
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.mirror import Receiver
@@ -17,12 +18,10 @@ from manyhands.cluster.agents.supervise import supervise_once
 from manyhands.cluster.doctor.questions import AskClock
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import Job
-from manyhands.core.claim import run_id
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import read_lines
-from manyhands.core.registry import remember_reach
-from manyhands.core.stops import saved_step
+from manyhands.core.resuming import saved_step
+from manyhands.core.run_folder import RunFolder
 from manyhands.report.terminal import Screen
 from manyhands.run.doctor import LISTENING, facts_wanted
 from manyhands.run.failure_log import ends_noted, note_replaced, starts_and_stops
@@ -32,6 +31,7 @@ from manyhands.run.on_machines import AgentMachines
 from manyhands.run.pending import PendingMachines
 from manyhands.run.preflight import check_machines, judge
 from manyhands.run.recovery import Recovery
+from manyhands.run.registry import remember_reach
 from manyhands.run.script import shown
 from manyhands.run.train import Outcome, check_names, conclude, run_folder, watch_on
 

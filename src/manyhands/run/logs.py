@@ -19,10 +19,10 @@ from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job, written_values
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.outside import open_file, parse_json, read_bytes
-from manyhands.core.registry import head_of, is_running, remembered_reach
+from manyhands.core.files import open_file, parse_json, read_bytes
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
+from manyhands.run.registry import head_of, is_running, remembered_reach
 
 POLL_S = 0.2
 ANSWER_S = 20.0

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.cluster.agents.assemble import AgentLinks
+from manyhands.cluster.agents.claim import Term, raise_term, term_in
 from manyhands.cluster.agents.code import with_absolute_paths
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
 from manyhands.cluster.agents.ending import Ending, first_cause
@@ -19,11 +20,10 @@ from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import with_machines
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.stops import saved_step
-from manyhands.core.terms import Term, raise_term, term_in
-from manyhands.core.tunnel_ends import VARIABLE
+from manyhands.core.resuming import saved_step
+from manyhands.core.run_folder import RunFolder
 from manyhands.parallel.ports import loopback_interface
+from manyhands.parallel.tunnel_ends import VARIABLE
 from manyhands.run.copies import RecordsCopy, copy_of_records
 from manyhands.run.folders_of_run import REPLACED, FoldersOfRun
 from manyhands.run.pending import PendingMachine, PendingMachines, RefusedError, RejoinInfo

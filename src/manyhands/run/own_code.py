@@ -4,16 +4,16 @@ import shlex
 from pathlib import Path
 
 from manyhands.checkpoint.find import read_state
+from manyhands.checkpoint.trained import TrainedNetwork, find_record
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.named_code import announce, refuse_other_users
-from manyhands.core.registry import remembered_reach
 from manyhands.core.resuming import in_python, resume_command
-from manyhands.core.shown import say
-from manyhands.core.trained import TrainedNetwork, find_record
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.terminal import say
+from manyhands.core.user_code import announce, refuse_other_users
+from manyhands.run.registry import remembered_reach
 
 
 def record_of(checkpoint: Path) -> TrainedNetwork | None:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.core.cores import cores
 from manyhands.core.errors import UserError
+from manyhands.core.machine import cores
 from manyhands.core.stops import ended_like_ctrl_c
 from manyhands.data.pack_choice import place_of_pack
 from manyhands.data.packed import PackedSet, altered, altered_shards, is_pack, open_pack

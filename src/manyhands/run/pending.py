@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.cluster.agents.assemble import clock_offset, open_agent
+from manyhands.cluster.agents.claim import run_id
 from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, LinkClosed, answer_to
 from manyhands.cluster.agents.protocol import Hello, InspectRun, Prepare, RunInspected, TakeCode
 from manyhands.cluster.agents.ssh import explain_contact
@@ -13,9 +14,8 @@ from manyhands.cluster.doctor.findings import Facts
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import Request
 from manyhands.config.job import Job
-from manyhands.core.claim import run_id
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.run.doctor import facts_wanted
 
 # Between two attempts: a part of the time that a machine has been away.

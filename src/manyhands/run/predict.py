@@ -6,7 +6,7 @@ from pathlib import Path
 from manyhands.cluster.rendezvous import participate
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.core.named_code import announce
+from manyhands.core.user_code import announce
 from manyhands.run.evaluate import resolve_checkpoint
 from manyhands.run.load import load_worker
 from manyhands.run.own_code import record_of

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from manyhands.config.job import OBJECT, Job, TrainOptions
 from manyhands.config.load import ONE_WORD, is_switch, known_keys, load_on, meant_key
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError, UserError
-from manyhands.core.folder import NOWHERE, RunFolder
-from manyhands.core.named_code import announce
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.resuming import OBJECTS
+from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.stops import RECEIVED
+from manyhands.core.user_code import announce
 from manyhands.core.world import ProcessInfo
 from manyhands.report.changes import refuse_changes
 from manyhands.report.page import write_report

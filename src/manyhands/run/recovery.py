@@ -7,7 +7,6 @@ from contextlib import suppress
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, RunError
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import (
     MACHINE_LOST,
     PROCESS_ENDED,
@@ -18,7 +17,8 @@ from manyhands.core.records import (
     read_lines,
     write_json,
 )
-from manyhands.core.stops import saved_step
+from manyhands.core.resuming import saved_step
+from manyhands.core.run_folder import RunFolder
 from manyhands.report.now import end_of
 from manyhands.report.read import parse_metrics
 

@@ -13,8 +13,9 @@ from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import EXIT_INTERRUPTED, ManyhandsError, UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.records import Event, append, write_all
+from manyhands.core.files import write_all
+from manyhands.core.records import Event, append
+from manyhands.core.run_folder import RunFolder
 from manyhands.report.terminal import Screen
 
 # Of the sections of a job these alone concern a script; the rest is what it decides by itself.

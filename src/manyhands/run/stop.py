@@ -8,13 +8,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from manyhands.core.claim import agents_here, agents_work
+from manyhands.cluster.agents.claim import Term, agents_here, agents_work, raise_term, term_in
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.records import Event
-from manyhands.core.registry import Running, headed_here, headless, is_running, signal_head
-from manyhands.core.terms import Term, raise_term, term_in
+from manyhands.core.records import Event, Running
+from manyhands.core.run_folder import RunFolder
 from manyhands.report.now import look
+from manyhands.run.registry import headed_here, headless, is_running, signal_head
 
 POLL_S = 0.1
 # A head takes up one signal before the next; two at once may arrive as one.

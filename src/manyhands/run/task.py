@@ -7,12 +7,12 @@ from typing import Any, Literal
 from manyhands.cluster.agents.orders import orders_for
 from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.agents.supervise import Watch, supervise
+from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.config.job import Job
-from manyhands.core.failures import Failed, as_error
-from manyhands.core.folder import RunFolder
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
-from manyhands.core.shown import say
+from manyhands.core.terminal import say
 from manyhands.run.load import load_worker
 from manyhands.run.train import failure_of, place_of
 

@@ -16,16 +16,17 @@ import tomli_w
 from filelock import FileLock, Timeout
 
 from manyhands.checkpoint.find import resolve
+from manyhands.cluster.agents.claim import Term, claim, new_holder, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.agents.debugger import attach_notice
+from manyhands.cluster.agents.early import FILES, FILES_EACH, end_early, raise_file_limit
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.supervise import Watch, supervise_once
+from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.rendezvous import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
 from manyhands.config.load import read_toml
-from manyhands.core.claim import claim, new_holder, run_id, set_run_id
-from manyhands.core.early_agent import FILES, FILES_EACH, end_early, raise_file_limit
 from manyhands.core.errors import (
     EXIT_DOCTOR,
     EXIT_FAILED,
@@ -37,28 +38,15 @@ from manyhands.core.errors import (
     RunError,
     UserError,
 )
-from manyhands.core.failures import Failed, as_error
-from manyhands.core.folder import (
-    NOWHERE,
-    RunFolder,
-    free_run_folder,
-    new_run_folder,
-    remove_new,
-    topmost_missing,
-    use_run_folder,
-    write_job,
-    writing_into,
-)
+from manyhands.core.files import private_files
 from manyhands.core.mesh import parse_mesh
-from manyhands.core.plugins import refuse_no_code
-from manyhands.core.private import private_files
-from manyhands.core.registry import headed_here, registered
-from manyhands.core.resuming import OBJECTS, names_resume, resume_command
+from manyhands.core.resuming import OBJECTS, kept_step, names_resume, resume_command
+from manyhands.core.run_folder import NOWHERE, RunFolder, use_run_folder, write_job, writing_into
 from manyhands.core.scratch import scratch
 from manyhands.core.shares import check_batch
-from manyhands.core.shown import say
-from manyhands.core.stops import ended_like_ctrl_c, kept_step
-from manyhands.core.terms import Term, raise_term, term_in
+from manyhands.core.stops import ended_like_ctrl_c
+from manyhands.core.terminal import say
+from manyhands.core.user_code import refuse_no_code
 from manyhands.core.world import ProcessInfo
 from manyhands.data.known import find_choice
 from manyhands.models.published import check_network
@@ -70,7 +58,9 @@ from manyhands.run.failure_log import ends_noted, interrupted, note_cause, note_
 from manyhands.run.folder_watch import FolderWatch
 from manyhands.run.here import Here
 from manyhands.run.load import load_worker
+from manyhands.run.new_folder import free_run_folder, new_run_folder, remove_new, topmost_missing
 from manyhands.run.recovery import Recovery
+from manyhands.run.registry import headed_here, registered
 from manyhands.run.script import note_end, shown, stopping
 from manyhands.sync.choose import check_method
 

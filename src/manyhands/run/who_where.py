@@ -7,8 +7,8 @@ from manyhands.cluster.agents.open_tunnels import TunnelRoutes
 from manyhands.cluster.agents.protocol import RunOpened
 from manyhands.cluster.agents.store_tunnel import StorePlaces
 from manyhands.cluster.hosts.inventory import Address
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import write_json
+from manyhands.core.run_folder import RunFolder
 
 
 def describe(

@@ -7,21 +7,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manyhands.core.claim import agents_work
+from manyhands.cluster.agents.claim import Term, agents_work, term_in
+from manyhands.cluster.failures import users_place
 from manyhands.core.errors import shortened
-from manyhands.core.failures import users_place
-from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure
-from manyhands.core.registry import Running, head_of
-from manyhands.core.resuming import names_resume, resume_command
-from manyhands.core.shown import plain
-from manyhands.core.stops import kept_step
-from manyhands.core.terms import Term, term_in
+from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure, Running
+from manyhands.core.resuming import kept_step, names_resume, resume_command
+from manyhands.core.terminal import plain
 from manyhands.report import summary
 from manyhands.report.read import RunData, read_run
 from manyhands.report.time_shares import slow_rank
 from manyhands.report.words import ago, duration
 from manyhands.run.find import find_reference
 from manyhands.run.logs import read_places
+from manyhands.run.registry import head_of
 
 _SHOWN = 3
 _LONGEST = 300

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from manyhands.core.plugins import unknown_choice
+from manyhands.core.choices import unknown_choice
 from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.method import methods, synchronizes_every_update
 from manyhands.sync.options import AUTO, SyncOptions

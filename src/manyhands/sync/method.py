@@ -3,8 +3,8 @@
 import functools
 from typing import Any
 
+from manyhands.core.choices import load_choice, module_names
 from manyhands.core.needs import Need, missing
-from manyhands.core.plugins import load_choice, module_names
 
 METHODS = "manyhands.sync.methods"
 _LAST = 1000

@@ -17,7 +17,7 @@ def _names() -> str:
 
 
 class CommonOptions(Options):
-    """When replicas agree and what they send."""
+    """Gradient synchronization."""
 
     method: str = Field(default="allreduce", description=_names())
     within: Literal["auto", "machine", "process"] = Field(

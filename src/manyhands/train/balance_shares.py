@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from manyhands.core.cores import cores
 from manyhands.core.devices import device_name, is_accelerator
-from manyhands.core.memory import memory
+from manyhands.core.machine import cores, memory
 from manyhands.core.shares import Share
 from manyhands.data.order import ALIGNED_SHARE_LIMIT, group_edges
 from manyhands.parallel.options import USUAL_MODE

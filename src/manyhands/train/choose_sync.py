@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands.config.job import Job
+from manyhands.core.choices import module_names
 from manyhands.core.errors import UserError
-from manyhands.core.journal import Journal
 from manyhands.core.link_speeds import LinkSpeed, named_link
 from manyhands.core.needs import FINITE_GRADIENTS, OWN_STATISTICS, Need
-from manyhands.core.plugins import module_names
 from manyhands.core.world import World
 from manyhands.parallel.apply import MODES, offers_of
 from manyhands.parallel.network import ModeRequest
@@ -26,6 +25,7 @@ from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.sync.method import methods, refused, synchronizes_every_update
 from manyhands.sync.synchronizer import Places, Synchronizer
 from manyhands.train.communication import CommunicationMonitor
+from manyhands.train.journal import Journal
 from manyhands.train.synchronizer import machines_of, make_synchronizer, new_group, places_of
 
 # What a job offers to sync methods unless it says otherwise.

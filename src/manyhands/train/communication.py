@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from manyhands.core.journal import Journal
 from manyhands.core.resuming import resume_command
 from manyhands.sync.choose import EXACT, choose, words_of
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.options import SyncOptions
+from manyhands.train.journal import Journal
 
 # Less than this share of the time isn't worth a line.
 _LONG = 1 / 3

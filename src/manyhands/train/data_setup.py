@@ -10,7 +10,6 @@ from torch import Tensor
 
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, UserError
-from manyhands.core.journal import Journal
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
@@ -21,6 +20,7 @@ from manyhands.data.splits import ImageFiles, Splits, UserSamples
 from manyhands.data.transforms import Pixels
 from manyhands.data.workers import worker_count
 from manyhands.models.build import describe
+from manyhands.train.journal import Journal
 from manyhands.train.objects import Objects
 from manyhands.train.same_data import refuse_other_data
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.layouts import bounds
+from manyhands.core.mesh import bounds
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
 from manyhands.data.order import dealt_blocks, evaluation_blocks
@@ -34,12 +34,12 @@ class Evaluation:
     """The result of an evaluation.
 
     Attributes:
-        count: samples evaluated, the length of the split.
-        loss: mean cross-entropy (or mean negative log-likelihood).
-        top1: share of samples whose first guess is right.
-        top5: share of samples whose label is among the first five guesses.
-        cells: int64 [cells, 3]: true class, guessed class, samples; of the confusion matrix where it isn't zero.
-        classes: rows and columns of that matrix: the classes, and outputs beyond them up to the last that was guessed.
+        count: the number of samples.
+        loss: the mean cross-entropy, or the mean negative log-likelihood.
+        top1: top-1 accuracy, 0 to 1.
+        top5: top-5 accuracy, 0 to 1.
+        cells: int64 [cells, 3], the nonzero cells of the confusion matrix: true class, predicted class, samples.
+        classes: the number of rows and columns of the matrix: the classes, and further outputs if predicted.
         seconds: the duration of the evaluation.
         metrics: the user's metrics, by name.
     """
@@ -54,12 +54,12 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     def figure(self, name: str) -> float:
-        """Top-1, top-5, loss or a figure of the user's own."""
+        """Returns top1, top5, loss or a metric of the user by name."""
         return self.metrics[name] if name in self.metrics else getattr(self, name)
 
     @property
     def confusion(self) -> Tensor:
-        """The confusion matrix, int64 [classes, classes], rows are true classes."""
+        """The confusion matrix, int64 [classes, classes]. Rows are true classes, columns predicted ones."""
         matrix = torch.zeros(self.classes, self.classes, dtype=torch.int64)
         matrix[self.cells[:, 0], self.cells[:, 1]] = self.cells[:, 2]
         return matrix

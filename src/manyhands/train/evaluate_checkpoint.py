@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.trained import TrainedNetwork, find_record, parse_record
 from manyhands.config.job import Job
-from manyhands.core.folder import RunFolder
+from manyhands.core.choices import module_names
 from manyhands.core.mesh import Mesh, parse_mesh
-from manyhands.core.plugins import module_names
-from manyhands.core.trained import TrainedNetwork, find_record, parse_record
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.open import resolve_pixels
 from manyhands.data.options import DataOptions

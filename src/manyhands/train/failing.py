@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from manyhands.core.blame import users_traceback
 from manyhands.core.errors import EXIT_INTERRUPTED, ManyhandsError, RunError
 from manyhands.core.records import Failure
+from manyhands.core.user_code import users_traceback
 from manyhands.core.world import World
 from manyhands.parallel.gradients import AUTOCAST, Gradients
 from manyhands.parallel.network import ParallelNetwork, full_batch

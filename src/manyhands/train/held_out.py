@@ -5,7 +5,7 @@ from pathlib import Path
 from manyhands.checkpoint import layout
 from manyhands.checkpoint.verify import verify
 from manyhands.core.errors import UserError
-from manyhands.core.outside import read_object
+from manyhands.core.files import read_object
 from manyhands.core.phases import CLOCK, EVALUATION
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationDetail

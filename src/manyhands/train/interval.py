@@ -6,10 +6,10 @@ import statistics
 import time
 from collections import deque
 
-from manyhands.core.folder import RunFolder
-from manyhands.core.journal import Journal
 from manyhands.core.records import read_lines
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
+from manyhands.train.journal import Journal
 
 # Until a save was measured, and never more often or seldom.
 FIRST_S, SHORTEST_S, LONGEST_S = 10.0, 10.0, 1800.0

@@ -9,12 +9,11 @@ from torch import nn
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.journal import Journal
-from manyhands.core.layouts import TensorLayout
+from manyhands.core.mesh import TensorLayout
 from manyhands.core.quantities import short_time
 from manyhands.core.resuming import resume_command
-from manyhands.core.shown import plain
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.terminal import plain
 from manyhands.core.world import World
 from manyhands.data.order import Order
 from manyhands.data.splits import Splits, describe_samples
@@ -28,6 +27,7 @@ from manyhands.train.compiled import compiled
 from manyhands.train.data_setup import DTYPES, DataSetup, Objects, name_outputs, open_samples, pixels_for
 from manyhands.train.evaluators import evaluate_as_shared, make_evaluator, make_tester
 from manyhands.train.feed import Feed
+from manyhands.train.journal import Journal
 from manyhands.train.loss import LossFn, make_loss_fn
 from manyhands.train.network import initialize_from_data, make_model, refuse_other_head, without_first_weights
 from manyhands.train.optimize import make_optimizer, total_steps

@@ -4,10 +4,10 @@ import math
 import time
 from collections.abc import Iterator
 
-from manyhands.core.folder import NOWHERE
 from manyhands.core.phases import CLOCK, COMPUTE, DATA, OTHER, RECORDS, SAVING
 from manyhands.core.quantities import percentage
 from manyhands.core.records import StepMetrics
+from manyhands.core.run_folder import NOWHERE
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.epoch_end import record_epoch
 from manyhands.train.evaluate import Interrupted

@@ -14,8 +14,8 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from manyhands.config.job import OBJECT, TrainOptions
+from manyhands.core.choices import unknown_choice
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import unknown_choice
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.loss import summed_over_samples
 from manyhands.train.objects import brought

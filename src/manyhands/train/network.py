@@ -11,7 +11,6 @@ from manyhands.checkpoint.load import load
 from manyhands.checkpoint.snapshot import Snapshot, fitted
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.core.journal import Journal
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.random import spread
@@ -20,6 +19,7 @@ from manyhands.models.build import build_model, describe, resolve_model
 from manyhands.models.first_look import INITIALIZATION_SAMPLES, InitializedFromData
 from manyhands.parallel.grid import Grid
 from manyhands.train.data_setup import DataSetup, Objects, make_loader
+from manyhands.train.journal import Journal
 from manyhands.train.state import load_snapshot, split_state
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.config.job import OBJECT
 from manyhands.core.errors import UserError, shortened
-from manyhands.core.plugins import is_object_reference, load_object
+from manyhands.core.user_code import is_object_reference, load_object
 
 if TYPE_CHECKING:
     from manyhands.train.epoch_end import AtEpochEnd

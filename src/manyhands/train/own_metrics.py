@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from manyhands.config.job import OBJECT
-from manyhands.core.blame import users_line
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import load_object
+from manyhands.core.user_code import load_object, users_line
 
 _WHERE = "train.metrics"
 # Samples of made-up outputs that a metric is tried on.

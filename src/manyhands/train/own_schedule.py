@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.config.job import TrainOptions
-from manyhands.core.blame import users_line
 from manyhands.core.errors import UserError
+from manyhands.core.user_code import users_line
 from manyhands.train.objects import brought
 from manyhands.train.optimize import learning_rate
 from manyhands.train.own_optimizer import set_learning_rate, with_own_rate

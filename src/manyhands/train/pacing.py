@@ -4,11 +4,11 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
-from manyhands.core.journal import Journal
 from manyhands.core.world import World
 from manyhands.sync.costs import Cost
 from manyhands.sync.synchronizer import Synchronizer, Timed
 from manyhands.train.heartbeat import stood_still
+from manyhands.train.journal import Journal
 
 # A process is slow that takes so many times as long as the others' median, in so many agreements one after the other.
 _SLOW, _TIMES = 1.3, 3

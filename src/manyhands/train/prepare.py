@@ -12,14 +12,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from manyhands.checkpoint.tensors import unflatten
+from manyhands.checkpoint.trained import find_record
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import NOWHERE, RunFolder
-from manyhands.core.journal import Journal
 from manyhands.core.mesh import parse_mesh
 from manyhands.core.phases import CLOCK
-from manyhands.core.shown import say
-from manyhands.core.trained import find_record
+from manyhands.core.run_folder import NOWHERE, RunFolder
+from manyhands.core.terminal import say
 from manyhands.core.world import World
 from manyhands.data.objects import has_targets
 from manyhands.parallel.apply import follows_plan, resolve_mode
@@ -33,6 +32,7 @@ from manyhands.train.compiled import keep_compiled
 from manyhands.train.data_setup import class_names, open_samples, open_splits
 from manyhands.train.feed import Feed
 from manyhands.train.job import record_setup, refuse_uncuttable, resume, say_expected, set_determinism
+from manyhands.train.journal import Journal
 from manyhands.train.objects import Objects, digest_objects
 from manyhands.train.optimize import total_steps
 from manyhands.train.own_optimizer import make_custom, mark_own

@@ -10,7 +10,7 @@ from manyhands.checkpoint.foreign import write_foreign
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.config.job import Job, TrainOptions
 from manyhands.core.errors import UserError
-from manyhands.core.outside import read_object
+from manyhands.core.files import read_object
 from manyhands.core.records import write_json
 from manyhands.train.optimize import learning_rate
 from manyhands.train.state import Progress, capture

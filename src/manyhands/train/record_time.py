@@ -2,9 +2,9 @@
 
 import time
 
-from manyhands.core.folder import NOWHERE
 from manyhands.core.phases import CLOCK, PHASES
 from manyhands.core.records import PhaseMetrics
+from manyhands.core.run_folder import NOWHERE
 from manyhands.parallel.plain import gather_plain
 from manyhands.train.trainer import Trainer
 

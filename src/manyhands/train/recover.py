@@ -17,8 +17,8 @@ from manyhands.checkpoint.source import Source, open_checkpoint
 from manyhands.checkpoint.tensors import flatten, unflatten
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.stops import saved_step
+from manyhands.core.resuming import saved_step
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import compare_replicas
 from manyhands.parallel.plain import broadcast_plain, broadcast_tensors

@@ -3,10 +3,10 @@
 import platform
 import secrets
 
-from manyhands.core.folder import NOWHERE, RunFolder
-from manyhands.core.journal import Journal
+from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.train.journal import Journal
 
 
 def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int, range]:

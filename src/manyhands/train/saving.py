@@ -14,14 +14,14 @@ from manyhands.checkpoint.kept import prune
 from manyhands.checkpoint.refuse import SaveError
 from manyhands.checkpoint.save import save as commit
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.trained import STATE_KEY
 from manyhands.checkpoint.verify import TornCheckpointError, read_manifest
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.folder import NOWHERE
-from manyhands.core.memory import memory
+from manyhands.core.machine import memory
 from manyhands.core.phases import CLOCK, EVALUATION, SAVING
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.resuming import resume_command
-from manyhands.core.trained import STATE_KEY
+from manyhands.core.run_folder import NOWHERE
 from manyhands.parallel.plain import gather_plain
 from manyhands.train.background import NOT_FINITE, SAVED, SaveOutcome
 from manyhands.train.diagnose import explain_lost

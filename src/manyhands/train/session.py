@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
+from manyhands.checkpoint.trained import noted_pictures
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED, UserError
-from manyhands.core.folder import RunFolder
 from manyhands.core.phases import CLOCK, EVALUATION
-from manyhands.core.trained import noted_pictures
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.loader import Loader
 from manyhands.data.objects import has_targets

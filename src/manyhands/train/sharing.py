@@ -4,7 +4,6 @@ from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.core.journal import Journal
 from manyhands.core.shares import check_batch
 from manyhands.core.world import World
 from manyhands.data.order import BatchSharing, Order
@@ -13,6 +12,7 @@ from manyhands.parallel.apply import normalises_in_groups
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.norm import GroupedNorm
 from manyhands.parallel.options import USUAL_MODE
+from manyhands.train.journal import Journal
 from manyhands.train.recover import Resumable
 
 # The default: speeds are measured where machines of several kinds take part.

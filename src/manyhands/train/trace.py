@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.profiler import profile, schedule
 
+from manyhands.core.files import write_atomic
 from manyhands.core.phases import CLOCK, OTHER, PHASES
-from manyhands.core.records import write_atomic
 from manyhands.core.scratch import scratch
 from manyhands.parallel.plain import gather_plain
 from manyhands.train.feed import UpdateShare

@@ -9,14 +9,13 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from manyhands.checkpoint.trained import Pictures, TrainedNetwork, find_record, note_pictures
 from manyhands.config.job import Job
 from manyhands.core.devices import require_device
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.journal import Journal
 from manyhands.core.mesh import Mesh, parse_mesh
-from manyhands.core.plugins import code_digests
-from manyhands.core.trained import Pictures, TrainedNetwork, find_record, note_pictures
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.user_code import code_digests
 from manyhands.core.world import World
 from manyhands.data.decode import to_mode
 from manyhands.data.on_demand import as_picture
@@ -26,6 +25,7 @@ from manyhands.models.build import resolve_model
 from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.grid import Grid
 from manyhands.train.data_setup import DataSetup, Objects
+from manyhands.train.journal import Journal
 from manyhands.train.network import make_model, read_any
 from manyhands.train.same_data import digest_data
 from manyhands.train.state import load_snapshot

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from manyhands.checkpoint.trained import TrainedNetwork
 from manyhands.config.job import Job
-from manyhands.core.folder import NOWHERE, RunFolder
-from manyhands.core.journal import Journal
 from manyhands.core.records import EvaluationMetrics
-from manyhands.core.trained import TrainedNetwork
+from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import check_replicas
 from manyhands.parallel.network import ParallelNetwork
@@ -24,6 +23,7 @@ from manyhands.train.evaluate import Evaluation
 from manyhands.train.feed import Feed
 from manyhands.train.heartbeat import HeartbeatWriter
 from manyhands.train.interval import FIRST_S, SaveInterval
+from manyhands.train.journal import Journal
 from manyhands.train.pacing import Watcher
 from manyhands.train.state import Progress
 from manyhands.train.status import EpochMean, Status, StatusRound

@@ -9,7 +9,6 @@ from torch import nn
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.core.journal import Journal
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.world import World
 from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups, refuse_other_networks, takes_mesh
@@ -24,6 +23,7 @@ from manyhands.sync.choose import BY_MODE, EXACT
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import ChosenSync, SyncRequest, select_sync
 from manyhands.train.data_setup import DataSetup, first_picture
+from manyhands.train.journal import Journal
 from manyhands.train.loss import LossFn
 from manyhands.train.optimize import steps_to_make
 from manyhands.train.pacing import Watcher

@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from manyhands.checkpoint.options import CheckpointOptions
+from manyhands.cluster.agents.claim import set_aside
 from manyhands.cluster.agents.debugger import wait_for_editor
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.own_output import take_orders
+from manyhands.cluster.failures import Failed
 from manyhands.cluster.rendezvous import worker_process_info
 from manyhands.config.job import Job
-from manyhands.core import shown
-from manyhands.core.claim import set_aside
+from manyhands.core import terminal
 from manyhands.core.errors import EXIT_FAILED
-from manyhands.core.failures import Failed
-from manyhands.core.folder import RunFolder
-from manyhands.core.heartbeat import HEARTBEAT_FILE, rescue_path
-from manyhands.core.journal import Journal
-from manyhands.core.private import private_files
+from manyhands.core.files import private_files
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo
+from manyhands.parallel.heartbeat import HEARTBEAT_FILE, rescue_path
 from manyhands.parallel.options import USUAL_MODE
+from manyhands.train.journal import Journal
 from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder
 from manyhands.worker.run_metadata import local_environment, write_metadata
 from manyhands.worker.shared_options import shared_options
@@ -52,10 +52,10 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     found = argument.get("paths", [])
     sys.path[:] = [*found, *(path for path in sys.path if path not in found)]
     task = TASKS[argument["task"]]
-    notify = shown.say
+    notify = terminal.say
     if argument.get("met"):
         process_info = replace(process_info, started_by=MET)
-        notify = _note_in_folder(folder) if process_info.local_rank == 0 else shown.say
+        notify = _note_in_folder(folder) if process_info.local_rank == 0 else terminal.say
     try:
         with private_files():
             return task(job, process_info, folder, argument, notify)

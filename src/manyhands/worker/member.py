@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from manyhands.cluster.failures import as_error
 from manyhands.config.job import Job
-from manyhands.core import shown
+from manyhands.core import terminal
 from manyhands.core.errors import EXIT_USAGE
-from manyhands.core.failures import as_error
-from manyhands.core.folder import RunFolder
 from manyhands.core.records import FAILURE_FILE, Failure, write_json
-from manyhands.core.stops import held_back, saved_step, unsaved
+from manyhands.core.resuming import saved_step, unsaved
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.stops import held_back
 from manyhands.core.world import ProcessInfo
 from manyhands.worker.shared_options import shared_options
 
@@ -64,7 +65,7 @@ class GroupMember:
     def leave(self, failure: Any) -> None:
         """The main thread may wait for an accelerator for ever, so another one writes the record and ends this."""
         record = leave_record(describe_peer(self.process_info.rank, failure, self.trainer), self.folder)
-        shown.say(str(as_error(record)))
+        terminal.say(str(as_error(record)))
         if self.group:
             self.group.abort()
 
@@ -80,7 +81,7 @@ class GroupMember:
 
         def say(words: str) -> None:
             if self.process_info.rank:
-                shown.say(words)
+                terminal.say(words)
             trainer.journal.line(words)
             trainer.journal.event("warning", words, trainer.progress.step)
 
@@ -93,7 +94,7 @@ class GroupMember:
     def last_words(self, why: str) -> None:
         """Says what was saved, where the process is ended at once."""
         if self.process_info.rank == 0 or self.process_info.started_by == "--init":
-            shown.say(str(unsaved(self.folder.path, saved_step(self.folder), why)))
+            terminal.say(str(unsaved(self.folder.path, saved_step(self.folder), why)))
 
     def record_of(self, error: BaseException) -> Failure:
         """The record of a failure, which is written first, and the first cause where it can be learnt."""

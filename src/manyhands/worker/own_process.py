@@ -9,12 +9,12 @@ from torch import nn
 
 from manyhands.checkpoint.find import resolve
 from manyhands.checkpoint.load import load
+from manyhands.checkpoint.trained import find_record, note_pictures
+from manyhands.cluster.failures import as_error
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED
-from manyhands.core.failures import as_error
-from manyhands.core.folder import NOWHERE, RunFolder
-from manyhands.core.shown import say
-from manyhands.core.trained import find_record, note_pictures
+from manyhands.core.run_folder import NOWHERE, RunFolder
+from manyhands.core.terminal import say
 from manyhands.core.world import ProcessInfo, World
 from manyhands.data.on_demand import as_picture
 from manyhands.parallel.plain import gather_plain

@@ -7,8 +7,8 @@ from torch import nn
 
 from manyhands.config.job import Job
 from manyhands.core.devices import device_kind, require_device
-from manyhands.core.folder import NOWHERE
 from manyhands.core.link_speeds import LinkSpeed, through_ssh
+from manyhands.core.run_folder import NOWHERE
 from manyhands.core.world import World
 from manyhands.data.order import batch_noted
 from manyhands.parallel.graph import Graph

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.config.job import Job
+from manyhands.core.choices import module_names, unknown_choice
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.link_speeds import fitted_link, links_of
-from manyhands.core.plugins import module_names, unknown_choice
+from manyhands.core.link_speeds import fitted_link
 from manyhands.core.quantities import parse_memory
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import follows_plan
 from manyhands.parallel.graph import Graph
@@ -25,6 +25,7 @@ from manyhands.parallel.shared_plan import shared_plan
 from manyhands.parallel.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.find import SearchResult, find
+from manyhands.planner.mesh_links import links_of
 from manyhands.planner.op_times import OpTimes
 from manyhands.planner.trial import PlanCase, measure
 from manyhands.train.data_setup import Objects, class_names, open_splits, pixels_for

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from manyhands.config.job import Job
-from manyhands.core.cores import cores
 from manyhands.core.link_speeds import LinkSpeed
+from manyhands.core.machine import cores
 from manyhands.planner.fewer import fewer_counts, options_of
 from manyhands.planner.find import Option, SearchResult
 from manyhands.planner.step_time import share_timing

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from manyhands.config.job import Job
 from manyhands.config.load import load_on
 from manyhands.core.errors import UserError
-from manyhands.core.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, links_of, named_link
+from manyhands.core.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, named_link
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plan_record import write_plan_record
 from manyhands.core.quantities import parse_memory
@@ -20,6 +20,7 @@ from manyhands.parallel.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.explain import Layer, PlanCandidate, draw_plan
 from manyhands.planner.find import LinksOf, Option, SearchRequest, SearchResult, find
+from manyhands.planner.mesh_links import links_of
 from manyhands.planner.op_times import OpTimes
 from manyhands.sync.choose import EXACT, check_method
 from manyhands.train.optimize import slots_of

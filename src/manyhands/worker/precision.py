@@ -16,14 +16,14 @@ from torch import nn
 from manyhands.checkpoint import layout
 from manyhands.checkpoint.find import resolve
 from manyhands.checkpoint.plain_files import read_plain
+from manyhands.checkpoint.trained import find_record
 from manyhands.config.job import MEASURED, Job, TrainOptions
 from manyhands.config.load import written_values
 from manyhands.core.devices import computes_bf16
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.plugins import code_digests
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.seeds import derive
-from manyhands.core.trained import find_record
+from manyhands.core.user_code import code_digests
 from manyhands.core.world import World
 from manyhands.data.loader import Batch
 from manyhands.data.splits import Splits

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from manyhands.cluster.agents.heartbeats import process_state
 from manyhands.cluster.agents.protocol import WorkersSeen
 from manyhands.cluster.agents.stall import Stalls
-from manyhands.core.heartbeat import HEARTBEAT_S, Heartbeat, Seen
 from manyhands.core.machine import this_machine
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.close_listeners import close_rendezvous
+from manyhands.parallel.heartbeat import HEARTBEAT_S, Heartbeat, Seen
 from manyhands.parallel.said import Answer, understood
 
 # Over so long each counts what it computes and moves, while nobody speaks with the store.

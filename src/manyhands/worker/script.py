@@ -15,8 +15,8 @@ from manyhands.cluster.agents.own_output import begin
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE, ManyhandsError, UserError
 from manyhands.core.records import FAILURE_FILE, Failure, write_json
-from manyhands.core.shown import say
-from manyhands.core.tunnel_ends import tunnel_ends
+from manyhands.core.terminal import say
+from manyhands.parallel.tunnel_ends import tunnel_ends
 
 
 def main(words: list[str]) -> None:

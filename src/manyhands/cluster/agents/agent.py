@@ -26,7 +26,9 @@ from typing import Any
 import platformdirs
 from filelock import Timeout
 
+from manyhands.cluster.agents.claim import Term, agent_has_left, claim, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.agents.code_there import checked_files, write_code
+from manyhands.cluster.agents.early import EARLY
 from manyhands.cluster.agents.mirror import Receiver, Sender
 from manyhands.cluster.agents.orders import AHEAD, ELASTIC, PRELOAD
 from manyhands.cluster.agents.own_tunnels import Tunnels
@@ -55,22 +57,19 @@ from manyhands.cluster.agents.protocol import (
     TunnelsOpened,
     WorkersEnded,
 )
+from manyhands.cluster.agents.short_spins import short_spins
 from manyhands.cluster.agents.wire import Wire
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.messages import Done, Message, RequestFailed
-from manyhands.core.claim import agent_has_left, claim, run_id, set_run_id
-from manyhands.core.cores import cores
-from manyhands.core.early_agent import EARLY
 from manyhands.core.errors import ManyhandsError, UserError
-from manyhands.core.folder import RunFolder, use_run_folder, writing_into
-from manyhands.core.private import private_files
+from manyhands.core.files import private_files
+from manyhands.core.machine import cores
+from manyhands.core.resuming import saved_steps
+from manyhands.core.run_folder import RunFolder, use_run_folder, writing_into
 from manyhands.core.scratch import scratch
-from manyhands.core.short_spins import short_spins
-from manyhands.core.shown import say
-from manyhands.core.stops import saved_steps
-from manyhands.core.terms import Term, raise_term, term_in
-from manyhands.core.tunnel_ends import reach
+from manyhands.core.terminal import say
 from manyhands.parallel.ports import listen
+from manyhands.parallel.tunnel_ends import reach
 
 # Looks for new records so often.
 MIRROR_S = 0.4

@@ -4,11 +4,11 @@ import base64
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from manyhands.cluster.code_files import SUFFIXES as CODE_SUFFIXES
+from manyhands.cluster.code_files import code_files as files_of
+from manyhands.cluster.code_files import listed_files
 from manyhands.config.job import Job
-from manyhands.core.code_files import SUFFIXES as CODE_SUFFIXES
-from manyhands.core.code_files import code_files as files_of
 from manyhands.core.errors import UserError
-from manyhands.core.git import listed_files
 
 SUFFIXES = CODE_SUFFIXES | {".txt", ".md"}
 TOTAL_BYTES = 16 << 20

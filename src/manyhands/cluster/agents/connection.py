@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import cast
 
+from manyhands.cluster.agents.early import SAFE
 from manyhands.cluster.agents.protocol import Alive, Greeting, Reconnected
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import (
@@ -24,7 +25,6 @@ from manyhands.cluster.messages import (
     Unacknowledged,
     encode,
 )
-from manyhands.core.early_agent import SAFE
 from manyhands.core.errors import RunError, UserError
 
 # Interval of heartbeats.

@@ -9,7 +9,7 @@ import json
 
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
-from manyhands.core.shown import say
+from manyhands.core.terminal import say
 
 HOST = "127.0.0.1"
 

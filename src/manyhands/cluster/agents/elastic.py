@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from manyhands.cluster.agents.claim import Term, hold_as_agent, term_in
 from manyhands.cluster.agents.heartbeats import HeartbeatMonitor
 from manyhands.cluster.agents.leaving import LEAVE_S, Leaving
 from manyhands.cluster.agents.memory_kills import MemoryKills
@@ -54,16 +55,14 @@ from manyhands.cluster.agents.protocol import (
 )
 from manyhands.cluster.agents.wire import Wire
 from manyhands.cluster.messages import Message
-from manyhands.core.claim import hold_as_agent
-from manyhands.core.cores import cores
 from manyhands.core.devices import device_kind
-from manyhands.core.heartbeat import leave_path
-from manyhands.core.outside import parse_json
+from manyhands.core.files import parse_json
+from manyhands.core.machine import cores
 from manyhands.core.records import Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
 from manyhands.core.stops import STOPS
-from manyhands.core.terms import Term, term_in
 from manyhands.parallel.group import IFNAMES
+from manyhands.parallel.heartbeat import leave_path
 from manyhands.parallel.ports import loopback_interface
 
 POLL_S = 0.05

@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 from pydantic import ValidationError
 
-from manyhands.core.heartbeat import HEARTBEAT_S, Heartbeat, Seen
-from manyhands.core.outside import read_bytes
+from manyhands.core.files import read_bytes
+from manyhands.parallel.heartbeat import HEARTBEAT_S, Heartbeat, Seen
 
 # Who got on or gave a sign of life more recently is well.
 _WELL_S = 2.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from manyhands.core.heartbeat import rescue_path
+from manyhands.parallel.heartbeat import rescue_path
 
 # They hear of it at their next collective, and save then what they have.
 LEAVE_S = 6.0

@@ -5,8 +5,8 @@ import platform
 import time
 from pathlib import Path
 
-from manyhands.core.heartbeat import Heartbeat
 from manyhands.core.records import PROCESS_ENDED, Failure
+from manyhands.parallel.heartbeat import Heartbeat
 
 _ROOT = Path("/sys/fs/cgroup")
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manyhands.cluster.agents.protocol import FilePiece
-from manyhands.core.folder import RunFolder, free_name, replace_job
-from manyhands.core.records import write_all
+from manyhands.core.files import free_name, write_all
+from manyhands.core.run_folder import RunFolder, replace_job
 
 GROWING = ("metrics.jsonl", "events.jsonl")
 # What rank 0 writes, where the run is of the user's own script, whose words are all that there is to see.

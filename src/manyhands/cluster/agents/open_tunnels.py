@@ -18,7 +18,7 @@ from manyhands.cluster.agents.ssh import CONNECT_S, port_words, ssh_words
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.tunnel_ends import TunnelEnds
+from manyhands.parallel.tunnel_ends import TunnelEnds
 
 # Of the head, among a run's addresses.
 HEAD = "this machine"

@@ -9,10 +9,10 @@ from typing import Any, TextIO, cast
 
 from manyhands.cluster.agents.heartbeats import heartbeat_path
 from manyhands.cluster.agents.orders import DEVICE_INDEX, Orders
-from manyhands.core.heartbeat import HEARTBEAT_FILE
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.stops import STOPS
-from manyhands.core.streams import Tolerant
+from manyhands.core.terminal import Tolerant
+from manyhands.parallel.heartbeat import HEARTBEAT_FILE
 
 PR_SET_PDEATHSIG = 1
 

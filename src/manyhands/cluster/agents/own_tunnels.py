@@ -14,7 +14,7 @@ from pathlib import Path
 from manyhands.cluster.agents import switchboard
 from manyhands.core.errors import RunError
 from manyhands.core.scratch import scratch
-from manyhands.core.tunnel_ends import TunnelEnds, fits
+from manyhands.parallel.tunnel_ends import TunnelEnds, fits
 
 # What the other end of a tunnel says, once it stands.
 STANDS = "this tunnel of manyhands stands"

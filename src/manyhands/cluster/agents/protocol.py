@@ -9,8 +9,8 @@ from typing import Any
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.doctor.questions import FactsWanted
 from manyhands.cluster.messages import Done, Message, Request
-from manyhands.core.heartbeat import Seen
 from manyhands.core.records import Failure
+from manyhands.parallel.heartbeat import Seen
 
 
 @dataclass(frozen=True)

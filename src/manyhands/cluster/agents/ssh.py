@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from manyhands.cluster.agents.early import AGENT, SAFE
 from manyhands.cluster.doctor.findings import Contact
 from manyhands.cluster.hosts.inventory import Machine, in_brackets
 from manyhands.config.job import ClusterOptions
-from manyhands.core.early_agent import AGENT, SAFE
 from manyhands.core.errors import UserError
 
 # A machine that doesn't answer costs this long; a dead connection is noticed after three times the interval.

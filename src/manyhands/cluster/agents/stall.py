@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from manyhands.cluster.agents.protocol import WorkersSeen
-from manyhands.core.heartbeat import HEARTBEAT_S, Seen
+from manyhands.parallel.heartbeat import HEARTBEAT_S, Seen
 
 # What an agent has said holds so long; one that says nothing has nothing to complain of.
 _HOLDS_S = 3 * HEARTBEAT_S

@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manyhands.cluster.agents.connection import AgentConnection
+from manyhands.cluster.agents.early import AGENT, take_early
 from manyhands.cluster.agents.ssh import agent_command
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
-from manyhands.core.early_agent import AGENT, take_early
 from manyhands.core.errors import UserError
-from manyhands.core.private import usual_umask
+from manyhands.core.files import usual_umask
 
 
 def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:

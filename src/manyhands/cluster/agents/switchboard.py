@@ -1,8 +1,8 @@
 """Passes connections on between a machine's processes and the ssh tunnels to other machines; a process of its own.
 
-Started as `python -m manyhands.cluster.agents.switchboard ADDRESS FOLDER`; see `core.tunnel_ends`. It says "ready" and
-ends with its standard input. Nobody but this user can open its sockets, and it connects to no address but the machine's
-own.
+Started as `python -m manyhands.cluster.agents.switchboard ADDRESS FOLDER`; see `parallel.tunnel_ends`. It says "ready"
+and ends with its standard input. Nobody but this user can open its sockets, and it connects to no address but the
+machine's own.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from manyhands.core.shown import show
-from manyhands.core.tunnel_ends import TunnelEnds
+from manyhands.core.terminal import show
+from manyhands.parallel.tunnel_ends import TunnelEnds
 
 READY = "ready"
 BUFFER = 1 << 18

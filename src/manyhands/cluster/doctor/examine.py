@@ -1,7 +1,7 @@
 """From what was found out to what is said: every check, one finding for each cause, the worst first."""
 
 from manyhands.cluster.doctor.findings import DoctorFinding, Severity, Survey
-from manyhands.core.plugins import load_choice, module_names
+from manyhands.core.choices import load_choice, module_names
 
 CHECKS = "manyhands.cluster.doctor.checks"
 WORST_FIRST: tuple[Severity, ...] = ("fail", "warn", "ok")

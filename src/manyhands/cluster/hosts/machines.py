@@ -7,7 +7,7 @@ from manyhands.cluster.hosts.formats import hostfile
 from manyhands.cluster.hosts.inventory import Machine, in_brackets
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
-from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
+from manyhands.core.files import MOST_TEXT_BYTES, decoded, read_bytes
 
 
 def with_machines(options: ClusterOptions, more: Sequence[Machine]) -> ClusterOptions:

@@ -8,9 +8,9 @@ from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Rendezvous
 from manyhands.cluster.hosts.own import find_machine, reachable
 from manyhands.cluster.hosts.variables import port
 from manyhands.config.job import ClusterOptions
+from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
-from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
-from manyhands.core.plugins import load_choice, module_names
+from manyhands.core.files import MOST_TEXT_BYTES, decoded, read_bytes
 
 FORMATS = "manyhands.cluster.hosts.formats"
 DEFAULT_PORT = 29500

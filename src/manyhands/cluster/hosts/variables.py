@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 
 from manyhands.core.errors import UserError
-from manyhands.core.outside import typed_number
+from manyhands.core.files import typed_number
 
 # Ports that are derived from a job's number lie here: above the well-known ones, below those that systems hand out.
 FIRST_PORT = 15000

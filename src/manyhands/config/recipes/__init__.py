@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
+from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError, shortened
-from manyhands.core.outside import parse_toml
-from manyhands.core.plugins import did_you_mean, is_object_reference
+from manyhands.core.files import parse_toml
+from manyhands.core.user_code import is_object_reference
 
 # For vision transformers in every recipe: with SGD at a convolutional network's rate they don't learn.
 TRANSFORMERS = {"train.optimizer": "adamw", "train.lr": 5e-4, "train.weight_decay": 0.05}

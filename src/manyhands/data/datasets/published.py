@@ -12,8 +12,7 @@ from typing import IO
 
 from manyhands.core.download import Digest, download, without_password
 from manyhands.core.errors import UserError
-from manyhands.core.once import one_at_a_time
-from manyhands.core.outside import open_file
+from manyhands.core.files import one_at_a_time, open_file
 from manyhands.data import digits
 from manyhands.data.gallery import open_folder
 from manyhands.data.known import KNOWN, MNIST_KINDS, KnownSet, cifar_files, find_file, mnist_places

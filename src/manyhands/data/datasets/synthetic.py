@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import UserError
-from manyhands.core.outside import typed_number
+from manyhands.core.files import typed_number
 from manyhands.core.seeds import derive
 from manyhands.data.options import DataOptions
 from manyhands.data.splits import ImagesInMemory, Splits, describe

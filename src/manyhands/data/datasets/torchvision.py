@@ -3,9 +3,9 @@
 import inspect
 from typing import Any
 
+from manyhands.core.choices import unknown_choice
 from manyhands.core.errors import UserError
-from manyhands.core.once import one_at_a_time
-from manyhands.core.plugins import unknown_choice
+from manyhands.core.files import one_at_a_time
 from manyhands.data.objects import splits_of_objects
 from manyhands.data.options import DataOptions
 from manyhands.data.places import data_folder

@@ -1,8 +1,7 @@
 """The user's own function: "file.py:function", which returns (train, test) or Splits."""
 
-from manyhands.core.blame import users_line
 from manyhands.core.errors import ManyhandsError, UserError
-from manyhands.core.plugins import load_object
+from manyhands.core.user_code import load_object, users_line
 from manyhands.data.objects import splits_of_objects
 from manyhands.data.options import DataOptions
 from manyhands.data.splits import Splits

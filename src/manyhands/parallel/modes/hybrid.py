@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from manyhands.core.errors import UserError
-from manyhands.core.layouts import TensorLayout
+from manyhands.core.mesh import TensorLayout
 from manyhands.core.needs import Need
 from manyhands.core.seeds import mix
 from manyhands.core.world import World

@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from manyhands.core.layouts import bounds
+from manyhands.core.mesh import bounds
 from manyhands.parallel.graph import Loop, Op, whole_or_batch
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.placement import SUM, WHOLE

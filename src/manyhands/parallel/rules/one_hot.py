@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
-from manyhands.core.layouts import bounds
+from manyhands.core.mesh import bounds
 from manyhands.parallel.graph import Loop, Op, whole_or_batch
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.placement import WHOLE

@@ -20,8 +20,7 @@ from manyhands.cluster.doctor.facts.network import default_interface, firewall_r
 from manyhands.cluster.doctor.facts.software import has_compiler, package_hash, torchvision_misfit, versions
 from manyhands.cluster.doctor.questions import FactsWanted
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
-from manyhands.core.cores import cores
-from manyhands.core.machine import this_machine
+from manyhands.core.machine import cores, this_machine
 
 # What changes how programs meet, and on how many cores they run.
 VARIABLES = (

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from manyhands.core.code_files import TooManyFoldersError, code_files
-from manyhands.core.git import revision
+from manyhands.cluster.code_files import TooManyFoldersError, code_files, revision
 from manyhands.data.known import recognise
 from manyhands.data.options import DataOptions
 from manyhands.data.places import data_folder

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from manyhands.core.memory import memory as whole_memory
+from manyhands.core.machine import memory as whole_memory
 
 # Words in the command line of what trains on several processes.
 TRAINERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed", "horovodrun",

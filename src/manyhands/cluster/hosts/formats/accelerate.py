@@ -13,7 +13,7 @@ import yaml
 
 from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, is_host
 from manyhands.core.errors import UserError
-from manyhands.core.outside import UnreadableError, parse_yaml
+from manyhands.core.files import UnreadableError, parse_yaml
 
 PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 # Distributed types that all mean data parallel training here.

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, in_brackets, is_host
+from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
-from manyhands.core.plugins import did_you_mean
 
 _NAME = r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _USER = r"(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*@)?"

@@ -17,8 +17,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line, is_address
 from manyhands.core.errors import UserError
-from manyhands.core.outside import RepeatedNameError, UnreadableError, parse_json
-from manyhands.core.shown import say
+from manyhands.core.files import RepeatedNameError, UnreadableError, parse_json
+from manyhands.core.terminal import say
 
 DEFAULT_PORT = 29500
 POLL_S = 1.0

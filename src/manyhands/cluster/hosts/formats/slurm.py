@@ -10,7 +10,7 @@ from pathlib import Path
 from manyhands.cluster.hosts.inventory import JOB, Cluster, LauncherPlace, Machine, Submission
 from manyhands.cluster.hosts.variables import FIRST_PORT, PORTS, first_set, number, port
 from manyhands.core.errors import EXIT_SAVED, UserError
-from manyhands.core.outside import MOST_TEXT_BYTES, decoded, read_bytes
+from manyhands.core.files import MOST_TEXT_BYTES, decoded, read_bytes
 
 # mpirun in a batch job starts its own daemons by srun, so inside it Slurm's variables are the daemon's.
 PRECEDENCE = 2

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from manyhands.core.shown import plain
+from manyhands.core.terminal import plain
 
 # The variable that names the file for a worker's `Heartbeat`.
 HEARTBEAT_FILE = "MANYHANDS_HEARTBEAT_FILE"

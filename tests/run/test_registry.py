@@ -17,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cli.runs import ps
-from manyhands.core.claim import agents_here, hold_as_agent
+from manyhands.cluster.agents.claim import agents_here, hold_as_agent
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.records import Event, append, write_json
-from manyhands.core.registry import Running, headless, is_running, registered, registry_folder, running, signal_head
+from manyhands.core.records import Event, Running, append, write_json
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import ended_like_ctrl_c, handled, request_stop
 from manyhands.report.now import as_object, look
 from manyhands.run.find import find_reference, find_run, find_start, head_of_active, named_by
 from manyhands.run.folder_watch import FolderWatch
 from manyhands.run.profile import read_named
+from manyhands.run.registry import headless, is_running, registered, registry_folder, running, signal_head
 
 
 def find_running(word):

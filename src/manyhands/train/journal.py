@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from manyhands.core.folder import RunFolder
+from manyhands.core.files import append_line
 from manyhands.core.records import (
     EvaluationDetail,
     EvaluationMetrics,
@@ -16,10 +16,10 @@ from manyhands.core.records import (
     PhaseMetrics,
     StepMetrics,
     append,
-    append_line,
     write_json,
 )
-from manyhands.core.shown import say
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.terminal import say
 
 # Records that wait for room on a full disk: at two in a second more than an hour's, in some megabytes of memory.
 _MOST_WAITING = 10_000

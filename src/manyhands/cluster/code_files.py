@@ -1,14 +1,20 @@
-"""Which files of a folder are a job's code: small texts, and nothing that is hidden, an environment or a run.
+"""The files of a folder that are a job's code, and what git knows of the folder.
 
-Nor is it what lies elsewhere, where a link leads out of the folder, or what holds passwords or keys.
+Code is small text files, without hidden files, environments, run folders, links to files outside the folder, and files
+with passwords or keys.
+
+The .git/config of a work tree may name programs: for changes in the file system, for filters, for fetching missing
+objects. It may be a stranger's, so git is asked in a way that runs none of them.
 """
 
 import os
 import re
+import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from manyhands.core.folder import holds_run
+from manyhands.core.run_folder import holds_run
 
 SUFFIXES = frozenset({".py", ".toml", ".yaml", ".yml", ".json", ".cfg", ".ini"})
 LEFT_OUT = frozenset({"runs", "node_modules", "__pycache__", "site-packages"})
@@ -113,3 +119,30 @@ def holds_credentials(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return _WORDS.search(file.read(_HEAD_BYTES)) is not None
+
+
+_GIT_S = 10.0
+_QUIET = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.allow=never")
+
+
+def revision(folder: Path) -> str:
+    """Returns the short hash of a folder's commit; empty without git."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return os.fsdecode(_git(folder, "rev-parse", "--short", "HEAD")).strip()
+    return ""
+
+
+def listed_files(folder: Path) -> list[Path] | None:
+    """Returns the files of a work tree that git tracks or would add; None if the folder isn't one or git fails."""
+    if not (folder / ".git").exists():
+        return None
+    with suppress(OSError, subprocess.SubprocessError):
+        listed = _git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+        return [folder / os.fsdecode(name) for name in listed.split(b"\0") if name]
+    return None
+
+
+def _git(folder: Path, *words: str) -> bytes:
+    command = ["git", "-C", str(folder), *_QUIET, *words]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
+    return subprocess.run(command, capture_output=True, check=True, timeout=_GIT_S, env=environment).stdout

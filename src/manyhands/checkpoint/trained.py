@@ -12,7 +12,7 @@ from typing import Any, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from manyhands.core.errors import UserError
-from manyhands.core.outside import parse_json, read_bytes
+from manyhands.core.files import parse_json, read_bytes
 
 # The key in a checkpoint's state, and the file in the run folder.
 STATE_KEY, FILE = "trained", "network.json"

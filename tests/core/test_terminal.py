@@ -13,7 +13,7 @@ import manyhands
 from manyhands.cli.evaluate import line_of, show_evaluation
 from manyhands.cli.main import main
 from manyhands.core.errors import UserError
-from manyhands.core.shown import as_json, plain, plain_lines, say, show
+from manyhands.core.terminal import as_json, plain, plain_lines, say, show
 
 # Colours, a title, 8-bit sequences, the cursor's, marks of direction, ends of lines that aren't "\n", half a character.
 EVIL = "a\x1b[31mb\x1b]0;t\x07c\x9b2Jd\u202eed\u2066f\u200fg\x85h\u2028i\rj\x08k\x1bcl\ud800m\x00n"
@@ -111,4 +111,4 @@ def test_nothing_but_the_one_place_writes_on_the_screen():
         f"{path.relative_to(package)}" for path in package.rglob("*.py")
         for line in path.read_text(encoding="utf-8").splitlines() if mine.search(line) and '"\\nstopped\\n"' not in line
     }  # fmt: skip
-    assert writers == {"core/shown.py"}
+    assert writers == {"core/terminal.py"}

@@ -1,8 +1,9 @@
-"""The readers of what comes from outside: plain data, or one error that says what is wrong."""
+"""Readers return plain data or one error; files are written completely, and readable by the right users."""
 
 import json
 import lzma
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -15,27 +16,35 @@ from manyhands.checkpoint.plain_files import checked_plain
 from manyhands.checkpoint.tensors import unflatten
 from manyhands.cluster.hosts.formats import rank_table
 from manyhands.cluster.hosts.recognise import read_cluster
+from manyhands.config.job import Job
 from manyhands.config.load import load_job
 from manyhands.core import records
 from manyhands.core.errors import UserError
-from manyhands.core.folder import RunFolder
-from manyhands.core.layouts import layout_from_plain
-from manyhands.core.mesh import make_mesh, parse_mesh
-from manyhands.core.outside import (
+from manyhands.core.files import (
     UnreadableError,
+    committed,
     decoded,
+    one_at_a_time,
     open_file,
     parse_json,
     parse_toml,
     parse_yaml,
+    private_files,
     read_bytes,
     read_object,
+    replacing,
     typed_number,
+    usual_umask,
 )
+from manyhands.core.mesh import layout_from_plain, make_mesh, parse_mesh
 from manyhands.core.quantities import parse_bandwidth, parse_memory
 from manyhands.core.records import read_lines
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.world import ProcessInfo
 from manyhands.data.records import read_idx
+from manyhands.run import train
 from manyhands.run.logs import read_places
+from manyhands.worker import entry
 
 DEEP = 5_000
 JSON_TEXTS = ("{}", "[1, -2.5e3, true, null]", '{"a": [{"b": "[[[[{{{{ \\" \\\\"}]}', '"\\ud83d\\ude00 and \\\\ud800"')
@@ -323,3 +332,54 @@ def test_an_archive_that_asks_for_gigabytes_to_begin_with_is_refused(tmp_path):
     variables = {**os.environ, "MANYHANDS_CACHE": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
     assert "UserError: x.tar.xz can't be unpacked" in done.stderr
+
+
+def test_two_that_write_one_file_at_a_time_do_not_write_into_each_other(tmp_path):
+    file = tmp_path / "file"
+    with replacing(file) as one:
+        one.write_text("first")
+        with replacing(file) as other:
+            other.write_text("second")
+        assert file.read_text() == "second"
+    assert file.read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.fixture
+def usual():
+    previous = os.umask(0o022)
+    yield
+    os.umask(previous)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_is_shared_keeps_the_users_own_permissions(usual, tmp_path):
+    with private_files():
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "file").touch()
+        assert usual_umask() == 0o022
+        cached = tmp_path / "cache" / "file"
+        with one_at_a_time(cached), committed(cached) as part:
+            part.touch()
+    (tmp_path / "after").touch()
+    assert [mode(tmp_path / "run"), mode(tmp_path / "run" / "file")] == [0o700, 0o600]
+    assert [mode(cached.parent), mode(cached), mode(tmp_path / "after")] == [0o755, 0o644, 0o644]
+    assert usual_umask() == -1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_that_takes_part_by_hand_writes_for_its_user_alone(usual, rank, tmp_path, monkeypatch):
+    """Rank 1 may make the run folder on a machine of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def train_here(*_arguments):
+        (tmp_path / "theirs").mkdir()
+        return {"status": "finished", "step": 0, "folder": str(tmp_path / "theirs")}
+
+    monkeypatch.setattr(entry, "train_here", train_here)
+    train.train_in_process(Job(), ProcessInfo(rank=rank, size=2, started_by="--init"), quiet=True, objects=None)
+    assert mode(tmp_path / "theirs") == 0o700
+    assert usual_umask() == -1

@@ -1,0 +1,166 @@
+"""Ownership of a run folder: a lock while a run is active in it, the run's id, and the term of its head.
+
+The folders of one run, on several machines or shared between them, have the same id. The holder of the lock writes
+beside it which start of the run it belongs to.
+
+A machine obeys the head with the highest term, which is in the run folder there. Each new head of a detached run
+increments the term, and each start under one head counts its starts. Agents of a lower term have their workers save,
+and leave.
+"""
+
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from filelock import FileLock, Timeout
+
+from manyhands.core.files import private_files, write_atomic
+from manyhands.core.run_folder import RunFolder
+
+POLL_S = 0.05
+# How long a new start waits for the processes of a killed head to save and end.
+LEAVING_S = 10.0
+_ID = re.compile(r"[0-9a-f]{8,64}")
+
+
+def new_holder() -> str:
+    """Makes a name for one start of a run."""
+    return secrets.token_hex(16)
+
+
+def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: float = LEAVING_S) -> FileLock | None:
+    """Takes the lock of a run folder until this process ends.
+
+    Args:
+        folder: the run folder; its ranks/ exists.
+        holder: the name of this start; processes of one start share the folder.
+        patience_s: how long to wait for another process of this start to write its name, or for the lock.
+        leaving_s: how long to wait for each agent of an earlier start to leave.
+
+    Returns:
+        The lock; None if another machine of the same start has it.
+
+    Raises:
+        Timeout: another run is active in the folder.
+    """
+    lock = FileLock(folder.ranks / "lock")
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            lock.acquire(timeout=0)
+            break
+        except Timeout:
+            if _read(folder.ranks / "holder") == holder:
+                return None
+            if time.monotonic() > until:
+                raise
+            time.sleep(POLL_S)
+    try:
+        for path in folder.ranks.glob("agent-*.lock"):
+            with FileLock(path, timeout=leaving_s):
+                pass
+    except Timeout:
+        lock.release()
+        raise
+    write_atomic(folder.ranks / "holder", holder)
+    return lock
+
+
+def hold_as_agent(ranks: Path, machine: int, generation: int = 0) -> FileLock:
+    """Returns the lock that an agent holds while its workers run, which may outlive a killed head to save.
+
+    Each generation of the run has its own lock: a machine that is cut off may keep its lock on a shared disk.
+    """
+    ranks.mkdir(parents=True, exist_ok=True)
+    # An agent uses the user's umask for data, so the mode is explicit.
+    return FileLock(ranks / f"agent-{machine}-{generation}.lock", timeout=LEAVING_S, mode=0o600)
+
+
+def agent_has_left(ranks: Path, machine: int, generation: int) -> bool:
+    """Returns True once the lock of `hold_as_agent` is free: a machine that is cut off may still train and save."""
+    path = ranks / f"agent-{machine}-{generation}.lock"
+    return not path.exists() or not _is_held(path)
+
+
+def set_aside(ranks: Path, generation: int) -> bool:
+    """Returns True if agents of a later generation work on this disk, so that this generation must leave it."""
+    for path in ranks.glob("agent-*-*.lock"):
+        number = path.stem.rpartition("-")[2]
+        if number.isdecimal() and int(number) > generation and _is_held(path):
+            return True
+    return False
+
+
+def agents_work(ranks: Path) -> bool:
+    """Returns True while an agent has workers of the run on this disk."""
+    return set_aside(ranks, -1)
+
+
+def agents_here(ranks: Path) -> list[int]:
+    """Returns the process ids of this machine's agents with workers of the run; empty where the system has no list."""
+    files = {path.stat().st_ino for path in ranks.glob("agent-*-*.lock")}
+    try:
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+    # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:123456 0 EOF
+    rows = [line.split() for line in lines]
+    return sorted({int(row[4]) for row in rows if len(row) > 5 and int(row[5].rpartition(":")[2]) in files} - {-1})
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        with FileLock(path, timeout=0, mode=0o600):
+            return False
+    except Timeout:
+        return True
+
+
+def run_id(folder: RunFolder) -> str:
+    """Returns the id of the run in a folder; empty if it has none."""
+    return _read(folder.ranks / "id")
+
+
+def set_run_id(folder: RunFolder, wanted: str = "") -> str:
+    """Writes and returns the id of a run, a new one if none is given."""
+    found = wanted or secrets.token_hex(16)
+    write_atomic(folder.ranks / "id", found)
+    return found
+
+
+def _read(path: Path) -> str:
+    """Reads an id from a file; empty if the file is missing or holds something else."""
+    try:
+        with path.open("rb") as file:
+            word = file.read(65).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return ""
+    return word if _ID.fullmatch(word) else ""
+
+
+class Term(NamedTuple):
+    """The term of a head, and the number of its start. The higher one is obeyed; (0, 0) is before the first head."""
+
+    head: int = 0
+    start: int = 0
+
+
+def term_in(ranks: Path) -> Term:
+    """Returns the term in the folder ranks/ of a run."""
+    try:
+        head, start = map(int, (ranks / "term").read_text("ascii").split())
+    except (OSError, ValueError):
+        return Term()
+    return Term(head, start)
+
+
+def raise_term(ranks: Path, wanted: Term) -> Term:
+    """Writes a term unless there is a higher one; returns the highest."""
+    ranks.mkdir(parents=True, exist_ok=True)
+    with private_files(), FileLock(ranks / "term.lock", mode=0o600):
+        found = term_in(ranks)
+        if wanted > found:
+            write_atomic(ranks / "term", f"{wanted.head} {wanted.start}", durable=True)
+        return max(wanted, found)

@@ -1,0 +1,73 @@
+"""Finds a choice by name: a file in a folder of choices."""
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from manyhands.core.errors import UserError, shortened
+
+_LONGEST_WORD = 200
+
+
+def module_names(package: str) -> list[str]:
+    """Names of the choice files in a package, without importing them."""
+    return sorted(m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__))
+
+
+def load_choice(package: str, name: str) -> ModuleType:
+    """Imports the choice file `name` of `package`."""
+    return importlib.import_module(f"{package}.{name}")
+
+
+def read_choice(package: str, name: str) -> dict[str, Any]:
+    """Returns what a choice file defines, without importing the file, which may import torch.
+
+    Constants, and functions that only return one, have their values; what is computed is None.
+    """
+    spec = importlib.util.find_spec(f"{package}.{name}")
+    found: dict[str, Any] = {}
+    for node in ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")).body:
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=word)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=word), value=ast.expr() as value)
+                | ast.FunctionDef(name=word, body=[*_, ast.Return(value=ast.expr() as value)])
+            ):
+                found[word] = None
+                with suppress(ValueError):
+                    found[word] = ast.literal_eval(value)
+            case _:
+                pass
+    return found
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns the most similar known word, ignoring case, hyphens and blanks; empty if none is similar."""
+    if len(word) > _LONGEST_WORD:  # comparing takes the product of both lengths, and no known word is as long
+        return ""
+    bare = {re.sub(r"[-_ ]", "", name).casefold(): name for name in known}
+    plain = re.sub(r"[-_ ]", "", word).casefold()
+    near = [plain] if plain in bare else difflib.get_close_matches(plain, bare, n=1, cutoff=0.6)
+    return bare[near[0]] if near else ""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns a question with the nearest known word, or an empty string."""
+    near = nearest(word, known)
+    return f'did you mean "{near}"?' if near else ""
+
+
+def unknown_choice(kind: str, word: str, known: Iterable[str], where: str) -> UserError:
+    """Makes the error for a word that names no choice, with a suggestion and the list."""
+    words = sorted(known)
+    shown = ", ".join(words[:30]) + (f" … ({len(words)} in all)" if len(words) > 30 else "")
+    hints = tuple(filter(None, (did_you_mean(word, words), f"choose one of: {shown}")))
+    return UserError(f'no {kind} is called "{shortened(word)}"', where, hints)

@@ -1,0 +1,373 @@
+"""Reading files from outside as plain data, and writing files atomically, durably and with the right permissions.
+
+Readers of JSON, TOML and YAML return plain data of a limited size, or raise `UnreadableError`.
+"""
+
+import contextlib
+import errno
+import itertools
+import json
+import math
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Generator
+from pathlib import Path
+from typing import IO, Any, NoReturn, cast
+
+from manyhands.core.errors import UserError
+
+MOST_BYTES = 64 * 2**20
+MOST_TOML_BYTES = 2**20
+MOST_TEXT_BYTES = 8 * 2**20  # a host list: a rank table of ten thousand cards is about 2 MiB
+_MOST_YAML_BYTES = 128 * 2**10  # the parser is pure Python and takes about a second for this
+_MOST_DIGITS = 40
+_FULL_BYTES = 64 << 10
+
+
+class UnreadableError(ValueError):
+    """A file or text that can't be parsed or exceeds a limit. The message doesn't name the file."""
+
+    def __init__(self, problem: str, line: int = 0) -> None:
+        self.problem, self.line = problem, line  # the line is 0 where it is unknown
+        super().__init__(f"line {line}: {problem}" if line else problem)
+
+
+class RepeatedNameError(UnreadableError):
+    """An object in a JSON text has the same name twice."""
+
+
+def open_file(path: Path, *, pipes: bool = False) -> IO[bytes]:
+    """Opens a regular file for reading, or with `pipes` a pipe.
+
+    Raises:
+        OSError: the file can't be opened.
+        UnreadableError: the file is a pipe, a socket or a device, which could block or never end.
+    """
+    kind = path.stat().st_mode
+    if stat.S_ISREG(kind) or stat.S_ISDIR(kind) or (pipes and stat.S_ISFIFO(kind)):
+        return path.open("rb")
+    raise UnreadableError("expected a regular file, found a " + ("pipe" if stat.S_ISFIFO(kind) else "device"))
+
+
+def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False) -> bytes:
+    """Reads a file. With `pipes`, also a pipe such as the shell makes for `<(COMMAND)`, until its writer closes it.
+
+    Raises:
+        OSError: the file can't be read.
+        UnreadableError: the file is larger than `most_bytes`, a device, or a pipe where none is allowed.
+    """
+    with open_file(path, pipes=pipes) as file:
+        content = file.read(most_bytes + 1)
+    _check_size(content, most_bytes)
+    return content
+
+
+def decoded(content: bytes) -> str:
+    """Decodes UTF-8, with or without a byte-order mark, or UTF-16 with one.
+
+    Raises:
+        UnreadableError: the bytes are neither. The message names the line and, where it fits, GBK.
+    """
+    try:
+        return content.decode("utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        problem = f"line {line} is not UTF-8"
+        with contextlib.suppress(UnicodeDecodeError):
+            content.decode("gbk")
+            problem += ", but may be GBK"
+        raise UnreadableError(problem) from error
+
+
+def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = False) -> Any:
+    """Parses JSON. Lone surrogates, which can't be printed or encoded, are replaced.
+
+    Args:
+        text: the JSON; bytes are decoded as `decoded` does.
+        infinite: accept NaN and Infinity, for values that the processes of one run exchange.
+        once_each: refuse a name that an object has twice; otherwise the last one counts.
+
+    Raises:
+        UnreadableError: the text isn't JSON, is nested too deeply, or has a number that is too long.
+    """
+    text = decoded(text) if isinstance(text, bytes) else text
+    with _parsing():
+        content = json.loads(
+            text,
+            parse_int=_short_integer,
+            parse_float=None if infinite else _finite_number,
+            parse_constant=None if infinite else _refuse_constant,
+            object_pairs_hook=_refuse_duplicates if once_each else None,
+        )
+        if "\\u" in text or not text.isascii():
+            content = json.loads(json.dumps(content, ensure_ascii=False).encode(errors="replace"))
+    return content
+
+
+def parse_toml(text: str | bytes) -> dict[str, Any]:
+    """Parses TOML.
+
+    Raises:
+        UnreadableError: the text isn't TOML, is too large, is nested too deeply, or has a number that is too long.
+    """
+    text = decoded(text) if isinstance(text, bytes) else text
+    _check_size(text, MOST_TOML_BYTES)
+    with _parsing():
+        return tomllib.loads(text)
+
+
+def parse_yaml(text: str | bytes) -> tuple[Any, Any]:
+    """Parses YAML. Returns the plain data and the `yaml.Node` it came from, which knows its lines (None if empty).
+
+    Raises:
+        UnreadableError: the text isn't YAML, is too large or nested too deeply, or has an alias or an unreadable value.
+    """
+    import yaml
+
+    untyped: Any = yaml
+    text = decoded(text) if isinstance(text, bytes) else text
+    _check_size(text, _MOST_YAML_BYTES)
+    with _parsing("a value can't be read: "):
+        try:
+            for token in untyped.scan(text) if "*" in text else ():
+                if isinstance(token, yaml.AliasToken):  # a few aliases can expand to billions of values
+                    raise UnreadableError("YAML aliases (*name) are not supported", token.start_mark.line + 1)
+            return yaml.safe_load(text), untyped.compose(text, Loader=yaml.SafeLoader)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            raise UnreadableError(str(error.problem), mark.line + 1 if mark else 0) from None
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Reads the JSON object in one of our own files. Returns None if the file is missing, damaged or anything else."""
+    try:
+        content = parse_json(read_bytes(path))
+    except (OSError, ValueError):
+        return None
+    return cast(dict[str, Any], content) if isinstance(content, dict) else None
+
+
+def typed_number(text: str) -> int | None:
+    """Parses a count or an index typed by a user: 0 and up, in at most 18 digits. Returns None for anything else."""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
+@contextlib.contextmanager
+def _parsing(prefix: str = "") -> Generator[None]:
+    """Turns every error of a parser into an `UnreadableError`."""
+    try:
+        yield
+    except UnreadableError:
+        raise
+    except json.JSONDecodeError as error:
+        raise UnreadableError(error.msg[:1].lower() + error.msg[1:], error.lineno) from None
+    except RecursionError:
+        raise UnreadableError("the nesting is too deep") from None
+    except ValueError as error:  # also a date that doesn't exist and a number of 5,000 digits
+        raise UnreadableError(prefix + str(error).partition("\n")[0]) from None
+
+
+def _short_integer(digits: str) -> int:
+    """Refuses an integer that is too long to be shown or to become a float."""
+    if len(digits) > _MOST_DIGITS:
+        raise UnreadableError(f"a number has more than {_MOST_DIGITS} digits")
+    return int(digits)
+
+
+def _finite_number(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise UnreadableError("a number exceeds the range of a 64-bit float")
+    return value
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise UnreadableError(f"{word} is not a JSON value")
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in content:
+            raise RepeatedNameError(f'"{name}" is given twice in one object')
+        content[name] = value
+    return content
+
+
+def _check_size(content: str | bytes, most_bytes: int) -> None:
+    if len(content) > most_bytes:
+        limit = f"{most_bytes // 2**20} MiB" if most_bytes >= 2**20 else f"{most_bytes // 2**10} KiB"
+        raise UnreadableError(f"the file exceeds the limit of {limit}")
+
+
+# The umasks to restore, the user's own first.
+_umasks: list[int] = []
+
+
+@contextlib.contextmanager
+def private_files() -> Generator[None]:
+    """Makes new files and folders, also those of processes forked in the block, readable by their owner alone."""
+    _umasks.append(os.umask(0o077))
+    try:
+        yield
+    finally:
+        os.umask(_umasks.pop())
+
+
+@contextlib.contextmanager
+def usual_files() -> Generator[None]:
+    """Restores the user's own umask within `private_files`, for data sets and caches that users may share."""
+    previous = os.umask(_umasks[0]) if _umasks else None
+    try:
+        yield
+    finally:
+        if previous is not None:
+            os.umask(previous)
+
+
+def usual_umask() -> int:
+    """Returns the user's own umask, for a process to start; -1 where it is in force."""
+    return _umasks[0] if _umasks else -1
+
+
+@contextlib.contextmanager
+def one_at_a_time(
+    path: Path,
+    hints: tuple[str, ...] = ("choose a writable folder: --data-dir for data, MANYHANDS_CACHE for the cache",),
+) -> Generator[None]:
+    """Creates the folder of `path` and holds a lock beside `path`, which the system releases if the process dies.
+
+    Raises:
+        UserError: the folder can't be written; with the hints.
+    """
+    from filelock import FileLock  # not needed to read files, which `--help` does
+
+    with usual_files():
+        lock = FileLock(path.with_name(f".{path.name}.lock"))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except OSError as error:
+            raise UserError(f"{path.parent} can't be written: {error.strerror or error}", str(path), hints) from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+@contextlib.contextmanager
+def temporary(path: Path) -> Generator[Path]:
+    """Yields a name beside `path` to write to; a file of that name is removed after the block."""
+    # Processes on machines that share a disk can have the same id.
+    part = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.part")
+    try:
+        yield part
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """Yields a name beside `path` to write to, and renames it to `path` after the block unless that raises."""
+    with temporary(path) as part:
+        yield part
+        part.replace(path)
+
+
+@contextlib.contextmanager
+def committed(path: Path) -> Generator[Path]:
+    """Does the same as `replacing` for data and caches.
+
+    Raises:
+        UserError: the file can't be written.
+    """
+    try:
+        with replacing(path) as part:
+            yield part
+    except OSError as error:
+        hints = ("free disk space or choose another folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
+        raise UserError(f"{path.name} can't be written: {error.strerror or error}", str(path), hints) from error
+
+
+def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
+    """Writes a text file atomically, and makes its folder.
+
+    Args:
+        path: the file.
+        text: the content without its last line end.
+        durable: wait until the file is on the disk.
+
+    Raises:
+        OSError: the file can't be written; its earlier content is kept.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as part:
+        part.write_text(text + "\n", encoding="utf-8")
+        if durable:
+            sync(part)
+    if durable:
+        sync(path.parent)
+
+
+def append_line(path: Path, text: str) -> None:
+    """Appends a line, in one write if possible, because other processes may append to the same file.
+
+    An unfinished last line, of a writer that was killed, is ended first.
+
+    Raises:
+        OSError: the line can't be written completely, for example because the disk is full.
+    """
+    line = (text + "\n").encode()
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        try:
+            write_all(descriptor, line)
+        except OSError:
+            # Remove the incomplete line, unless another process has written behind it.
+            if line.startswith(os.pread(descriptor, len(line), size)):
+                os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Writes all bytes: a single write may be partial on a disk that is nearly full or after a signal."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def sync(path: Path) -> None:
+    """Waits until the bytes of a file, or the entries of a folder, are on the disk."""
+    folder = path.is_dir()
+    descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # some network file systems can't sync folders
+        if not folder or error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EBADF}:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def free_name(folder: Path, stem: str, suffix: str = "", first: int = 1) -> Path:
+    """Returns the first of <stem>-<number><suffix> that doesn't exist in a folder."""
+    return next(path for number in itertools.count(first) if not (path := folder / f"{stem}-{number}{suffix}").exists())
+
+
+def is_full(path: Path) -> bool:
+    """Returns True if this user has less than 64 KiB of space on the disk of a folder; False if that is unknown."""
+    try:
+        state = os.statvfs(path)
+    except OSError:
+        return False
+    # Some file systems reserve space for root.
+    blocks = state.f_bfree if os.geteuid() == 0 else state.f_bavail
+    return state.f_blocks > 0 and blocks * state.f_frsize < _FULL_BYTES

@@ -1,0 +1,103 @@
+"""Output to the terminal, and the removal of control characters from texts that others wrote.
+
+`say`, `show` and `show_json` are the only functions that write to the standard streams; `ManyhandsError` cleans its own
+texts with `plain`.
+"""
+
+import errno
+import json
+import re
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, TextIO
+
+# Escape sequences and control characters; marks that change the direction of text, which can disguise a name; and lone
+# surrogates, which can't be encoded.
+_SEQUENCE = r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]"
+_SINGLE = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
+_CONTROL = re.compile(rf"{_SEQUENCE}|[{_SINGLE}]")
+_LINE_ENDS = re.compile("[\r\n\x0b\x0c\x1c-\x1e\x85\u2028\u2029]+")
+_UNESCAPED_BY_JSON = re.compile(f"[{_SINGLE}]")
+
+
+def plain(text: str) -> str:
+    """Removes control characters from a text and joins its lines with " | "."""
+    lines = [_CONTROL.sub("", line.replace("\t", " ")) for line in _LINE_ENDS.split(text)]
+    return lines[0] if len(lines) == 1 else " | ".join(line.strip() for line in lines if line.strip())
+
+
+def plain_lines(text: str) -> str:
+    """Removes control characters from a text and keeps its lines."""
+    return "\n".join(_CONTROL.sub("", line) for line in text.splitlines())
+
+
+class UnwritableError(Exception):
+    """The output of a command could not be written, for example because the disk is full."""
+
+
+def as_json(content: Any) -> str:
+    """Formats plain data as one line of JSON, with control characters escaped."""
+    return _UNESCAPED_BY_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(content, ensure_ascii=False))
+
+
+def say(text: str, who: str = "manyhands") -> None:
+    """Writes a message to standard error. A closed or full stream is ignored."""
+    with suppress(OSError):
+        sys.stderr.write(f"{who}: {_writable(plain_lines(text), sys.stderr)}\n")
+        sys.stderr.flush()
+
+
+def show(lines: str | Iterable[str], to: TextIO | None = None) -> None:
+    """Writes the output of a command to standard output or to another stream.
+
+    Raises:
+        BrokenPipeError: nobody reads the output.
+        UnwritableError: it can't be written for another reason.
+    """
+    stream = sys.stdout if to is None else to
+    text = "".join(f"{plain_lines(line)}\n" for line in ([lines] if isinstance(lines, str) else lines))
+    try:
+        stream.write(_writable(text, stream))
+        stream.flush()
+    except OSError as error:
+        if error.errno in {errno.EPIPE, errno.EIO}:  # EIO: the terminal was closed
+            raise BrokenPipeError from error
+        raise UnwritableError(f"the output can't be written: {error.strerror or error}") from error
+
+
+def show_json(content: Any) -> None:
+    """Writes one line of JSON to standard output."""
+    show(as_json(content))
+
+
+def _writable(text: str, stream: TextIO) -> str:
+    """Escapes the characters that the encoding of a stream lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+class Tolerant:
+    """A text stream that ignores failed writes, such as to a closed terminal or to a log on a full disk."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes as much as the stream takes; returns the length of the text."""
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Writes each line."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Flushes the stream if that is possible."""
+        with suppress(OSError):
+            self._stream.flush()

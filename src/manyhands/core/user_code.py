@@ -1,0 +1,204 @@
+"""The user's own code: loading `file.py:object`, announcing code that a run folder names, and its traceback lines.
+
+Code named on the command line runs without a message. Code that a run folder or a plan names is announced before it
+runs, because they may belong to somebody else.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import os
+import site
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from manyhands.core.choices import did_you_mean
+from manyhands.core.errors import UserError
+from manyhands.core.terminal import say
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_STANDARD = {*map(sysconfig.get_path, ("stdlib", "platstdlib")), f"{sysconfig.get_path('platstdlib')}/lib-dynload"}
+
+
+def is_object_reference(word: str) -> bool:
+    """Returns True for "file.py:object"."""
+    path, colon, name = word.rpartition(":")
+    return bool(colon) and path.endswith(".py") and name.isidentifier()
+
+
+def code_file(word: str) -> Path | None:
+    """Returns the path in "file.py:object", which may be missing; None for words of another kind."""
+    return Path(word.rpartition(":")[0]).expanduser().resolve() if is_object_reference(word) else None
+
+
+def code_digest(file: Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal; empty if it can't be read."""
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def code_digests(words: Iterable[str]) -> dict[str, str]:
+    """Returns the digest of each "file.py:object" whose file can be read; other words are left out."""
+    files = {word: code_file(word) for word in words}
+    return {word: digest for word, file in files.items() if file and (digest := code_digest(file))}
+
+
+def refuse_no_code(word: str, where: str) -> None:
+    """Raises UserError for "file.py:object" if the file is missing."""
+    if (file := code_file(word)) and not file.is_file():
+        hints = ("write path/to/file.py:object",)
+        raise UserError(f"there is no file {word.rpartition(':')[0]}", where, hints)
+
+
+def load_object(reference: str, where: str) -> Any:
+    """Loads `object` from the user's `file.py:object`; the file's folder becomes importable.
+
+    Raises:
+        UserError: the file is missing, can't be run, or has no such object.
+    """
+    refuse_no_code(reference, where)
+    path_text, _, name = reference.rpartition(":")
+    module = _run_file(Path(path_text).expanduser().resolve(), where)
+    if not hasattr(module, name):
+        public = [word for word in vars(module) if not word.startswith("_")]
+        hint = did_you_mean(name, public) or f"choose one of its objects: {', '.join(public[:20]) or 'none found'}"
+        raise UserError(f"{path_text} has no object {name}", where, (hint,))
+    return getattr(module, name)
+
+
+def _make_importable(path: Path) -> None:
+    """Lets a user's file import its neighbours, as Python does for a script.
+
+    The standard library stays first: a process that starts anew with this path needs its `random`, not the user's.
+    For a file below the current folder that folder is added too, after all installed packages.
+    """
+    if str(path.parent) not in sys.path:
+        own = [place for place, entry in enumerate(sys.path) if entry in _STANDARD]
+        sys.path.insert(max(own, default=-1) + 1, str(path.parent))
+    here = Path.cwd()
+    if path.is_relative_to(here) and str(here) not in sys.path:
+        sys.path.append(str(here))
+
+
+def _run_file(path: Path, where: str) -> ModuleType:
+    name = path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    if loaded is not None or name in sys.stdlib_module_names:
+        # A user's types.py or random.py must not replace the library's.
+        name = f"{path.stem}@{path.parent}"
+        if name in sys.modules:
+            return sys.modules[name]
+    _make_importable(path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} is not a Python file", where)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        message = error.msg if isinstance(error, SyntaxError) else error
+        what = f"{path.name} can't be loaded: {type(error).__name__}: {message}"
+        raise UserError(what, users_line(error) or str(path)) from error
+    return module
+
+
+class HasDigests(Protocol):
+    """The record of a trained network."""
+
+    @property
+    def code(self) -> Mapping[str, str]:
+        """SHA-256 by "file.py:object"."""
+        ...
+
+
+def announce(words: Iterable[str], said_by: Path, record: HasDigests | None, instead: str) -> None:
+    """Prints which code a run is about to execute, and whether it has changed since training.
+
+    Args:
+        words: names in the run, such as net.py:Net; names that aren't code are skipped.
+        said_by: the folder or file that contains the names.
+        record: the digests of the code that was trained; None if unknown.
+        instead: how the user names the code on the command line.
+
+    Raises:
+        UserError: the folder or the code is another user's.
+    """
+    for word, file in _files(words, said_by, instead):
+        known = record.code.get(word) if record else None
+        trained = "unchanged since training" if known == code_digest(file) else "CHANGED since training"
+        if known is None:
+            trained = "the version used in training is unknown"
+        say(f"running code from {file}, as {said_by} requests; {trained}")
+
+
+def announce_planned(word: str, plan: Path, instead: str) -> None:
+    """Prints which code is about to run because a plan.json names it; the digest of the graph detects changes.
+
+    Raises:
+        UserError: the plan or the code is another user's.
+    """
+    for _, file in _files([word], plan, instead):
+        say(f"running code from {file}, as {plan} requests")
+
+
+def _files(words: Iterable[str], said_by: Path, instead: str) -> Iterator[tuple[str, Path]]:
+    """Yields words that name existing code, and their files; see `announce`."""
+    for word in dict.fromkeys(words):
+        file = code_file(word)
+        if file is not None and file.is_file():
+            for place in (said_by, file):
+                refuse_other_users(word, place, said_by, instead.format(word))
+            yield word, file
+
+
+def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> None:
+    """Raises UserError if a file or folder that makes `word` run belongs to another user than root."""
+    if place.exists() and (owner := place.stat().st_uid) not in {0, os.geteuid()}:
+        what = f"{said_by} requests to run {word}, but {place} belongs to another user (uid {owner})"
+        raise UserError(what, str(place), (f"check {word}, then name it yourself: {instead}",))
+
+
+def users_traceback(error: BaseException) -> str:
+    """Formats the frames of an error that are in the user's own files; empty if there are none."""
+    trace = traceback.TracebackException.from_exception(error)
+    return "".join(trace.format()).rstrip() if _keep_users(trace) else ""
+
+
+def users_line(error: BaseException) -> str:
+    """Returns file:line of the innermost frame in the user's own files, or an empty string."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    mine = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return f"{mine[-1].filename}:{mine[-1].lineno}" if mine else ""
+
+
+def _keep_users(trace: traceback.TracebackException) -> bool:
+    """Drops all other frames from an error and its causes; returns True if one of the user's is left."""
+    trace.stack[:] = [frame for frame in trace.stack if _is_users(frame.filename)]
+    found = bool(trace.stack) or issubclass(trace.exc_type or object, SyntaxError)
+    for before in (trace.__cause__, trace.__context__):
+        found |= before is not None and _keep_users(before)
+    return found
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith(("<frozen ", *_libraries()))
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Folders of code that isn't the user's: Python, installed packages, and manyhands."""
+    paths = sysconfig.get_paths()
+    found = {_PACKAGE, *site.getsitepackages(), *(paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))}
+    return tuple(f"{path.rstrip('/')}/" for path in sorted(found))
