@@ -1,9 +1,8 @@
 """Flags of the commands, each defined once: with its help and with the option of the job that it sets.
 
-Those of imagenet, and flags that set no option, are defined with their commands.
+Those of plan and imagenet, and flags that set no option, are defined with their commands.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -116,7 +115,7 @@ Quiet = Annotated[bool, Parameter(name=["-q", "--quiet"], help="print one line o
 
 
 @Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Flags:
     """Flags as fields of a dataclass, of which cyclopts makes a flag each."""
 
@@ -131,7 +130,7 @@ class Flags:
         return values | settings(getattr(self, "set_", None))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class JobFlags(Flags):
     """What is trained and how: flags of train, launch and profile."""
 
@@ -171,7 +170,7 @@ class JobFlags(Flags):
         return super().job_values() | {"parallel.mode": mode, "checkpoint.resume": find_start(self.resume)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PlaceFlags(Flags):
     """The place of this process among others: flags of train and explain."""
 
@@ -188,7 +187,7 @@ class PlaceFlags(Flags):
     cluster: Annotated[str | None, Help("cluster file that lists this machine"), Key("cluster.file")] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class RunFlags(Flags):
     """More options, and what is printed: flags of train, launch, resume and imagenet."""
 
@@ -205,7 +204,7 @@ class RunFlags(Flags):
     quiet: Quiet = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LaunchFlags(Flags):
     """The machines of a launch."""
 
@@ -226,7 +225,7 @@ class LaunchFlags(Flags):
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ResumeFlags(Flags):
     """What a resumed run does otherwise than before."""
 
@@ -244,7 +243,7 @@ class ResumeFlags(Flags):
     debug_rank: DebugRank = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class EvaluateFlags(Flags):
     """Options of an evaluation that differ from the run's."""
 
@@ -254,7 +253,7 @@ class EvaluateFlags(Flags):
     set_: Settings = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DoctorFlags(Flags):
     """The machines that are checked."""
 
@@ -269,55 +268,13 @@ class DoctorFlags(Flags):
     set_: Settings = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ExplainFlags(PlaceFlags):
     """The place of this process, and what it would compute on."""
 
     device: Device = None
     backend: Backend = None
     set_: Settings = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanFlags(Flags):
-    """The plan that is searched for or shown, and its job."""
-
-    processes: Annotated[
-        str | None,
-        Parameter(
-            name=["-n", "--processes", "--world-size"],
-            help="number of processes, by default the job's, or 2; a range such as 1..1024 predicts scaling",
-        ),
-    ] = None
-    mesh: Annotated[str | None, Help("the only mesh to consider, such as dp=2,tp=2; default: all")] = None
-    pin: Annotated[list[str] | None, Help('required sharding of one op: "fc=n@dp o@tp"')] = None
-    memory: Annotated[str | None, Help("memory limit of each process, such as 14GiB")] = None
-    link: Annotated[
-        str | None, Help("network speed between machines of one process each: 10mbit; default: one machine")
-    ] = None
-    fill: Annotated[
-        Literal["search", "data"], Help("ops without --pin: search their sharding, or split samples (data)")
-    ] = "search"
-    no_measure: Annotated[bool, Help("estimate all times without running anything")] = False
-    out: Annotated[
-        Path | None, Help("plan file, with a picture beside it; default: plan.json; of a range: the picture, .svg")
-    ] = None
-    force: Annotated[bool, Help("overwrite an existing plan")] = False
-    verify: Annotated[bool, Help("verify here that the plan computes the same as one process")] = False
-    measure: Annotated[bool, Help("time a plan.json and data parallelism in turns")] = False
-    batch: Batch = None
-    sync: Sync = None
-    elastic: Elastic = None
-    data_dir: DataDir = None
-    device: Device = None
-    device_model: Annotated[str | None, Help("estimate for another device model: h100, a100, 910b, rtx4090 …")] = None
-    set_: Settings = None
-    as_json: Json = False
-
-    @property
-    def to(self) -> Any:
-        """The stream that people read."""
-        return sys.stderr if self.as_json else sys.stdout
 
 
 def settings(words: Sequence[str] | None) -> dict[str, Any]:

@@ -40,7 +40,7 @@ DUMMY = {"data.name": "fake-imagenet", "data.augment": "none", "data.mean": (0.0
 DUMMY_SIZES = {"inception_v3": 299}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ImagenetFlags(Flags):
     """main.py's flags as they were given; None where one wasn't."""
 

@@ -8,9 +8,10 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 import cyclopts
+from cyclopts.argument import _collection  # pyright: ignore[reportPrivateUsage]
 
 from manyhands.cli.system import require_system
 from manyhands.cluster.agents.early import end_early
@@ -66,6 +67,8 @@ COMMANDS_ELSEWHERE = {
 
 def make_app(command: str = "") -> cyclopts.App:
     """The application with all its commands; the page of help of `command` shows its function's docstring."""
+    # No flag has its help from a docstring; searching the source of their classes takes a fifth of a page's time.
+    cast(Any, _collection).extract_docstring_help = lambda _function: {}  # pyright: ignore[reportUnknownLambdaType]
     app = cyclopts.App(
         name="manyhands",
         help=HELP,

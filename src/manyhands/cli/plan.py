@@ -2,10 +2,13 @@
 
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from manyhands.cli.flags import Help, Model, PlanFlags, load, named
+from cyclopts import Parameter
+
+from manyhands.cli.flags import Batch, DataDir, Device, Elastic, Flags, Help, Json, Model, Settings, Sync, load, named
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
 from manyhands.core.terminal import plain, say, show, show_json
 
@@ -17,6 +20,48 @@ if TYPE_CHECKING:
 
 _WIDTH, _TABLE_WIDTH = 155, 100
 _MOST_PROCESSES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PlanFlags(Flags):
+    """The plan that is searched for or shown, and its job."""
+
+    processes: Annotated[
+        str | None,
+        Parameter(
+            name=["-n", "--processes", "--world-size"],
+            help="number of processes, by default the job's, or 2; a range such as 1..1024 predicts scaling",
+        ),
+    ] = None
+    mesh: Annotated[str | None, Help("the only mesh to consider, such as dp=2,tp=2; default: all")] = None
+    pin: Annotated[list[str] | None, Help('required sharding of one op: "fc=n@dp o@tp"')] = None
+    memory: Annotated[str | None, Help("memory limit of each process, such as 14GiB")] = None
+    link: Annotated[
+        str | None, Help("network speed between machines of one process each: 10mbit; default: one machine")
+    ] = None
+    fill: Annotated[
+        Literal["search", "data"], Help("ops without --pin: search their sharding, or split samples (data)")
+    ] = "search"
+    no_measure: Annotated[bool, Help("estimate all times without running anything")] = False
+    out: Annotated[
+        Path | None, Help("plan file, with a picture beside it; default: plan.json; of a range: the picture, .svg")
+    ] = None
+    force: Annotated[bool, Help("overwrite an existing plan")] = False
+    verify: Annotated[bool, Help("verify here that the plan computes the same as one process")] = False
+    measure: Annotated[bool, Help("time a plan.json and data parallelism in turns")] = False
+    batch: Batch = None
+    sync: Sync = None
+    elastic: Elastic = None
+    data_dir: DataDir = None
+    device: Device = None
+    device_model: Annotated[str | None, Help("estimate for another device model: h100, a100, 910b, rtx4090 …")] = None
+    set_: Settings = None
+    as_json: Json = False
+
+    @property
+    def to(self) -> Any:
+        """The stream that people read."""
+        return sys.stderr if self.as_json else sys.stdout
 
 
 def plan(
