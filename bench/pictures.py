@@ -45,13 +45,13 @@ def main_py(folder):
 def manyhands(folder):
     import torch
 
-    from manyhands.data.loader import Loader
+    from manyhands.data.loading import open_loader
     from manyhands.data.open import open_data, resolve_pixels
     from manyhands.data.options import DataOptions
 
     options = DataOptions(name=str(folder), packed=False)
     splits = open_data(options)
-    loader = Loader(splits.train, resolve_pixels(options, splits.pixels), train=True, seed=1, workers=WORKERS)
+    loader = open_loader(splits.train, resolve_pixels(options, splits.pixels), train=True, seed=1, workers=WORKERS)
     order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(1))
     yield from ((batch.images, batch.labels) for batch in loader.batches(0, order.split(BATCH)))
     loader.close()

@@ -26,13 +26,12 @@ from types import SimpleNamespace
 import torch
 from tests.checkpoint.cuts import save_one_by_one
 
-from manyhands.checkpoint import layout
-from manyhands.checkpoint.find import choose, newest
-from manyhands.checkpoint.kept import prune
-from manyhands.checkpoint.load import load
-from manyhands.checkpoint.pieces import NetworkLayout
-from manyhands.checkpoint.save import save
-from manyhands.checkpoint.verify import TornCheckpointError
+from manyhands.checkpoint import files
+from manyhands.checkpoint.describe import NetworkLayout
+from manyhands.checkpoint.files import TornCheckpointError
+from manyhands.checkpoint.folders import choose, newest, prune
+from manyhands.checkpoint.read import load
+from manyhands.checkpoint.write import save
 from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.train.background import SaveOutcome, Saver
 from manyhands.train.state import Progress, capture
@@ -121,17 +120,17 @@ def kills(folder, *, count, seed):
         saved = kill_a_save(folder, step, draw)
         took += saved.values()
         path, passed_over = newest(folder)
-        step = layout.step_of(path) if path else 0
-        left = [int(entry.name.split("-")[2]) for entry in folder.iterdir() if layout.is_temporary(entry)]
+        step = files.step_of(path) if path else 0
+        left = [int(entry.name.split("-")[2]) for entry in folder.iterdir() if files.is_temporary(entry)]
         found["hit_a_save"] += any(number > step for number in left)
         found["hit_a_deletion"] += any(number <= step for number in left)
         found["older_than_was_saved"] += step < max(saved)
         found["torn"] += len(passed_over)
-        for one in layout.step_folders(folder):
+        for one in files.step_folders(folder):
             found["loaded"] += 1
-            found["wrong"] += not is_of(load(one), layout.step_of(one))
+            found["wrong"] += not is_of(load(one), files.step_of(one))
     prune(folder, 2, None)
-    found["left_over"] = sum(layout.is_temporary(entry) for entry in folder.iterdir())
+    found["left_over"] = sum(files.is_temporary(entry) for entry in folder.iterdir())
     bad = {name: found[name] for name in ("wrong", "torn", "older_than_was_saved", "left_over")}
     holds = not any(bad.values()) and found["hit_a_save"] > 0
     return {"kills": count, **found, **bad, "save_ms": 1000 * statistics.median(took), "holds": holds}
@@ -150,7 +149,7 @@ def altered(file, draw, kind):
 
 def alterations(folder, *, count, seed):
     """Each is refused with the file's name, and the checkpoint before it is taken; whole again, it is loaded again."""
-    draw, found, files, trained = random.Random(seed), Counter(), Counter(), Trained(columns=7)
+    draw, found, altered_files, trained = random.Random(seed), Counter(), Counter(), Trained(columns=7)
     cut = NetworkLayout(CUT.mesh, {"weight": TensorLayout((ROWS, 7), (ROWS, 7), CUT.layouts["weight"].cuts)})
     for form in ("whole", "pieces"):
         for step in (1, 2):
@@ -159,16 +158,16 @@ def alterations(folder, *, count, seed):
     for kind in ("changed", "cut"):
         for number in range(count):
             place = folder / ("whole", "pieces")[number % 2]
-            path = place / layout.step_name(2)
+            path = place / files.step_name(2)
             file = draw.choice(sorted(path.iterdir()))
             with altered(file, draw, kind):
                 found["loaded"] += loads(path, file)
-                found["not_passed_over"] += choose(place, "last")[0] != place / layout.step_name(1)
-            files[file.name] += 1
+                found["not_passed_over"] += choose(place, "last")[0] != place / files.step_name(1)
+            altered_files[file.name] += 1
             found[kind] += 1
-    whole_again = all(is_of(load(folder / form / layout.step_name(2)), 2) for form in ("whole", "pieces"))
+    whole_again = all(is_of(load(folder / form / files.step_name(2)), 2) for form in ("whole", "pieces"))
     holds = not found["loaded"] and not found["not_passed_over"] and whole_again
-    return {**found, "files": files, "holds": holds}
+    return {**found, "files": altered_files, "holds": holds}
 
 
 def loads(path, file):

@@ -7,12 +7,11 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from manyhands.checkpoint import commit, layout
-from manyhands.checkpoint.pieces import NetworkLayout
-from manyhands.checkpoint.save import held_contents
+from manyhands.checkpoint import files, folders
+from manyhands.checkpoint.describe import NetworkLayout
+from manyhands.checkpoint.read import slices
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.stored import slices
-from manyhands.checkpoint.write import finish_pieces, write_pieces
+from manyhands.checkpoint.write import finish_pieces, held_contents, write_pieces
 from manyhands.core.mesh import Mesh, TensorLayout
 
 KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.bool, torch.uint8)
@@ -97,15 +96,15 @@ def with_optimizer(model):
 def save_one_by_one(folder, snapshot, cut):
     """What all ranks together would save, each rank's part after the other's."""
     step = snapshot.state["step"]
-    target = folder / layout.step_name(step)
+    target = folder / files.step_name(step)
     folder.mkdir(parents=True, exist_ok=True)
-    with commit.staging(folder, step) as staged:
+    with folders.staging(folder, step) as staged:
         written = {}
         for rank in range(cut.mesh.size):
             contents = held_contents(step, local(snapshot, cut, rank), cut, rank)
             written |= write_pieces(staged, contents, rank)
         finish_pieces(staged, contents, written)
-        commit.commit(staged, target)
+        folders.commit(staged, target)
     return target
 
 

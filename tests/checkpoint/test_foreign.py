@@ -12,14 +12,13 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from manyhands.checkpoint.find import resolve
+from manyhands.checkpoint.describe import ALONE, NetworkLayout
+from manyhands.checkpoint.folders import resolve
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign, write_foreign
-from manyhands.checkpoint.load import load
-from manyhands.checkpoint.pieces import ALONE, NetworkLayout
+from manyhands.checkpoint.read import load, open_checkpoint
 from manyhands.checkpoint.reshard import merge, reshard
-from manyhands.checkpoint.save import save
 from manyhands.checkpoint.snapshot import Snapshot, fitted
-from manyhands.checkpoint.source import open_checkpoint
+from manyhands.checkpoint.write import save
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import TensorLayout
 from manyhands.core.run_folder import NOWHERE

@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.checkpoint import layout
-from manyhands.checkpoint.find import choose, newest, resolve
-from manyhands.checkpoint.load import load
-from manyhands.checkpoint.save import save
+from manyhands.checkpoint import files
+from manyhands.checkpoint.files import TornCheckpointError, verify
+from manyhands.checkpoint.folders import choose, newest, resolve
+from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.verify import TornCheckpointError, verify
+from manyhands.checkpoint.write import save
 from manyhands.core.errors import UserError
 
 PROPERTY = settings(max_examples=150)
 
 
 @PROPERTY
-@given(name=st.sampled_from(layout.FILES), place=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
+@given(name=st.sampled_from(files.FILES), place=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
 def test_a_flipped_byte_anywhere_is_refused(tmp_path: Path, snapshot: Snapshot, name: str, place: float, mask: int):
     path = save(tmp_path, 5, snapshot)
     file = path / name
@@ -33,7 +33,7 @@ def test_a_flipped_byte_anywhere_is_refused(tmp_path: Path, snapshot: Snapshot, 
 
 
 @PROPERTY
-@given(name=st.sampled_from(layout.FILES), place=st.floats(0, 1, exclude_max=True))
+@given(name=st.sampled_from(files.FILES), place=st.floats(0, 1, exclude_max=True))
 def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, snapshot: Snapshot, name: str, place: float):
     path = save(tmp_path, 5, snapshot)
     file = path / name
@@ -44,7 +44,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, snapshot: Snapshot,
     file.write_bytes(whole)
 
 
-@pytest.mark.parametrize("name", layout.FILES)
+@pytest.mark.parametrize("name", files.FILES)
 def test_a_missing_file_is_named(tmp_path: Path, snapshot: Snapshot, name: str):
     path = save(tmp_path, 5, snapshot)
     (path / name).unlink()
@@ -55,9 +55,9 @@ def test_a_missing_file_is_named(tmp_path: Path, snapshot: Snapshot, name: str):
 def test_the_error_has_what_was_expected_and_found(tmp_path: Path, snapshot: Snapshot):
     path = save(tmp_path, 5, snapshot)
     file = path / "state.json"
-    size, digest = file.stat().st_size, layout.digest(file)
+    size, digest = file.stat().st_size, files.digest(file)
     file.write_bytes(b"?" * size)
-    with pytest.raises(TornCheckpointError, match=f"{layout.digest(file)}, expected {digest}"):
+    with pytest.raises(TornCheckpointError, match=f"{files.digest(file)}, expected {digest}"):
         verify(path)
     file.write_bytes(b"?")
     with pytest.raises(TornCheckpointError, match=f"1 bytes, expected {size}"):
@@ -69,7 +69,7 @@ def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path, snapshot: 
     (path / "model.pkl").write_bytes(pickle.dumps(print))
     content = json.loads((path / "manifest.json").read_bytes())
     content["files"]["model.pkl"] = content["files"]["model.safetensors"]
-    (path / "manifest.json").write_bytes(layout.manifest_text(content))
+    (path / "manifest.json").write_bytes(files.manifest_text(content))
     with pytest.raises(TornCheckpointError, match=r"model\.pkl"):
         load(path)
 
@@ -77,7 +77,7 @@ def test_a_manifest_that_names_other_files_is_refused(tmp_path: Path, snapshot: 
 def test_a_newer_format_asks_for_a_newer_manyhands(tmp_path: Path, snapshot: Snapshot):
     path = save(tmp_path, 5, snapshot)
     content = json.loads((path / "manifest.json").read_bytes())
-    (path / "manifest.json").write_bytes(layout.manifest_text({**content, "format": 99, "manyhands": "7.0"}))
+    (path / "manifest.json").write_bytes(files.manifest_text({**content, "format": 99, "manyhands": "7.0"}))
     with pytest.raises(UserError, match="newer manyhands") as caught:
         load(path)
     assert "7.0" in str(caught.value)
@@ -173,7 +173,7 @@ def test_an_older_one_than_the_newest_is_said(tmp_path: Path, snapshot: Snapshot
 def test_a_manifest_of_wrong_types_is_passed_over(tmp_path: Path, snapshot: Snapshot, content):
     older = _save_as(tmp_path, 5, 5, snapshot)
     newer = _save_as(tmp_path, 8, 8, snapshot)
-    sealed = layout.manifest_text(content) if isinstance(content, dict) else json.dumps(content).encode()
+    sealed = files.manifest_text(content) if isinstance(content, dict) else json.dumps(content).encode()
     (newer / "manifest.json").write_bytes(sealed)
     path, told = choose(tmp_path, "last")
     assert path == older

@@ -8,18 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from manyhands.checkpoint import layout
-from manyhands.checkpoint.find import newest, read_state, resolve
-from manyhands.checkpoint.kept import prune
-from manyhands.checkpoint.load import load
-from manyhands.checkpoint.pieces import NetworkLayout, first_held, size_of
+from manyhands.checkpoint import files
+from manyhands.checkpoint.describe import NetworkLayout, first_held, size_of
+from manyhands.checkpoint.files import TornCheckpointError, verify
+from manyhands.checkpoint.folders import newest, prune, read_state, resolve
+from manyhands.checkpoint.read import load, open_checkpoint
 from manyhands.checkpoint.reshard import merge, read_network_layout, reshard
-from manyhands.checkpoint.save import held_contents, save
-from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.source import open_checkpoint
+from manyhands.checkpoint.snapshot import Snapshot, read_tensors
 from manyhands.checkpoint.stream import Spec, write_stream
-from manyhands.checkpoint.tensors import read_tensors
-from manyhands.checkpoint.verify import TornCheckpointError, verify
+from manyhands.checkpoint.write import held_contents, save
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.mesh import Mesh, TensorLayout
 from tests.checkpoint.cuts import (
@@ -64,7 +61,7 @@ def test_whole_to_pieces_to_other_pieces_to_whole(journey, tmp_path_factory):
     merge(open_checkpoint(folder / "second"), folder / "third")
     assert_same(load(folder / "third"), whole)
     saved = save(folder, 5, whole)
-    for name in (layout.MODEL, layout.OPTIMIZER):
+    for name in (files.MODEL, files.OPTIMIZER):
         ours, theirs = read_tensors(folder / "third" / name), read_tensors(saved / name)
         assert list(ours) == list(theirs)
     reshard(open_checkpoint(folder / "third"), folder / "fourth", one)
@@ -182,14 +179,14 @@ def test_a_changed_byte_or_a_missing_file_is_refused_by_name(in_pieces):
     verify(path)
 
 
-def reseal(path, files=None):
+def reseal(path, names=None):
     """Makes a manifest that fits whatever is in the folder."""
     content = json.loads((path / "manifest.json").read_text())
-    names = files or [entry.name for entry in path.iterdir() if entry.name != "manifest.json"]
+    names = names or [entry.name for entry in path.iterdir() if entry.name != "manifest.json"]
     content["files"] = {
-        name: {"size": (path / name).stat().st_size, "sha256": layout.digest(path / name)} for name in names
+        name: {"size": (path / name).stat().st_size, "sha256": files.digest(path / name)} for name in names
     }
-    (path / "manifest.json").write_bytes(layout.manifest_text(content))
+    (path / "manifest.json").write_bytes(files.manifest_text(content))
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict
 
-from manyhands.checkpoint import commit, kept, layout, refuse, write
-from manyhands.checkpoint import save as saving
-from manyhands.checkpoint.kept import prune
-from manyhands.checkpoint.load import load
-from manyhands.checkpoint.refuse import SaveError
-from manyhands.checkpoint.save import save
+from manyhands.checkpoint import files, folders, write
+from manyhands.checkpoint.files import verify
+from manyhands.checkpoint.folders import prune
+from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.verify import verify
+from manyhands.checkpoint.write import SaveError, save
 from manyhands.core.errors import RunError
 
 
@@ -131,7 +129,7 @@ def test_a_torn_step_is_replaced(tmp_path: Path, snapshot: Snapshot):
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, snapshot: Snapshot):
     paths = [save(tmp_path, step, snapshot) for step in (1, 2, 3, 4, 5)]
     assert sorted(prune(tmp_path, 2, paths[1])) == [paths[0], paths[2]]
-    assert layout.step_folders(tmp_path) == [paths[4], paths[3], paths[1]]
+    assert files.step_folders(tmp_path) == [paths[4], paths[3], paths[1]]
 
 
 def test_prune_counts_only_what_verifies(tmp_path: Path, snapshot: Snapshot):
@@ -144,15 +142,15 @@ def test_prune_counts_only_what_verifies(tmp_path: Path, snapshot: Snapshot):
 
 def test_prune_hashes_each_checkpoint_once(tmp_path: Path, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch):
     hashed = []
-    monkeypatch.setattr(kept, "verify", hashed.append)
+    monkeypatch.setattr(folders, "verify", hashed.append)
     for step in range(5):
         save(tmp_path, step, snapshot)
         prune(tmp_path, 2, None)
     assert hashed == []
-    monkeypatch.setattr(kept, "_known_good", {})
+    monkeypatch.setattr(folders, "_known_good", {})
     prune(tmp_path, 2, None)
     prune(tmp_path, 2, None)
-    assert hashed == layout.step_folders(tmp_path)
+    assert hashed == files.step_folders(tmp_path)
 
 
 def test_prune_deletes_only_what_save_made(tmp_path: Path, snapshot: Snapshot):
@@ -174,18 +172,18 @@ def test_prune_deletes_only_what_save_made(tmp_path: Path, snapshot: Snapshot):
 
 def test_prune_sweeps_leftovers_but_no_live_save(tmp_path: Path, snapshot: Snapshot):
     save(tmp_path, 9, snapshot)
-    left = tmp_path / layout.temporary_name(3)
+    left = tmp_path / files.temporary_name(3)
     left.mkdir()
     for name in ("state.json", ".tmpAbC123"):
         (left / name).write_bytes(b"half")
-    with commit.staging(tmp_path, 10) as live:
+    with folders.staging(tmp_path, 10) as live:
         assert prune(tmp_path, 1, None) == [left]
         assert live.is_dir()
     assert not live.exists()
 
 
 def test_too_little_space_is_seen_before_writing(tmp_path: Path, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(refuse.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
     with pytest.raises(SaveError, match="disk is full") as caught:
         save(tmp_path, 5, snapshot)
     assert "training can continue" in str(caught.value)
@@ -217,7 +215,7 @@ def small_disk(tmp_path: Path):
 @pytest.mark.parametrize("foresight", [True, False], ids=["checked first", "full while writing"])
 def test_a_full_disk_keeps_the_older_checkpoint(small_disk: Path, monkeypatch: pytest.MonkeyPatch, foresight: bool):
     if not foresight:
-        monkeypatch.setattr(saving, "refuse_too_little_space", lambda folder, size_bytes: None)
+        monkeypatch.setattr(write, "refuse_too_little_space", lambda folder, size_bytes: None)
     old = save(small_disk, 1, Snapshot({"w": torch.zeros(50_000)}))
     with pytest.raises(SaveError, match="disk is full"):
         save(small_disk, 2, Snapshot({"w": torch.zeros(400_000)}))

@@ -20,7 +20,7 @@ from manyhands.cli.main import main, make_app
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.data.datasets.fake_imagenet import open as open_fake
+from manyhands.data.datasets.synthetic import open as open_fake
 from manyhands.data.options import DataOptions
 from manyhands.models.published import published_names
 

@@ -27,7 +27,7 @@ LIGHT = {
     "unknown to plan": COMMAND.format(["plan", "digts"]),
     "doctor": COMMAND.format(["doctor"]),
     "package": "import manyhands, manyhands.run.train, manyhands.report.page",
-    "launcher": "from manyhands.cluster import rendezvous; from manyhands.cluster.agents import start, supervise",
+    "launcher": "import manyhands.cluster.hosts.this_process; from manyhands.cluster.agents import start, supervise",
 }
 
 

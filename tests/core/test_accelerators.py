@@ -23,9 +23,8 @@ from manyhands.core import devices
 from manyhands.core.errors import UserError
 from manyhands.core.machine import this_processor
 from manyhands.core.world import ProcessInfo, World
-from manyhands.data import gather
-from manyhands.data.ahead import CopiesAhead
-from manyhands.data.loader import Loader
+from manyhands.data import loading
+from manyhands.data.loading import CopiesAhead, open_loader
 from manyhands.data.order import BatchSharing
 from manyhands.data.splits import ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
@@ -204,8 +203,8 @@ def _beyond_defaults(kind):
     """What isn't torch's own default: a data set on the device, several BatchNorm groups in one pass."""
     On.kind = kind
     copies = Copies(kind)
-    resident = gather._on_device(IMAGES[:4], torch.device(kind)), len(copies.made)
-    assert gather._on_device(torch.zeros(FREE // 2 + 1, dtype=torch.uint8), torch.device(kind)) is not None
+    resident = loading._on_device(IMAGES[:4], torch.device(kind)), len(copies.made)
+    assert loading._on_device(torch.zeros(FREE // 2 + 1, dtype=torch.uint8), torch.device(kind)) is not None
     too_large = len(copies.made) - resident[1]
     layer = nn.BatchNorm1d(3).train()
     groups, _ = group_batch_norms(layer)
@@ -217,11 +216,11 @@ def _beyond_defaults(kind):
 
 def _served(kind, source, workers):
     """Batches of a source, and how its pictures and labels came to the device."""
-    gather._on_device = lambda images, device: images  # as if it were too large
+    loading._on_device = lambda images, device: images  # as if it were too large
     copies = Copies(kind)
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.set_device_index = lambda index: None
-    loader = Loader(source, PIXELS, train=True, seed=5, device=kind, workers=workers)
+    loader = open_loader(source, PIXELS, train=True, seed=5, device=kind, workers=workers)
     copies.made.clear()  # what normalising needs
     batches = list(loader.batches(1, map(torch.tensor, REQUESTS)))
     loader.close()
@@ -297,7 +296,7 @@ def test_what_is_not_torchs_default_is_off_until_a_type_is_tested(kind, tested):
 @pytest.mark.parametrize("tested", [False, True])
 def test_a_set_in_memory_is_served_through_pinned_memory(kind, tested):
     source = ImagesInMemory(IMAGES, LABELS)
-    plain = Loader(source, PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
+    plain = open_loader(source, PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
     served, copied = on(kind, tested)(_served, source, 0)
     assert served == [(one.images.tolist(), one.labels.tolist(), one.samples.tolist()) for one in plain]
     assert copied["pinned"]
@@ -309,7 +308,7 @@ def test_a_set_in_memory_is_served_through_pinned_memory(kind, tested):
 @pytest.mark.parametrize(("tested", "workers"), [(False, 0), (False, 2), (True, 0), (True, 2)])
 def test_samples_that_are_made_are_served_through_pinned_memory(kind, tested, workers):
     source = UserSamples(list(zip(IMAGES.float(), LABELS.tolist(), strict=True)))
-    plain = Loader(source, PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
+    plain = open_loader(source, PIXELS, train=True, seed=5).batches(1, map(torch.tensor, REQUESTS))
     served, copied = on(kind, tested)(_served, source, workers)
     assert served == [(one.images.tolist(), one.labels.tolist(), one.samples.tolist()) for one in plain]
     assert copied["pinned"]
@@ -333,7 +332,7 @@ def test_a_processor_and_apples_gpu_have_no_streams_of_ours(kind, monkeypatch):
     assert not devices.is_accelerator(kind)
     assert not devices.is_tested(kind)
     assert devices.device_name(kind) == this_processor().name
-    assert gather._on_device(IMAGES, torch.device(kind)) is IMAGES
+    assert loading._on_device(IMAGES, torch.device(kind)) is IMAGES
     assert not Gradients(ParallelNetwork(call=nn.ReLU(), inner=nn.ReLU()), World(device=kind)).on_card
 
 

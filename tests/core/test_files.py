@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.checkpoint.plain_files import checked_plain
-from manyhands.checkpoint.tensors import unflatten
+from manyhands.checkpoint.files import checked_plain
+from manyhands.checkpoint.snapshot import unflatten
 from manyhands.cluster.hosts.formats import rank_table
-from manyhands.cluster.hosts.recognise import read_cluster
+from manyhands.cluster.hosts.machines import read_cluster
 from manyhands.config.job import Job
 from manyhands.config.load import load_job
 from manyhands.core import records

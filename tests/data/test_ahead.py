@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import TensorDataset
 
-from manyhands.data.ahead import CopiesAhead, looking_ahead
 from manyhands.data.decode import CorruptImageError
-from manyhands.data.loader import Loader
-from manyhands.data.names import PictureNames
+from manyhands.data.loading import CopiesAhead, looking_ahead, open_loader
 from manyhands.data.splits import ImageFiles, ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
+from manyhands.data.walk import PictureNames
 
 PIXELS = Pixels(8, 3, (0.5,) * 3, (0.25,) * 3, "crop-flip")
 REQUESTS = [[3, 1, 2], [0], [11, 3], [5, 4, 6, 7, 8]]
@@ -104,10 +103,9 @@ def sources(tmp_path_factory):
 
 def loaders(source, workers=0):
     """One as it is here, and one that looks ahead as with a card."""
-    plain, ahead = (Loader(source, PIXELS, train=True, seed=5, workers=workers) for _ in range(2))
-    feed = ahead.batches.__self__
-    assert isinstance(feed._ahead, CopiesAhead)
-    feed._ahead = lambda answers: looking_ahead(answers, lambda answer: answer)
+    plain, ahead = (open_loader(source, PIXELS, train=True, seed=5, workers=workers) for _ in range(2))
+    assert isinstance(ahead._ahead, CopiesAhead)
+    ahead._ahead = lambda answers: looking_ahead(answers, lambda answer: answer)
     return plain, ahead
 
 

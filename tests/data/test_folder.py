@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from manyhands.core.errors import UserError
-from manyhands.data import memory
+from manyhands.data import gallery
 from manyhands.data.decode import CorruptImageError, decode
 from manyhands.data.folder import Listing, list_parts, split
-from manyhands.data.loader import Loader
-from manyhands.data.names import PictureNames
+from manyhands.data.loading import open_loader
 from manyhands.data.open import is_plain_folder, open_data, resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.splits import ImageFiles, ImagesInMemory, by_names
+from manyhands.data.walk import PictureNames
 from manyhands.run.predict import list_pictures
 
 
@@ -93,7 +93,7 @@ def test_small_equal_pictures_are_in_memory_and_equal_the_files(tmp_path):
     for augment in ("none", "crop", "crop-flip"):
         pixels = resolve_pixels(DataOptions(augment=augment), memory.pixels)
         batches = [
-            next(Loader(splits.train, pixels, train=True, seed=1).batches(3, [torch.arange(10)]))
+            next(open_loader(splits.train, pixels, train=True, seed=1).batches(3, [torch.arange(10)]))
             for splits in (memory, files)
         ]
         assert torch.equal(batches[0].images, batches[1].images)
@@ -102,7 +102,7 @@ def test_small_equal_pictures_are_in_memory_and_equal_the_files(tmp_path):
 def test_a_second_opening_decodes_nothing(tmp_path, monkeypatch):
     make(tmp_path)
     first = opened(tmp_path)
-    monkeypatch.setattr("manyhands.data.memory.decode", None)
+    monkeypatch.setattr("manyhands.data.gallery.decode", None)
     assert torch.equal(opened(tmp_path).train.images, first.train.images)
     monkeypatch.undo()
     picture(tmp_path / "cat" / "03.png", seed=77)
@@ -136,21 +136,27 @@ def test_large_pictures_are_files(tmp_path):
     assert (splits.pixels.size, splits.pixels.augment) == (224, "resized-crop-flip")
     pixels = resolve_pixels(DataOptions(image_size=20), splits.pixels)
     for train in (True, False):
-        batch = next(Loader(splits.train, pixels, train=train, seed=0).batches(0, [torch.arange(4)]))
+        batch = next(open_loader(splits.train, pixels, train=train, seed=0).batches(0, [torch.arange(4)]))
         assert batch.images.shape == (4, 3, 20, 20)
 
 
 def read_all(root, **options):
     splits = opened(root, **options)
     for source in (splits.train, splits.test):
-        list(Loader(source, splits.pixels, train=False, seed=0).batches(0, [torch.arange(len(source))]))
+        list(open_loader(source, splits.pixels, train=False, seed=0).batches(0, [torch.arange(len(source))]))
 
 
+@pytest.mark.parametrize("broken_link", [False, True])
 @pytest.mark.parametrize("limit", [0, 2048])
-def test_corrupt_pictures_are_errors_or_left_out_and_named(tmp_path, limit):
+def test_corrupt_pictures_are_errors_or_left_out_and_named(tmp_path, limit, broken_link):
     make(tmp_path, count=10)
     bad = tmp_path / "cat" / "04.png"
-    bad.write_bytes(bad.read_bytes()[:60])
+    content = bad.read_bytes()
+    bad.unlink()
+    if broken_link:
+        bad.symlink_to(tmp_path / "nowhere")
+    else:
+        bad.write_bytes(content[:60])
     options = {"memory_limit_mib": limit}
     with pytest.raises(CorruptImageError, match=r"04\.png"):
         read_all(tmp_path, **options)
@@ -418,7 +424,7 @@ def count_decoded(root, results):
         decoded.append(arguments)
         return decode(*arguments)
 
-    memory.decode = counting
+    gallery.decode = counting
     splits = opened(root)
     results.put((len(decoded), int(splits.train.images.sum())))
 

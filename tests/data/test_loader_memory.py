@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from manyhands.data.loader import Loader
+from manyhands.data.loading import open_loader
 from manyhands.data.on_demand import as_picture
 from manyhands.data.pictures import prepare, to_tensor
 from manyhands.data.random import epoch_rng
@@ -29,7 +29,7 @@ def pixels(augment="crop-flip", channels=3, size=12):
 
 
 def loader(augment="crop-flip", train=True, seed=3, **options):
-    return Loader(source(), pixels(augment), train=train, seed=seed, **options)
+    return open_loader(source(), pixels(augment), train=train, seed=seed, **options)
 
 
 REQUESTS = st.lists(st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=9), min_size=1, max_size=12)
@@ -73,7 +73,7 @@ def naive(data, wanted, train, epoch=0, seed=3):
 @pytest.mark.parametrize("augment", ["none", "crop", "crop-flip"])
 def test_it_agrees_with_one_picture_at_a_time(augment, channels, train):
     data, wanted = source(channels), pixels(augment, channels)
-    serve = Loader(data, wanted, train=train, seed=3, dtype=torch.float64)
+    serve = open_loader(data, wanted, train=train, seed=3, dtype=torch.float64)
     found = torch.cat([batch.images for batch in serve.batches(0, torch.arange(COUNT).split(7))])
     assert torch.allclose(found, naive(data, wanted, train), rtol=0, atol=1e-12)
 
@@ -82,7 +82,7 @@ def test_it_agrees_with_one_picture_at_a_time(augment, channels, train):
 @pytest.mark.parametrize("augment", ["crop", "crop-flip"])
 def test_turns_and_reflected_edges_agree_with_one_picture_at_a_time(augment, epoch):
     data, wanted = source(), replace(pixels(augment), shift=3, reflects=True, alternates=True)
-    serve = Loader(data, wanted, train=True, seed=3, dtype=torch.float64)
+    serve = open_loader(data, wanted, train=True, seed=3, dtype=torch.float64)
     found = torch.cat([batch.images for batch in serve.batches(epoch, torch.arange(COUNT).split(7))])
     assert torch.allclose(found, naive(data, wanted, train=True, epoch=epoch), rtol=0, atol=1e-12)
 
@@ -92,7 +92,7 @@ def test_each_picture_is_mirrored_in_every_second_epoch_and_half_of_them_in_each
     wanted = Pixels(16, 1, (0.0,), (1 / 255,), "resized-crop-flip", alternates=True)
     turned = []
     for epoch in range(4):
-        serve = Loader(ImagesInMemory(images, torch.zeros(COUNT, dtype=torch.int64)), wanted, train=True, seed=1)
+        serve = open_loader(ImagesInMemory(images, torch.zeros(COUNT, dtype=torch.int64)), wanted, train=True, seed=1)
         left, right = (
             torch.cat([b.images for b in serve.batches(epoch, [torch.arange(COUNT)])]).mean(2)[:, 0, [0, 15]].T
         )
@@ -111,7 +111,7 @@ def test_a_reflected_edge_is_that_of_torch():
 @pytest.mark.parametrize("size", [9, 24])
 def test_resizing_agrees_with_pillow_to_a_level(augment, train, size):
     data, wanted = source(), pixels(augment, size=size)
-    found = next(Loader(data, wanted, train=train, seed=3).batches(0, [torch.arange(COUNT)])).images
+    found = next(open_loader(data, wanted, train=train, seed=3).batches(0, [torch.arange(COUNT)])).images
     level = 1 / 255 / min(wanted.std)
     assert found.shape == (COUNT, 3, size, size)
     assert (found - naive(data, wanted, train)).abs().max() <= 1.01 * level
@@ -121,18 +121,18 @@ def test_resizing_agrees_with_pillow_to_a_level(augment, train, size):
 @pytest.mark.parametrize("train", [True, False])
 def test_resizing_at_once_or_by_the_batch_is_one(augment, train, monkeypatch):
     data, wanted = source(), pixels(augment, size=17)
-    at_once = next(Loader(data, wanted, train=train, seed=0).batches(0, [torch.arange(COUNT)])).images
-    monkeypatch.setattr("manyhands.data.gather._RESIZED_BYTES", 0)
-    by_batch = Loader(data, wanted, train=train, seed=0).batches(0, torch.arange(COUNT).split(3))
+    at_once = next(open_loader(data, wanted, train=train, seed=0).batches(0, [torch.arange(COUNT)])).images
+    monkeypatch.setattr("manyhands.data.loading._RESIZED_BYTES", 0)
+    by_batch = open_loader(data, wanted, train=train, seed=0).batches(0, torch.arange(COUNT).split(3))
     assert torch.equal(at_once, torch.cat([batch.images for batch in by_batch]))
 
 
 def test_channels_are_repeated_or_become_luma():
-    grey = next(Loader(source(1), pixels("none"), train=False, seed=0).batches(0, [torch.arange(4)])).images
+    grey = next(open_loader(source(1), pixels("none"), train=False, seed=0).batches(0, [torch.arange(4)])).images
     back = grey * torch.tensor((0.2, 0.3, 0.4)).view(3, 1, 1) + torch.tensor((0.5, 0.4, 0.3)).view(3, 1, 1)
     assert torch.allclose(back, source(1).images[:4].expand(-1, 3, -1, -1) / 255, atol=1e-6)
     data = source(3)
-    luma = next(Loader(data, pixels("none", 1), train=False, seed=0).batches(0, [torch.arange(4)])).images
+    luma = next(open_loader(data, pixels("none", 1), train=False, seed=0).batches(0, [torch.arange(4)])).images
     wanted = torch.stack([torch.tensor(list(as_picture(x).convert("L").tobytes())) for x in data.images[:4]])
     assert ((luma.view(4, -1) * 0.2 + 0.5) * 255 - wanted).abs().max() < 1.01
 
@@ -161,7 +161,7 @@ def test_types_and_layout():
 def test_batches_don_t_share_memory_with_the_set():
     data = source()
     before = data.images.clone()
-    serve = Loader(data, pixels("none"), train=False, seed=0)
+    serve = open_loader(data, pixels("none"), train=False, seed=0)
     for batch in serve.batches(0, torch.arange(COUNT).split(7)):
         batch.images.fill_(0)
         batch.labels.fill_(0)

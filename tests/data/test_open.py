@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 
 from manyhands.core.errors import UserError
 from manyhands.data import places
-from manyhands.data.loader import Loader
+from manyhands.data.loading import open_loader
 from manyhands.data.objects import known_labels
 from manyhands.data.open import from_objects, open_data, resolve_pixels
 from manyhands.data.options import DataOptions
@@ -107,8 +107,8 @@ def test_without_a_test_set_a_fixed_share_is_kept():
         assert (len(splits.train), len(splits.test)) == (15, 5)
         assert torch.equal(splits.test.labels, again.test.labels)
     assert isinstance(splits.train, UserSamples)
-    batch = next(Loader(splits.train, splits.pixels, train=True, seed=0).batches(0, [torch.arange(15)]))
-    rest = next(Loader(splits.test, splits.pixels, train=True, seed=0).batches(0, [torch.arange(5)]))
+    batch = next(open_loader(splits.train, splits.pixels, train=True, seed=0).batches(0, [torch.arange(15)]))
+    rest = next(open_loader(splits.test, splits.pixels, train=True, seed=0).batches(0, [torch.arange(5)]))
     found = torch.cat([batch.images, rest.images]).flatten(1).sum(1).sort().values
     assert torch.equal(found, tensors(dtype=torch.float32).tensors[0].flatten(1).sum(1).sort().values)
 
@@ -121,7 +121,7 @@ def test_labels_may_be_a_column(dtype):
         Subset(TensorDataset(images, labels.view(-1, 1)), range(20)),
     ):
         splits = from_objects(column, None, PLAIN)
-        loader = Loader(splits.train, splits.pixels, train=True, seed=0, classes=4)
+        loader = open_loader(splits.train, splits.pixels, train=True, seed=0, classes=4)
         assert torch.equal(next(loader.batches(0, [torch.arange(4)])).labels, splits.train.labels[:4])
         assert splits.train.labels.shape == (len(splits.train),)
 
@@ -243,7 +243,7 @@ def test_torchvision_s_data_sets(tmp_path):
     assert (len(splits.train), len(splits.test), len(splits.classes)) == (12, 4, 10)
     assert (splits.pixels.size, splits.pixels.channels) == (28, 1)
     assert splits.train.labels.tolist() == [*range(10), 0, 1]
-    batch = next(Loader(splits.train, splits.pixels, train=True, seed=0).batches(0, [torch.arange(3)]))
+    batch = next(open_loader(splits.train, splits.pixels, train=True, seed=0).batches(0, [torch.arange(3)]))
     assert batch.images.shape == (3, 1, 28, 28)
     with pytest.raises(UserError, match="torchvision's FashionMNIST can't be opened"):
         open_data(DataOptions(name="torchvision:FashionMNIST", dir=str(tmp_path), download=False))

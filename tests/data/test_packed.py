@@ -22,13 +22,12 @@ from tests.e2e.command import environment, marked, wait_until
 
 from manyhands.core.errors import UserError
 from manyhands.data.decode import CorruptImageError
-from manyhands.data.loader import Loader
+from manyhands.data.listed import place_of_pack
+from manyhands.data.loading import open_loader
 from manyhands.data.open import open_data, open_whole
 from manyhands.data.options import DataOptions
-from manyhands.data.pack_choice import place_of_pack
 from manyhands.data.packed import PackedSet, columns_digest, digest_of, open_pack, read_columns, write_columns
-from manyhands.data.packing import PackRequest, make_pack, read_contents
-from manyhands.data.shard_writer import PictureFile, packed_picture
+from manyhands.data.packing import PackRequest, PictureFile, make_pack, packed_picture, read_contents
 from manyhands.data.splits import ImageFiles, ImagesInMemory
 
 NAMES = ["猫", "собака", "cat 2", "a.b", "train"]
@@ -46,7 +45,7 @@ def batches(name, *, train=True, **options):
     found = []
     for _, source in splits.named():
         requests = [torch.arange(len(source)).flip(0)]
-        batch = next(Loader(source, splits.pixels, train=train, seed=3).batches(2, requests))
+        batch = next(open_loader(source, splits.pixels, train=train, seed=3).batches(2, requests))
         found += [batch.images, batch.labels]
     return splits, found
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from manyhands.data.loader import Loader
+from manyhands.data.loading import open_loader
 from manyhands.data.open import open_data, resolve_pixels
 from manyhands.data.options import DataOptions
 
@@ -23,7 +23,7 @@ def test_imagenet(real_data):
     assert (len(splits.train), len(splits.test), len(splits.classes)) == (90, 10, 100)
     pixels = resolve_pixels(DataOptions(image_size=64), splits.pixels)
     for source, train in ((splits.train, True), (splits.test, False)):
-        loader = Loader(source, pixels, train=train, seed=0, workers=1)
+        loader = open_loader(source, pixels, train=train, seed=0, workers=1)
         requests = torch.arange(len(source)).split(16)
         images = torch.cat([batch.images for batch in loader.batches(0, requests)])
         loader.close()

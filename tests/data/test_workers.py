@@ -17,11 +17,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from manyhands.core.errors import RunError, UserError
 from manyhands.data.decode import CorruptImageError
-from manyhands.data.loader import Loader
-from manyhands.data.names import PictureNames
+from manyhands.data.loading import open_loader, worker_count
 from manyhands.data.splits import ImageFiles, UserSamples
 from manyhands.data.transforms import Pixels
-from manyhands.data.workers import worker_count
+from manyhands.data.walk import PictureNames
 from manyhands.train.failing import describe_failure
 
 PIXELS = Pixels(8, 3, (0.5,) * 3, (0.25,) * 3, "resized-crop-flip")
@@ -71,7 +70,7 @@ def a_long_temporary_folder(tmp_path, monkeypatch):
 
 @pytest.mark.timeout(60)
 def test_samples_come_where_the_temporary_folder_is_too_long_for_sockets(a_long_temporary_folder):
-    loader = Loader(UserSamples(Chancy()), PIXELS, train=True, seed=1, workers=1)
+    loader = open_loader(UserSamples(Chancy()), PIXELS, train=True, seed=1, workers=1)
     found = [batch.samples.tolist() for batch in loader.batches(0, requests())]
     loader.close()
     assert found == REQUESTS
@@ -80,8 +79,8 @@ def test_samples_come_where_the_temporary_folder_is_too_long_for_sockets(a_long_
 
 @pytest.mark.timeout(60)
 def test_an_answer_that_can_not_be_sent_ends_the_run_with_its_cause(a_long_temporary_folder, monkeypatch):
-    monkeypatch.setattr("manyhands.data.workers.keep_sockets_of_this_start", lambda: None)
-    loader = Loader(UserSamples(Chancy()), PIXELS, train=True, seed=1, workers=1)
+    monkeypatch.setattr("manyhands.data.loading.keep_sockets_of_this_start", lambda: None)
+    loader = open_loader(UserSamples(Chancy()), PIXELS, train=True, seed=1, workers=1)
     with pytest.raises(RunError, match="can't send its samples: OSError: AF_UNIX path too long"):
         list(loader.batches(0, requests()))
 
@@ -89,8 +88,8 @@ def test_an_answer_that_can_not_be_sent_ends_the_run_with_its_cause(a_long_tempo
 @pytest.mark.parametrize("kind", ["files", "own"])
 def test_workers_give_what_one_process_gives(files, kind):
     source = files if kind == "files" else UserSamples(Chancy())
-    alone = Loader(source, PIXELS, train=True, seed=5, workers=0)
-    many = Loader(source, PIXELS, train=True, seed=5, workers=2)
+    alone = open_loader(source, PIXELS, train=True, seed=5, workers=0)
+    many = open_loader(source, PIXELS, train=True, seed=5, workers=2)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
     for epoch in (4, 2):
         one = list(alone.batches(epoch, requests()))
@@ -115,7 +114,7 @@ def test_reading_here_leaves_the_generators_alone():
     torch.manual_seed(1)
     random.seed(1)
     numpy.random.seed(1)
-    list(Loader(UserSamples(Chancy()), PIXELS, train=True, seed=5).batches(0, requests()))
+    list(open_loader(UserSamples(Chancy()), PIXELS, train=True, seed=5).batches(0, requests()))
     found = torch.rand(3), random.random(), numpy.random.rand()
     assert torch.equal(found[0], wanted[0])
     assert found[1:] == wanted[1:]
@@ -123,14 +122,14 @@ def test_reading_here_leaves_the_generators_alone():
 
 def test_a_consumer_may_stop_early(files):
     before = {*multiprocessing.active_children()}
-    loader = Loader(files, PIXELS, train=True, seed=5, workers=2)
+    loader = open_loader(files, PIXELS, train=True, seed=5, workers=2)
     endless = (torch.tensor([number % 12]) for number in range(10**9))
     for batch in loader.batches(0, endless):
         assert batch.samples.tolist() == [0]
         break
     again = list(loader.batches(1, requests()))
     assert [batch.samples.tolist() for batch in again] == REQUESTS
-    alone = list(Loader(files, PIXELS, train=True, seed=5).batches(1, requests()))
+    alone = list(open_loader(files, PIXELS, train=True, seed=5).batches(1, requests()))
     assert all(torch.equal(left.images, right.images) for left, right in zip(again, alone, strict=True))
     next(loader.batches(2, requests()))
     workers = {*multiprocessing.active_children()} - before
@@ -146,7 +145,7 @@ def test_a_corrupt_picture_is_named_and_the_loader_goes_on(files, workers, tmp_p
     bad = tmp_path / "bad.jpg"
     bad.write_bytes(b"\xff\xd8\xff")
     source = ImageFiles(PictureNames.of([*files.paths, str(bad)]), torch.arange(13))
-    loader = Loader(source, PIXELS, train=False, seed=0, workers=workers)
+    loader = open_loader(source, PIXELS, train=False, seed=0, workers=workers)
     served = loader.batches(0, [torch.tensor([1]), torch.tensor([2, 12]), torch.tensor([3])])
     assert next(served).samples.tolist() == [1]
     with pytest.raises(CorruptImageError) as caught:
@@ -179,7 +178,7 @@ class Given(Dataset):
     ],
 )
 def test_samples_that_can_t_be_used_are_named(samples, word):
-    loader = Loader(UserSamples(Given(*samples)), PIXELS, train=False, seed=0)
+    loader = open_loader(UserSamples(Given(*samples)), PIXELS, train=False, seed=0)
     with pytest.raises(UserError, match=word):
         list(loader.batches(0, [torch.arange(len(samples))]))
 
@@ -192,12 +191,14 @@ def test_pictures_of_any_kind_become_pixels():
         (image, 0), (values, torch.tensor(1)), (tensor, numpy.int64(2)), (image.convert("RGBA"), torch.tensor([3]))
     )
     plain = Pixels(8, 3, (0.5,) * 3, (0.25,) * 3, "none")
-    batch = next(Loader(UserSamples(kinds), plain, train=True, seed=0).batches(0, [torch.arange(4)]))
+    batch = next(open_loader(UserSamples(kinds), plain, train=True, seed=0).batches(0, [torch.arange(4)]))
     wanted = (tensor / 255 - 0.5) / 0.25
     assert batch.labels.tolist() == [0, 1, 2, 3]
     assert all(torch.allclose(found, wanted, atol=1e-6) for found in batch.images)
     grey = Pixels(8, 1, (0.5,), (0.25,), "none")
-    assert next(Loader(UserSamples(kinds), grey, train=True, seed=0).batches(0, [torch.arange(4)])).images.shape == (
+    assert next(
+        open_loader(UserSamples(kinds), grey, train=True, seed=0).batches(0, [torch.arange(4)])
+    ).images.shape == (
         4,
         1,
         8,
@@ -207,7 +208,7 @@ def test_pictures_of_any_kind_become_pixels():
 
 def test_plain_tensors_need_no_worker():
     source = UserSamples(TensorDataset(torch.arange(12.0).view(12, 1), torch.arange(12)))
-    loader = Loader(source, PIXELS, train=True, seed=0, workers=4)
+    loader = open_loader(source, PIXELS, train=True, seed=0, workers=4)
     before = multiprocessing.active_children()
     batches = list(loader.batches(0, requests()))
     assert multiprocessing.active_children() == before
@@ -223,7 +224,7 @@ def test_cores_are_shared():
 
 PARENT = """
     import sys, time, torch
-    from manyhands.data.loader import Loader
+    from manyhands.data.loading import Loader, open_loader
     from manyhands.data.splits import UserSamples
     from manyhands.data.transforms import Pixels
 
@@ -235,7 +236,7 @@ PARENT = """
             time.sleep(0.01)
             return torch.zeros(3), 0
 
-    loader = Loader(UserSamples(Slow()), Pixels(1, 1, (0.5,), (0.5,), "none"), train=True, seed=0, workers=2)
+    loader = open_loader(UserSamples(Slow()), Pixels(1, 1, (0.5,), (0.5,), "none"), train=True, seed=0, workers=2)
     served = loader.batches(0, (torch.tensor([number % 1000]) for number in range(10**9)))
     for number, batch in enumerate(served):
         if number == 3:
@@ -290,7 +291,7 @@ class Raising(Chancy):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_a_users_own_data_set_raises_keeps_its_name_sample_and_line(workers):
-    loader = Loader(UserSamples(Raising()), PIXELS, train=True, seed=0, workers=workers)
+    loader = open_loader(UserSamples(Raising()), PIXELS, train=True, seed=0, workers=workers)
     with pytest.raises(RunError, match="raised OwnError for sample 3: this and that") as raised:
         list(loader.batches(0, [torch.tensor([1, 2]), torch.tensor([3])]))
     loader.close()

@@ -12,8 +12,7 @@ from manyhands.cluster.agents.assemble import AgentLinks
 from manyhands.cluster.agents.protocol import Hello
 from manyhands.cluster.agents.start import open_here
 from manyhands.cluster.doctor.addresses import local_candidates
-from manyhands.cluster.doctor.examine import examine
-from manyhands.cluster.doctor.findings import Needs
+from manyhands.cluster.doctor.findings import Needs, examine
 from manyhands.cluster.doctor.survey import take_survey
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.load import load_job

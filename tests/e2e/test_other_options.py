@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import manyhands
-from manyhands.checkpoint.save import save
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.write import save
 from manyhands.cli.main import main
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece

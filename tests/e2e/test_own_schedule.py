@@ -16,8 +16,8 @@ from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 import manyhands
-from manyhands.checkpoint.load import load
-from manyhands.checkpoint.save import save
+from manyhands.checkpoint.read import load
+from manyhands.checkpoint.write import save
 from manyhands.config.job import TrainOptions
 from manyhands.core.errors import UserError
 from manyhands.train.own_schedule import make_schedule

@@ -20,10 +20,10 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.train.data_setup import Objects
 from manyhands.train.failing import explain_memory
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.objects import Objects
 from manyhands.train.state import capture
 from tests.e2e import command
 from tests.gpu.case import Skip, Unproven

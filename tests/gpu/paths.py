@@ -9,13 +9,12 @@ from PIL import Image
 from torch import nn
 
 from manyhands.core.devices import wait_for
-from manyhands.data import gather
-from manyhands.data.ahead import CopiesAhead
-from manyhands.data.loader import Loader
-from manyhands.data.names import PictureNames
+from manyhands.data import loading
+from manyhands.data.loading import CopiesAhead, open_loader
 from manyhands.data.order import BatchSharing
 from manyhands.data.splits import ImageFiles, ImagesInMemory
 from manyhands.data.transforms import Pixels
+from manyhands.data.walk import PictureNames
 from manyhands.parallel import norm
 from manyhands.parallel.norm import group_batch_norms
 
@@ -119,11 +118,10 @@ def _pictures(count, size):
 
 def _served(source, pixels, device, requests, *, ahead):
     """Sums of every batch's pictures [n] and labels, made on the device behind work that keeps it busy; seconds."""
-    loader = Loader(source, pixels, train=True, seed=1, device=device, workers=2)
-    feed = loader.batches.__self__
-    assert (feed._ahead._stream is None) == (device == "cpu"), "copies ahead are off"
+    loader = open_loader(source, pixels, train=True, seed=1, device=device, workers=2)
+    assert (loader._ahead._stream is None) == (device == "cpu"), "copies ahead are off"
     if not ahead:
-        feed._ahead = CopiesAhead(torch.device("cpu"))
+        loader._ahead = CopiesAhead(torch.device("cpu"))
     busy = torch.rand(2048 if device != "cpu" else 64, device=device).diag()
     weights = torch.arange(3 * pixels.size**2, device=device, dtype=torch.float64)
     found = []
@@ -142,7 +140,7 @@ def _served(source, pixels, device, requests, *, ahead):
 
 def copies_ahead_change_no_batch(device):
     """Of a folder and of a set in memory that isn't on the card; and how long an epoch takes with and without."""
-    kept, gather._on_device = gather._on_device, lambda images, device: images
+    kept, loading._on_device = loading._on_device, lambda images, device: images
     pixels = Pixels(64, 3, (0.5,) * 3, (0.25,) * 3, "crop-flip")
     requests = torch.randperm(480, generator=torch.Generator().manual_seed(2)).split(48)
     seconds = {}
@@ -157,5 +155,5 @@ def copies_ahead_change_no_batch(device):
                     assert torch.equal(one[0], other[0]), f"{name}: pictures of batch {batch} differ"
                     assert torch.equal(one[1], other[1]), f"{name}: labels of batch {batch} differ"
     finally:
-        gather._on_device = kept
+        loading._on_device = kept
     return {"seconds": seconds}

@@ -14,17 +14,16 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-from manyhands.checkpoint.described import open_description
-from manyhands.checkpoint.find import newest, read_state, resolve
+from manyhands.checkpoint.describe import open_description
+from manyhands.checkpoint.folders import newest, read_state, resolve
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign
-from manyhands.checkpoint.load import load
-from manyhands.checkpoint.save import save
+from manyhands.checkpoint.read import load, open_checkpoint
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.source import open_checkpoint
 from manyhands.checkpoint.trained import find_record
+from manyhands.checkpoint.write import save
 from manyhands.cluster.agents.protocol import Alive, FilePiece, LogText, WorkersEnded, WorkersStarted
+from manyhands.cluster.hosts.this_process import participate
 from manyhands.cluster.messages import decode, encode
-from manyhands.cluster.rendezvous import participate
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError
@@ -33,7 +32,7 @@ from manyhands.core.records import EvaluationMetrics, Event, Failure, StepMetric
 from manyhands.core.run_folder import RunFolder
 from manyhands.data.decode import probe
 from manyhands.data.folder import list_parts
-from manyhands.data.pack_choice import of_pack, place_of_pack
+from manyhands.data.listed import of_pack, place_of_pack
 from manyhands.data.packing import PackRequest, make_pack, read_contents
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.plan import resolve as resolve_plan

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
-from manyhands.checkpoint.find import newest
-from manyhands.checkpoint.load import load
+from manyhands.checkpoint.folders import newest
+from manyhands.checkpoint.read import load
 from tests.e2e.command import QUICK, events, final_weights, finish, run, running, wait_until
 from tests.network.test_launch import EXACT, gone, is_agent
 

@@ -16,7 +16,7 @@ from manyhands.core.world import World
 from manyhands.parallel.convert import gather_full
 from manyhands.planner.choose import LEAST_ROUNDS
 from manyhands.planner.find import SearchResult
-from manyhands.train.data_setup import Objects
+from manyhands.train.objects import Objects
 from manyhands.train.state import capture
 from manyhands.worker import plan_choice
 from manyhands.worker.entry import _build

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.checkpoint.load import load
+from manyhands.checkpoint.read import load
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
-from manyhands.train.data_setup import Objects
+from manyhands.train.objects import Objects
 from manyhands.train.saving import finish_save, save
 from manyhands.worker.entry import _build
 from tests.processes.ranks import run_on_ranks

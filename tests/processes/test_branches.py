@@ -13,9 +13,9 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.objects import Objects
 from manyhands.train.optimize import make_optimizer
 from manyhands.train.state import capture
 from tests.processes.ranks import run_on_ranks

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.checkpoint.pieces import NetworkLayout
+from manyhands.checkpoint.describe import NetworkLayout
+from manyhands.checkpoint.read import open_checkpoint
 from manyhands.checkpoint.reshard import merge, reshard
-from manyhands.checkpoint.save import save_full, save_pieces
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.source import open_checkpoint
+from manyhands.checkpoint.write import save_full, save_pieces
 from manyhands.core.mesh import Mesh, TensorLayout
 from tests.processes.ranks import run_on_ranks
 from tests.processes.test_checkpoint_pieces import peers_of

@@ -9,18 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.checkpoint import layout
-from manyhands.checkpoint.find import newest
-from manyhands.checkpoint.kept import prune
-from manyhands.checkpoint.load import load
-from manyhands.checkpoint.pieces import NetworkLayout
-from manyhands.checkpoint.refuse import SaveError
-from manyhands.checkpoint.save import save, save_full, save_pieces
-from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.source import open_checkpoint
-from manyhands.checkpoint.tensors import read_tensors
-from manyhands.checkpoint.together import CheckpointGroup
-from manyhands.checkpoint.verify import verify
+from manyhands.checkpoint import files
+from manyhands.checkpoint.describe import NetworkLayout
+from manyhands.checkpoint.files import verify
+from manyhands.checkpoint.folders import newest, prune
+from manyhands.checkpoint.read import load, open_checkpoint
+from manyhands.checkpoint.snapshot import Snapshot, read_tensors
+from manyhands.checkpoint.write import CheckpointGroup, SaveError, save, save_full, save_pieces
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.parallel.plain import gather_plain
@@ -98,12 +93,12 @@ def test_from_every_cut_and_number_to_every_other(tmp_path):
         verify(path)
         assert_same(load(path), whole_snapshot())
         if "save_full" in str(path):
-            for name in (layout.MODEL, layout.OPTIMIZER):
+            for name in (files.MODEL, files.OPTIMIZER):
                 ours, theirs = read_tensors(path / name), read_tensors(existing / name)
                 assert [(key, bits(tensor)) for key, tensor in ours.items()] == [
                     (key, bits(tensor)) for key, tensor in theirs.items()
                 ]
-            for name in (layout.OPTIMIZER_PLAN, layout.STATE):
+            for name in (files.OPTIMIZER_PLAN, files.STATE):
                 assert (path / name).read_bytes() == (existing / name).read_bytes()
     for size in SIZES:
         assert run_on_ranks(_load_all, size, paths) == [len(paths)] * size
@@ -304,7 +299,7 @@ def test_a_process_that_dies_leaves_the_older_checkpoint(tmp_path, how, moments)
         # At its last word all is written: rank 0 may have committed by then.
         assert path.name == "step-00000005" or moment == max(moments)
         prune(folder, 2, None)
-        assert all(layout.step_of(entry) for entry in folder.iterdir())
+        assert all(files.step_of(entry) for entry in folder.iterdir())
 
 
 def _wrong_mesh(world, folder):

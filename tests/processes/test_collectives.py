@@ -14,8 +14,8 @@ from manyhands.core.world import World
 from manyhands.parallel import apply
 from manyhands.parallel.collectives import new_group, world_group
 from manyhands.parallel.grid import open_mesh
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
+from manyhands.train.objects import Objects
 from tests.processes.ranks import run_on_ranks
 
 

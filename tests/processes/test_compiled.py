@@ -13,7 +13,7 @@ from torch import nn
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.train.data_setup import Objects
+from manyhands.train.objects import Objects
 from manyhands.worker.entry import _build
 from tests.processes.ranks import run_on_ranks
 

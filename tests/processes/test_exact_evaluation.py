@@ -10,9 +10,8 @@ from torch import nn
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.train import evaluate
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
-from manyhands.train.objects import metric_words
+from manyhands.train.objects import Objects, metric_words
 from tests.processes.ranks import run_on_ranks
 
 COUNT = 10_007

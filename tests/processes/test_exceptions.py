@@ -12,9 +12,9 @@ from torchvision.ops import StochasticDepth
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.train.data_setup import Objects
 from manyhands.train.exceptions import exceptions
 from manyhands.train.job import build
+from manyhands.train.objects import Objects
 from tests.processes.ranks import run_on_ranks
 
 

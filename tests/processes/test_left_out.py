@@ -15,9 +15,9 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import follows_plan
 from manyhands.parallel.plan import plan_of
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.objects import Objects
 from tests.processes.ranks import run_on_ranks
 
 SAMPLES, BATCH, EPOCHS = 60, 12, 4

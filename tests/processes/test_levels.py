@@ -23,11 +23,11 @@ from manyhands.parallel.flat import TwoLevelNetwork
 from manyhands.parallel.modes import data
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
-from manyhands.train.data_setup import Objects
 from manyhands.train.failing import is_consequence
 from manyhands.train.heartbeat import collectives_begun
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.objects import Objects
 from manyhands.train.state import capture
 from tests.processes.ranks import run_on_ranks
 from tests.processes.updates import network, train

@@ -16,7 +16,7 @@ from manyhands.core import devices
 from manyhands.core.machine import Processor
 from manyhands.core.run_folder import RunFolder
 from manyhands.report.changes import changes_since
-from manyhands.train.data_setup import Objects
+from manyhands.train.objects import Objects
 from manyhands.train.saving import finish_save, save
 from manyhands.worker.entry import _build
 from manyhands.worker.plan_trials import case_of

@@ -14,9 +14,9 @@ from manyhands.core.errors import ManyhandsError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.decode import CorruptImageError
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.objects import Objects
 from tests.processes.ranks import run_on_ranks
 from tests.processes.updates import network
 

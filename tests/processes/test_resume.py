@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.checkpoint.find import newest, resolve
-from manyhands.checkpoint.refuse import SaveError
-from manyhands.checkpoint.save import save as commit
+from manyhands.checkpoint.folders import newest, resolve
+from manyhands.checkpoint.write import SaveError
+from manyhands.checkpoint.write import save as commit
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.records import read_lines
@@ -17,9 +17,9 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train import saving
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.objects import Objects
 from manyhands.train.state import Progress, capture
 from tests.processes.ranks import run_on_ranks
 

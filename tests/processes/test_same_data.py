@@ -11,7 +11,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.train.data_setup import Objects, open_splits
+from manyhands.train.data_setup import open_splits
+from manyhands.train.objects import Objects
 from tests.processes.ranks import run_on_ranks
 
 

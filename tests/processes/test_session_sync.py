@@ -16,9 +16,9 @@ from manyhands.parallel.apply import resolve_mode
 from manyhands.parallel.grid import open_mesh
 from manyhands.parallel.shared_plan import shared_plan
 from manyhands.sync.method import methods
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.objects import Objects
 from manyhands.train.session import Session
 from manyhands.worker.run_metadata import write_metadata
 from tests.processes.ranks import run_on_ranks

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyhands.checkpoint.load import load
+from manyhands.checkpoint.read import load
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import check_replicas, follows_plan
 from manyhands.parallel.plan import plan_of
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
+from manyhands.train.objects import Objects
 from manyhands.train.saving import finish_save, save
 from tests.processes.ranks import run_on_ranks
 from tests.processes.updates import BATCH, SAMPLES, network

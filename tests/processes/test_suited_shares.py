@@ -12,8 +12,8 @@ from torch import nn
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.train import balance_shares
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
+from manyhands.train.objects import Objects
 from manyhands.train.saving import finish_save, save
 from tests.processes.ranks import run_on_ranks
 

@@ -13,11 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from manyhands.core.errors import RunError
 from manyhands.sync.buffers import Buffers, LocalGroup
 from manyhands.sync.codecs import codec_named, mean_bytes
-from manyhands.sync.compress import compressor_named, compute_alike
+from manyhands.sync.compress import LIBRARY, PORTABLE, compressor_named, compute_alike
+from manyhands.sync.costs import rank_shapes
 from manyhands.sync.local import LocalSteps, Pace
 from manyhands.sync.powersgd import PowerSgd
-from manyhands.sync.products import LIBRARY, PORTABLE
-from manyhands.sync.shapes import rank_shapes
 from manyhands.sync.talk import SyncGroup, drive, mean_of
 from tests.processes.ranks import run_on_ranks
 
@@ -380,7 +379,7 @@ OLDER = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
 FACTORS = """
 import hashlib, torch
 from manyhands.sync.compress import LowRank
-from manyhands.sync.products import term_by_term
+from manyhands.sync.compress import term_by_term
 thin, whole = LowRank([(64, 96)], 4, 1, "cpu"), torch.empty(64, 96)
 term_by_term(thin._known[0], torch.rand(len(thin._known[0]), 96, generator=torch.Generator().manual_seed(1)), whole)
 parts = [thin._first[0][0], thin._first[1][0], thin._known[0], whole]

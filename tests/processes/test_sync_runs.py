@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.checkpoint.kept import remove_step
-from manyhands.checkpoint.load import load
-from manyhands.checkpoint.save import save
+from manyhands.checkpoint.folders import remove_step
+from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.write import save
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.run_folder import RunFolder
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.objects import Objects
 from manyhands.train.state import capture
 from manyhands.train.trial_step import TIMED
 from tests.processes.ranks import run_on_ranks

@@ -24,10 +24,10 @@ from manyhands.core.world import World
 from manyhands.parallel.convert import gather_full
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.shared_plan import shared_plan
-from manyhands.train.data_setup import Objects
 from manyhands.train.exceptions import exceptions
 from manyhands.train.job import build
 from manyhands.train.loss import make_loss_fn
+from manyhands.train.objects import Objects
 from manyhands.train.session import Session
 from manyhands.train.verify_loss import verify_loss
 from tests.processes.cut import CutNetwork

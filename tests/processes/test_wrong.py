@@ -14,9 +14,9 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
 from manyhands.train.loop import fit
+from manyhands.train.objects import Objects
 from manyhands.worker.run_metadata import local_environment, write_metadata
 from tests.processes.ranks import run_on_ranks
 

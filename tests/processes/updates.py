@@ -8,8 +8,8 @@ from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
-from manyhands.train.data_setup import Objects
 from manyhands.train.job import build
+from manyhands.train.objects import Objects
 from manyhands.train.state import capture
 
 # Divides by nothing: 103 = 3 * 29 + 16.

@@ -22,7 +22,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.records import Event, Running, append, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import ended_like_ctrl_c, handled, request_stop
-from manyhands.report.now import as_object, look
+from manyhands.report.follow import as_object, look
 from manyhands.run.find import find_reference, find_run, find_start, head_of_active, named_by
 from manyhands.run.folder_watch import FolderWatch
 from manyhands.run.profile import read_named

@@ -16,10 +16,9 @@ from manyhands.core.errors import UserError
 from manyhands.core.link_speeds import LinkSpeed, named_link
 from manyhands.sync.choose import choose, days_of, words_of
 from manyhands.sync.codecs import Integers, codec_named, mean_bytes
-from manyhands.sync.costs import Cost, LinkCase
+from manyhands.sync.costs import FACTOR_BITS, FACTOR_BLOCK, Cost, LinkCase, batches, rank_shapes
 from manyhands.sync.method import METHODS
 from manyhands.sync.options import SyncOptions
-from manyhands.sync.shapes import FACTOR_BITS, FACTOR_BLOCK, batches, rank_shapes
 from manyhands.train.choose_sync import kept_cost
 from manyhands.worker.plan_advice import with_sync
 from manyhands.worker.plan_sync import as_plain

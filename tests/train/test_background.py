@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.checkpoint.refuse import SaveError
+from manyhands.checkpoint.write import SaveError
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.background import NOT_SAVED, SAVED, SaveOutcome, Saver
 from manyhands.train.state import Progress, capture, copied

@@ -12,9 +12,9 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel import group
 from manyhands.run.python import _flags
-from manyhands.train.data_setup import Objects
 from manyhands.train.failing import explain_memory
 from manyhands.train.job import build
+from manyhands.train.objects import Objects
 
 
 class Hungry(nn.Module):

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
+from manyhands.cluster.failures import Failed
 from manyhands.config.load import load_job
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.run_folder import RunFolder
@@ -16,8 +17,8 @@ from manyhands.parallel.group import Group
 from manyhands.parallel.said import PeerFailure
 from manyhands.train.failing import describe_failure, is_consequence
 from manyhands.worker import entry
-from manyhands.worker.entry import MET, Failed, train_here
-from manyhands.worker.member import GroupMember, first_of_all
+from manyhands.worker.entry import train_here
+from manyhands.worker.member import MET, GroupMember, first_of_all
 
 # What torch 2.x and NCCL 2.2x print; gathered from their sources and users' reports.
 DUPLICATE = (

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.tensors import EXTRA_STATE, plain_extra_state, read_tensors, unflatten
-from manyhands.checkpoint.verify import damaged
+from manyhands.checkpoint.files import damaged
+from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, plain_extra_state, read_tensors, unflatten
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.files import replacing
 

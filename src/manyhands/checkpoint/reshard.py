@@ -6,12 +6,21 @@ from pathlib import Path
 
 import torch
 
-from manyhands.checkpoint import commit, layout
-from manyhands.checkpoint.pieces import ALONE, MODEL, NetworkLayout, Region, TensorEntry
-from manyhands.checkpoint.refuse import refuse_too_little_space, save_error
-from manyhands.checkpoint.source import Source
-from manyhands.checkpoint.tensors import EXTRA_STATE, unflatten
-from manyhands.checkpoint.write import Contents, Files, finish_pieces, write_atomic, write_file_atomic, write_pieces
+from manyhands.checkpoint import files
+from manyhands.checkpoint.describe import ALONE, MODEL, NetworkLayout, Region, TensorEntry
+from manyhands.checkpoint.folders import commit, staging
+from manyhands.checkpoint.read import Source
+from manyhands.checkpoint.snapshot import EXTRA_STATE, unflatten
+from manyhands.checkpoint.write import (
+    Contents,
+    Files,
+    finish_pieces,
+    refuse_too_little_space,
+    save_error,
+    write_file_atomic,
+    write_full,
+    write_pieces,
+)
 from manyhands.core.errors import UserError
 from manyhands.core.files import replacing, sync
 from manyhands.core.plan_record import read_plan_record
@@ -75,7 +84,7 @@ def merge(source: Source, target: Path) -> None:
     elif target.name.endswith(PICKLED):
         _commit_file(target, contents, lambda file: _save_pickled(source, file))
     else:
-        _commit_folder(target, contents, lambda staged: write_atomic(staged, contents))
+        _commit_folder(target, contents, lambda staged: write_full(staged, contents))
 
 
 def _save_pickled(source: Source, file: Path) -> None:
@@ -95,9 +104,9 @@ def _contents(source: Source, network_layout: NetworkLayout) -> Contents:
         kind: {name: TensorEntry(entry.dtype, layouts[kind][name]) for name, entry in stored.described.items()}
         for kind, stored in kinds.items()
     }
-    texts = {layout.STATE: layout.text(source.state)}
+    texts = {files.STATE: files.json_text(source.state)}
     if source.optimizer is not None:
-        texts[layout.OPTIMIZER_PLAN] = layout.text(source.branches)
+        texts[files.OPTIMIZER_PLAN] = files.json_text(source.branches)
 
     def fetch(kind: str, name: str, region: Region) -> torch.Tensor:
         return kinds[kind].read(name, layouts[kind][name].view, region)
@@ -109,10 +118,10 @@ def _commit_folder(target: Path, contents: Contents, write: Callable[[Path], Non
     refuse_existing(target)
     try:
         refuse_too_little_space(target.absolute().parent, _size_bytes(contents, list(contents.tensors)))
-        with commit.staging(target.absolute().parent, contents.step) as staged:
+        with staging(target.absolute().parent, contents.step) as staged:
             write(staged)
             refuse_existing(target)
-            commit.commit(staged, target.absolute())
+            commit(staged, target.absolute())
     except OSError as error:
         raise save_error(target, error) from error
 

@@ -1,14 +1,96 @@
-"""What a checkpoint holds, in memory."""
+"""Tensors and plain data in memory: the state of a run, and its form without code."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from manyhands.checkpoint.described import fit_names
-from manyhands.checkpoint.tensors import EXTRA_STATE
+from manyhands.checkpoint.describe import fit_names, is_extra, written_order
+from manyhands.core.files import UnreadableError
+
+EXTRA_STATE = "extra_state"  # in a snapshot's state: what modules' `get_extra_state` gives
+_TENSOR = "$tensor"
+_TUPLE = "$tuple"
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Reads a .safetensors file in the order in which it was written, each tensor in memory of its own."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        return {name: file.get_tensor(name).clone() for name in written_order(file)}
+
+
+def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Takes the tensors out of nested dicts, lists and tuples, into `tensors`, named by their path from `name`.
+
+    Gives JSON data with {"$tensor": name} in a tensor's place. Raises TypeError: something is neither plain data nor a
+    tensor.
+    """
+    if isinstance(tree, Tensor):
+        key = name if name not in tensors else f"{name}#{len(tensors)}"
+        tensors[key] = tree
+        return {_TENSOR: key}
+    if isinstance(tree, dict):
+        if wrong := [key for key in tree if not isinstance(key, str) or key.startswith("$")]:
+            raise TypeError(f"{name} has a key that can't be saved: {wrong[0]!r}")
+        return {key: flatten(value, f"{name}/{key}", tensors) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        items = [flatten(value, f"{name}/{number}", tensors) for number, value in enumerate(tree)]
+        return items if isinstance(tree, list) else {_TUPLE: items}
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    raise TypeError(f"{name} is a {type(tree).__name__}, which can't be saved as plain data")
+
+
+def plain_extra_state(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
+    """{"extra_state": {name: JSON data}} of what a state dict has beside tensors; {} where it has nothing else.
+
+    Raises TypeError: that is not plain data, or no module's extra state.
+    """
+    found, inner = dict[str, Any](), dict[str, Tensor]()
+    for name, value in state_dict.items():
+        if not isinstance(name, str) or not (isinstance(value, Tensor) or is_extra(name)):
+            raise TypeError(f"{name} is a {type(value).__name__}")
+        if not isinstance(value, Tensor):
+            found[name] = flatten(value, name, inner)
+    if inner:
+        raise TypeError(f"{next(iter(inner))} is a tensor; register it as a buffer")
+    return {EXTRA_STATE: found} if found else {}
+
+
+def flatten_optimizer(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """`Snapshot.optimizer` without tensors, as JSON data, and these by name. Raises TypeError: there is more."""
+    tensors: dict[str, Tensor] = {}
+    return {key: flatten(value, key, tensors) for key, value in optimizer.items()}, tensors
+
+
+def parameter_names(branches: dict[str, Any]) -> dict[str, str]:
+    """For each tensor of a flattened optimizer that belongs to a parameter, that parameter's name."""
+    return {
+        value[_TENSOR]: parameter
+        for parameter, entries in branches.get("state", {}).items()
+        for value in entries.values()
+        if isinstance(value, dict) and isinstance(value.get(_TENSOR), str)
+    }
+
+
+def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """Puts the tensors back in their places; the inverse of `flatten`. Raises UnreadableError: one isn't there."""
+    if isinstance(tree, list):
+        return [unflatten(value, tensors) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if _TENSOR in tree:
+        if not isinstance(tree[_TENSOR], str) or tree[_TENSOR] not in tensors:
+            raise UnreadableError(f"the tensor is missing: {tree[_TENSOR]}")
+        return tensors[tree[_TENSOR]]
+    if isinstance(tree.get(_TUPLE), list):
+        return tuple(unflatten(value, tensors) for value in tree[_TUPLE])
+    return {key: unflatten(value, tensors) for key, value in tree.items()}
+
 
 _COUNTER, _MEAN = "num_batches_tracked", "running_mean"  # of BatchNorm
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.element_types import BY_CODE, ElementType
+from manyhands.checkpoint.describe import BY_CODE, ElementType
 
 
 def torch_type(kind: ElementType) -> torch.dtype:

@@ -37,7 +37,7 @@ def show_evaluation(found: dict[str, Any], *, as_json: bool) -> None:
         show_json(found)
         return
     show(plain(found["checkpoint"]) or "no checkpoint: evaluated the initial weights")
-    from manyhands.report.words import FEW_CLASSES, custom_metrics
+    from manyhands.report.summary import FEW_CLASSES, custom_metrics
 
     fifth = f"top-5 {percentage(found['top5'], 2)}%   " if found["classes"] > FEW_CLASSES else ""
     own = custom_metrics(found["metrics"], "{} {}   ")

@@ -15,7 +15,7 @@ from manyhands.core.terminal import plain, say, show, show_json
 
 if TYPE_CHECKING:
     from manyhands.core.records import Running
-    from manyhands.report.now import Now
+    from manyhands.report.follow import Now
 
 NO_LAUNCHER = "no launcher"
 # The launcher on another machine may be down if it has recorded nothing for longer than this.
@@ -24,7 +24,7 @@ SILENT_S = 60.0
 
 def ps(*, as_json: Annotated[bool, Parameter(name="--json", help="print one JSON array")] = False) -> int:
     """List active runs: machine, running time and progress."""
-    from manyhands.report.now import as_object, look
+    from manyhands.report.follow import as_object, look
     from manyhands.run.registry import headless, registry_folder, running
 
     found = [(record, look(record)) for record in running()]
@@ -46,8 +46,8 @@ def ps(*, as_json: Annotated[bool, Parameter(name="--json", help="print one JSON
 
 
 def _row(record: "Running", now: "Now") -> tuple[str, ...]:
-    from manyhands.report.now import as_object
-    from manyhands.report.words import duration, percent, place
+    from manyhands.report.follow import as_object
+    from manyhands.report.summary import duration, percent, place
     from manyhands.run.logs import read_places
 
     about = as_object(record, now)

@@ -12,9 +12,19 @@ import numpy
 from manyhands.core.errors import UserError
 from manyhands.data.decode import PICTURE_SUFFIXES
 from manyhands.data.layout import read_layout, split_kind, split_word
-from manyhands.data.names import PictureNames, lookalike_difference, plain_form
 from manyhands.data.packed import PackedRows
-from manyhands.data.walk import UNREAD_SUFFIXES, Identity, Unused, Walk, class_identities, folders_in, holds_pictures
+from manyhands.data.walk import (
+    UNREAD_SUFFIXES,
+    Identity,
+    PictureNames,
+    Unused,
+    Walk,
+    class_identities,
+    folders_in,
+    holds_pictures,
+    lookalike_difference,
+    plain_form,
+)
 
 _MOST_NAMES = 8
 

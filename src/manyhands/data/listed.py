@@ -1,13 +1,16 @@
-"""A folder's listing, made by one process of a machine and mapped by the others: it is in memory once. No torch.
+"""Listing of a folder with its packed copy, made by one process of a machine and mapped by the others. No torch.
 
-It lies in a folder that belongs to one start of a run, so that it is never older than the run.
+The packed copy is read if it is up to date. The shared listing is in a folder of one start of a run, so that it is
+never older than the run.
 """
 
 import hashlib
 import json
 import os
+import shlex
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,107 @@ import numpy
 from manyhands.core.files import one_at_a_time, parse_json, replacing
 from manyhands.core.scratch import of_this_start
 from manyhands.data.folder import Listing
-from manyhands.data.names import PictureNames
-from manyhands.data.pack_choice import Parts, place_of_pack
-from manyhands.data.packed import PackedRows, open_pack
+from manyhands.data.options import DataOptions
+from manyhands.data.packed import PackedRows, PackedSet, is_pack, open_pack
+from manyhands.data.walk import PictureNames
+
+Parts = tuple[Listing, ...]
+
+
+def place_of_pack(root: Path) -> Path:
+    """Where the packed copy of a folder lies: beside it."""
+    whole = root.resolve()
+    return whole.with_name(f"{whole.name}.pack")
+
+
+def is_divided_pack(folder: Path) -> bool:
+    """True for a pack of a folder with train/ and others. Raises UserError: it was altered."""
+    return is_pack(folder) and bool(open_pack(folder).groups[0].word)
+
+
+def of_pack(folder: Path) -> tuple[Parts, tuple[str, ...]]:
+    """The listings of a pack without its folder, and notes for the user. Raises UserError: it was altered."""
+    pack = open_pack(folder)
+    listings = [
+        Listing(
+            pack.folder / word,
+            pack.classes,
+            pack.names[start:stop],
+            pack.columns["label"][start:stop].astype(numpy.int64),
+            word,
+            packed=PackedRows(pack, numpy.arange(start, stop)),
+        )
+        for word, start, stop in pack.groups
+    ]
+    return tuple(listings), _notes(pack)
+
+
+def folder_state(listing: Listing) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The sizes and times of a folder's files, int64 [n] each; -1 for what can't be read."""
+    found = numpy.fromiter(map(_state, map(listing.path, range(len(listing)))), numpy.dtype((numpy.int64, 2)))
+    return found[:, 0], found[:, 1]
+
+
+def _state(path: str) -> tuple[int, int]:
+    try:
+        state = os.stat(path)  # noqa: PTH116 - a million of these
+    except OSError:
+        return -1, -1
+    return state.st_size, state.st_mtime_ns
+
+
+def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
+    """Differences between the folder and the pack, in words; empty if there are none."""
+    groups = {group.word: group for group in pack.groups}
+    words = [listing.word for listing in listings]
+    if any(listing.classes != pack.classes for listing in listings) or not {*words} <= {*groups}:
+        return "other class folders"
+    added = removed = changed = 0
+    for word, listing in zip(words, listings, strict=True):
+        rows = slice(groups[word].start, groups[word].stop)
+        if listing.names != pack.names[rows]:
+            here, there = {*listing.names}, {*pack.names[rows]}
+            added, removed = added + len(here - there), removed + len(there - here)
+        else:
+            sizes, times = folder_state(listing)
+            other = (sizes != pack.columns["bytes"][rows]) | (times != pack.columns["time"][rows])
+            changed += int(numpy.count_nonzero(other))
+    counts = {"added": added, "removed": removed, "changed": changed}
+    return ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
+
+
+def with_pack(root: Path, listings: Parts, options: DataOptions) -> tuple[Parts, tuple[str, ...]]:
+    """The listings of a folder, with its packed copy if that is used, and notes for the user.
+
+    Raises UserError: the packed copy was altered.
+    """
+    place = place_of_pack(root)
+    if not options.packed or not is_pack(place):
+        return listings, ()
+    pack = open_pack(place)
+    changed = difference(pack, listings)
+    if changed or pack.outdated:
+        reason = f"the folder has changed ({changed})" if changed else pack.outdated
+        how = f" --size {pack.size} --quality {pack.quality}" if pack.size else ""
+        again = f"update the copy with manyhands pack {shlex.quote(str(root))}{how} --replace"
+        return listings, (f"the packed copy {place.name} is ignored because {reason}; {again}",)
+    if 0 < pack.size < options.image_size:
+        return listings, (f"the packed copy {place.name} is ignored because its pictures are too small ({pack.made})",)
+    rows = {word: numpy.arange(start, stop) for word, start, stop in pack.groups}
+    found = (replace(listing, packed=PackedRows(pack, rows[listing.word])) for listing in listings)
+    return tuple(found), _notes(pack)
+
+
+def _notes(pack: PackedSet) -> tuple[str, ...]:
+    """Says where results may differ from the folder's."""
+    if not pack.size:
+        return ()
+    notes = [f"{pack.folder.name} holds resized pictures ({pack.made}): results may differ from the folder's"]
+    if pack.outdated:
+        again = f"update the copy with manyhands pack FOLDER --size {pack.size} --quality {pack.quality} --replace"
+        notes.append(f"{pack.folder.name} was packed by an older version: {pack.outdated}; {again}")
+    return tuple(notes)
+
 
 Listed = tuple[Parts, tuple[str, ...]]  # and sentences for the user
 

@@ -20,8 +20,7 @@ from manyhands.data.on_demand import (
 from manyhands.data.options import DataOptions
 from manyhands.data.random import spread
 from manyhands.data.splits import ImagesInMemory, Source, Splits, UserSamples, check_labels, describe, take
-from manyhands.data.statistics import measured_pixels, photograph_pixels
-from manyhands.data.transforms import Pixels
+from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels
 
 _PROBES = 8
 _SMALL = 64

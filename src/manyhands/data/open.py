@@ -11,9 +11,9 @@ from manyhands.core.errors import UserError
 from manyhands.data.gallery import open_whole_folder
 from manyhands.data.known import CHOICES, find_choice, named
 from manyhands.data.layout import read_layout
+from manyhands.data.listed import is_divided_pack
 from manyhands.data.objects import splits_of_objects, splits_of_targets
 from manyhands.data.options import DataOptions
-from manyhands.data.pack_choice import is_divided_pack
 from manyhands.data.packed import is_pack
 from manyhands.data.places import data_folder
 from manyhands.data.random import spread

@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import open_file, read_object
-from manyhands.data.names import PictureNames
+from manyhands.data.walk import PictureNames
 
 FORMAT = 1
 # The version of decoding that resized pictures went through. 1: those with their content in the alpha channel alone

@@ -11,9 +11,9 @@ from torch.utils.data import Subset, TensorDataset
 
 from manyhands.core.errors import UserError
 from manyhands.core.terminal import plain
-from manyhands.data.names import PictureNames, lookalike_difference
 from manyhands.data.packed import PackedRows
 from manyhands.data.transforms import Pixels
+from manyhands.data.walk import PictureNames, lookalike_difference
 
 
 @dataclass(frozen=True)

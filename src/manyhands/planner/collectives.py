@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from manyhands.core.mesh import Mesh
-from manyhands.data.order import BatchSharing, Share, sharing
+from manyhands.core.shares import Share
+from manyhands.data.order import BatchSharing, sharing
 from manyhands.parallel.execute import Letters, batch_axes, input_layouts, output_layouts, parameter_layouts
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Op
 from manyhands.parallel.norm import GroupedNorm

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.described import is_pickled, open_description
+from manyhands.checkpoint.describe import is_pickled, open_description
 from manyhands.run.evaluate import resolve_checkpoint
 from manyhands.run.load import load_worker
 

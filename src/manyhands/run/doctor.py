@@ -15,9 +15,8 @@ from manyhands.cluster.agents.ssh import reached_by
 from manyhands.cluster.agents.store_tunnel import StoreTunnel, store_tunnel
 from manyhands.cluster.agents.supervise import Watch, supervise
 from manyhands.cluster.doctor.addresses import local_candidates
-from manyhands.cluster.doctor.examine import examine, fails
 from manyhands.cluster.doctor.facts import gather
-from manyhands.cluster.doctor.findings import AllReduceTest, DoctorFinding, Facts, Needs, Survey
+from manyhands.cluster.doctor.findings import AllReduceTest, DoctorFinding, Facts, Needs, Survey, examine, fails
 from manyhands.cluster.doctor.probe import Listeners
 from manyhands.cluster.doctor.questions import FactsWanted
 from manyhands.cluster.doctor.survey import matrix, take_survey

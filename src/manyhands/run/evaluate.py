@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.find import choose
+from manyhands.checkpoint.folders import choose
 from manyhands.cluster.agents.ssh import copied_by
 from manyhands.config.job import OBJECT, Job
 from manyhands.config.load import load_job

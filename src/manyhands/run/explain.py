@@ -9,9 +9,8 @@ from urllib.parse import urlparse
 
 from manyhands.cluster.hosts.formats import hostfile, rank_table, slurm
 from manyhands.cluster.hosts.inventory import Cluster, Rendezvous
-from manyhands.cluster.hosts.machines import machines_of
-from manyhands.cluster.hosts.recognise import described_cluster, given_cluster
-from manyhands.cluster.rendezvous import LaunchDecision, participate
+from manyhands.cluster.hosts.machines import described_cluster, given_cluster, machines_of
+from manyhands.cluster.hosts.this_process import LaunchDecision, participate
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
 from manyhands.core.world import ProcessInfo

@@ -22,7 +22,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.records import read_lines
 from manyhands.core.resuming import saved_step
 from manyhands.core.run_folder import RunFolder
-from manyhands.report.terminal import Screen
+from manyhands.report.screen import Screen
 from manyhands.run.doctor import LISTENING, facts_wanted
 from manyhands.run.failure_log import ends_noted, note_replaced, starts_and_stops
 from manyhands.run.join import join_listener

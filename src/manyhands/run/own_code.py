@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from manyhands.checkpoint.find import read_state
+from manyhands.checkpoint.folders import read_state
 from manyhands.checkpoint.trained import TrainedNetwork, find_record
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import ClusterOptions

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from manyhands.cluster.rendezvous import participate
+from manyhands.cluster.hosts.this_process import participate
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.user_code import announce

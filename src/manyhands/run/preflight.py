@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 
 from manyhands.cluster.agents.assemble import AgentLinks
-from manyhands.cluster.doctor.examine import examine
-from manyhands.cluster.doctor.findings import DoctorFinding, Facts
+from manyhands.cluster.doctor.findings import DoctorFinding, Facts, examine
 from manyhands.cluster.hosts.inventory import Address, Machine
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, RunError

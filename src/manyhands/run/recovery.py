@@ -19,7 +19,7 @@ from manyhands.core.records import (
 )
 from manyhands.core.resuming import saved_step
 from manyhands.core.run_folder import RunFolder
-from manyhands.report.now import end_of
+from manyhands.report.follow import end_of
 from manyhands.report.read import parse_metrics
 
 # The same error again before so many updates is one that comes every time.

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from manyhands.cluster.agents.ending import Ending
 from manyhands.cluster.hosts.machines import machines_of
-from manyhands.cluster.rendezvous import participate
+from manyhands.cluster.hosts.this_process import participate
 from manyhands.config.job import Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import EXIT_INTERRUPTED, ManyhandsError, UserError
 from manyhands.core.files import write_all
 from manyhands.core.records import Event, append
 from manyhands.core.run_folder import RunFolder
-from manyhands.report.terminal import Screen
+from manyhands.report.screen import Screen
 
 # Of the sections of a job these alone concern a script; the rest is what it decides by itself.
 _SECTIONS = ("cluster.", "run.")

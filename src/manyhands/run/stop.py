@@ -12,7 +12,7 @@ from manyhands.cluster.agents.claim import Term, agents_here, agents_work, raise
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.records import Event, Running
 from manyhands.core.run_folder import RunFolder
-from manyhands.report.now import look
+from manyhands.report.follow import look
 from manyhands.run.registry import headed_here, headless, is_running, signal_head
 
 POLL_S = 0.1

@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 from filelock import FileLock, Timeout
 
-from manyhands.checkpoint.find import resolve
+from manyhands.checkpoint.folders import resolve
 from manyhands.cluster.agents.claim import Term, claim, new_holder, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.early import FILES, FILES_EACH, end_early, raise_file_limit
@@ -24,7 +24,7 @@ from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
-from manyhands.cluster.rendezvous import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
+from manyhands.cluster.hosts.this_process import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
 from manyhands.config.load import read_toml
 from manyhands.core.errors import (
@@ -53,7 +53,7 @@ from manyhands.models.published import check_network
 from manyhands.parallel.options import check_mode
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.read import RunData, read_run
-from manyhands.report.terminal import Screen
+from manyhands.report.screen import Screen
 from manyhands.run.failure_log import ends_noted, interrupted, note_cause, note_head, starts_and_stops, stop_saved
 from manyhands.run.folder_watch import FolderWatch
 from manyhands.run.here import Here
@@ -279,6 +279,8 @@ def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> O
 
 def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
     """The first cause as an error for the user."""
+    if ending.refused:
+        return ending.refused
     cause = first_cause(ending)
     if cause is None:
         where = str(folder.ranks / "agent.log")

@@ -15,8 +15,8 @@ from manyhands.core.resuming import kept_step, names_resume, resume_command
 from manyhands.core.terminal import plain
 from manyhands.report import summary
 from manyhands.report.read import RunData, read_run
+from manyhands.report.summary import ago, duration
 from manyhands.report.time_shares import slow_rank
-from manyhands.report.words import ago, duration
 from manyhands.run.find import find_reference
 from manyhands.run.logs import read_places
 from manyhands.run.registry import head_of

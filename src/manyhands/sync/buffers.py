@@ -1,8 +1,4 @@
-"""A network's buffers (BatchNorm's statistics) where each process has its own: the mean, when somebody looks at them.
-
-A process trains on with its own. Since they are running means, the mean of all is what it would be if they had been
-averaged all along. Whole numbers (how many batches there were) have no mean; each process keeps its own.
-"""
+"""Network buffers, and tensors as one vector: both are averaged over processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +10,30 @@ from torch import Tensor
 
 from manyhands.sync.codecs import Plain
 from manyhands.sync.talk import SyncGroup, drive, mean_of
-from manyhands.sync.vector import as_vector, dtype_of, write_vector
+
+
+def dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The type in which they are put together: double precision if one of them is, else single."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def as_vector(tensors: Sequence[Tensor], dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """All values in the order of the tensors' indices, whatever their memory format, [n]; a copy, in `out` if given."""
+    if not tensors:
+        return torch.zeros(0, dtype=dtype)
+    return torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors], out=out)
+
+
+def write_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, piece in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(piece.view(tensor.shape))
+
+
+def add_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, piece in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.add_(piece.view(tensor.shape).to(tensor.dtype))
 
 
 @dataclass(frozen=True)

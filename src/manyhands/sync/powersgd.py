@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.seeds import mix
-from manyhands.sync.buffers import Buffers, LocalGroup
+from manyhands.sync.buffers import Buffers, LocalGroup, dtype_of
 from manyhands.sync.compress import LowRank, compute_alike
-from manyhands.sync.shapes import batches
+from manyhands.sync.costs import batches
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.sync.talk import CollectiveQueue, ExchangeSteps, SyncGroup
-from manyhands.sync.vector import dtype_of
 
 # Between two looks at what has come.
 _LOOK_S = 1e-3

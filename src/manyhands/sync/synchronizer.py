@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from manyhands.core.needs import HasGradients
 from manyhands.core.world import World
-from manyhands.sync.buffers import Buffers, LocalGroup
+from manyhands.sync.buffers import Buffers, LocalGroup, dtype_of
 from manyhands.sync.costs import Cost
 from manyhands.sync.talk import SyncGroup
-from manyhands.sync.vector import dtype_of
 
 # Of what is kept with factors: counted up when its names, its batches or their order change, so that what another
 # version of this program has kept is left and said.

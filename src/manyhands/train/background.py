@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from manyhands.checkpoint.refuse import NotFiniteError, SaveError
+from manyhands.checkpoint.write import NotFiniteError, SaveError
 
 SAVED, NOT_SAVED, NOT_FINITE = "saved", "not saved", "not finite"
 

@@ -12,13 +12,12 @@ from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
-from manyhands.data.loader import Loader
+from manyhands.data.loading import Loader, open_loader, worker_count
 from manyhands.data.open import from_objects, from_targets, open_data, open_whole, resolve_pixels
 from manyhands.data.order import batch_noted
 from manyhands.data.pictures import decode_jpeg
 from manyhands.data.splits import ImageFiles, Splits, UserSamples
 from manyhands.data.transforms import Pixels
-from manyhands.data.workers import worker_count
 from manyhands.models.build import describe
 from manyhands.train.journal import Journal
 from manyhands.train.objects import Objects
@@ -181,7 +180,7 @@ def some_pictures(pictures: Collection[str]) -> str:
 
 def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: bool, classes: int = 0) -> Loader:
     """Samples to pixels on this process's device; `classes`: what labels are below, where that is known."""
-    return Loader(
+    return open_loader(
         source,
         pixels,
         train=train,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.mesh import bounds
 from manyhands.core.world import World
-from manyhands.data.loader import Loader
+from manyhands.data.loading import Loader
 from manyhands.data.order import dealt_blocks, evaluation_blocks
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.network import ParallelNetwork

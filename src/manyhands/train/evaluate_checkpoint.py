@@ -27,7 +27,6 @@ from manyhands.parallel.plain import broadcast_plain
 from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.shared_plan import shared_plan
 from manyhands.train.data_setup import (
-    Objects,
     check_labels,
     class_names,
     first_picture,
@@ -38,6 +37,7 @@ from manyhands.train.data_setup import (
 )
 from manyhands.train.evaluate import Evaluation, Evaluator
 from manyhands.train.network import make_model, without_first_weights
+from manyhands.train.objects import Objects
 from manyhands.train.own_metrics import make_metrics
 from manyhands.train.recover import Resumable, find_state, outputs_of
 from manyhands.train.state import load_snapshot, restore

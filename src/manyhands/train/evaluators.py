@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from manyhands.config.job import Job
 from manyhands.core.world import World
-from manyhands.data.loader import Loader
+from manyhands.data.loading import Loader
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.data_setup import DataSetup
 from manyhands.train.evaluate import Evaluation, Evaluator

@@ -18,7 +18,7 @@ from manyhands.parallel.gradients import AUTOCAST, Gradients
 from manyhands.parallel.network import ParallelNetwork, full_batch
 
 if TYPE_CHECKING:
-    from manyhands.data.loader import Batch
+    from manyhands.data.transforms import Batch
     from manyhands.train.trainer import Trainer
 
 # What torch says on a process whose peer has gone. Such an error is a consequence, not a cause.

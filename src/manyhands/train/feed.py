@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from manyhands.data.loader import Batch, Loader
-from manyhands.data.order import BatchSharing, Order, Share, sharing
+from manyhands.core.shares import Share
+from manyhands.data.loading import Loader
+from manyhands.data.order import BatchSharing, Order, sharing
+from manyhands.data.transforms import Batch
 from manyhands.parallel.network import MicroBatch, MicroBatchShape
 
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from manyhands.checkpoint import layout
-from manyhands.checkpoint.verify import verify
+from manyhands.checkpoint import files
+from manyhands.checkpoint.files import verify
 from manyhands.core.errors import UserError
 from manyhands.core.files import read_object
 from manyhands.core.phases import CLOCK, EVALUATION
@@ -52,8 +52,10 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
 def _is_done(trainer: Trainer) -> bool:
     """True where this process finds the records of a test with the weights of this run's end."""
     wanted = {BEST: trainer.progress.best_step, LAST: trainer.progress.step}
-    files = {name: trainer.folder.evaluations / f"{name}.json" for name in wanted}
-    return all(file.is_file() and (read_object(file) or {}).get("step") == wanted[name] for name, file in files.items())
+    records = {name: trainer.folder.evaluations / f"{name}.json" for name in wanted}
+    return all(
+        file.is_file() and (read_object(file) or {}).get("step") == wanted[name] for name, file in records.items()
+    )
 
 
 def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> EvaluationDetail | None:
@@ -61,7 +63,7 @@ def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> 
     progress, folder = trainer.progress, trainer.folder.checkpoints
     if progress.best_step == progress.step:
         return last
-    paths = [folder / layout.step_name(step) for step in (progress.best_step, progress.step)]
+    paths = [folder / files.step_name(step) for step in (progress.best_step, progress.step)]
     if progress.best_step < 0 or not broadcast_plain(all(map(_is_sound, paths)), trainer.world):
         step = progress.step
         trainer.journal.event("warning", "the best checkpoint can't be read; the test uses the last weights", step)
@@ -87,7 +89,7 @@ def _is_sound(path: Path) -> bool:
 
 def _load(trainer: Trainer, step: int) -> int:
     """Gives the network the weights that were saved at a step; the epoch of that. A collective."""
-    path = trainer.folder.checkpoints / layout.step_name(step)
+    path = trainer.folder.checkpoints / files.step_name(step)
     options = trainer.job.checkpoint.model_copy(update={"resume": str(path)})
     job = trainer.job.model_copy(update={"checkpoint": options})
     found = find_state(job, trainer.folder, trainer.world, in_pieces=bool(trainer.network.layouts))

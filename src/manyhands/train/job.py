@@ -24,12 +24,13 @@ from manyhands.parallel.options import MODE_ALONE
 from manyhands.parallel.plan import Plan
 from manyhands.train.balance_shares import use_balanced_shares
 from manyhands.train.compiled import compiled
-from manyhands.train.data_setup import DTYPES, DataSetup, Objects, name_outputs, open_samples, pixels_for
+from manyhands.train.data_setup import DTYPES, DataSetup, name_outputs, open_samples, pixels_for
 from manyhands.train.evaluators import evaluate_as_shared, make_evaluator, make_tester
 from manyhands.train.feed import Feed
 from manyhands.train.journal import Journal
 from manyhands.train.loss import LossFn, make_loss_fn
 from manyhands.train.network import initialize_from_data, make_model, refuse_other_head, without_first_weights
+from manyhands.train.objects import Objects
 from manyhands.train.optimize import make_optimizer, total_steps
 from manyhands.train.own_metrics import make_metrics
 from manyhands.train.own_optimizer import largest_rate

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from manyhands.checkpoint.find import choose
+from manyhands.checkpoint.folders import choose
 from manyhands.checkpoint.foreign import read_foreign
-from manyhands.checkpoint.load import load
+from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot, fitted
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
@@ -18,8 +18,9 @@ from manyhands.data.transforms import Pixels
 from manyhands.models.build import build_model, describe, resolve_model
 from manyhands.models.first_look import INITIALIZATION_SAMPLES, InitializedFromData
 from manyhands.parallel.grid import Grid
-from manyhands.train.data_setup import DataSetup, Objects, make_loader
+from manyhands.train.data_setup import DataSetup, make_loader
 from manyhands.train.journal import Journal
+from manyhands.train.objects import Objects
 from manyhands.train.state import load_snapshot, split_state
 
 

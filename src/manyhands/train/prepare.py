@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from manyhands.checkpoint.tensors import unflatten
+from manyhands.checkpoint.snapshot import unflatten
 from manyhands.checkpoint.trained import find_record
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError

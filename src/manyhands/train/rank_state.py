@@ -7,11 +7,10 @@ checkpoint; nothing large crosses the network. Without these files a run goes on
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.kept import prune, remove_step
-from manyhands.checkpoint.load import load
-from manyhands.checkpoint.refuse import SaveError
-from manyhands.checkpoint.save import save
+from manyhands.checkpoint.folders import prune, remove_step
+from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot
+from manyhands.checkpoint.write import SaveError, save
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.parallel.apply import checksums

@@ -8,13 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint import layout
-from manyhands.checkpoint.find import newest, resolve
+from manyhands.checkpoint import files
+from manyhands.checkpoint.folders import newest, resolve
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign
-from manyhands.checkpoint.load import load
-from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.source import Source, open_checkpoint
-from manyhands.checkpoint.tensors import flatten, unflatten
+from manyhands.checkpoint.read import Source, load, open_checkpoint
+from manyhands.checkpoint.snapshot import Snapshot, flatten, unflatten
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.resuming import saved_step
@@ -180,7 +178,7 @@ def refuse_later_checkpoints(folder: Path, step: int) -> None:
     Raises:
         UserError: a later checkpoint is there, since the run is turned back or its batch was changed.
     """
-    later = [path for path in layout.step_folders(folder) if (layout.step_of(path) or 0) > step]
+    later = [path for path in files.step_folders(folder) if (files.step_of(path) or 0) > step]
     path = newest(folder)[0] if later else None
     if path in later:  # those that are torn are passed over by everybody
         raise UserError(

@@ -9,13 +9,13 @@ from typing import Any
 
 from filelock import FileLock
 
-from manyhands.checkpoint import layout
-from manyhands.checkpoint.kept import prune
-from manyhands.checkpoint.refuse import SaveError
-from manyhands.checkpoint.save import save as commit
+from manyhands.checkpoint import files
+from manyhands.checkpoint.files import TornCheckpointError, read_manifest
+from manyhands.checkpoint.folders import prune
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.trained import STATE_KEY
-from manyhands.checkpoint.verify import TornCheckpointError, read_manifest
+from manyhands.checkpoint.write import SaveError
+from manyhands.checkpoint.write import save as commit
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.machine import memory
 from manyhands.core.phases import CLOCK, EVALUATION, SAVING
@@ -273,7 +273,7 @@ def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int)
     prune(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)
     waited_s, seconds = trainer.saver.waited_s, time.perf_counter() - started
     trainer.journal.event("saved", path.name, step, seconds=seconds, waited=waited_s)
-    files = read_manifest(path)["files"]
+    entries = read_manifest(path)["files"]
     # A sync method may leave each process an optimizer's state of its own.
-    alike = (layout.MODEL,) if trainer.synchronizer.own else (layout.MODEL, layout.OPTIMIZER)
-    return SaveOutcome(SAVED, path.name, {name: files[name]["sha256"] for name in alike if name in files})
+    alike = (files.MODEL,) if trainer.synchronizer.own else (files.MODEL, files.OPTIMIZER)
+    return SaveOutcome(SAVED, path.name, {name: entries[name]["sha256"] for name in alike if name in entries})

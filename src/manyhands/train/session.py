@@ -21,7 +21,7 @@ from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.phases import CLOCK, EVALUATION
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.data.loader import Loader
+from manyhands.data.loading import Loader
 from manyhands.data.objects import has_targets
 from manyhands.data.open import from_objects, resolve_pixels
 from manyhands.data.options import DataOptions

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.checkpoint.pieces import OPTIMIZER, NetworkLayout
-from manyhands.checkpoint.save import save_full, save_pieces
-from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.source import Source
-from manyhands.checkpoint.tensors import unflatten
-from manyhands.checkpoint.together import CheckpointGroup
+from manyhands.checkpoint.describe import OPTIMIZER, NetworkLayout
+from manyhands.checkpoint.read import Source
+from manyhands.checkpoint.snapshot import Snapshot, unflatten
+from manyhands.checkpoint.write import CheckpointGroup, save_full, save_pieces
 from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.plain import gather_plain

@@ -10,11 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from manyhands.checkpoint.described import is_extra
-from manyhands.checkpoint.snapshot import Snapshot, fitted
-from manyhands.checkpoint.source import Source
-from manyhands.checkpoint.stored import in_memory
-from manyhands.checkpoint.tensors import EXTRA_STATE, flatten, plain_extra_state, unflatten
+from manyhands.checkpoint.describe import is_extra
+from manyhands.checkpoint.read import Source, in_memory
+from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten, plain_extra_state, unflatten
 from manyhands.config.job import BY_TOP1
 from manyhands.core.errors import UserError
 from manyhands.parallel.network import ParallelNetwork

@@ -24,9 +24,10 @@ from manyhands.data.transforms import Normalise, Pixels
 from manyhands.models.build import resolve_model
 from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.grid import Grid
-from manyhands.train.data_setup import DataSetup, Objects
+from manyhands.train.data_setup import DataSetup
 from manyhands.train.journal import Journal
 from manyhands.train.network import make_model, read_any
+from manyhands.train.objects import Objects
 from manyhands.train.same_data import digest_data
 from manyhands.train.state import load_snapshot
 

@@ -16,9 +16,10 @@ from manyhands.config.job import Job
 from manyhands.core.devices import wait_for
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.seeds import derive
+from manyhands.core.shares import Share
 from manyhands.core.world import World
-from manyhands.data.loader import Batch, Loader
-from manyhands.data.order import Share
+from manyhands.data.loading import Loader
+from manyhands.data.transforms import Batch
 from manyhands.parallel.gradients import Gradients, MicroBatchResult
 from manyhands.parallel.network import LossFn, ParallelNetwork, full_batch
 from manyhands.parallel.norm import NormGroups

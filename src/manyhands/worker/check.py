@@ -6,9 +6,9 @@ from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.data.folder import divided, list_parts
 from manyhands.data.known import is_published
+from manyhands.data.listed import of_pack
 from manyhands.data.open import is_plain_folder, open_data
 from manyhands.data.order import batch_noted
-from manyhands.data.pack_choice import of_pack
 from manyhands.data.packed import is_pack
 from manyhands.data.splits import describe_samples
 

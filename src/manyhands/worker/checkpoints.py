@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.described import Description, PlacedTensors
-from manyhands.checkpoint.pieces import MODEL, NetworkLayout
+from manyhands.checkpoint.describe import MODEL, Description, NetworkLayout, PlacedTensors
+from manyhands.checkpoint.read import open_checkpoint
 from manyhands.checkpoint.reshard import (
     SAFETENSORS,
     is_single_file,
@@ -13,8 +13,7 @@ from manyhands.checkpoint.reshard import (
     refuse_existing,
     reshard,
 )
-from manyhands.checkpoint.source import open_checkpoint
-from manyhands.checkpoint.tensors import EXTRA_STATE
+from manyhands.checkpoint.snapshot import EXTRA_STATE
 
 __all__ = ["describe_file", "merge_file", "read_network_layout", "refuse_existing", "reshard_file"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from manyhands.checkpoint.find import resolve
-from manyhands.checkpoint.load import load
+from manyhands.checkpoint.folders import resolve
+from manyhands.checkpoint.read import load
 from manyhands.checkpoint.trained import find_record, note_pictures
 from manyhands.cluster.failures import as_error
 from manyhands.config.job import Job

@@ -15,7 +15,8 @@ from manyhands.parallel.graph import Graph
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.tracing import describe_network
 from manyhands.planner.device_models import DeviceModel, device_model
-from manyhands.train.data_setup import Objects, class_names, open_splits, pixels_for
+from manyhands.train.data_setup import class_names, open_splits, pixels_for
+from manyhands.train.objects import Objects
 from manyhands.worker.plan_sync import link_between
 from manyhands.worker.plan_trials import make_network, picture
 from manyhands.worker.precision import plain_precision, resolve_precision

@@ -28,7 +28,8 @@ from manyhands.planner.find import SearchResult, find
 from manyhands.planner.mesh_links import links_of
 from manyhands.planner.op_times import OpTimes
 from manyhands.planner.trial import PlanCase, measure
-from manyhands.train.data_setup import Objects, class_names, open_splits, pixels_for
+from manyhands.train.data_setup import class_names, open_splits, pixels_for
+from manyhands.train.objects import Objects
 from manyhands.train.optimize import slots_of
 from manyhands.worker.plan_search import ROUNDS, TIMES_BUDGET_S, PlanRequest
 from manyhands.worker.plan_trials import LINKS, case_of, try_out

@@ -13,9 +13,9 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from manyhands.checkpoint import layout
-from manyhands.checkpoint.find import resolve
-from manyhands.checkpoint.plain_files import read_plain
+from manyhands.checkpoint import files
+from manyhands.checkpoint.files import read_plain
+from manyhands.checkpoint.folders import resolve
 from manyhands.checkpoint.trained import find_record
 from manyhands.config.job import MEASURED, Job, TrainOptions
 from manyhands.config.load import written_values
@@ -25,9 +25,8 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.seeds import derive
 from manyhands.core.user_code import code_digests
 from manyhands.core.world import World
-from manyhands.data.loader import Batch
 from manyhands.data.splits import Splits
-from manyhands.data.transforms import Pixels
+from manyhands.data.transforms import Batch, Pixels
 from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import ParallelNetwork, full_batch
@@ -151,7 +150,7 @@ def _kept_by(resume: str) -> list[Any] | None:
         return None
     with contextlib.suppress(UserError, OSError):
         path = resolve(Path(resume).expanduser(), "last")
-        record = find_record(path, read_plain(path / layout.STATE)) if path.is_dir() else None
+        record = find_record(path, read_plain(path / files.STATE)) if path.is_dir() else None
         return [record.precision, record.channels_last] if record and record.precision else None
     return None
 

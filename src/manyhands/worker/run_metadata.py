@@ -17,7 +17,7 @@ from manyhands.core.run_folder import RunFolder, replace_job, write_job
 from manyhands.core.terminal import plain
 from manyhands.core.version import __version__
 from manyhands.report.changes import changes_since, refuse_idle
-from manyhands.report.now import end_of
+from manyhands.report.follow import end_of
 from manyhands.sync.method import option_keys
 from manyhands.train.journal import Journal
 

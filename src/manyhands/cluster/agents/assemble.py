@@ -14,7 +14,7 @@ from manyhands.cluster.agents.start import open_here, open_there
 from manyhands.cluster.doctor.findings import Contact, Facts
 from manyhands.cluster.doctor.questions import FactsWanted
 from manyhands.cluster.hosts.inventory import Machine
-from manyhands.cluster.hosts.own import is_here
+from manyhands.cluster.hosts.this_process import is_here
 from manyhands.cluster.messages import A, Request
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError

@@ -1,10 +1,13 @@
-"""Pictures made by chance, for trying speed and for tests: "synthetic", or "synthetic:1000x3x32x32x10".
+"""Random pictures, to measure speed and for tests.
 
-The numbers are samples x channels x height x width x classes. A test split of a fifth as many is made alike. Each
-class has a pattern of its own under the noise, so that a network does learn.
+"synthetic", or "synthetic:1000x3x32x32x10": samples x channels x height x width x classes, in memory. The test split
+has a fifth as many. Each class has a pattern under the noise, so that a network learns.
+
+"fake-imagenet": as many pictures as ImageNet has, generated on request. Labels and pixels are unrelated.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,22 +16,33 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import typed_number
 from manyhands.core.seeds import derive
 from manyhands.data.options import DataOptions
-from manyhands.data.splits import ImagesInMemory, Splits, describe
+from manyhands.data.random import mix_tensor
+from manyhands.data.splits import ImagesInMemory, Splits, UserSamples, describe
 from manyhands.data.transforms import Pixels
 
-NAMES = ("synthetic", "synthetic:")
+NAMES = ("synthetic", "synthetic:", "fake-imagenet")
 _USUAL = "1000x3x32x32x10"
 _MOST_BYTES = 8 << 30
+_IMAGENET_TRAIN, _IMAGENET_TEST, _IMAGENET_CLASSES, _IMAGENET_SIZE = 1_281_167, 50_000, 1000, 224
 
 
-def open(name: str, options: DataOptions) -> Splits:  # noqa: A001, ARG001
-    count, channels, height, width, classes = _shape(name)
-    patterns = _noise((classes, channels, height, width), "patterns")
-    train = _split(patterns, count, "train")
-    test = _split(patterns, max(1, count // 5), "test")
+def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
+    if name == "fake-imagenet":
+        size, channels, classes, title = (
+            options.image_size or _IMAGENET_SIZE,
+            3,
+            _IMAGENET_CLASSES,
+            "generated pictures",
+        )
+        height = size
+        train, test = _generated("train", _IMAGENET_TRAIN, size), _generated("test", _IMAGENET_TEST, size)
+    else:
+        count, channels, height, width, classes = _shape(name)
+        patterns, title = _noise((classes, channels, height, width), "patterns"), f"synthetic {height} x {width}"
+        train, test = _split(patterns, count, "train"), _split(patterns, max(1, count // 5), "test")
     pixels = Pixels(height, channels, (0.5,) * channels, (0.25,) * channels, "none")
     names = tuple(f"class {number}" for number in range(classes))
-    return Splits(train, test, names, describe(f"synthetic {height} x {width}", train, test), pixels)
+    return Splits(train, test, names, describe(title, train, test), pixels)
 
 
 def _shape(name: str) -> list[int]:
@@ -50,6 +64,28 @@ def _split(patterns: Tensor, count: int, purpose: str) -> ImagesInMemory:
     return ImagesInMemory(images, labels)
 
 
-def _noise(shape: tuple[int, ...], purpose: str) -> Tensor:
-    generator = torch.Generator().manual_seed(derive(0, "synthetic", purpose))
+def _noise(shape: tuple[int, ...], *purpose: str | int, name: str = "synthetic") -> Tensor:
+    generator = torch.Generator().manual_seed(derive(0, name, *purpose))
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+
+@dataclass(frozen=True)
+class _Generated:
+    """Pictures uint8 [3, size, size], the same one for the same index each time."""
+
+    purpose: str  # "train" or "test"
+    targets: Tensor  # int64 [N]
+    size: int  # rows and columns
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, sample: int) -> tuple[Tensor, int]:
+        picture = _noise((3, self.size, self.size), self.purpose, sample, name="fake-imagenet")
+        return picture, int(self.targets[sample])
+
+
+def _generated(purpose: str, count: int, size: int) -> UserSamples:
+    drawn = mix_tensor(torch.arange(count) + derive(0, "fake-imagenet", purpose) % 2**31)
+    labels = drawn.remainder(_IMAGENET_CLASSES)
+    return UserSamples(_Generated(purpose, labels, size), labels)

@@ -13,8 +13,7 @@ from pydantic import Field
 
 from manyhands.core.errors import UserError
 from manyhands.core.needs import OWN_AVERAGE, OWN_STATISTICS, WHOLE_GRADIENTS, HasGradients
-from manyhands.sync.costs import CodecName, Cost, LinkCase
-from manyhands.sync.rank import RankOptions
+from manyhands.sync.costs import CodecName, Cost, LinkCase, RankOptions
 
 if TYPE_CHECKING:
     from manyhands.sync.local import LocalSteps, Pace
@@ -88,11 +87,11 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
     """What has processes train by themselves, and agree at the pace that `cost` says; a collective."""
+    from manyhands.sync.buffers import dtype_of
     from manyhands.sync.compress import compressor_named, compute_alike
     from manyhands.sync.local import LocalSteps
     from manyhands.sync.measure import pass_seconds
     from manyhands.sync.synchronizer import buffers_of, nothing_like, trained_of
-    from manyhands.sync.vector import dtype_of
 
     trained = list(trained_of(network).values())
     peers, machine, world, places = context.peers(), context.machine(), context.world, context.places

@@ -1,0 +1,346 @@
+"""What a checkpoint contains, read without torch: a folder, whole or in pieces, or a .safetensors file."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from manyhands.checkpoint import files
+from manyhands.checkpoint.files import damaged, read_manifest, read_plain, torn, verify
+from manyhands.core.errors import UserError
+from manyhands.core.files import UnreadableError, parse_json
+from manyhands.core.mesh import Mesh, TensorLayout, layout_from_plain, make_mesh, unsharded
+
+
+class ElementType(NamedTuple):
+    """The type of one value, as torch calls it: float32."""
+
+    name: str
+    item_bytes: int
+
+
+# By the names that the .safetensors format gives them.
+BY_CODE = {
+    "F64": ElementType("float64", 8),
+    "F32": ElementType("float32", 4),
+    "F16": ElementType("float16", 2),
+    "BF16": ElementType("bfloat16", 2),
+    "F8_E4M3": ElementType("float8_e4m3fn", 1),
+    "F8_E5M2": ElementType("float8_e5m2", 1),
+    "F8_E4M3FNUZ": ElementType("float8_e4m3fnuz", 1),
+    "F8_E5M2FNUZ": ElementType("float8_e5m2fnuz", 1),
+    "F8_E8M0": ElementType("float8_e8m0fnu", 1),
+    "C64": ElementType("complex64", 8),
+    "I64": ElementType("int64", 8),
+    "I32": ElementType("int32", 4),
+    "I16": ElementType("int16", 2),
+    "I8": ElementType("int8", 1),
+    "U64": ElementType("uint64", 8),
+    "U32": ElementType("uint32", 4),
+    "U16": ElementType("uint16", 2),
+    "U8": ElementType("uint8", 1),
+    "BOOL": ElementType("bool", 1),
+}
+BY_NAME = {kind.name: kind for kind in BY_CODE.values()}
+
+
+# One process alone.
+ALONE = Mesh((("dp", 1),))
+MODEL, OPTIMIZER = "model", "optimizer"
+KINDS = (MODEL, OPTIMIZER)
+
+Region = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor: its type, and how it is cut."""
+
+    dtype: ElementType
+    layout: TensorLayout
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.layout.shape) * self.dtype.item_bytes
+
+
+Tensors = dict[str, TensorEntry]
+
+
+@dataclass(frozen=True)
+class NetworkLayout:
+    """How a network is cut."""
+
+    mesh: Mesh  # the processes
+    # of the entries of its state_dict, by name; one that isn't there is whole on every process
+    layouts: Mapping[str, TensorLayout]
+
+    def of(self, name: str, shape: tuple[int, ...]) -> TensorLayout:
+        """The layout of an entry whose whole shape is known. Raises UserError: the cut is of another shape."""
+        layout = self.layouts.get(name) or unsharded(shape)
+        if layout.shape != shape:
+            what = f"{name} has the shape {list(shape)}, but the plan expects {list(layout.shape)}"
+            raise UserError(what, f"layouts.{name}", ("use the plan that was made for this network",))
+        return layout
+
+
+def size_of(region: Region) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in region)
+
+
+def whole_region(shape: tuple[int, ...]) -> Region:
+    return tuple((0, length) for length in shape)
+
+
+def first_held(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
+    """What a rank writes: the pieces that have values and that no lower rank holds too."""
+    return {
+        name: region
+        for name, described in tensors.items()
+        if described.layout.first_holder(mesh, rank) == rank
+        and math.prod(size_of(region := described.layout.region(mesh, rank)))
+    }
+
+
+def all_held(tensors: Tensors, mesh: Mesh) -> dict[int, dict[str, Region]]:
+    """`first_held` of every rank that writes something; work for each piece, not for each rank and tensor."""
+    held: dict[int, dict[str, Region]] = {}
+    for name, described in tensors.items():
+        for rank, region in described.layout.pieces(mesh):
+            if math.prod(size_of(region)):
+                held.setdefault(rank, {})[name] = region
+    return held
+
+
+def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any]:
+    """The content of pieces.json; tensors by kind: of the model and, where there is one, of the optimizer."""
+    content: dict[str, Any] = {"mesh": mesh.as_dict()}
+    for kind, named in tensors.items():
+        written: dict[str, list[tuple[int, Region]]] = {name: [] for name in named}
+        for rank, regions in sorted(all_held(named, mesh).items()):
+            for name, region in regions.items():
+                written[name].append((rank, region))
+        content[kind] = {
+            name: {
+                "dtype": described.dtype.name,
+                "layout": described.layout.as_plain(),
+                "pieces": [
+                    {"file": files.piece_name(kind, rank, mesh.size), "region": [list(edge) for edge in region]}
+                    for rank, region in written[name]
+                ],
+            }
+            for name, described in named.items()
+        }
+    return content
+
+
+def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]]:
+    """Reads what `describe_pieces` wrote. Raises UserError: it isn't what the layouts say."""
+    hints = ("use another checkpoint: manyhands did not write this pieces.json",)
+    try:
+        mesh = make_mesh(content["mesh"], f"{where}: mesh")
+        tensors = {
+            kind: {
+                name: TensorEntry(
+                    BY_NAME[entry["dtype"]], layout_from_plain(entry["layout"], mesh, f"{where}: {kind} {name}")
+                )
+                for name, entry in content[kind].items()
+            }
+            for kind in KINDS
+            if kind in content
+        }
+        sound = MODEL in tensors and describe_pieces(mesh, tensors) == content
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError("pieces.json describes no pieces", where, hints) from error
+    if not sound:
+        raise UserError("the pieces don't match the layouts", where, hints)
+    return mesh, tensors
+
+
+# Components of names that DDP, torch.compile, Fabric, FSDP and activation checkpointing add.
+_WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_AVERAGES = "n_averaged"  # the counter of torch.optim.swa_utils.AveragedModel, whose network is its `module`
+
+
+class PlacedTensors(NamedTuple):
+    """Tensors in .safetensors files."""
+
+    entries: Tensors
+    places: Mapping[str, list[tuple[Path, Region]]]  # the file and the region of each piece, by the tensor's name
+    keys: Mapping[str, str] = {}  # what the files call them, where it isn't their name
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint, without its tensors' values."""
+
+    path: Path  # the folder or file
+    form: str  # "whole", "pieces", "safetensors" or "pth"
+    kinds: Mapping[str, PlacedTensors]  # "model" and, where there is one, "optimizer"
+    branches: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    mesh: Mesh | None = None
+    notes: tuple[str, ...] = ()
+
+    def as_plain(self) -> dict[str, Any]:
+        """What it holds, as JSON data."""
+        named = {kind: placed.entries for kind, placed in self.kinds.items()}
+        axes = self.mesh.names if self.mesh else ()
+        return {
+            "checkpoint": str(self.path),
+            "format": self.form,
+            "step": int(self.state.get("step", 0)) if self.state else None,
+            "mesh": self.mesh.as_dict() if self.mesh else None,
+            "size_bytes": {kind: sum(one.size_bytes for one in entries.values()) for kind, entries in named.items()},
+            **{
+                kind: {name: _plain_entry(one, axes) for name, one in entries.items()}
+                for kind, entries in named.items()
+            },
+            "notes": list(self.notes),
+        }
+
+
+def _plain_entry(entry: TensorEntry, axes: tuple[str, ...]) -> dict[str, Any]:
+    lies = entry.layout
+    return {
+        "shape": list(lies.shape),
+        "dtype": entry.dtype.name,
+        "view": list(lies.view),
+        "cuts": {str(dim): [axes[axis] for axis in cut] for dim, cut in lies.cuts},
+        "size_bytes": entry.size_bytes,
+    }
+
+
+def is_pickled(path: Path) -> bool:
+    """True for a file that torch alone can read: a .pth.tar, .pth or .pt."""
+    return path.is_file() and not path.name.endswith(".safetensors")
+
+
+def open_description(path: Path, *, verified: bool = False, wanted: Collection[str] = ()) -> Description:
+    """Reads what a checkpoint folder or a .safetensors file says of its tensors.
+
+    `verified`: the folder has just been compared with its manifest. `wanted`: the names that a file's tensors should
+    get; see `fit_names`.
+
+    Raises:
+        TornCheckpointError: a file is missing or not what was committed.
+        UserError: there is nothing, or what is there is no checkpoint.
+    """
+    if path.is_file():
+        return _describe_safetensors(path, wanted)
+    if not verified:
+        verify(path)
+    names = read_manifest(path)["files"]
+    try:
+        state, branches = read_plain(path / files.STATE), {}
+        if files.OPTIMIZER_PLAN in names:
+            branches = read_plain(path / files.OPTIMIZER_PLAN)
+        mesh, kinds = _place_pieces(path, names) if files.PIECES in names else (None, _place_whole(path, names))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise torn(path, f"has unreadable content: {error}") from error
+    return Description(path, "whole" if mesh is None else "pieces", kinds, branches, state, mesh)
+
+
+def _place_whole(path: Path, names: dict[str, Any]) -> dict[str, PlacedTensors]:
+    both = {MODEL: files.MODEL, OPTIMIZER: files.OPTIMIZER}
+    return {kind: _place_file(path / name) for kind, name in both.items() if name in names}
+
+
+def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, PlacedTensors]]:
+    file = path / files.PIECES
+    mesh, kinds = read_description(read_plain(file), str(file))
+    placed: dict[str, PlacedTensors] = {}
+    for kind, tensors in kinds.items():
+        places: dict[str, list[tuple[Path, Region]]] = {name: [] for name in tensors}
+        for rank, regions in all_held(tensors, mesh).items():
+            piece = path / files.piece_name(kind, rank, mesh.size)
+            if piece.name not in names:
+                raise torn(piece, "is missing from the manifest")
+            for name, region in regions.items():
+                places[name].append((piece, region))
+        placed[kind] = PlacedTensors(tensors, places)
+    return mesh, placed
+
+
+def _describe_safetensors(path: Path, wanted: Collection[str]) -> Description:
+    if files.is_piece(path):
+        what = f"{path.name} holds one process's pieces of a checkpoint"
+        raise UserError(what, str(path), (f"name the folder: {path.parent}",))
+    try:
+        return Description(path, "safetensors", {MODEL: _place_file(path, wanted)})
+    except (SafetensorError, OSError, ValueError) as error:
+        raise damaged(path) from error
+
+
+def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
+    """All tensors of one .safetensors file, each whole."""
+    with safe_open(file, framework="numpy") as opened:  # no values are read; "pt" would import torch
+        keys = {name: key for key, name in fit_names(written_order(opened), wanted).items()}
+        entries: Tensors = {}
+        for name, key in keys.items():
+            tensor = opened.get_slice(key)
+            if tensor.get_dtype() not in BY_CODE:
+                raise UserError(f"{key} has the type {tensor.get_dtype()}, which this version can't read", str(file))
+            entries[name] = TensorEntry(BY_CODE[tensor.get_dtype()], unsharded(tuple(tensor.get_shape())))
+    places = {name: [(file, whole_region(entry.layout.shape))] for name, entry in entries.items()}
+    return PlacedTensors(entries, places, keys)
+
+
+def written_order(file: Any) -> list[str]:
+    """The names in an open .safetensors file, in the order in which they were written where the file says it.
+
+    Raises UnreadableError: what the file says of the order is no list of names.
+    """
+    names = list(file.keys())
+    order = (file.metadata() or {}).get("order")
+    written = parse_json(order) if order is not None else names
+    if not isinstance(written, list) or not all(isinstance(name, str) for name in written):
+        raise UnreadableError("the order of the tensors is not a list of names")
+    return written if sorted(written) == sorted(names) else names
+
+
+def fit_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
+    """Finds the tensors of a network in a file by name.
+
+    A prefix is removed only where more names fit without it: a wrapper's (DDP, torch.compile, …), or one that all names
+    share, such as "backbone." or "model.". The counter of an AveragedModel is left out.
+
+    Args:
+        saved: the names in the file.
+        wanted: the names in the network's state dict; none if they aren't known.
+
+    Returns:
+        The network's name for each name in the file. A tensor that doesn't fit keeps its name; extra state, which
+        `wanted` need not have, is renamed along with the tensors.
+    """
+    found, most = dict[str, str](), -1
+    for known in ({name: name for name in wanted}, {_unwrapped(name): name for name in wanted}):
+        for form in _shorter_forms([name for name in saved if name != _AVERAGES or name in wanted or not wanted]):
+            fits = {name: known.get(short, short if is_extra(name) else name) for name, short in form.items()}
+            count = sum(name in wanted for name in fits.values())
+            if count > most and len(set(fits.values())) == len(fits):
+                found, most = fits, count
+    return found
+
+
+def is_extra(name: str) -> bool:
+    """Whether a name in a state dict is that of a module's extra state."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+
+
+def _shorter_forms(names: list[str]) -> Iterator[dict[str, str]]:
+    """By full name: the names, the names without wrappers, and without one shared first component after the other."""
+    yield {name: name for name in names}
+    short = {name: _unwrapped(name) for name in names}
+    yield short
+    while len({word.partition(".")[0] for word in short.values()}) == 1 and all("." in one for one in short.values()):
+        short = {name: word.partition(".")[2] for name, word in short.items()}
+        yield short
