@@ -222,7 +222,6 @@ class ClusterOptions(Options):
     join_warn_s: float = Field(default=30.0, gt=0.0, description="seconds until missing processes are named")
     join_timeout_s: float = Field(default=600.0, gt=0.0, description="seconds to wait for missing processes")
     collective_timeout_s: float = Field(default=600.0, gt=0.0, description="seconds a collective waits for a peer")
-
     debug_rank: int = Field(default=-1, ge=-1, description="start this rank under debugpy; -1: none")
     debug_port: int = Field(default=5678, ge=1, le=65535, description="port of debugpy on 127.0.0.1")
 
