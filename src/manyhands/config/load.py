@@ -238,13 +238,12 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
     for key in filter(values.__contains__, keys):
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = _as_declared(key, values[key])
-    job = None
     try:
         job = Job.model_validate(tree)
+        if not problems:
+            return job
     except ValidationError as error:
         problems += _explained(error, origins)
-    if job and not problems:
-        return job
     if len(problems) == 1:
         what, where, hints = problems[0]
         raise UserError(what, where, tuple(filter(None, (hints,))))
