@@ -45,7 +45,7 @@ class TrainOptions(Options):
         description="maximum samples per pass on each process; gradients of several passes accumulate; 0: no limit",
     )
     optimizer: str = Field(
-        default="sgd", description="sgd (with momentum), adamw, or your own file.py:function of the parameters"
+        default="sgd", description="sgd, adamw, or file.py:function that takes the parameters and returns an optimizer"
     )
     lr: float = Field(default=0.05, gt=0.0, description="peak learning rate; your own optimizer sets its own")
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="momentum of sgd")
@@ -56,12 +56,16 @@ class TrainOptions(Options):
     bias_rate: float = Field(default=1.0, gt=0.0, description="learning rate of biases and norms, as a multiple of lr")
     schedule: str = Field(
         default="cosine",
-        description="learning rate schedule: constant, step, cosine, one-cycle, or your own file.py:function of the "
-        "step or of the optimizer",
+        description="learning rate schedule: constant, step, cosine, one-cycle, or file.py:function that takes the "
+        "step or the optimizer",
     )
     warmup_epochs: float = Field(default=0.0, ge=0.0, description="epochs of linear learning rate warm-up")
-    step_epochs: int = Field(default=30, ge=1, description="for step: epochs between two drops of the rate")
-    step_factor: float = Field(default=0.1, gt=0.0, le=1.0, description="for step: factor of each drop")
+    step_epochs: int = Field(
+        default=30, ge=1, description="for schedule step: epochs between drops of the learning rate"
+    )
+    step_factor: float = Field(
+        default=0.1, gt=0.0, le=1.0, description="for schedule step: factor of the learning rate at each drop"
+    )
     loss: str = Field(default="cross-entropy", description="cross-entropy, nll, or file.py:function")
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0, description="label smoothing of cross-entropy")
     clip: float = Field(default=0.0, ge=0.0, description="largest global norm of the gradients; 0: no clipping")
@@ -320,7 +324,7 @@ class RunOptions(Options):
     )
     report: bool = Field(default=True, description="write report.html at the end")
     trace_steps: int = Field(
-        default=0, ge=0, le=1000, description="end after this many updates and write their trace.json; 0: train"
+        default=0, ge=0, le=1000, description="record a trace of this many updates (trace.json), then end; 0: no trace"
     )
     script: tuple[str, ...] = Field(
         default=(), description="your own training script and its arguments, run in place of the built-in training"

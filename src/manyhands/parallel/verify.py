@@ -36,12 +36,12 @@ _MOST_SHOWN = 12
 
 @dataclass(frozen=True)
 class Finding:
-    """One error.
+    """One error in a network that is sharded by hand.
 
     Attributes:
         name: the parameter, or "output".
-        cause: a sum that is missing or made twice (doubled), replicas that differ, an output that is sharded (cut), a
-            sharded parameter without a mark, or none of these (wrong).
+        cause: "missing": a sum is missing; "doubled": a sum is made twice; "replicas": replicas differ; "cut": the
+            output is sharded; "mark": a sharded parameter has no mark; "wrong": any other.
         axes: names of the mesh axes concerned.
         what: the observation, with the rank that has the largest error.
         hints: a likely correction.
