@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from manyhands.cluster.agents.connection import (
-    SILENT_S,
     AgentConnection,
     LinkClosed,
     MisunderstoodError,
@@ -43,6 +42,7 @@ from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import VERSION, Lines, Message, Misunderstood, RequestFailed, decode, encode
 from manyhands.core.records import Event, Failure, append
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import SILENT_S
 
 RECORD = Failure(time=1.0, rank=1, host="n2", pid=3, error="E", what="w", hints=["m"])
 MESSAGES = (

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from manyhands.cluster.agents import memory_kills
-from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close_all
+from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.elastic import _last_words
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import Alive, WorkerExited, WorkersEnded, WorkersStarted
-from manyhands.cluster.agents.supervise import AWAITED_S, KILL_S, Watch, _Head, supervise_once
+from manyhands.cluster.agents.supervise import Watch, _Head, supervise_once
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import encode
 from manyhands.config.load import load_job
@@ -26,9 +26,9 @@ from manyhands.core.records import Event, Failure, Running, append, read_lines
 from manyhands.core.resuming import kept_step, saved_step
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
+from manyhands.core.timeouts import AWAITED_S, KILL_S, SILENT_S
 from manyhands.report.read import read_run
-from manyhands.run.failure_log import ends_noted, interrupted, note_replaced, starts_and_stops
-from manyhands.run.train import conclude, failure_of
+from manyhands.run.outcome import conclude, ends_noted, failure_of, interrupted, note_replaced, starts_and_stops
 from manyhands.run.why import explained
 from tests.e2e.command import finish, running, wait_until
 

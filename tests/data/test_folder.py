@@ -21,7 +21,7 @@ from manyhands.data.open import is_plain_folder, open_data, resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.splits import ImageFiles, ImagesInMemory, by_names
 from manyhands.data.walk import PictureNames
-from manyhands.run.predict import list_pictures
+from manyhands.run.tasks import list_pictures
 
 
 def picture(path, size=(8, 8), mode="RGB", seed=None):

@@ -32,13 +32,13 @@ def doctor(
 
     Exits with code 3 if training would fail.
     """
-    from manyhands.run.own_code import announce_reach
+    from manyhands.run.resume import announce_reach
 
     values, file = named(data, model)
     loaded = load(values, flags, file=file)
     announce_reach(loaded)
     if exposure:
-        from manyhands.run.exposure import exposure as find_exposure
+        from manyhands.run.doctor import exposure as find_exposure
 
         found = find_exposure(loaded.job, say)
         answer(found.as_json(), found.lines(), json=as_json)

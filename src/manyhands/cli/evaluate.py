@@ -23,8 +23,8 @@ def evaluate(
     as_json: Json = False,
 ) -> int:
     """Evaluate a run or a checkpoint on each test sample exactly once."""
-    from manyhands.run.evaluate import evaluate_run
     from manyhands.run.find import find_reference
+    from manyhands.run.tasks import evaluate_run
 
     values = {"data.name": data, "model.name": model} | flags.job_values()
     show_evaluation(evaluate_run(find_reference(run), which=which, flags=values), as_json=as_json)
@@ -63,7 +63,7 @@ def predict(
 ) -> int:
     """Print the most likely classes of pictures."""
     from manyhands.run.find import find_reference
-    from manyhands.run.predict import predict_files
+    from manyhands.run.tasks import predict_files
 
     folder = find_reference(run)
     unreadable: list[str] = []

@@ -127,7 +127,7 @@ def imagenet(
     try:
         if flags.evaluate and not run.dry_run:
             from manyhands.cli.evaluate import show_evaluation
-            from manyhands.run.evaluate import evaluate_job
+            from manyhands.run.tasks import evaluate_job
 
             found = evaluate_job(loaded.job, Path(flags.resume).expanduser() if flags.resume else None)
             if found and not run.as_json:  # main.py's own line, for scripts that look for it

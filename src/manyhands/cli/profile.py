@@ -28,7 +28,8 @@ def profile(
     manyhands profile RUN            reads the records of the run
     manyhands profile DATA MODEL …   trains for some updates and writes a trace for Perfetto
     """
-    from manyhands.run.profile import read_named, trace
+    from manyhands.run.find import read_named
+    from manyhands.run.train import trace
 
     found = read_named(run) if run and not model else None
     if found:

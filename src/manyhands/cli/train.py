@@ -102,22 +102,14 @@ def job_or_script(data: str | None, model: str | None, arguments: Sequence[str])
 
 def resume(name: RunName, /, *, flags: ResumeFlags = ResumeFlags(), run: RunFlags = RunFlags()) -> int:
     """Resume a stopped or failed run at the exact next sample, on any number of processes."""
-    from manyhands.core.run_folder import RunFolder
-    from manyhands.report.read import read_run
-    from manyhands.run.find import find_reference
-    from manyhands.run.own_code import announce_resumed
-    from manyhands.run.registry import headed_here
-    from manyhands.run.train import already_running
+    from manyhands.run.resume import load_resumed
 
-    folder = RunFolder(find_reference(name))
-    if headed_here(folder.path):
-        raise already_running(folder)
-    read_run(folder.path)
-    values = {"run.out": str(folder.path), "checkpoint.resume": "auto", "cluster.debug_rank": -1}
-    loaded = load(values, flags, run, file=folder.job)
+    values = {"cluster.debug_rank": -1}
+    for group in (flags, run):
+        values |= {key: value for key, value in group.job_values().items() if value is not None}
+    loaded = load_resumed(name, values)
     if run.show_config:
         return print_config(loaded)
     from manyhands.cli.training import run_job
 
-    announce_resumed(folder, loaded)
     return run_job(loaded, run, resume_hint=True)

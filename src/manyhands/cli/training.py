@@ -22,11 +22,12 @@ from manyhands.core.errors import UserError
 from manyhands.core.terminal import say, show, show_json
 from manyhands.report.changes import refuse_changes
 from manyhands.report.summary import result_lines, result_object
-from manyhands.run.load import load_worker
-from manyhands.run.own_code import announce_reach
+from manyhands.run.folder import folder_to_be
+from manyhands.run.outcome import Outcome
+from manyhands.run.resume import announce_reach
 from manyhands.run.script import check_script
 from manyhands.run.script import result_lines as script_lines
-from manyhands.run.train import Outcome, check_names, folder_to_be, place_of, train
+from manyhands.run.train import check_names, place_of, train
 
 
 def run_job(
@@ -98,7 +99,9 @@ def describe(loaded: LoadedJob) -> list[str]:
         work = [f"would run {shlex.join(job.run.script)}"]
     else:
         check_names(job)
-        data, too_large = load_worker("check").describe_data(job)
+        from manyhands.worker.check import describe_data
+
+        data, too_large = describe_data(job)
         if too_large:
             say(too_large)
         rate = f" with a peak lr of {job.train.lr}" if job.train.built_in else ""
@@ -127,7 +130,9 @@ def _on_this_machine(job: Job) -> str:
         return f"rank {found.rank} of {found.size}, {by}"
     count = place.processes
     if not count and not job.run.script:
-        count = load_worker("check").processes_here(job)
+        from manyhands.worker.check import processes_here
+
+        count = processes_here(job)
     processes = f"{count} process{'es' if count > 1 else ''}" if count else "one process, or one per accelerator"
     if not place.rendezvous:
         return f"{processes} on this machine"

@@ -11,7 +11,7 @@ from pathlib import Path
 from manyhands.core.errors import UserError
 from manyhands.core.files import MOST_TOML_BYTES, decoded, free_name, parse_toml, read_bytes, temporary
 
-# The head links a folder that was moved from its old path within this time; see `run.folder_watch`.
+# The head links a folder that was moved from its old path within this time; see `run.folder`.
 _LINKED_S, _POLL_S = 5.0, 0.05
 
 

@@ -9,9 +9,10 @@ from manyhands.cluster.agents.mirror import Sender
 from manyhands.cluster.agents.protocol import KeepRecords, RunOpened
 from manyhands.core.errors import RunError
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import COPY_S
 
-# Records are carried so often; at the end a slow line is waited for so long.
-CARRY_S, LAST_S = 0.4, 120.0
+# Interval between two transfers of records.
+CARRY_S = 0.4
 
 
 class RecordsCopy:
@@ -38,7 +39,7 @@ class RecordsCopy:
         """Sends the rest, and waits until it is there; a machine that has gone meanwhile is another's to tell of."""
         with contextlib.suppress(RunError):
             while not self._link.closed and (pieces := list(self._sender.news())):
-                self._link.ask(KeepRecords(self._folder, pieces), LAST_S)
+                self._link.ask(KeepRecords(self._folder, pieces), COPY_S)
 
 
 def copy_of_records(

@@ -12,13 +12,9 @@ from manyhands.cluster.agents.mirror import Receiver, pieces_of
 from manyhands.cluster.agents.protocol import KeepRecords, OpenRun, RunOpened
 from manyhands.core.errors import RunError
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import COPY_S, OPEN_FOLDER_S, TAKE_OVER_S
 from manyhands.run.pending import PendingMachines, RejoinInfo
 
-# Records that wait for a slow line.
-RECORDS_S = 120.0
-OPEN_S = 30.0
-# Processes of a detached run make way for a new head.
-TAKE_OVER_S = 200.0
 REPLACED = "another launcher has taken over the run"
 
 
@@ -47,7 +43,7 @@ class FoldersOfRun:
                 self._request(link, token, records=records and number == 0, output=output, anew=anew)
                 for number, link in enumerate(self._agents.links)
             ]
-            self.opened = self._agents.ask(requests, TAKE_OVER_S if mine else OPEN_S)
+            self.opened = self._agents.ask(requests, TAKE_OVER_S if mine else OPEN_FOLDER_S)
         highest = max(answer.term for answer in self.opened)
         if highest > mine > 0 and self.before is None:
             self._pending.term = highest + 1
@@ -60,7 +56,7 @@ class FoldersOfRun:
     def open_on(self, link: AgentConnection) -> RunOpened:
         """The same on a machine that has come."""
         with self._recognised() as token:
-            return link.ask(self._request(link, token, records=False, output=False), OPEN_S, self._agents.links)
+            return link.ask(self._request(link, token, records=False, output=False), OPEN_FOLDER_S, self._agents.links)
 
     @contextmanager
     def _recognised(self) -> Iterator[str]:
@@ -106,5 +102,5 @@ class FoldersOfRun:
         # What a machine wrote last before it was lost needn't have come here, so that its own may be others.
         held = {} if link.machine.name in self.estranged else there.held
         for pieces in pieces_of(self._folder.path, held):
-            link.ask(KeepRecords(there.folder, pieces), RECORDS_S, self._agents.links)
+            link.ask(KeepRecords(there.folder, pieces), COPY_S, self._agents.links)
         self.estranged.discard(link.machine.name)

@@ -15,13 +15,14 @@ from manyhands.cluster.agents.open_tunnels import NoTunnelError, TunnelRoutes, j
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.own_tunnels import Tunnels
 from manyhands.cluster.agents.protocol import Bind
-from manyhands.cluster.agents.store_tunnel import ASK_S, StorePlaces, StoreTunnel
+from manyhands.cluster.agents.store_tunnel import StorePlaces, StoreTunnel
 from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import with_machines
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.resuming import saved_step
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import STORE_S
 from manyhands.parallel.ports import loopback_interface
 from manyhands.parallel.tunnel_ends import VARIABLE
 from manyhands.run.copies import RecordsCopy, copy_of_records
@@ -280,7 +281,7 @@ class AgentMachines(RunMachines):
         if not self._through_ssh:
             return way.open(self.agents, self.addresses)
         address = self.addresses[0].address
-        port = self.agents.links[0].ask(Bind(address), ASK_S, self.agents.links).port
+        port = self.agents.links[0].ask(Bind(address), STORE_S, self.agents.links).port
         return StorePlaces(((address, port),) * len(self.agents.links))
 
     def _tunnels_of(self, link: AgentConnection) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from manyhands.cluster.agents.assemble import clock_offset, open_agent
 from manyhands.cluster.agents.claim import run_id
-from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, LinkClosed, answer_to
+from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, answer_to
 from manyhands.cluster.agents.protocol import Hello, InspectRun, Prepare, RunInspected, TakeCode
 from manyhands.cluster.agents.ssh import explain_contact
 from manyhands.cluster.doctor.findings import Facts
@@ -16,12 +16,11 @@ from manyhands.cluster.messages import Request
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run.doctor import facts_wanted
 
-# Between two attempts: a part of the time that a machine has been away.
-PAUSE, LEAST_S, MOST_S = 0.02, 1.0, 5.0
-# An agent that says nothing for so long is given up, and another one is tried; importing torch may take most of it.
-CONTACT_S = 300.0
+# The pause between two attempts is this part of the time that a machine has been lost.
+PAUSE = 0.02
 # Waiting for it: the agent of a machine that was cut off has its processes still.
 BUSY = "is still ending its earlier processes"
 
@@ -100,7 +99,7 @@ class PendingMachines:
 
     def add(self, pending_machine: PendingMachine) -> None:
         """Tries from now on to have this machine take part."""
-        pending_machine.try_at = pending_machine.since + LEAST_S if not pending_machine.asked_for else 0.0
+        pending_machine.try_at = pending_machine.since + RETRY_LEAST_S if not pending_machine.asked_for else 0.0
         self._all.append(pending_machine)
 
     def names(self) -> list[str]:
@@ -211,7 +210,7 @@ class PendingMachines:
         one.close()
         one.facts = {}
         now = time.monotonic()
-        one.try_at = max(now + min(max(LEAST_S, PAUSE * (now - one.since)), MOST_S), one.not_before)
+        one.try_at = max(now + min(max(RETRY_LEAST_S, PAUSE * (now - one.since)), RETRY_MOST_S), one.not_before)
 
 
 def _asked(link: AgentConnection, request: Request[Any]) -> tuple[int, Request[Any]]:

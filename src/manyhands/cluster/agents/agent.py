@@ -68,6 +68,7 @@ from manyhands.core.resuming import saved_steps
 from manyhands.core.run_folder import RunFolder, use_run_folder, writing_into
 from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say
+from manyhands.core.timeouts import CLAIM_S, MAKE_WAY_S
 from manyhands.parallel.ports import listen
 from manyhands.parallel.tunnel_ends import reach
 
@@ -75,10 +76,6 @@ from manyhands.parallel.tunnel_ends import reach
 MIRROR_S = 0.4
 # Of a log, so much in one answer.
 LOG_BYTES = 1 << 20
-# A machine of the same run that shares this one's disk has said by then that the folder is the run's.
-CLAIM_S = 2.0
-# Processes of a detached run save and leave for a later head.
-MAKE_TUNNEL_S = 90.0
 
 
 class Agent:
@@ -211,7 +208,7 @@ class Agent:
         """Locks the run folder until this agent ends; the id of the run that it holds, None where another has it."""
         folder.failures.mkdir(parents=True, exist_ok=True)
         try:
-            waits = (MAKE_TUNNEL_S, MAKE_TUNNEL_S) if request.term else (CLAIM_S,)
+            waits = (MAKE_WAY_S, MAKE_WAY_S) if request.term else (CLAIM_S,)
             lock = claim(folder, request.holder, *waits)
         except Timeout:
             return None

@@ -19,15 +19,10 @@ from manyhands.cluster.messages import A, Request
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
 from manyhands.core.stops import ended_like_ctrl_c
+from manyhands.core.timeouts import HELLO_EACH_S, HELLO_S, PREPARE_S, REQUEST_S
 
-# ssh gives up after CONNECT_S; Python's own start on a busy machine takes seconds too. Each ssh also takes this
-# machine's processor for a moment, to agree on keys.
-HELLO_S, HELLO_EACH_S = 45.0, 0.2
 # Two pipes for each machine, one more while it is started, and what the head itself needs.
 FILES_EACH, OWN_FILES = 2, 200
-# Importing torch from a cold disk takes long.
-PREPARE_S = 300.0
-REQUEST_S = 30.0
 # Of a wish to stop while nothing runs yet; who isn't gone then is killed.
 STOPPED_S = 1.0
 

@@ -26,16 +26,12 @@ from manyhands.cluster.messages import (
     encode,
 )
 from manyhands.core.errors import RunError, UserError
+from manyhands.core.timeouts import HEARTBEAT_S, RECONNECT_S, SILENT_S
 
-# Interval of heartbeats.
-HEARTBEAT_S = 1.0
-# A peer that is silent for longer is given up. After a break of 8 s TCP retransmits after 12.6 s; the last heartbeat
-# was sent up to an interval before the break, and busy machines are slow.
-SILENT_S = 16.0
 # Passes a new connection on to a running agent; its exit code where the agent has ended.
 RECONNECT, NO_AGENT = "manyhands.cluster.agents.wire", 3
-# Between two attempts at a new connection; limit for the exit code of the last one's ssh.
-RECONNECT_S, ENDED_S = 1.0, 0.5
+# Limit for the exit code of the last connection's ssh.
+ENDED_S = 0.5
 SSH_FAILED = 255
 
 

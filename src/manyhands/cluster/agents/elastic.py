@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from manyhands.cluster.agents.claim import Term, hold_as_agent, term_in
 from manyhands.cluster.agents.heartbeats import HeartbeatMonitor
-from manyhands.cluster.agents.leaving import LEAVE_S, Leaving
+from manyhands.cluster.agents.leaving import Leaving
 from manyhands.cluster.agents.memory_kills import MemoryKills
 from manyhands.cluster.agents.orders import AHEAD, PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.agents.protocol import (
@@ -61,6 +61,7 @@ from manyhands.core.machine import cores
 from manyhands.core.records import Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
 from manyhands.core.stops import STOPS
+from manyhands.core.timeouts import ALONE_S, ALONE_SAVING_S, LEAVE_S, STOP_S
 from manyhands.parallel.group import IFNAMES
 from manyhands.parallel.heartbeat import leave_path
 from manyhands.parallel.ports import loopback_interface
@@ -72,10 +73,6 @@ ASKED = {*STOPS} - {signal.SIGINT}
 REPORT_S = 1.0
 # Looks so often for the word of a later head.
 TERM_S = 0.5
-# A stop that was asked for waits for an evaluation and a save; a second Ctrl-C ends it at once.
-STOP_S = 600.0
-# So long after the last sign of their head the workers, which were asked to save, are killed; who saves yet has longer.
-ALONE_S, ALONE_SAVING_S = 26.0, 30.0
 Tick = Callable[[], list[Message]]
 # What is shown of what a killed process wrote.
 LAST_WORDS, LAST_BYTES = 8, 1 << 14

@@ -6,14 +6,11 @@ from pathlib import Path
 
 import psutil
 
+from manyhands.core.timeouts import LEAVE_S, SAVE_MOST_S, SAVE_QUIET_S
 from manyhands.parallel.heartbeat import rescue_path
 
-# They hear of it at their next collective, and save then what they have.
-LEAVE_S = 6.0
 # Until the next collective they compute, for so many times as long as an update takes.
 UPDATES = 2.0
-# A save that does nothing for so long is given up, as where a disk has gone; one that goes on after so long too.
-QUIET_S, MOST_S = 30.0, 600.0
 
 
 class Leaving:
@@ -42,7 +39,7 @@ class Leaving:
         now = time.monotonic()
         began_s = now - self._since
         return began_s < LEAVE_S + UPDATES * usual_s or (
-            began_s < MOST_S and any(self._saves(rank, pid, now) for rank, pid in left.items())
+            began_s < SAVE_MOST_S and any(self._saves(rank, pid, now) for rank, pid in left.items())
         )
 
     def _saves(self, rank: int, pid: int, now: float) -> bool:
@@ -52,7 +49,7 @@ class Leaving:
         sign = _done_by(pid)
         if rank not in self._signs or self._signs[rank][0] != sign:
             self._signs[rank] = sign, now
-        return now - self._signs[rank][1] < QUIET_S
+        return now - self._signs[rank][1] < SAVE_QUIET_S
 
 
 def _done_by(pid: int) -> object:

@@ -14,18 +14,16 @@ from itertools import combinations
 from manyhands.cluster.agents.assemble import AgentLinks
 from manyhands.cluster.agents.own_tunnels import STANDS, Tunnels
 from manyhands.cluster.agents.protocol import OpenTunnelEnds, OpenTunnels
-from manyhands.cluster.agents.ssh import CONNECT_S, port_words, ssh_words
+from manyhands.cluster.agents.ssh import port_words, ssh_words
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
+from manyhands.core.timeouts import OPEN_TUNNELS_S, TUNNEL_ENDS_S
 from manyhands.parallel.tunnel_ends import TunnelEnds
 
 # Of the head, among a run's addresses.
 HEAD = "this machine"
 MOST_MACHINES = 200
-# A login on a busy machine, after the connection.
-OPEN_TUNNELS_S = CONNECT_S + 20.0
-OPEN_S = 60.0
 Pair = tuple[str, str]
 
 
@@ -119,7 +117,7 @@ class _Opening:
         # Other runs on the same machines have numbers of their own.
         net = f"127.{random.SystemRandom().randrange(64, 250)}.{random.SystemRandom().randrange(256)}"
         addresses = [f"{net}.{number}" for number, _ in enumerate(self.names, 1)]
-        answers = self._agents.ask([OpenTunnelEnds(address) for address in addresses], OPEN_S)
+        answers = self._agents.ask([OpenTunnelEnds(address) for address in addresses], TUNNEL_ENDS_S)
         opened = zip(self.names, addresses, answers, strict=True)
         return {name: TunnelEnds(address, answer.folder) for name, address, answer in opened}
 
@@ -194,7 +192,7 @@ class _Opening:
         for (one, two), login in logins.items():
             commands[one][two] = login.command(self._machines[two], self.way.ends[two], self._options)
         asked = {name: OpenTunnels(found, OPEN_TUNNELS_S) for name, found in commands.items()}
-        answers = self._agents.ask_some(asked, OPEN_TUNNELS_S + OPEN_S)
+        answers = self._agents.ask_some(asked, OPEN_TUNNELS_S + TUNNEL_ENDS_S)
         found: dict[Pair, str] = {}
         for one, answer in answers.items():
             if isinstance(answer, RunError):

@@ -14,11 +14,11 @@ from pathlib import Path
 from manyhands.cluster.agents import switchboard
 from manyhands.core.errors import RunError
 from manyhands.core.scratch import scratch
+from manyhands.core.timeouts import SWITCHBOARD_S
 from manyhands.parallel.tunnel_ends import TunnelEnds, fits
 
 # What the other end of a tunnel says, once it stands.
 STANDS = "this tunnel of manyhands stands"
-SWITCHBOARD_S = 30.0
 
 
 class Tunnels:

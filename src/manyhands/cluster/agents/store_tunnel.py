@@ -16,9 +16,7 @@ from manyhands.cluster.hosts.inventory import Address
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
 from manyhands.core.scratch import scratch
-
-ASK_S = 30.0
-CONNECT_S = 10.0
+from manyhands.core.timeouts import STORE_CONNECT_S, STORE_S
 
 
 @dataclass(frozen=True)
@@ -49,13 +47,13 @@ class StoreTunnel:
         self.close()
         first = agents.links[0]
         if len(agents.links) == 1:
-            return StorePlaces(((LOOPBACK, first.ask(Bind(LOOPBACK), ASK_S).port),))
+            return StorePlaces(((LOOPBACK, first.ask(Bind(LOOPBACK), STORE_S).port),))
         try:
             return StorePlaces(self._through_ssh(agents, addresses))
         except TunnelError as error:
             self.close()
             address = addresses[0].address
-            port = first.ask(Bind(address), ASK_S, agents.links).port
+            port = first.ask(Bind(address), STORE_S, agents.links).port
             return StorePlaces(((address, port),) * len(agents.links), str(error))
 
     def _through_ssh(self, agents: AgentLinks, addresses: Sequence[Address]) -> tuple[tuple[str, int], ...]:
@@ -70,7 +68,7 @@ class StoreTunnel:
             contextlib.closing(SshTunnels(far, self._options, folder, heartbeat))
         )
         # The very way is tried, with somebody at its end who knows a word, before the store takes that port.
-        (ear,) = first.ask(Listen((LOOPBACK,), seconds=ASK_S), ASK_S, agents.links).listeners
+        (ear,) = first.ask(Listen((LOOPBACK,), seconds=STORE_S), STORE_S, agents.links).listeners
         store = via = f"{LOOPBACK}:{ear.port}"
         if not first.here:
             via = str(folder / "store")
@@ -83,12 +81,12 @@ class StoreTunnel:
                 tunnels.here(first.machine.name, f"{LOOPBACK}:{ends[link]}", store)
         places = dict(zip(agents.links, addresses, strict=True))
         asked = {link.machine.name: _reach(ends[link], places[link].address, ear.token) for link in others}
-        for name, answer in agents.ask_some(asked, ASK_S).items():
+        for name, answer in agents.ask_some(asked, STORE_S).items():
             if isinstance(answer, RunError):
                 raise answer
             _refuse_open(name, *(attempt.result for attempt in answer.attempts))
-        first.ask(Unlisten(), ASK_S, agents.links)
-        first.ask(Bind(LOOPBACK, ear.port), ASK_S, agents.links)
+        first.ask(Unlisten(), STORE_S, agents.links)
+        first.ask(Bind(LOOPBACK, ear.port), STORE_S, agents.links)
         return tuple((LOOPBACK, ends[link]) for link in agents.links)
 
     def close(self) -> None:
@@ -108,7 +106,7 @@ def store_tunnel(options: ClusterOptions) -> Iterator[StoreTunnel]:
 
 def _reach(port: int, address: str, token: str) -> Connect:
     """Loopback, and the machine's address for others, which must lead nowhere."""
-    return Connect((Listener(LOOPBACK, port, token), Listener(address, port, token)), CONNECT_S)
+    return Connect((Listener(LOOPBACK, port, token), Listener(address, port, token)), STORE_CONNECT_S)
 
 
 def _refuse_open(name: str, loopback: str, outside: str) -> None:

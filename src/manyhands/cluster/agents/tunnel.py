@@ -21,14 +21,9 @@ from pathlib import Path
 from manyhands.cluster.agents.ssh import port_words, ssh_words
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
+from manyhands.core.timeouts import TUNNEL_ASK_S, TUNNEL_CLOSE_S, TUNNEL_OPEN_S
 
 LOOPBACK = "127.0.0.1"
-# Logging in takes a second or so, and longer where many machines share a busy processor.
-OPEN_S = 20.0
-# A question to the connection's own process, which may ask the other machine.
-ASK_S = 10.0
-# What is told to end has this long, all connections together; one that stands still is killed.
-CLOSE_S = 5.0
 # Ends with its standard input, so that nothing stays once its owner is gone; a csh understands it too.
 _STAY = "echo ready; exec cat"
 
@@ -64,7 +59,7 @@ class SshTunnels:
         try:
             for name in self._machines:
                 self._processes[name] = self._open(name)
-            until = time.monotonic() + OPEN_S
+            until = time.monotonic() + TUNNEL_OPEN_S
             for name, process in self._processes.items():
                 self._wait(name, process, until, meanwhile)
         except BaseException:
@@ -125,10 +120,10 @@ class SshTunnels:
         try:
             done = subprocess.run(
                 self._command(name, "-O", "forward", way, what),
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_S, check=False,
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TUNNEL_ASK_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise TunnelError(f"{name} did not answer a port forwarding request within {ASK_S:.0f} s") from None
+            raise TunnelError(f"{name} did not answer a port forwarding request within {TUNNEL_ASK_S:.0f} s") from None
         if done.returncode:
             line = next(iter(done.stderr.splitlines()), "").rpartition("failed: ")[2]
             raise TunnelError(f"{name} refuses port forwarding (set AllowTcpForwarding yes in sshd_config): {line}")
@@ -141,7 +136,7 @@ class SshTunnels:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
             process.terminate()
-        until = time.monotonic() + CLOSE_S
+        until = time.monotonic() + TUNNEL_CLOSE_S
         for process in self._processes.values():
             assert process.stdout is not None
             try:

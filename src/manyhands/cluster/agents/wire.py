@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-from manyhands.cluster.agents.connection import NO_AGENT, SILENT_S
+from manyhands.cluster.agents.connection import NO_AGENT
 from manyhands.cluster.agents.protocol import Alive, Reconnected
 from manyhands.cluster.messages import Lines, Message, Misunderstood, Unacknowledged, encode
+from manyhands.core.timeouts import SILENT_S
 
 # Limit for receiving the streams of a new connection.
 PASS_ON_S = 2.0
