@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from manyhands.cli.predict import line_of
+from manyhands.cli.evaluate import line_of
 from manyhands.core.quantities import percentage
 from manyhands.core.terminal import plain
 from manyhands.report.read import read_run

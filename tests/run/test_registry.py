@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.cli.ps import ps
+from manyhands.cli.runs import ps
 from manyhands.cluster.agents.claim import agents_here, hold_as_agent
 from manyhands.core.errors import UserError
 from manyhands.core.records import Event, Running, append, write_json
