@@ -82,6 +82,7 @@ class TrainedNetwork(BaseModel):
         default_factory=dict, description="SHA-256 of each file of code that the run was made with: net.py:Net …"
     )
     digests: dict[str, str] = Field(default_factory=dict, description="of its data, and of objects given in Python")
+    samples: dict[str, int] = Field(default_factory=dict, description="number of samples of each split, by its name")
 
     def changed(self, now: Mapping[str, str]) -> list[str]:
         """Returns the names of code, objects and data whose digests are known and have changed."""

@@ -28,7 +28,7 @@ from manyhands.train.data_setup import DataSetup
 from manyhands.train.journal import Journal
 from manyhands.train.network import make_model, read_any
 from manyhands.train.objects import Objects
-from manyhands.train.same_data import digest_data
+from manyhands.train.same_data import digest_data, split_names
 from manyhands.train.state import load_snapshot
 
 # Options that say what pictures become.
@@ -74,6 +74,7 @@ def describe_trained(
         classes=classes,
         code=code_digests((model.name, job.data.name, job.data.held_out, *job.train.custom_code)),
         digests={**objects.digests, **digest_data(samples.splits)},
+        samples={word: len(source) for word, source in split_names(samples.splits)},
     )
 
 
