@@ -7,7 +7,7 @@ without the data that they were learnt from.
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -47,20 +47,27 @@ class Pictures(BaseModel):
 
 
 # What networks of this process were trained on.
-_PICTURES: dict[int, Pictures] = {}  # by the network's id, since a class may compare or hash its objects by value
+_TRAINED_ON: dict[int, "TrainedOn"] = {}  # by the network's id: a class may compare or hash its objects by value
 
 
-def note_pictures(network: Any, pictures: Pictures) -> None:
-    """Remembers, for this process, how the pictures that a network is trained on become numbers."""
-    if id(network) not in _PICTURES:
-        weakref.finalize(network, _PICTURES.pop, id(network))
-    _PICTURES[id(network)] = pictures
+def note_trained_on(network: Any, pictures: Pictures, classes: tuple[str, ...]) -> None:
+    """Remembers, for this process, a network's preprocessing and the names of its outputs."""
+    if id(network) not in _TRAINED_ON:
+        weakref.finalize(network, _TRAINED_ON.pop, id(network))
+    _TRAINED_ON[id(network)] = TrainedOn(pictures, classes)
 
 
-def noted_pictures(network: Any) -> Pictures | None:
-    """Returns what `note_pictures` noted for a network, or for the one that DDP or torch.compile has wrapped in it."""
+def noted_trained_on(network: Any) -> "TrainedOn | None":
+    """Returns what was noted for a network, or for the one that DDP or torch.compile has wrapped in it."""
     inner = (network, *(getattr(network, name, None) for name in ("module", "_orig_mod")))
-    return next((_PICTURES[id(each)] for each in inner if id(each) in _PICTURES), None)
+    return next((_TRAINED_ON[id(each)] for each in inner if id(each) in _TRAINED_ON), None)
+
+
+class TrainedOn(NamedTuple):
+    """The data that a network of this process was trained on."""
+
+    pictures: Pictures
+    classes: tuple[str, ...]  # a name for each output
 
 
 class TrainedNetwork(BaseModel):

@@ -90,7 +90,8 @@ class CustomSamples:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
         self._classes = classes
         # Plain tensors hold no chance and need no loop.
-        self._tensors = source.dataset.tensors if type(source.dataset) is TensorDataset else None
+        plain = type(source.dataset) is TensorDataset and source.numbers is None
+        self._tensors = source.dataset.tensors if plain else None
 
     @property
     def cheap(self) -> bool:
@@ -153,7 +154,12 @@ def read_own(source: UserSamples, sample: int) -> tuple[Any, Any]:
     number = whole_number(label)
     if number is None:
         raise UserError(f"the label of sample {sample:,} is {label!r}, not a whole number", "the data set", _PAIR)
-    return image, number
+    if source.numbers is None:
+        return image, number
+    if not 0 <= number < len(source.numbers):
+        what = f"the label of sample {sample:,} is {number}, but the data set names {len(source.numbers)} classes"
+        raise UserError(what, "the data set", (f"labels are whole numbers from 0 to {len(source.numbers) - 1}",))
+    return image, source.numbers[number]
 
 
 def whole_number(label: Any) -> int | None:

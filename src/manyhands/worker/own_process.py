@@ -9,7 +9,7 @@ from torch import nn
 
 from manyhands.checkpoint.folders import resolve
 from manyhands.checkpoint.read import load
-from manyhands.checkpoint.trained import find_record, note_pictures
+from manyhands.checkpoint.trained import find_record, note_trained_on
 from manyhands.cluster.failures import as_error
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED
@@ -94,7 +94,7 @@ def load_weights(model: nn.Module, run: Path) -> None:
     snapshot = load(path)
     load_snapshot(snapshot, model, str(path))
     if record := find_record(path, snapshot.state):
-        note_pictures(model, record.pictures)
+        note_trained_on(model, record.pictures, record.classes)
 
 
 def digest_of_objects(job: Job, objects: Objects) -> dict[str, str]:
