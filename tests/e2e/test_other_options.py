@@ -1,7 +1,9 @@
 """A run folder and another job: what is finished isn't relabelled, and what changes is told. All in this process."""
 
 import functools
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,8 @@ from manyhands.cli.main import main
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.user_code import announce, code_digests
+from manyhands.run.own_code import record_of
 from manyhands.train.objects import digest_objects as digest
 from tests.docs.pages import ROOT
 from tests.e2e.command import assert_one_screen, events, run
@@ -127,6 +131,88 @@ def test_a_finished_run_of_other_objects_is_not_returned(changes, told):
         of_objects(**changes, checkpoint__resume="auto")
     assert of_objects(**changes, epochs=2, checkpoint__resume="auto").status == "finished"
     assert of_objects(**changes, epochs=2).status == "finished"
+
+
+def seeded(seed=0, frozen=False):
+    torch.manual_seed(seed)
+    model = Small()
+    model.layers[1].bias.requires_grad_(not frozen)
+    return model
+
+
+def right(output, labels):
+    return output.argmax(1) == labels
+
+
+def wrong(output, labels):
+    return output.argmax(1) != labels
+
+
+@pytest.mark.parametrize(
+    ("first", "changes", "told"),
+    [
+        ({}, {"seed": 1}, "initial weights changed"),
+        ({}, {"frozen": True}, "trainable parameters changed"),
+        ({}, {"metrics": {"m": right}}, 'train.metrics is ["object:m"], and was []'),
+        ({"metrics": {"m": right}}, {"metrics": {"m": wrong}}, "metric m changed"),
+        ({}, {"held_out_set": samples(10)}, "held-out data changed"),
+        ({"held_out_set": samples(10)}, {"held_out_set": samples(10, flipped=1)}, "held-out data changed"),
+    ],
+)
+def test_a_finished_run_with_other_weights_or_metrics_is_not_returned(first, changes, told):
+    def again(seed=0, frozen=False, **given):
+        return of_objects(seeded(seed, frozen), **given)
+
+    again(**first)
+    assert again(**first).status == "finished"
+    with pytest.raises(UserError, match=re.escape(told)) as raised:
+        again(**{**first, **changes})
+    assert "test" not in raised.value.message.replace(str(RUN.resolve()), "")
+    if "seed" in changes:
+        assert raised.value.hints[2] == 'to return the finished run, pass checkpoint__resume="auto"'
+        assert again(**changes, checkpoint__resume="auto").status == "finished"
+
+
+def test_a_finished_run_is_returned_for_weights_that_it_trained_or_that_are_random():
+    model = seeded()
+    of_objects(model)
+    assert of_objects(model).status == "finished"
+    torch.seed()
+    assert of_objects(Small()).status == "finished"
+
+
+def test_a_record_without_digests_of_weights_refuses_nothing():
+    of_objects(seeded())
+    file = RUN / "network.json"
+    record = json.loads(file.read_text())
+    for name in ("initial weights", "trainable parameters", "held-out data"):
+        del record["digests"][name]
+    file.write_text(json.dumps(record))
+    assert of_objects(seeded(1, frozen=True)).status == "finished"
+
+
+@pytest.mark.parametrize("helper", ["hp.py", "parts/__init__.py", "parts/more.py"])
+def test_a_finished_run_of_a_changed_helper_module_is_not_returned(helper, capsys):
+    Path("code/parts").mkdir(parents=True)
+    Path("code/hp.py").write_text("from parts.more import OUTPUTS\nimport torch\n")
+    Path("code/parts/__init__.py").write_text("from . import more\n")
+    Path("code/parts/more.py").write_text("OUTPUTS = 3\n")
+    Path("code/unused.py").write_text("")
+    net = "from torch import nn\nimport hp\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, hp.OUTPUTS))\n"
+    Path("code/c.py").write_text(net)
+    assert set(code_digests(["code/c.py:net"])) == {
+        "code/c.py:net", "code/hp.py", "code/parts/__init__.py", "code/parts/more.py",
+    }  # fmt: skip
+    words = ["train", "synthetic:60x1x8x8x3", "code/c.py:net", "--epochs", "1", "--batch", "20", "--out", RUN]
+    assert call(capsys, *words)[0] == 0
+    assert call(capsys, *words)[0] == 0
+    with Path("code", helper).open("a") as file:
+        file.write("# changed\n")
+    code, err = call(capsys, *words)
+    assert code == 2
+    assert f"code/{helper} changed" in err
+    announce(["code/c.py:net"], RUN, record_of(RUN / "checkpoints/any"), "{}")
+    assert "CHANGED since training" in capsys.readouterr().err
 
 
 def test_an_unfinished_run_goes_on_with_changed_objects():

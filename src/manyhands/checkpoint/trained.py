@@ -17,6 +17,8 @@ from manyhands.core.files import parse_json, read_bytes
 # The key in a checkpoint's state, and the file in the run folder.
 STATE_KEY, FILE = "trained", "network.json"
 VERSION = 1
+# Names in `TrainedNetwork.digests`.
+INITIAL_WEIGHTS, TRAINABLE = "initial weights", "trainable parameters"
 
 
 class Pictures(BaseModel):

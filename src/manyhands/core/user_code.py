@@ -4,9 +4,11 @@ Code named on the command line runs without a message. Code that a run folder or
 runs, because they may belong to somebody else.
 """
 
+import ast
 import functools
 import hashlib
 import importlib.util
+import itertools
 import os
 import site
 import sys
@@ -21,6 +23,8 @@ from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 from manyhands.core.terminal import say
 
+# Local modules of a file of code whose digests are recorded.
+_MOST_FILES = 500
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _STANDARD = {*map(sysconfig.get_path, ("stdlib", "platstdlib")), f"{sysconfig.get_path('platstdlib')}/lib-dynload"}
 
@@ -46,9 +50,51 @@ def code_digest(file: Path) -> str:
 
 
 def code_digests(words: Iterable[str]) -> dict[str, str]:
-    """Returns the digest of each "file.py:object" whose file can be read; other words are left out."""
-    files = {word: code_file(word) for word in words}
-    return {word: digest for word, file in files.items() if file and (digest := code_digest(file))}
+    """Returns the digest of each "file.py:object" whose file can be read, and of the local modules that it imports.
+
+    Other words are left out. A module's name is its path relative to where the words' paths are.
+    """
+    found: dict[str, Path] = {}
+    for word in words:
+        if file := code_file(word):
+            found[word] = file
+            folder = Path(word.rpartition(":")[0]).parent
+            found |= {str(folder / each.relative_to(file.parent)): each for each in imported_files(file)}
+    return {name: digest for name, file in found.items() if (digest := code_digest(file))}
+
+
+def imported_files(file: Path) -> list[Path]:
+    """Returns the modules below a file's folder that it imports, directly or through each other, by its text alone."""
+    found, waiting = dict.fromkeys([file]), [file]
+    while waiting and len(found) < _MOST_FILES:
+        module = waiting.pop()
+        try:
+            tree = ast.parse(module.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        paths = itertools.chain.from_iterable(_module_paths(node, module, file.parent) for node in imports)
+        new = [path for path in paths if path not in found and path.is_relative_to(file.parent) and path.is_file()]
+        found.update(dict.fromkeys(new))
+        waiting += new
+    return [path for path in found if path != file]
+
+
+def _module_paths(node: ast.Import | ast.ImportFrom, module: Path, root: Path) -> Iterator[Path]:
+    """Yields the files that an import statement of a module may run, its packages among them."""
+    names = [name.name for name in node.names]
+    level = 0
+    if isinstance(node, ast.ImportFrom):
+        level, prefix = node.level, node.module or ""
+        names = [f"{prefix}.{name}".strip(".") for name in names]
+    base = module.parents[min(level, len(module.parents)) - 1] if level else root
+    for name in names:
+        parts = name.split(".")
+        if not level and parts[0] in sys.stdlib_module_names:
+            continue
+        for count in range(1, len(parts) + 1):
+            place = base.joinpath(*parts[:count])
+            yield from (place.with_name(f"{place.name}.py"), place / "__init__.py")
 
 
 def refuse_no_code(word: str, where: str) -> None:
@@ -135,9 +181,10 @@ def announce(words: Iterable[str], said_by: Path, record: HasDigests | None, ins
         UserError: the folder or the code is another user's.
     """
     for word, file in _files(words, said_by, instead):
-        known = record.code.get(word) if record else None
-        trained = "unchanged since training" if known == code_digest(file) else "CHANGED since training"
-        if known is None:
+        known: Mapping[str, str] = record.code if record else {}
+        unchanged = all(known.get(name, digest) == digest for name, digest in code_digests([word]).items())
+        trained = "unchanged since training" if unchanged else "CHANGED since training"
+        if word not in known:
             trained = "the version used in training is unknown"
         say(f"running code from {file}, as {said_by} requests; {trained}")
 

@@ -215,7 +215,10 @@ def fit(  # noqa: PLR0913 - all but three are named
     _refuse_what_is_lost(named.get("data.name"), test_set, held_out_set)
     objects.held_out_set = held_out_set
     buffers: Any = getattr(loss, "buffers", tuple)
-    objects.digests = digest_objects(**live, network=objects.model, loss_weights=tuple(buffers()))
+    measured = {f"metric {name}": one for name, one in (objects.metrics or {}).items()}
+    objects.digests = digest_objects(**live, network=objects.model, loss_weights=tuple(buffers()), **measured)
+    if objects.model is not None:
+        objects.digests |= load_worker("own_process").digest_of_network(objects.model)
     refuse_changes(
         loaded, digests=lambda: objects.digests | load_worker("own_process").digest_of_objects(loaded.job, objects)
     )

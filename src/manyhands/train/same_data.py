@@ -12,10 +12,10 @@ from typing import Any
 import numpy
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from manyhands.checkpoint.trained import TrainedNetwork
+from manyhands.checkpoint.trained import INITIAL_WEIGHTS, TRAINABLE, TrainedNetwork, noted_trained_on
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.data.on_demand import read_own, restored_generators, seed_generators
@@ -54,6 +54,28 @@ def digest_data(splits: Splits) -> dict[str, str]:
     """Digests of a run's data by name: lengths, shapes, labels, names of files, and some of the samples."""
     found = {name: _digest(content).hex() for name, content in _parts(splits, elsewhere=False)}
     return found if splits.held_out is not None else {**found, f"{HELD_OUT} data": ""}
+
+
+def digest_trainable(model: nn.Module) -> dict[str, str]:
+    """A digest of the names of the parameters that are trained."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {TRAINABLE: _digest(name.encode() for name in names).hex()}
+
+
+def digest_weights(model: nn.Module) -> dict[str, str]:
+    """A digest of a network's initial weights; empty if they can't be compared with those of another start.
+
+    A program that doesn't seed torch (with a number below 2^32) has other random weights at each start. A network that
+    this process has trained or loaded before has no initial weights.
+    """
+    if torch.initial_seed() >= 1 << 32 or noted_trained_on(model) is not None:
+        return {}
+    try:
+        state = {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+        parts = [part for name, one in state.items() for part in (name.encode(), _bytes_of(one))]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return {}  # parameters that get their shapes later, or are not plain tensors
+    return {INITIAL_WEIGHTS: _digest(parts).hex()}
 
 
 def split_names(splits: Splits) -> Iterator[tuple[str, Source]]:
