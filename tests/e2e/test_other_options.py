@@ -335,7 +335,10 @@ def test_a_session_is_not_resumed_with_other_class_names(capsys):
     with pytest.raises(UserError, match="are in another order"):
         train(Named(HALVES, ["dog", "cat"]), 2)
     train(Named(1 - HALVES, ["cat", "dog"]), 2)
-    assert "the data changed since the checkpoint was saved: training data (labels)" in capsys.readouterr().err
+    assert (
+        "the data changed since the checkpoint was saved: training data (labels), training samples\n"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_finished_run_of_another_file_of_code_is_not_returned(capsys):

@@ -315,6 +315,7 @@ def _data_changes(trainer: Trainer, found: Resumable) -> str:
         record = find_record(found.path, found.snapshot.state)
         # Of a folder the contents aren't compared: packing it changes nothing for the run.
         contents = trainer.job.data.name == OBJECTS
-        if record and (changes := data_changes(record, trainer.trained, contents=contents)):
+        words = ("training",) if trainer.custom_loop else ()  # its loop chooses what is evaluated
+        if record and (changes := data_changes(record, trainer.trained, words, contents=contents)):
             return f"the data changed since the checkpoint was saved: {changes}"
     return ""

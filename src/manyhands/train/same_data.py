@@ -6,7 +6,7 @@ over the split: all of a small one.
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -123,13 +123,18 @@ def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> 
         raise UserError(f"{changes}, so the network's outputs would change their meaning", where, hints)
 
 
-def data_changes(then: TrainedNetwork, now: TrainedNetwork, *, contents: bool) -> str:
-    """Names the data sets whose labels, number of samples or, with `contents`, samples changed; empty if none did."""
+def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[str] = (), *, contents: bool) -> str:
+    """Names the data sets whose labels, number of samples or, with `contents`, samples changed; empty if none did.
+
+    With `words`, only the splits of these names are compared.
+    """
     found = list[str]()
     for name in then.changed(now.digests):
         word, _, kind = name.rpartition(" ")
         counts = [each.samples.get(word, 0 if word == HELD_OUT else -1) for each in (then, now)]
         if word.startswith("metric ") or name not in then.digests or kind not in {"data", "samples", "pictures"}:
+            continue
+        if words and word not in words:
             continue
         if kind != "data":
             found += [name] if contents else []
