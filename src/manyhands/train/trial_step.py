@@ -106,8 +106,8 @@ def _check_outputs(shape: torch.Size, count: int, classes: int) -> None:
             "model.name",
             (
                 f"return outputs of shape [{count}, {classes}]",
-                *([f"or number the labels from 0 to {shape[1] - 1}"] if counts else []),
                 f"or add --set model.num_classes={shape[-1]}",
+                *([f"or number the labels from 0 to {shape[1] - 1}"] if counts else []),
             ),
         )
 
