@@ -101,10 +101,12 @@ bench-gpu:
 clean:
 	rm -rf $(VENV) $(PEERS)
 
-# The package alone is enough for the demo; the tests' tools come on top.
+# The package alone is enough for the demo; the tests' tools come on top. An edition of torch that is there already, such
+# as the one for CPUs, stays.
 $(VENV)/.package: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -c "import torch" 2>/dev/null && grep -v "^torch" constraints.txt >$(VENV)/constraints.txt || cp constraints.txt $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e .
 	@touch $@
 
 $(READY): $(VENV)/.package

@@ -27,7 +27,7 @@ LIGHT = {
     "unknown to plan": COMMAND.format(["plan", "digts"]),
     "doctor": COMMAND.format(["doctor"]),
     "package": "import manyhands, manyhands.run.train, manyhands.report.page",
-    "launcher": "from manyhands.cluster import rendezvous; from manyhands.cluster.agents import start, supervise",
+    "launcher": "import manyhands.cluster.hosts.this_process; from manyhands.cluster.agents import assemble, supervise",
 }
 
 
@@ -139,7 +139,7 @@ def test_what_could_not_be_written_is_a_failure():
 HELP = """
 import contextlib, importlib.metadata, io, re, sys
 from manyhands.cli.main import COMMANDS, main
-from manyhands.cli.checkpoint import checkpoint
+from manyhands.cli.files import checkpoint
 
 needed = {re.match(r"[\\w-]+", line)[0] for line in importlib.metadata.requires("manyhands")} - {"cyclopts", "rich"}
 owners = importlib.metadata.packages_distributions().items()

@@ -7,10 +7,12 @@ import sys
 import pytest
 from filelock import Timeout
 
+from manyhands.cluster.agents.agent import Agent
+from manyhands.cluster.agents.assemble import open_here
 from manyhands.cluster.agents.claim import claim, hold_as_agent, run_id, set_aside, set_run_id
 from manyhands.cluster.agents.connection import close_all
 from manyhands.cluster.agents.protocol import OpenRun
-from manyhands.cluster.agents.start import open_here
+from manyhands.cluster.messages import call
 from manyhands.core.run_folder import RunFolder
 
 HOLDER, OTHER = "a" * 32, "b" * 32
@@ -74,7 +76,7 @@ def agents(tmp_path):
 
 def test_agents_keep_other_runs_out_and_tell_whose_a_folder_is(agents, tmp_path):
     def ask(link, holder, run):
-        return link.ask(OpenRun(str(tmp_path / "run"), "none", holder, run), 30)
+        return link.ask(call(Agent.open_run, OpenRun(str(tmp_path / "run"), "none", holder, run)), 30)
 
     first, same, other = agents
     assert ask(first, HOLDER, "1" * 32).run == ""

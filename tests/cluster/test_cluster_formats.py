@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manyhands.cluster.agents.ssh import copied_by
 from manyhands.cluster.hosts.formats import accelerate, hostfile, rank_table, slurm, torchrun
 from manyhands.cluster.hosts.inventory import Cluster, Machine
-from manyhands.cluster.hosts.recognise import FORMATS, format_of, read_cluster, readable_formats
+from manyhands.cluster.hosts.machines import FORMATS, format_of, read_cluster, readable_formats
 from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
 
@@ -42,10 +42,9 @@ def machines(draw, hosts=None):
 def clusters(draw):
     """Any cluster, whether a format can hold it or not."""
     listed = draw(st.lists(machines(), min_size=1, max_size=5, unique_by=lambda machine: machine.address))
-    address = draw(st.one_of(st.just(""), HOSTS))
     port = draw(st.one_of(st.just(0), st.integers(1, 65535)))
     machine = draw(st.one_of(st.none(), st.integers(0, len(listed) - 1)))
-    return Cluster(tuple(listed), address, port, machine)
+    return Cluster(tuple(listed), port, machine)
 
 
 @pytest.mark.parametrize("module", WRITTEN, ids=lambda module: module.__name__.rpartition(".")[2])
@@ -66,7 +65,7 @@ def test_what_is_written_is_read_apart_from_what_the_notes_name(module, cluster)
         assert here.port == there.port or "ssh ports" in said
         usual = there.devices == tuple(range(there.slots))
         assert here.devices == (() if usual else there.devices) or "device numbers" in said
-    assert not (cluster.master_address or cluster.master_port) or "master" in said
+    assert not cluster.master_port or "master" in said
     # Names alone, without slots, are a hostfile by the file's name only.
     assert format_of(f"{module.__name__.rpartition('.')[2]}.txt", text) is module
 
@@ -349,7 +348,7 @@ class TestDescribe:
         texts = [module.write(Cluster((Machine("localhost", 2),)))[0] for module in WRITTEN]
         for text in (*texts, yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_processes": 2})):
             path.write_text(text)
-            assert read_cluster(path).size == 2
+            assert read_cluster(path).machines == (Machine("localhost", 2),)
 
     def test_what_fits_nothing_says_what_was_tried(self, tmp_path):
         path = tmp_path / "job.toml"

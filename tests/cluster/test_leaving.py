@@ -30,7 +30,7 @@ SLEEPS = "import time; time.sleep(100)"
 )
 def test_who_saves_and_gets_on_with_it_is_waited_for(program, saves, stays, tmp_path, monkeypatch):
     monkeypatch.setattr(leaving, "LEAVE_S", 0.1)
-    monkeypatch.setattr(leaving, "QUIET_S", 1.0)
+    monkeypatch.setattr(leaving, "SAVE_QUIET_S", 1.0)
     process = subprocess.Popen([sys.executable, "-c", program, tmp_path / "file"])
     try:
         if saves:
@@ -56,7 +56,7 @@ def test_who_computes_an_update_is_given_the_time_for_it(tmp_path, monkeypatch):
 
 def test_no_save_goes_on_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(leaving, "LEAVE_S", 0.0)
-    monkeypatch.setattr(leaving, "MOST_S", 0.0)
+    monkeypatch.setattr(leaving, "SAVE_MOST_S", 0.0)
     rescue_path(tmp_path, 0).touch()
     those = Leaving(tmp_path)
     those.begin()

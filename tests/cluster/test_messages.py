@@ -1,22 +1,27 @@
 """Messages between a head and its machines: they arrive typed, and what isn't one of ours is one clear error."""
 
+import inspect
 import json
 import math
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import get_type_hints
 
 import psutil
 import pytest
 
+from manyhands.cluster.agents.agent import Agent
+from manyhands.cluster.agents.assemble import _open, _start, open_here
 from manyhands.cluster.agents.connection import (
-    SILENT_S,
     AgentConnection,
     LinkClosed,
     MisunderstoodError,
+    Wire,
     close_all,
     stir,
 )
@@ -24,38 +29,45 @@ from manyhands.cluster.agents.early import AGENT
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
     Alive,
-    Bind,
     FilePiece,
-    Greeting,
-    Hello,
     OpenRun,
-    Prepare,
     Prepared,
-    StartWorkers,
+    RunOpened,
     WorkerExited,
     WorkersEnded,
 )
-from manyhands.cluster.agents.start import _open, _start, open_here
-from manyhands.cluster.agents.wire import Wire
-from manyhands.cluster.doctor.findings import Attempt
-from manyhands.cluster.doctor.questions import Attempted, Connect, FactsWanted, Listener
+from manyhands.cluster.doctor.findings import Attempt, FactsWanted
+from manyhands.cluster.doctor.probe import Listener
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
-from manyhands.cluster.messages import VERSION, Lines, Message, Misunderstood, RequestFailed, decode, encode
+from manyhands.cluster.messages import (
+    VERSION,
+    Call,
+    CallResult,
+    InvalidCallError,
+    Lines,
+    Message,
+    Misunderstood,
+    Request,
+    RequestFailed,
+    call,
+    decode,
+    encode,
+    perform,
+    remote,
+)
 from manyhands.core.records import Event, Failure, append
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import SILENT_S
 
 RECORD = Failure(time=1.0, rank=1, host="n2", pid=3, error="E", what="w", hints=["m"])
+HELLO = call(Agent.hello, FactsWanted(only=("name",)), True)
 MESSAGES = (
     Alive(),
-    Hello(FactsWanted(only=("name",)), remote=True),
-    Greeting({"cores": 2, "load": [0.5, math.inf]}),
-    OpenRun("runs/a", "token", "holder", "id", held={"metrics.jsonl": 3}),
-    StartWorkers(Orders({"job": {"train": {"epochs": 2}}}, "ranks", Rendezvous((2, 1)), environment={"A": "b"})),
+    Call("bind", {"address": "::1"}),
+    CallResult({"cores": 2, "load": [0.5, math.inf]}),
     WorkersEnded({0: {"status": "finished"}}, {1: -9}, {1: "the end"}, "n1", [RECORD]),
     WorkerExited(1, 2, "n2", RECORD),
     FilePiece("metrics.jsonl", "{}\n", 4),
-    Connect((Listener("::1", 4711, "00"),), 3.0),
-    Attempted((Attempt("::1", "timeout"),)),
     RequestFailed("no", "n1", ("do this",)),
 )
 
@@ -67,6 +79,36 @@ def test_what_is_sent_arrives_under_its_number_and_may_come_in_pieces(message):
     assert lines.take(line[:5]) == []
     assert lines.take(line[5:] + line[:9]) == [(7, message)]
     assert lines.take(line[9:]) == [(7, message)]
+
+
+ORDERS = Orders({"job": {"train": {"epochs": 2}}}, "ranks", Rendezvous((2, 1)), environment={"A": "b"})
+OPENED = RunOpened("/r", shared=False, checkpoints=True, held={"metrics.jsonl": 3})
+PIECE = FilePiece("metrics.jsonl", "{}\n", 4)
+REQUESTS = (
+    (HELLO, {"cores": 2, "load": [0.5, math.inf]}),
+    (call(Agent.open_run, OpenRun("runs/a", "token", "holder", "id", {"metrics.jsonl": 3})), OPENED),
+    (call(Agent.start_workers, ORDERS), None),
+    (call(Agent.connect, (Listener("::1", 4711, "00"),), 3.0), (Attempt("::1", "timeout"),)),
+    (call(Agent.keep_records, "/r", [PIECE]), None),
+    (call(Agent.read_log, "0.log", 0, rest=True), ("words", 5)),
+)
+
+
+@pytest.mark.parametrize(("asked", "result"), REQUESTS, ids=[asked.call.method for asked, _ in REQUESTS])
+def test_a_method_receives_and_returns_what_its_annotations_say(asked, result):
+    received = {}
+
+    def method(_agent, **arguments):
+        received.update(arguments)
+        return result
+
+    method.__signature__ = inspect.signature(asked.method)
+    method.__annotations__ = get_type_hints(asked.method)
+    double = type("Double", (), {asked.call.method: remote(method)})
+    (_, arrived) = decode(encode(asked.call))
+    (_, answer) = decode(encode(CallResult(perform(double(), arrived))))
+    assert asked.result(answer) == result
+    assert {**received, **asked.call.arguments} == received
 
 
 @pytest.mark.parametrize("line", [b"", b"Welcome to n2!", b"[1, 2]", b"\xff"])
@@ -87,21 +129,40 @@ def test_a_message_that_cannot_be_read_is_answered(line):
         ({"v": VERSION + 1}, f"protocol version {VERSION + 1}, expected {VERSION}"),
         ({"v": None}, "version None"),
         ({"is": "Dance"}, "unknown message type 'Dance'"),
-        ({"is": ["Bind"]}, "unknown message type"),
+        ({"is": ["Call"]}, "unknown message type"),
         ({"is": "Request"}, "unknown message type"),
-        ({"with": {}}, "Bind.address: Field required"),
-        ({"with": {"address": "::1", "port": "ssh"}}, "Bind.port: "),
-        ({"with": {"address": "::1", "dance": True}}, "Bind.dance: "),
-        ({"with": None}, "Bind: "),
+        ({"with": {}}, "Call.method: Field required"),
+        ({"with": {"method": "bind", "arguments": [1]}}, "Call.arguments: "),
+        ({"with": {"method": "bind", "arguments": {}, "dance": True}}, "Call.dance: "),
+        ({"with": None}, "Call: "),
         ({"is": "WorkersSeen", "with": {"host": "n1", "ranks": ["junk"]}}, "WorkersSeen.ranks.0: "),
     ],
 )
 def test_what_is_not_one_of_ours_is_one_clear_error(changed, said):
-    content = {**json.loads(encode(Bind("::1"), 3)), **changed}
+    content = {**json.loads(encode(call(Agent.bind, "::1").call, 3)), **changed}
     number, message = decode(json.dumps(content).encode())
     assert (number, type(message)) == (3, Misunderstood)
     assert said in message.what
     assert "install the same version of manyhands on all machines" in message.hints
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "said"),
+    [
+        ("bind", {}, "bind.address: Field required"),
+        ("bind", {"address": "::1", "port": "ssh"}, "bind.port: "),
+        ("bind", {"address": "::1", "dance": True}, "bind.dance: "),
+        ("keep_records", {"folder": "/r", "pieces": [{"name": "a"}]}, "keep_records.pieces.0.text: "),
+        ("dance", {}, "unknown method 'dance'"),
+        ("tick", {}, "unknown method 'tick'"),
+        ("_send_records", {}, "unknown method"),
+        ("__init__", {}, "unknown method"),
+        ("wire", {}, "unknown method"),
+    ],
+)
+def test_only_remote_methods_are_called_and_with_arguments_that_fit(method, arguments, said):
+    with pytest.raises(InvalidCallError, match=re.escape(said)):
+        perform(Agent.__new__(Agent), Call(method, arguments))
 
 
 def test_names_are_unique_though_only_they_travel():
@@ -116,8 +177,10 @@ def test_an_agent_refuses_what_it_cannot_understand_and_goes_on(tmp_path):
     try:
         connection.unsent += encode(Alive()).replace(f'"v": {VERSION}'.encode(), b'"v": 0')
         with pytest.raises(MisunderstoodError, match="localhost: invalid message: protocol version 0"):
-            connection.ask(Hello(FactsWanted(only=("name",))), 30)
-        assert connection.ask(Hello(FactsWanted(only=("cores",))), 30).facts["cores"] >= 1
+            connection.ask(HELLO, 30)
+        with pytest.raises(MisunderstoodError, match="localhost: invalid message: unknown method 'tick'"):
+            connection.ask(Request(Call("tick", {}), Agent.unlisten), 30)
+        assert connection.ask(call(Agent.hello, FactsWanted(only=("cores",))), 30)["cores"] >= 1
     finally:
         close_all([connection])
 
@@ -128,12 +191,11 @@ def test_an_agent_of_another_version_is_told_from_one_that_is_not_there(tmp_path
     connection: AgentConnection = _open([sys.executable, "-c", other], Machine("n2"), tmp_path / "log", here=False)
     try:
         with pytest.raises(MisunderstoodError, match=rf"n2: .* version unknown, expected {VERSION}"):
-            connection.ask(Hello(), 30)
+            connection.ask(HELLO, 30)
     finally:
         close_all([connection])
 
 
-NAME = FactsWanted(only=("name",))
 # Stands in for ssh: the agent has one socket for its input and output, as sshd gives it.
 LINE = """
 import os, select, socket, subprocess, sys
@@ -171,7 +233,7 @@ def line(tmp_path):
 
 
 def agent_of(line):
-    line.ask(Hello(NAME, remote=True), 30)
+    line.ask(HELLO, 30)
     (agent,) = psutil.Process(line.process.pid).children()
     return agent
 
@@ -179,15 +241,15 @@ def agent_of(line):
 def test_a_conversation_goes_on_over_a_new_connection_and_no_message_is_lost_or_comes_twice(line):
     agent = agent_of(line)
     for _ in range(3):
-        before, number = line.process, line.post(Hello(NAME, remote=True))
+        before, number = line.process, line.post(HELLO)
         before.kill()  # the request or its answer may be lost with it
-        numbers = [number, line.post(Hello(NAME, remote=True))]  # so may this one
+        numbers = [number, line.post(HELLO)]  # so may this one
         told, until = [], time.monotonic() + 15
         while not (len(told) > 1 and line.connected and line.process is not before) and time.monotonic() < until:
             line.heartbeat()
             for link in stir([line], 0.1):
                 told += link.read()
-        assert [(answered, type(greeting)) for answered, greeting in told] == [(each, Greeting) for each in numbers]
+        assert [(answered, type(message)) for answered, message in told] == [(each, CallResult) for each in numbers]
         assert line.process is not before
     assert agent.is_running()
     close_all([line])
@@ -197,7 +259,7 @@ def test_a_conversation_goes_on_over_a_new_connection_and_no_message_is_lost_or_
 def test_a_connection_that_is_lost_while_the_agent_imports_torch_is_replaced(line):
     agent, before = agent_of(line), line.process
     threading.Timer(0.5, before.kill).start()
-    assert line.ask(Prepare(1, 1, "cpu"), 60) == Prepared("cpu", 1)
+    assert line.ask(call(Agent.prepare, 1, 1, "cpu"), 60) == Prepared("cpu", 1)
     assert line.process is not before
     assert agent.is_running()
 
@@ -222,9 +284,9 @@ def test_a_checkpoint_that_is_only_in_the_records_is_not_on_the_machine(tmp_path
     append(folder.events, Event(time=1.0, kind="saved", step=40))
     connection = open_here(tmp_path / "agent.log")
     try:
-        found = [connection.ask(OpenRun(str(folder.path), "t", "h", "id"), 30).saved]
+        found = [connection.ask(call(Agent.open_run, OpenRun(str(folder.path), "t", "h", "id")), 30).saved]
         (folder.checkpoints / "step-00000030").mkdir(parents=True)
-        found += [connection.ask(OpenRun(str(folder.path), "t", "h", "id"), 30).saved]
+        found += [connection.ask(call(Agent.open_run, OpenRun(str(folder.path), "t", "h", "id")), 30).saved]
     finally:
         close_all([connection])
     assert found == [-1, 30]
@@ -234,7 +296,7 @@ def test_an_agent_that_has_ended_is_not_waited_for(line):
     agent_of(line).kill()
     began = time.monotonic()
     with pytest.raises(LinkClosed, match="n2 is lost"):
-        line.ask(Hello(NAME, remote=True), 30)
+        line.ask(HELLO, 30)
     assert time.monotonic() - began < 10
 
 

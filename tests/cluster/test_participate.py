@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from manyhands.cluster.hosts.formats import mpi, slurm
 from manyhands.cluster.hosts.inventory import Cluster, Machine
-from manyhands.cluster.hosts.own import find_machine, is_local_name, reachable
-from manyhands.cluster.hosts.recognise import rendezvous_in
-from manyhands.cluster.rendezvous import participate
+from manyhands.cluster.hosts.this_process import (
+    find_machine,
+    is_local_name,
+    participate,
+    reachable,
+    rendezvous_in,
+)
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError

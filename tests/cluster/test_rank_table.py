@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from manyhands.cluster.hosts.formats import rank_table
 from manyhands.cluster.hosts.formats.rank_table import read_hccn
 from manyhands.cluster.hosts.inventory import Cluster, Machine
-from manyhands.cluster.hosts.recognise import read_cluster
+from manyhands.cluster.hosts.machines import read_cluster
 from manyhands.core.errors import UserError
 
 PROPERTY = settings(max_examples=60, deadline=None)
@@ -286,7 +286,7 @@ def test_without_a_rank_there_is_no_place(tmp_path):
         ({"RANK_ID": "8"}, "RANK_ID is 8; expected 0 … 7"),
         ({"RANK_ID": "0", "RANK_SIZE": "16"}, "RANK_SIZE is 16; expected 8"),
         ({"RANK_ID": "1", "DEVICE_ID": "0"}, "DEVICE_ID is 0; expected 1"),
-        ({"RANK_ID": "-1"}, 'RANK_ID is "-1"'),
+        ({"RANK_ID": "-1"}, 'RANK_ID is not a number: "-1"'),
         ({"RANK_ID": "0", "RANK_TABLE_FILE": "nowhere.json"}, "there is no file nowhere.json"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = """
 import os
-from manyhands.cluster.agents.short_spins import short_spins
+from manyhands.cluster.agents.early import short_spins
 with short_spins():
     import torch
 print(os.environ.get("GOMP_SPINCOUNT"))

@@ -14,7 +14,7 @@ def test_a_connection_that_does_not_end_when_it_is_told_to_is_killed(tmp_path, m
     deaf = tmp_path / "ssh"
     deaf.write_text("#!/bin/sh\ntrap '' TERM\necho ready\nwhile :; do sleep 0.1; done\n")
     deaf.chmod(0o700)
-    monkeypatch.setattr(tunnel, "CLOSE_S", 0.3, raising=False)
+    monkeypatch.setattr(tunnel, "TUNNEL_CLOSE_S", 0.3)
     before = set(psutil.Process().children())
     tunnels = SshTunnels([Machine("n1"), Machine("n2")], ClusterOptions(ssh=str(deaf)), tmp_path, lambda: None)
     began = time.monotonic()

@@ -11,24 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cluster.agents import memory_kills
-from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close_all
+from manyhands.checkpoint.saved import kept_step, saved_step
+from manyhands.cluster.agents import leaving
+from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.elastic import _last_words
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import Alive, WorkerExited, WorkersEnded, WorkersStarted
-from manyhands.cluster.agents.supervise import AWAITED_S, KILL_S, Watch, _Head, supervise_once
+from manyhands.cluster.agents.supervise import Watch, _Head, supervise_once
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import encode
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.records import Event, Failure, Running, append, read_lines
-from manyhands.core.resuming import kept_step, saved_step
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
+from manyhands.core.timeouts import AWAITED_S, KILL_S, SILENT_S
 from manyhands.report.read import read_run
-from manyhands.run.failure_log import ends_noted, interrupted, note_replaced, starts_and_stops
-from manyhands.run.train import conclude, failure_of
+from manyhands.run.outcome import conclude, ends_noted, failure_of, interrupted, note_replaced, starts_and_stops
 from manyhands.run.why import explained
 from tests.e2e.command import finish, running, wait_until
 
@@ -397,11 +397,11 @@ def test_what_came_while_the_head_stood_still_keeps_a_machine_from_being_given_u
 
 
 def test_a_memory_kill_is_read_from_the_cgroups_counter(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_kills, "_ROOT", tmp_path)
+    monkeypatch.setattr(leaving, "_CGROUPS", tmp_path)
     counter = "low 0\nhigh 0\nmax 7\noom {0}\noom_kill {0}\noom_group_kill 0\n"
     (tmp_path / "memory.events").write_text(counter.format(1))
     (tmp_path / "memory.max").write_text("67108864\n")
-    kills = memory_kills.MemoryKills()
+    kills = leaving.MemoryKills()
     assert kills.record(1, 42, None) is None
     (tmp_path / "memory.events").write_text(counter.format(3))
     found = [kills.record(rank, 42, None) for rank in (1, 2, 3)]
@@ -411,7 +411,7 @@ def test_a_memory_kill_is_read_from_the_cgroups_counter(tmp_path, monkeypatch):
         None,
     ]
     (tmp_path / "memory.events").unlink()
-    assert memory_kills.MemoryKills().record(1, 42, None) is None
+    assert leaving.MemoryKills().record(1, 42, None) is None
 
 
 def test_a_machine_that_gave_up_a_launcher_that_was_itself_stopped_is_not_asked_about(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from manyhands.cluster.agents.own_tunnels import STANDS, Tunnels
+from manyhands.cluster.agents.tunnel import STANDS, Tunnels
 from manyhands.core.errors import RunError
 from manyhands.parallel.tunnel_ends import reach
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cli.main import main
-from manyhands.cluster.agents.orders import DEVICE_INDEX
+from manyhands.cluster.hosts.inventory import DEVICE_INDEX
 from manyhands.config.job import Job
 from manyhands.config.load import _ELSEWHERE, flatten, known_keys, load_job, meant_key, parse_value, read_toml
 from manyhands.config.recipes import _names, recipe_for, recipe_named

@@ -3,8 +3,9 @@
 import tomllib
 from pathlib import Path
 
+from manyhands.cluster.folders import replace_job
 from manyhands.config.job import Job
-from manyhands.core.run_folder import RunFolder, replace_job
+from manyhands.core.run_folder import RunFolder
 from manyhands.worker.run_metadata import job_text
 
 

@@ -15,14 +15,13 @@ import pytest
 from manyhands.checkpoint.files import checked_plain
 from manyhands.checkpoint.snapshot import unflatten
 from manyhands.cluster.hosts.formats import rank_table
-from manyhands.cluster.hosts.recognise import read_cluster
+from manyhands.cluster.hosts.machines import read_cluster
 from manyhands.config.job import Job
 from manyhands.config.load import load_job
 from manyhands.core import records
 from manyhands.core.errors import UserError
 from manyhands.core.files import (
     UnreadableError,
-    committed,
     decoded,
     one_at_a_time,
     open_file,
@@ -362,7 +361,7 @@ def test_what_is_shared_keeps_the_users_own_permissions(usual, tmp_path):
         (tmp_path / "run" / "file").touch()
         assert usual_umask() == 0o022
         cached = tmp_path / "cache" / "file"
-        with one_at_a_time(cached), committed(cached) as part:
+        with one_at_a_time(cached), replacing(cached) as part:
             part.touch()
     (tmp_path / "after").touch()
     assert [mode(tmp_path / "run"), mode(tmp_path / "run" / "file")] == [0o700, 0o600]

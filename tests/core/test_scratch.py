@@ -66,7 +66,7 @@ def test_nothing_is_left_of_a_killed_process_where_a_shell_waits_for_its_end(tem
 
 BUSY = """
 import time
-from manyhands.cluster.agents.wire import Wire
+from manyhands.cluster.agents.connection import Wire
 with Wire(1).watched(lambda: print("cleaned up", flush=True)):
     print("ready", flush=True)
     if {busy}:

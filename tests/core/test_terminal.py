@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import manyhands
-from manyhands.cli.evaluate import show_evaluation
+from manyhands.cli.evaluate import line_of, show_evaluation
 from manyhands.cli.main import main
-from manyhands.cli.predict import line_of
 from manyhands.core.errors import UserError
 from manyhands.core.terminal import as_json, plain, plain_lines, say, show
 

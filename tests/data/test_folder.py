@@ -21,7 +21,7 @@ from manyhands.data.open import is_plain_folder, open_data, resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.splits import ImageFiles, ImagesInMemory, by_names
 from manyhands.data.walk import PictureNames
-from manyhands.run.predict import list_pictures
+from manyhands.run.tasks import list_pictures
 
 
 def picture(path, size=(8, 8), mode="RGB", seed=None):
@@ -146,11 +146,17 @@ def read_all(root, **options):
         list(open_loader(source, splits.pixels, train=False, seed=0).batches(0, [torch.arange(len(source))]))
 
 
+@pytest.mark.parametrize("broken_link", [False, True])
 @pytest.mark.parametrize("limit", [0, 2048])
-def test_corrupt_pictures_are_errors_or_left_out_and_named(tmp_path, limit):
+def test_corrupt_pictures_are_errors_or_left_out_and_named(tmp_path, limit, broken_link):
     make(tmp_path, count=10)
     bad = tmp_path / "cat" / "04.png"
-    bad.write_bytes(bad.read_bytes()[:60])
+    content = bad.read_bytes()
+    bad.unlink()
+    if broken_link:
+        bad.symlink_to(tmp_path / "nowhere")
+    else:
+        bad.write_bytes(content[:60])
     options = {"memory_limit_mib": limit}
     with pytest.raises(CorruptImageError, match=r"04\.png"):
         read_all(tmp_path, **options)

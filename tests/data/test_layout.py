@@ -235,3 +235,14 @@ def test_one_of_them_among_classes_is_a_class(tmp_path, word, affixes):
     (found,) = list_parts(root)
     assert found.classes == tuple(sorted(("bus", "car", name)))
     assert read_layout(root).notes == (f'the folder "{name}" is a class, not a split',)
+
+
+def test_class_folders_that_hold_the_same_folders_are_noted(tmp_path):
+    for name in ("te/cat", "te/dog", "tr/cat", "tr/dog"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "0.png").touch()
+    (note,) = read_layout(tmp_path).notes
+    assert '"te", "tr" all hold the folders "cat", "dog"' in note
+    (tmp_path / "tr" / "dog" / "0.png").unlink()
+    (tmp_path / "tr" / "dog").rmdir()
+    assert not read_layout(tmp_path).notes

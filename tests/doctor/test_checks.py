@@ -7,8 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cluster.doctor.addresses import choose_addresses
-from manyhands.cluster.doctor.examine import CHECKS, WORST_FIRST, examine, fails, sort_out
-from manyhands.cluster.doctor.findings import AllReduceTest, Attempt, Contact, DoctorFinding, Needs
+from manyhands.cluster.doctor.findings import (
+    CHECKS,
+    ORDER,
+    WORST_FIRST,
+    AllReduceTest,
+    Attempt,
+    Contact,
+    DoctorFinding,
+    Needs,
+    examine,
+    fails,
+    sort_out,
+)
 from manyhands.cluster.doctor.survey import ways_tried
 from manyhands.core.choices import load_choice, module_names
 from tests.doctor.planted import GIB, change, gpu, healthy
@@ -171,6 +182,15 @@ def test_an_accelerator_that_cannot_be_used_is_named_with_its_mend():
     assert wrong(survey) == []
 
 
+def test_an_ascend_card_that_cannot_be_used_needs_torch_npu():
+    survey = healthy(1)
+    survey.facts["n1"]["accelerators"] = [gpu(0, kind="npu", name="Ascend", memory_mib=0, used_mib=0)]
+    blind(survey, "n1", built_for="", version="2.15.0+cpu")
+    finding = only(survey)
+    assert "1 accelerator(s) (Ascend) that torch can't use; training" in finding.what
+    assert finding.hints[0] == "install torch-npu for torch 2.15.0: pip install torch-npu"
+
+
 def test_a_card_without_a_driver_is_named_with_its_mend():
     survey = healthy(1)
     (host,) = survey.hosts
@@ -269,6 +289,12 @@ def test_a_slow_machine_is_blamed_once_and_an_asymmetric_one_said_so(host, mbps)
         assert ("asymmetric" in finding.what) == (len(ways) == 1)
 
 
+def test_a_slow_machine_whose_receiving_could_not_be_measured():
+    survey = healthy(4)
+    survey.mbps = {pair: 9.5 if pair[0] == "n2" else mbps for pair, mbps in survey.mbps.items() if pair[1] != "n2"}
+    assert only(survey).what == "the link of n2 is slow: sends 9.5 Mbit/s"
+
+
 @given(hosts, hosts, st.booleans())
 def test_a_slow_pair_is_named(one, two, both):
     if one == two:
@@ -311,13 +337,13 @@ def test_too_many_threads():
 
 
 @pytest.mark.parametrize("name", module_names(CHECKS))
-def test_a_check_bears_its_files_name_and_stands_missing_facts(name):
+def test_a_file_of_checks_copes_with_missing_facts(name):
     survey = healthy()
     survey.facts = {host: {} for host in survey.hosts}
     survey.reach, survey.mbps, survey.chosen, survey.clock_s, survey.collective = {}, {}, {}, {}, None
-    check = load_choice(CHECKS, name)
-    assert check.run(survey) == []
-    assert all(finding.check == name for finding in check.run(healthy()))
+    checks = load_choice(CHECKS, name)
+    assert list(checks.run(survey)) == []
+    assert all(finding.severity == "ok" and finding.check in ORDER for finding in checks.run(healthy()))
 
 
 findings = st.lists(

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.cluster.doctor.facts import gather, software
-from manyhands.cluster.doctor.facts.devices import cards
-from manyhands.cluster.doctor.facts.files import code, dataset
-from manyhands.cluster.doctor.facts.load import other_jobs
-from manyhands.cluster.doctor.questions import FactsWanted
+from manyhands.cluster.doctor import facts as fact_module
+from manyhands.cluster.doctor.accelerators import cards
+from manyhands.cluster.doctor.facts import gather, other_jobs
+from manyhands.cluster.doctor.findings import FactsWanted
+from manyhands.cluster.doctor.fingerprints import code, dataset
 from manyhands.core.errors import EXIT_DOCTOR
 from tests.e2e.command import QUICK, assert_one_screen, run
 
@@ -199,16 +199,26 @@ def test_a_torchvision_made_for_another_torch_is_found_and_is_one_screen(tmp_pat
 def test_a_torchvision_of_another_build_is_tried(tmp_path, monkeypatch):
     """Its version and the torch that it asks for are right."""
     of = {"torch": "2.15.0+cpu", "torchvision": "0.30.0"}
-    monkeypatch.setattr(software.metadata, "version", lambda name: of.get(name, "1.0"))
-    monkeypatch.setattr(software.metadata, "requires", lambda _name: ["torch==2.15.0"])
+    monkeypatch.setattr(fact_module.metadata, "version", lambda name: of.get(name, "1.0"))
+    monkeypatch.setattr(fact_module.metadata, "requires", lambda _name: ["torch==2.15.0"])
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert (
         "torchvision 0.30.0 is a different build and can't be imported with torch 2.15.0+cpu"
-        in software.torchvision_misfit()
+        in fact_module.torchvision_misfit()
     )
     of["torch"] = "2.15.0"
-    assert software.torchvision_misfit() == ""
+    assert fact_module.torchvision_misfit() == ""
+
+
+def test_a_torch_of_any_build_needs_no_torchvision(monkeypatch):
+    def version(name):
+        if name == "torch":
+            return "2.15.0+cpu"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(fact_module.metadata, "version", version)
+    assert fact_module.torchvision_misfit() == ""
 
 
 def torch_version():

@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.cluster.doctor.probe import Probe
-from manyhands.cluster.doctor.questions import Connect, Listen, Listener, Measure, Unlisten
-from manyhands.cluster.messages import decode, encode
+from manyhands.cluster.doctor.probe import Listener, Probe
+from manyhands.cluster.messages import CallResult, call, decode, encode, perform
 
 
 @pytest.fixture
 def probe():
     made = Probe()
     yield made
-    made.close()
+    made.unlisten()
 
 
 def ask(probe, request):
@@ -24,16 +23,16 @@ def ask(probe, request):
     def sent(message):
         return decode(encode(message))[1]
 
-    return sent(probe.answers[type(request)](sent(request)))
+    return request.result(sent(CallResult(perform(probe, sent(request.call)))))
 
 
 def listen(probe, address="127.0.0.1", **more):
-    (listener,) = ask(probe, Listen((address,), **more)).listeners
+    (listener,) = ask(probe, call(Probe.listen, (address,), **more))
     return listener
 
 
 def attempts(probe, *targets):
-    return ask(probe, Connect(targets, timeout_s=2)).attempts
+    return ask(probe, call(Probe.connect, targets, timeout_s=2))
 
 
 def test_a_listener_is_reached_and_the_time_of_a_message_measured(probe):
@@ -43,13 +42,13 @@ def test_a_listener_is_reached_and_the_time_of_a_message_measured(probe):
 
 
 def test_what_is_measured_went_through(probe):
-    assert ask(probe, Measure(listen(probe), 0.2)).mbps > 1
+    assert ask(probe, call(Probe.measure, listen(probe), 0.2)).mbps > 1
 
 
 def test_another_token_is_another_machine(probe):
     one, two = listen(probe), listen(probe)
     assert [a.result for a in attempts(probe, replace(one, token=two.token), two)] == ["other", "ok"]
-    assert "another program" in ask(probe, Measure(replace(one, token="00" * 16), 0.2)).error
+    assert "another program" in ask(probe, call(Probe.measure, replace(one, token="00" * 16), 0.2)).error
 
 
 def test_a_program_that_speaks_first_is_another(probe):
@@ -78,7 +77,7 @@ def test_nothing_stays_open(probe):
     before = threading.active_count()
     target = listen(probe)
     assert attempts(probe, target)[0].result == "ok"
-    ask(probe, Unlisten())
+    ask(probe, call(Probe.unlisten))
     assert attempts(probe, target)[0].result == "refused"
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.daemon:

@@ -8,14 +8,13 @@ import sys
 
 import pytest
 
-from manyhands.cluster.agents.assemble import AgentLinks
-from manyhands.cluster.agents.protocol import Hello
-from manyhands.cluster.agents.start import open_here
+from manyhands.cluster.agents.agent import Agent
+from manyhands.cluster.agents.assemble import AgentLinks, open_here
 from manyhands.cluster.doctor.addresses import local_candidates
-from manyhands.cluster.doctor.examine import examine
-from manyhands.cluster.doctor.findings import Needs
+from manyhands.cluster.doctor.findings import FactsWanted, Needs, examine
 from manyhands.cluster.doctor.survey import take_survey
 from manyhands.cluster.hosts.inventory import Machine
+from manyhands.cluster.messages import call
 from manyhands.config.load import load_job
 from manyhands.run.doctor import diagnose
 
@@ -30,7 +29,7 @@ def agents(tmp_path):
 
 
 def facts_of(links):
-    facts = {link.machine.name: link.ask(Hello(), 30).facts for link in links}
+    facts = {link.machine.name: link.ask(call(Agent.hello, FactsWanted()), 30) for link in links}
     if not local_candidates(facts["a"]):
         pytest.skip("this machine has no network beside loopback to try ways over")
     return facts

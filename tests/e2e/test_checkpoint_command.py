@@ -104,6 +104,15 @@ def test_a_checkpoint_in_pieces_is_evaluated_as_the_whole_one_is(trained, tmp_pa
     assert found[0]["loss"] == found[1]["loss"]
 
 
+def test_an_evaluation_that_the_agent_refuses_says_why(trained, tmp_path):
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('of another build')")
+    ended = run("eval", trained, PYTHONPATH=str(tmp_path))
+    assert ended.code == 2
+    assert ended.err.startswith("manyhands: torchvision can't be imported: RuntimeError: of another build\n")
+    assert "manyhands doctor" in ended.err
+
+
 def test_mistakes_are_one_screen_and_nothing_is_lost(trained, tmp_path, checkpoint):
     (tmp_path / "mine.pth").write_text("mine")
     (tmp_path / "plan.json").write_text(

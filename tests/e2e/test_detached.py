@@ -78,7 +78,7 @@ def test_a_run_whose_agent_stands_still_and_whose_command_was_killed_is_listed_a
         finish(process)
     listed = run("ps")
     assert "no launcher" in listed.out
-    assert "is running" in run("why", "run").out
+    assert "is active" in run("why", "run").out
     stopped = run("stop", "run")
     assert stopped.code == 0, stopped.err
     assert "run has ended here; the last checkpoint" in stopped.out

@@ -14,7 +14,7 @@ from tests.e2e.command import finish, start, wait_until
 NODE = """
 import sys
 
-from manyhands.cli.imagenet_flags import ImagenetFlags, rendezvous_of
+from manyhands.cli.imagenet import ImagenetFlags, nodes_of, rendezvous_of
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError
 from manyhands.run.train import train
@@ -25,7 +25,8 @@ if __name__ == "__main__":
               "run.out": "run", "run.report": False, "cluster.device": "cpu", "data.workers": 0}
     flags = ImagenetFlags(world_size=2, rank=int(node), dist_url=url, multiprocessing_distributed=True)
     try:
-        sys.exit(train(load_job(values, environment={}).job, rendezvous=rendezvous_of(flags, 2, {})).exit_code)
+        rendezvous = rendezvous_of(nodes_of(flags, {}), 2)
+        sys.exit(train(load_job(values, environment={}).job, rendezvous=rendezvous).exit_code)
     except ManyhandsError as error:
         sys.exit(str(error))
 """

@@ -22,9 +22,10 @@ from manyhands.checkpoint.write import save
 from manyhands.cli.main import main
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece
+from manyhands.config.named_code import announce
 from manyhands.core.errors import ManyhandsError, UserError
-from manyhands.core.user_code import announce, code_digests
-from manyhands.run.own_code import record_of
+from manyhands.core.user_code import code_digests
+from manyhands.run.resume import record_of
 from manyhands.train.objects import digest_objects as digest
 from tests.docs.pages import ROOT
 from tests.e2e.command import assert_one_screen, events, run

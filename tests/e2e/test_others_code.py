@@ -17,11 +17,10 @@ from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
-from manyhands.run.evaluate import evaluate_run
 from manyhands.run.logs import show_logs
-from manyhands.run.own_code import announce_reach, announce_resumed
-from manyhands.run.predict import predict_files
 from manyhands.run.registry import remember_reach
+from manyhands.run.resume import announce_reach, announce_resumed
+from manyhands.run.tasks import evaluate_run, predict_files
 from tests.e2e.command import QUICK, environment, finish, run, start
 
 MODULES = ("manyhands", "torch", "json", "multiprocessing", "typing", "dill", "matplotlib")

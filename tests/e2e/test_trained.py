@@ -18,8 +18,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.data.open import is_plain_folder
 from manyhands.report.read import read_run
-from manyhands.run.evaluate import evaluate_run, job_of, resolve_checkpoint
-from manyhands.run.predict import predict_files
+from manyhands.run.tasks import evaluate_run, job_of, predict_files, resolve_checkpoint
 from manyhands.train.evaluate_checkpoint import evaluate_checkpoint
 
 QUIET = {"quiet": True, "run__report": False}

@@ -15,7 +15,7 @@ from manyhands.core.errors import RunError
 from manyhands.core.records import read_lines
 from manyhands.core.run_folder import RunFolder
 from manyhands.report.read import read_run
-from manyhands.run.failure_log import note_head
+from manyhands.run.outcome import note_head
 from tests.e2e.command import NETS, QUICK, events, finish, forked, run, start, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,7 +63,7 @@ def test_a_run_that_failed_names_rank_and_cause(fault, here):
 def test_a_run_that_goes_on_that_was_stopped_and_that_finished(here):
     training = start("train", *ENDLESS, "-n", "2")
     wait_until(lambda: Path("run/metrics.jsonl").exists(), training)
-    headline = named(r"run is running, at step \d+ of 40000; last record \d+s ago")
+    headline = named(r"run is active, at step \d+ of 40000; last record \d+s ago")
     assert "why:" not in headline
     training.send_signal(signal.SIGINT)
     finish(training)
@@ -98,7 +98,7 @@ def test_a_run_that_started_again_three_times_names_each(here):
         max(agent.children(), key=lambda one: one.pid).kill()
         wait_until(lambda number=number: len(events("run", "restarted")) > number, training)
         wait_until(lambda before=before: _steps() > before, training)
-    named(r"run is running", r"done: restarted")
+    named(r"run is active", r"done: restarted")
     assert why().count("done: restarted (") == 3
     training.send_signal(signal.SIGINT)
     finish(training)

@@ -1,7 +1,6 @@
-"""What import-linter doesn't see: imports for the type checker alone, and modules that are loaded by name."""
+"""What import-linter doesn't see: imports for the type checker alone, and whether an import stands in a function."""
 
 import ast
-import importlib
 import tomllib
 from pathlib import Path
 
@@ -30,17 +29,25 @@ def _row(rows, module):
     return next((number for number, row in enumerate(rows) if package in row), -1)
 
 
-def test_what_is_loaded_by_name_is_there():
-    found = [named for file in (ROOT / "src/manyhands").rglob("*.py") for named in _loaded(file)]
-    assert len(found) > 5
-    for module, name in found:
-        assert hasattr(importlib.import_module(f"manyhands.worker.{module}"), name), (module, name)
+def test_the_launcher_imports_the_worker_within_functions_only():
+    files = [file for package in ("cli", "run") for file in (ROOT / "src/manyhands" / package).rglob("*.py")]
+    at_top = [file.name for file in files if any(map(_of_worker, _run_at_import(ast.parse(file.read_text()).body)))]
+    within = [file.name for file in files if any(map(_of_worker, ast.walk(ast.parse(file.read_text()))))]
+    assert not at_top
+    assert len(within) > 3
 
 
-def _loaded(file):
-    """Of `load_worker("module").name`, both words; a module that is kept in a variable is held by its users' tests."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call):
-            call = node.value
-            if isinstance(call.func, ast.Name) and call.func.id == "load_worker":
-                yield call.args[0].value, node.attr
+def _run_at_import(statements):
+    """Statements that an import of the module executes; those for the type checker alone are not."""
+    for statement in statements:
+        yield statement
+        if isinstance(statement, ast.ClassDef | ast.With | ast.Try) or (
+            isinstance(statement, ast.If) and ast.unparse(statement.test) != "TYPE_CHECKING"
+        ):
+            yield from _run_at_import(statement.body)
+
+
+def _of_worker(node):
+    modules = [node.module] if isinstance(node, ast.ImportFrom) else []
+    modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    return any((module or "").startswith("manyhands.worker") for module in modules)

@@ -21,9 +21,9 @@ from manyhands.checkpoint.read import load, open_checkpoint
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.trained import find_record
 from manyhands.checkpoint.write import save
-from manyhands.cluster.agents.protocol import Alive, FilePiece, LogText, WorkersEnded, WorkersStarted
-from manyhands.cluster.messages import decode, encode
-from manyhands.cluster.rendezvous import participate
+from manyhands.cluster.agents.protocol import Alive, FilePiece, WorkersEnded, WorkersStarted
+from manyhands.cluster.hosts.this_process import participate
+from manyhands.cluster.messages import Call, CallResult, decode, encode
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError
@@ -220,7 +220,8 @@ MESSAGES = (
     Alive(),
     WorkersStarted(0, [7]),
     FilePiece("metrics.jsonl", "x\n"),
-    LogText("x", 3),
+    CallResult(("x", 3)),
+    Call("read_log", {"path": "0.log", "offset": 0, "rest": True}),
     WorkersEnded({0: {"status": "finished"}}, {1: 3}, {1: "x"}, ended_by="itself"),
 )
 

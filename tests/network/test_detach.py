@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from manyhands.cluster.agents.connection import SILENT_S
+from manyhands.core.timeouts import SILENT_S
 from tests.e2e.command import QUICK, events, run, wait_until
 from tests.network.test_launch import EXACT, gone
 from tests.network.test_replicas import PLACE, apart, as_undisturbed, fetch, hosts, on, shell  # noqa: F401 - a fixture
@@ -62,7 +62,7 @@ def test_a_new_head_takes_over_and_the_old_one_is_obeyed_no_more(apart):  # noqa
             process.send_signal(signal.SIGSTOP)
         trains_on(apart)
         wait_until(lambda: shell(apart, 2, f"ls {PLACE}/run/job.toml"))
-        assert "is running" in on(apart, 2, "why", "run").stdout
+        assert "is active" in on(apart, 2, "why", "run").stdout
         taken = on(apart, 2, "resume", "run", "--json")
         assert taken.returncode == 0, taken.stderr
         assert json.loads(taken.stdout)["status"] == "running"

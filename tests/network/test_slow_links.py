@@ -13,8 +13,8 @@ import pytest
 from safetensors.torch import load_file
 
 from manyhands.core.choices import load_choice
-from manyhands.core.link_speeds import LinkSpeed
 from manyhands.sync.costs import LinkCase
+from manyhands.sync.link_speeds import LinkSpeed
 from manyhands.sync.method import METHODS
 from manyhands.sync.options import SyncOptions
 from tests.e2e.command import (

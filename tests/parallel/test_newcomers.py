@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from manyhands.parallel.close_listeners import close_rendezvous, closed_once_formed
-from manyhands.run.preflight import public_addresses
+from manyhands.run.doctor import public_addresses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has filters on sockets")
 

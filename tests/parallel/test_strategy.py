@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import Mesh, factorisations
+from manyhands.core.mesh import Mesh
 from manyhands.parallel.strategy import (
     MEANINGS,
     from_mindspore,
@@ -14,6 +14,7 @@ from manyhands.parallel.strategy import (
     parse_tuples,
     write_strategy,
 )
+from manyhands.planner.find import factorisations
 
 SQUARE = Mesh((("dp", 2), ("tp", 2)))
 CUBE = Mesh((("a", 2), ("b", 3), ("c", 4)))

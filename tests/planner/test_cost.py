@@ -7,15 +7,15 @@ import torchvision.models as zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.core.link_speeds import LinkSpeed
-from manyhands.core.machine import Others
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.planner.collectives import BACKWARD, FORWARD, shares
 from manyhands.planner.cost import Setting, predict, sketch
 from manyhands.planner.mesh_links import links_of
 from manyhands.planner.op_times import OpTimes
 from manyhands.planner.problem import evaluate
+from manyhands.planner.timing import Others
 from manyhands.planner.work import Work, piece_shape
+from manyhands.sync.link_speeds import LinkSpeed
 from tests.planner.nets import chain, graph_of, heavy, mesh_of, random_letters
 
 BATCH = 16

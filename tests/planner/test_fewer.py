@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.core.link_speeds import LinkSpeed, link_seconds, work_seconds
 from manyhands.planner.choose import DATA_PARALLEL, pick_predicted
 from manyhands.planner.fewer import enough, fewer_counts, options_of
 from manyhands.planner.find import SearchRequest, find
 from manyhands.planner.mesh_links import links_of
 from manyhands.planner.timing import Timing
+from manyhands.sync.link_speeds import LinkSpeed, link_seconds, work_seconds
 from tests.planner.nets import chain, graph_of, heavy
 
 HEAVY, CHAIN = graph_of(heavy()), graph_of(chain(), channels=4)
@@ -70,7 +70,7 @@ def test_of_fewer_processes_a_clearly_faster_number_goes_before_a_smaller_one():
         return enough(found, pair, 5.0, spread)
 
     assert taken(0.6)[0] == 2
-    assert taken(0.6)[1].startswith("data parallel on 2 takes 600 ms a step, data parallel on 4 takes 5 s")
+    assert taken(0.6)[1].startswith("data parallel on 2 takes 600 ms per step, while data parallel on 4 takes 5 s")
     assert taken(0.95)[0] == taken(1.2)[0] == 1
     assert taken(0.8, spread=0.25)[0] == 1
 

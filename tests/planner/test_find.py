@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 import manyhands
 from manyhands.core.errors import UserError
-from manyhands.core.link_speeds import LinkSpeed
 from manyhands.parallel.plan import Plan, plan_from_plain, resolve
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import shares
@@ -20,6 +19,7 @@ from manyhands.planner.op_times import OpTimes
 from manyhands.planner.problem import NoPlanError, evaluate
 from manyhands.planner.solve import solve
 from manyhands.planner.work import Work
+from manyhands.sync.link_speeds import LinkSpeed
 from tests.planner.nets import chain, graph_of, heavy, mesh_of
 
 HEAVY, CHAIN = graph_of(heavy()), graph_of(chain(), channels=4)

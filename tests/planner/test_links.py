@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.core.link_speeds import LinkSpeed, fitted_link, link_seconds, sent_bytes, through_ssh
 from manyhands.core.mesh import make_mesh
 from manyhands.core.quantities import parse_bandwidth, parse_memory, short_time
 from manyhands.planner.mesh_links import links_of
+from manyhands.sync.link_speeds import LinkSpeed, fitted_link, link_seconds, sent_bytes, through_ssh
 
 kinds = st.sampled_from(("all_reduce", "all_gather", "reduce_scatter", "all_to_all"))
 sizes, group = st.integers(1, 1 << 32), st.integers(1, 64)

@@ -6,10 +6,9 @@ import time
 import pytest
 import torch
 
-from manyhands.core.machine import Others
 from manyhands.planner import timing
 from manyhands.planner.op_times import MOST_DAYS, OpTimes
-from manyhands.planner.timing import quickest
+from manyhands.planner.timing import Others, quickest
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.core.machine import Others
 from manyhands.planner.step_time import share_timing
+from manyhands.planner.timing import Others
 from manyhands.planner.trial import PlanCase
 
 

@@ -4,7 +4,7 @@ import math
 
 import torch.distributed as dist
 
-from manyhands.core.link_speeds import link_seconds
+from manyhands.sync.link_speeds import link_seconds
 from manyhands.sync.measure import measure_link
 from tests.processes.ranks import run_on_ranks
 

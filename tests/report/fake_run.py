@@ -239,7 +239,7 @@ def main():
 
 def play(run, seconds):
     """Writes a run in real time before a screen."""
-    from manyhands.report.terminal import Screen
+    from manyhands.report.screen import Screen
 
     with Screen(run.path) as screen:
         run.time = time.time()

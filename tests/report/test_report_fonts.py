@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from fake_run import complete
 
-from manyhands.report import fonts, page
-from manyhands.report.fonts import fonts_for
+from manyhands.report import drawing, page
+from manyhands.report.drawing import fonts_for
 from manyhands.report.page import write_report
 
 
@@ -21,9 +21,14 @@ def test_chinese_letters_get_a_font_that_has_them():
     assert len(found) > 1
 
 
+def test_the_font_of_boxes_has_no_letters():
+    """Matplotlib brings a font with a box for every letter of Unicode, which is no font that has them."""
+    assert [name for name in fonts_for(["𒀀"])[0] if "Last Resort" in name] == []
+
+
 @pytest.mark.slow
 def test_letters_that_no_font_has_are_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fonts, "_candidates", lambda fresh: [])
+    monkeypatch.setattr(drawing, "_installed_fonts", list)
     assert fonts_for(["a猫狗a"]) == (["DejaVu Sans"], "狗猫")
     run = complete(tmp_path / "run")
     read = page.read_run

@@ -16,10 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.records import EvaluationDetail, Running
-from manyhands.report.curves import curves
 from manyhands.report.drawing import smooth, thin
-from manyhands.report.mistakes import class_scores, confused_pairs
-from manyhands.report.now import look
+from manyhands.report.figures import class_scores, confused_pairs, curves
+from manyhands.report.follow import look
 from manyhands.report.page import render, write_report
 from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines, result_object
@@ -245,7 +244,7 @@ def test_smoothing_and_thinning_stay_within_the_curve(values):
 def test_no_torch_and_no_early_matplotlib(finished):
     code = (
         "import sys, pathlib\n"
-        "from manyhands.report import follow, page, pictures, read, summary, terminal\n"
+        "from manyhands.report import figures, follow, page, read, screen, summary\n"
         "assert 'matplotlib' not in sys.modules and 'jinja2' not in sys.modules\n"
         "page.write_report(pathlib.Path(sys.argv[1]))\n"
         "assert 'torch' not in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"

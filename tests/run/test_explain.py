@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.cli.main import main
-from manyhands.cluster.rendezvous import participate
+from manyhands.cluster.hosts.this_process import participate
 from manyhands.config.load import load_job
 from manyhands.run.explain import explained
 from manyhands.run.train import place_of

@@ -16,16 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.cli.ps import ps
+from manyhands.cli.runs import ps
 from manyhands.cluster.agents.claim import agents_here, hold_as_agent
 from manyhands.core.errors import UserError
 from manyhands.core.records import Event, Running, append, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import ended_like_ctrl_c, handled, request_stop
-from manyhands.report.now import as_object, look
-from manyhands.run.find import find_reference, find_run, find_start, head_of_active, named_by
-from manyhands.run.folder_watch import FolderWatch
-from manyhands.run.profile import read_named
+from manyhands.report.follow import as_object, look
+from manyhands.run.find import find_reference, find_run, find_start, head_of_active, named_by, read_named
+from manyhands.run.folder import FolderWatch
 from manyhands.run.registry import headless, is_running, registered, registry_folder, running, signal_head
 
 
@@ -291,7 +290,7 @@ def test_a_run_that_has_taken_up_a_machine_is_not_stopping(tmp_path):
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
     """A run folder and what is said of each look at it."""
-    monkeypatch.setattr("manyhands.run.folder_watch.POLL_S", 0.0)
+    monkeypatch.setattr("manyhands.run.folder.POLL_S", 0.0)
     folder = RunFolder(tmp_path / "run")
     folder.failures.mkdir(parents=True)
     folder.job.write_text("[data]\n")

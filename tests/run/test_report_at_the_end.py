@@ -5,7 +5,7 @@ import pytest
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.report import page
-from manyhands.run.train import report_on
+from manyhands.run.outcome import report_on
 
 
 @pytest.mark.parametrize(

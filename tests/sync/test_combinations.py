@@ -5,12 +5,12 @@ import pytest
 from manyhands.config.load import load_job
 from manyhands.core.choices import load_choice, module_names
 from manyhands.core.errors import UserError
-from manyhands.core.link_speeds import LinkSpeed
 from manyhands.core.world import World
 from manyhands.parallel.apply import resolve_mode
 from manyhands.parallel.options import MODES
 from manyhands.sync.choose import EXACT, check_method
 from manyhands.sync.costs import LinkCase
+from manyhands.sync.link_speeds import LinkSpeed
 from manyhands.sync.method import METHODS
 from manyhands.sync.options import SyncOptions
 from manyhands.train import choose_sync
@@ -50,7 +50,7 @@ def test_auto_goes_with_every_mode_and_leaves_no_choice_where_there_is_none(mode
 def test_a_refusal_names_a_mode_that_takes_the_method():
     with pytest.raises(UserError, match="fsdp can't be combined with local") as caught:
         check_combination("local", "fsdp")
-    assert caught.value.hints == ("set --parallel data", "set --sync allreduce")
+    assert caught.value.hints == ("set --parallel data", "or set --sync allreduce")
 
 
 @pytest.mark.parametrize("method", module_names(METHODS))

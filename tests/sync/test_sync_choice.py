@@ -13,10 +13,10 @@ from torchvision.models import resnet18
 from manyhands.config.job import Job, TrainOptions
 from manyhands.core.choices import load_choice
 from manyhands.core.errors import UserError
-from manyhands.core.link_speeds import LinkSpeed, named_link
 from manyhands.sync.choose import choose, days_of, words_of
 from manyhands.sync.codecs import Integers, codec_named, mean_bytes
 from manyhands.sync.costs import FACTOR_BITS, FACTOR_BLOCK, Cost, LinkCase, batches, rank_shapes
+from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.method import METHODS
 from manyhands.sync.options import SyncOptions
 from manyhands.train.choose_sync import kept_cost

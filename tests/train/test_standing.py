@@ -3,8 +3,8 @@
 import pytest
 from torchvision.models import resnet18
 
-from manyhands.core.link_speeds import named_link
 from manyhands.sync.costs import LinkCase
+from manyhands.sync.link_speeds import named_link
 from manyhands.sync.options import SyncOptions
 from manyhands.train.communication import CommunicationMonitor
 

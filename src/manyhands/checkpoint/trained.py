@@ -1,7 +1,7 @@
-"""What a trained network is beside its weights: how it is made again, what it was shown, what its outputs mean.
+"""The description of a trained network beside its weights: how to build it, its input, and the meaning of its outputs.
 
-The run folder has it as network.json, and each checkpoint in its plain state. So whoever has the weights can use them
-without the data that they were learnt from.
+It is network.json in the run folder, and part of the plain state of each checkpoint, so that the weights can be used
+without the training data.
 """
 
 import weakref
@@ -22,16 +22,14 @@ INITIAL_WEIGHTS, TRAINABLE = "initial weights", "trainable parameters"
 
 
 class Pictures(BaseModel):
-    """How a sample becomes numbers.
+    """How an image becomes a tensor.
 
-    A picture's shorter side is brought to `resize` pixels, the middle `size` x `size` is cut out, and each channel
-    (value / 255) has its mean taken off and is divided by its deviation.
+    The shorter side is resized to `resize` pixels, the center `size` x `size` is cropped, and each channel (of 0 to 1)
+    is normalized by its mean and standard deviation.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
-    own: bool = Field(
-        default=False, description="True where the user's data set gave numbers: nothing was done to them"
-    )
+    own: bool = Field(default=False, description="the user's data set returned tensors, which were not changed")
     size: int = Field(ge=1, le=1 << 20)
     resize: int = Field(ge=1, le=1 << 21)
     channels: int = Field(ge=1, le=1 << 20)
@@ -73,25 +71,23 @@ class TrainedOn(NamedTuple):
 
 
 class TrainedNetwork(BaseModel):
-    """What a network's weights don't say of it."""
+    """The description of a trained network."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     v: int = Field(default=VERSION)
     name: str = Field(description="as model.name, and for any size of picture: torchvision:resnet18, file.py:object …")
-    made_in_python: bool = Field(default=False, description="True where it was an object, which no name makes again")
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    num_classes: int = Field(ge=1, description="what its builder is given")
-    axes: tuple[str, ...] = Field(default=(), description="of the mesh that it is made with, for the mode hybrid")
-    double: bool = Field(default=False, description="True where it computes in double precision")
+    made_in_python: bool = Field(default=False, description="it was an object, which can't be built by name")
+    arguments: dict[str, Any] = {}
+    num_classes: int = Field(ge=1, description="the argument of its builder")
+    axes: tuple[str, ...] = Field(default=(), description="of the mesh that it is built with, for the mode hybrid")
+    double: bool = Field(default=False, description="it computes in double precision")
     precision: str = Field(default="", description="that it was trained in, as train.precision")
     channels_last: bool = Field(default=False, description="that it was trained in, as train.channels_last")
     pictures: Pictures
     classes: tuple[str, ...] = Field(min_length=1, description="a name for each output")
-    code: dict[str, str] = Field(
-        default_factory=dict, description="SHA-256 of each file of code that the run was made with: net.py:Net …"
-    )
-    digests: dict[str, str] = Field(default_factory=dict, description="of its data, and of objects given in Python")
-    samples: dict[str, int] = Field(default_factory=dict, description="number of samples of each split, by its name")
+    code: dict[str, str] = Field(default={}, description="SHA-256 of each code file of the run: net.py:Net …")
+    digests: dict[str, str] = Field(default={}, description="of its data, and of objects passed in Python")
+    samples: dict[str, int] = Field(default={}, description="number of samples of each split, by its name")
 
     def changed(self, now: Mapping[str, str]) -> list[str]:
         """Returns the names of code, objects and data whose digests are known and have changed."""
@@ -100,10 +96,10 @@ class TrainedNetwork(BaseModel):
 
 
 def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | None:
-    """What a checkpoint says of its network; else what the run folder that it lies in says.
+    """Returns the record in a checkpoint, else the one in its run folder, else None.
 
     Args:
-        checkpoint: its folder, or a file of another tool's kind.
+        checkpoint: its folder, or a file of another tool.
         state: its plain data.
 
     Raises:
@@ -122,7 +118,7 @@ def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | 
 
 
 def parse_record(content: Any, where: str) -> TrainedNetwork:
-    """A record from plain data.
+    """Validates a record.
 
     Raises:
         UserError: it is damaged, or a newer manyhands wrote it.

@@ -1,78 +1,56 @@
-"""manyhands doctor."""
+"""The commands that look at machines and options: doctor, explain and schema."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import Data, Hostfile, Interface, Model, Settings, settings
+from manyhands.cli.flags import Data, DoctorFlags, ExplainFlags, Help, Int, Json, Model, load, named
+from manyhands.cli.printing import align, answer
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK
 from manyhands.core.terminal import plain, say, show, show_json
 
 if TYPE_CHECKING:
-    from manyhands.config.job import Job
+    from manyhands.cluster.doctor.findings import Survey
     from manyhands.run.doctor import Diagnosis
 
 MARKS = {"fail": ("✗", "bold red"), "warn": ("!", "yellow"), "ok": ("✓", "green")}
 
 
-def doctor(  # noqa: PLR0913 - one argument for each flag
+def doctor(
     data: Data = None,
     model: Model = None,
     /,
     *,
-    hosts: Annotated[
-        str | None, Parameter(help="machines, optionally with processes: n1,n2,n3 or n1:4,n2:4; default: this machine")
-    ] = None,
-    hostfile: Hostfile = None,
-    processes: Annotated[int | None, Parameter(name=["-n", "--processes"], help="processes on each machine")] = None,
-    interface: Interface = None,
-    set_: Settings = None,
+    flags: DoctorFlags = DoctorFlags(),
     exposure: Annotated[
-        bool, Parameter(negative="", help="only list the open ports and who can reach them, now and while a job runs")
+        bool, Help("only list the open ports and who can reach them, now and while a job runs")
     ] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object")] = False,
+    as_json: Json = False,
 ) -> int:
     """Check whether a job can train, here or on many machines; takes seconds and changes nothing.
 
     Exits with code 3 if training would fail.
     """
-    from manyhands.config.load import load_job
-    from manyhands.run.doctor import diagnose
-    from manyhands.run.own_code import announce_reach
+    from manyhands.run.resume import announce_reach
 
-    job_file = Path(data) if data and data.endswith(".toml") else None
-    flags = {
-        "data.name": None if job_file else data,
-        "model.name": model,
-        "cluster.hosts": hosts.split(",") if hosts else None,
-        "cluster.hostfile": hostfile,
-        "cluster.processes": processes,
-        "cluster.interface": interface,
-        **settings(set_ or []),
-    }
-    loaded = load_job(flags, file=job_file)
+    values, file = named(data, model)
+    loaded = load(values, flags, file=file)
     announce_reach(loaded)
-    job = loaded.job
     if exposure:
-        return _expose(job, as_json=as_json)
-    diagnosis = diagnose(job, say)
+        from manyhands.run.doctor import exposure as find_exposure
+
+        found = find_exposure(loaded.job, say)
+        answer(found.as_json(), found.lines(), json=as_json)
+        return EXIT_DOCTOR if found.why_not else EXIT_OK
+    from manyhands.run.doctor import diagnose
+
+    diagnosis = diagnose(loaded.job, say)
     if as_json:
         show_json(diagnosis.as_json())
     else:
         _print(diagnosis)
     return diagnosis.exit_code
-
-
-def _expose(job: "Job", *, as_json: bool) -> int:
-    from manyhands.run.exposure import exposure
-
-    found = exposure(job, say)
-    if as_json:
-        show_json(found.as_json())
-    else:
-        show(found.lines())
-    return EXIT_DOCTOR if found.why_not else EXIT_OK
 
 
 def _print(diagnosis: "Diagnosis") -> None:
@@ -85,35 +63,70 @@ def _print(diagnosis: "Diagnosis") -> None:
         console.print(Text(f"{mark} {plain(finding.what)}", style=style))
         for number, line in enumerate(finding.hints):
             console.print(Text(f"    {'do:' if number == 0 else '   '} {plain(line)}"))
-    for line in _table(diagnosis):
+    for line in _table(diagnosis.survey):
         console.print(Text(plain(line)))
-    console.print(Text(_summary(diagnosis), style="bold"))
+    fails, warnings = (sum(found.severity == word for found in diagnosis.findings) for word in ("fail", "warn"))
+    where = f"on {len(diagnosis.survey.hosts)} machines" if len(diagnosis.survey.hosts) > 1 else "here"
+    summary = f"training {where} should work" + (f"; warnings: {warnings}" if warnings else "")
+    if fails:
+        summary = f"training {where} would fail: problems to fix first: {fails}"
+    console.print(Text(summary, style="bold"))
 
 
-def _table(diagnosis: "Diagnosis") -> list[str]:
-    """Each pair's speed and latency, in lines; none where nothing was measured."""
-    survey = diagnosis.survey
+def _table(survey: "Survey") -> list[str]:
+    """Speed and latency between each pair of machines, in lines; none where nothing was measured."""
     if not survey.mbps:
         return []
-    width = max(16, *(len(host) + 2 for host in survey.hosts))
-    lines = ["", "Mbit/s (ms)".ljust(width) + "".join(f"to {host}".rjust(width) for host in survey.hosts)]
+    rows = [["Mbit/s (ms)", *(f"to {host}" for host in survey.hosts)]]
     for one in survey.hosts:
-        cells = [_cell(diagnosis, one, two).rjust(width) for two in survey.hosts]
-        lines.append(f"from {one}".ljust(width) + "".join(cells))
-    return [*lines, ""]
+        rows.append([f"from {one}"])
+        for two in survey.hosts:
+            mbps, latency = survey.mbps.get((one, two)), survey.latency_ms.get((one, two))
+            if mbps is None:
+                rows[-1].append("·" if one == two else "?")
+            else:
+                speed = f"{mbps:.3g}" if mbps < 1000 else f"{mbps:.0f}"
+                rows[-1].append(speed if latency is None else f"{speed} ({latency:.2f})")
+    return ["", *align(rows, left=1), ""]
 
 
-def _cell(diagnosis: "Diagnosis", one: str, two: str) -> str:
-    mbps, latency = diagnosis.survey.mbps.get((one, two)), diagnosis.survey.latency_ms.get((one, two))
-    if mbps is None:
-        return "·" if one == two else "?"
-    speed = f"{mbps:.3g}" if mbps < 1000 else f"{mbps:.0f}"
-    return speed if latency is None else f"{speed} ({latency:.2f})"
+def explain(
+    job: Annotated[Path | None, Help("a job.toml")] = None,
+    /,
+    *,
+    processes: Annotated[Int | None, Parameter(name=["-n", "--processes"], help="processes on this machine")] = None,
+    flags: ExplainFlags = ExplainFlags(),
+    write: Annotated[
+        Path | None, Help("write the machines to a new file and exit: *.json is a rank table, others a hostfile")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Show the rank, world size, master address and device of this process, and where each value comes from.
+
+    Run explain in place of train, for example: srun manyhands explain.
+    """
+    from manyhands.run.explain import explained, write_cluster
+
+    loaded = load({"cluster.processes": processes}, flags, file=job)
+    if write:
+        for note in write_cluster(loaded, write):
+            say(plain(note), "note")
+        say(plain(f"wrote {write}"))
+        return 0
+    rows = explained(loaded)
+    answer(
+        {row.key: {"value": row.value, "from": row.origin} for row in rows},
+        map(plain, align([(row.name, row.text, row.origin) for row in rows])),
+        json=as_json,
+    )
+    return 0
 
 
-def _summary(diagnosis: "Diagnosis") -> str:
-    counts = {word: sum(f.severity == word for f in diagnosis.findings) for word in MARKS}
-    where = f"on {len(diagnosis.survey.hosts)} machines" if len(diagnosis.survey.hosts) > 1 else "here"
-    if counts["fail"]:
-        return f"training {where} would fail: problems to fix first: {counts['fail']}"
-    return f"training {where} should work" + (f"; warnings: {counts['warn']}" if counts["warn"] else "")
+def schema() -> int:
+    """Print the JSON Schema of job.toml, for editors."""
+    import json
+
+    from manyhands.config.job import Job
+
+    show(json.dumps(Job.model_json_schema(), indent=1))
+    return 0

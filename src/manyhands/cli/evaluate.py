@@ -1,53 +1,84 @@
-"""manyhands eval."""
+"""The commands that use a trained network: eval and predict."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from manyhands.cli.flags import Processes, Settings, settings
+from manyhands.cli.flags import Device, EvaluateFlags, Help, Json, Processes, Which
+from manyhands.core.errors import EXIT_FAILED, EXIT_OK
 from manyhands.core.quantities import percentage
-from manyhands.core.terminal import plain, show, show_json
+from manyhands.core.terminal import plain, say, show, show_json
 
 
-def evaluate(  # noqa: PLR0913 - one argument for each flag
-    run: Annotated[
-        str, Parameter(help="a run (folder, part of its name, or last), a checkpoint, or a .pth.tar file of main.py")
-    ],
-    data: Annotated[str | None, Parameter(help="other data than the run's; all pictures of a plain folder")] = None,
-    model: Annotated[str | None, Parameter(help="the network, if the file does not name one")] = None,
+def evaluate(
+    run: Annotated[str, Help("a run (folder, part of its name, or last), a checkpoint, or a .pth.tar file of main.py")],
+    data: Annotated[str | None, Help("other data than the run's; all pictures of a plain folder")] = None,
+    model: Annotated[str | None, Help("the network, if the file does not name one")] = None,
     /,
     *,
-    which: Annotated[Literal["best", "last"], Parameter(help="the checkpoint to use if RUN is a run")] = "best",
-    processes: Processes = None,
-    data_dir: Annotated[str | None, Parameter(help="folder of the named data sets")] = None,
-    device: Annotated[str | None, Parameter(help="cpu, cuda, npu …; default: the accelerator if there is one")] = None,
-    set_: Settings = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="print one JSON object")] = False,
+    which: Which = "best",
+    flags: EvaluateFlags = EvaluateFlags(),
+    as_json: Json = False,
 ) -> int:
     """Evaluate a run or a checkpoint on each test sample exactly once."""
-    from manyhands.run.evaluate import evaluate_run
     from manyhands.run.find import find_reference
+    from manyhands.run.tasks import evaluate_run
 
-    flags = {
-        "data.name": data, "model.name": model, "cluster.processes": processes, "data.dir": data_dir,
-        "cluster.device": device, **settings(set_ or []),
-    }  # fmt: skip
-    show_evaluation(evaluate_run(find_reference(run), which=which, flags=flags), as_json=as_json)
+    values = {"data.name": data, "model.name": model} | flags.job_values()
+    show_evaluation(evaluate_run(find_reference(run), which=which, flags=values), as_json=as_json)
     return 0
 
 
 def show_evaluation(found: dict[str, Any], *, as_json: bool) -> None:
-    """Prints what an evaluation found, for people or as one JSON object."""
+    """Prints the result of an evaluation, for people or as one JSON object."""
     if as_json:
         show_json(found)
         return
     show(plain(found["checkpoint"]) or "no checkpoint: evaluated the initial weights")
-    from manyhands.report.words import FEW_CLASSES, custom_metrics
+    from manyhands.report.summary import FEW_CLASSES, custom_metrics
 
     fifth = f"top-5 {percentage(found['top5'], 2)}%   " if found["classes"] > FEW_CLASSES else ""
     own = custom_metrics(found["metrics"], "{} {}   ")
     show(f"{found['count']} samples, each once   top-1 {percentage(found['top1'], 2)}%   {fifth}"
-          f"loss {found['loss']:.4f}   {own}({plain(found['data'])})")  # fmt: skip
+         f"loss {found['loss']:.4f}   {own}({plain(found['data'])})")  # fmt: skip
     worst = sorted(found["per_class"], key=lambda row: row["top1"])[:5]
     shown = [f"{plain(row['name'])} {percentage(row['top1'])}% of {row['count']}" for row in worst]
     show(f"weakest classes: {', '.join(shown)}")
+
+
+def predict(
+    run: Annotated[str, Help("a run (folder, part of its name, or last) or a checkpoint")],
+    pictures: Annotated[list[Path], Help("picture files or folders of pictures")],
+    /,
+    *,
+    which: Which = "best",
+    processes: Processes = None,
+    device: Device = None,
+    model: Annotated[
+        str | None, Help("the network as file.py:object, if the run was trained on a Python object")
+    ] = None,
+    as_json: Annotated[bool, Parameter(name="--json", help="print one JSON object per line")] = False,
+) -> int:
+    """Print the most likely classes of pictures."""
+    from manyhands.run.find import find_reference
+    from manyhands.run.tasks import predict_files
+
+    folder = find_reference(run)
+    unreadable: list[str] = []
+    for path, guesses in predict_files(folder, pictures, which=which, model=model, processes=processes, device=device):
+        if isinstance(guesses, str):
+            unreadable.append(f"  {plain(str(path))}: {plain(guesses)}")
+        if as_json:
+            show_json({"picture": str(path), "error" if isinstance(guesses, str) else "guesses": guesses})
+        elif not isinstance(guesses, str):
+            show(line_of(path, guesses))
+    if unreadable:
+        say("\n".join([f"pictures that can't be read: {len(unreadable):,}", *unreadable]))
+    return EXIT_FAILED if unreadable else EXIT_OK
+
+
+def line_of(picture: Path, guesses: Sequence[tuple[str, float]]) -> str:
+    """The line about one picture, whose name and classes may hold control characters."""
+    return f"{plain(str(picture))}: " + ", ".join(f"{plain(name)} {percentage(share)}%" for name, share in guesses[:3])

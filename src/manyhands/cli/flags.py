@@ -1,92 +1,305 @@
-"""Flags that several commands have, each said once."""
+"""Flags of the commands, each defined once: with its help and with the option of the job that it sets.
 
-from typing import Annotated, Any
+Those of plan and imagenet, and flags that set no option, are defined with their commands.
+"""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import cyclopts
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from manyhands.core.errors import UserError
 
-NAME = Parameter(
-    help="a data set (digits, mnist, cifar10 …), a folder of class folders, file.py:function, a job.toml, or your own "
-    "training script, such as train.py"
-)
-MODEL = Parameter(help="a network (mlp, cnn, resnet18 …), torchvision:NAME, or file.py:object")
+if TYPE_CHECKING:
+    from manyhands.config.load import LoadedJob
 
-Data = Annotated[str | None, NAME]
-Model = Annotated[str | None, MODEL]
+
+class Key(str):
+    """The dotted key of the job's option that a flag sets."""
+
+
+def Help(text: str) -> Parameter:  # noqa: N802 - stands beside Key
+    """The help of a flag that needs no other setting."""
+    return Parameter(help=text)
+
+
+def _whole_number(kind: Any, tokens: Sequence[cyclopts.Token]) -> Any:
+    """Refuses `--epochs 1.5`, which cyclopts would round to 2."""
+    if any("." in token.value for token in tokens):
+        raise ValueError(f'"{tokens[0].value}" is not a whole number')
+    return cast(Any, cyclopts.convert(kind, tokens))
+
+
+# The type of every flag that is a whole number: a converter of the application doesn't reach the fields of a dataclass.
+Int = Annotated[int, Parameter(converter=_whole_number)]
+
+
+def _comma_separated(_kind: Any, tokens: Sequence[cyclopts.Token]) -> list[str] | None:
+    """The machines of `--hosts n1,n2`."""
+    return [name for token in tokens if token.value for name in token.value.split(",")] or None
+
+
+# What a command works on.
+Data = Annotated[
+    str | None,
+    Help(
+        "a data set (digits, mnist, cifar10 …), a folder of class folders, file.py:function, a job.toml, or your "
+        "own training script, such as train.py"
+    ),
+]
+Model = Annotated[str | None, Help("a network (mlp, cnn, resnet18 …), torchvision:NAME, or file.py:object")]
 Arguments = Annotated[
     str, Parameter(name="ARGUMENTS", show=True, help="arguments for your script, after --: train.py -n 2 -- --lr 0.1")
 ]
-AT_LEAST_ONE = Number(gte=1)
+RunName = Annotated[str, Parameter(name="RUN", help="a run's folder, part of its name, or last")]
+Which = Annotated[Literal["best", "last"], Help("the checkpoint to use if RUN is a run")]
+
+# Options of the job.
 Processes = Annotated[
-    int | None, Parameter(name=["-n", "--processes"], validator=AT_LEAST_ONE, help="processes on this machine")
+    Int | None,
+    Parameter(name=["-n", "--processes"], validator=Number(gte=1), help="processes on this machine"),
+    Key("cluster.processes"),
 ]
-RecipeName = Annotated[
-    str | None, Parameter(name="--recipe", help="named settings in place of the data set's own: cifar10-fast")
+Batch = Annotated[Int | None, Help("samples per update, over all processes"), Key("train.batch")]
+Out = Annotated[str | None, Help("run folder; an unfinished run in this folder is resumed"), Key("run.out")]
+DataDir = Annotated[
+    str | None, Help("folder of the named data sets; default: MANYHANDS_DATA or the cache"), Key("data.dir")
 ]
-Epochs = Annotated[int | None, Parameter(help="passes over the training data")]
-Batch = Annotated[int | None, Parameter(help="samples per update, over all processes")]
-Lr = Annotated[float | None, Parameter(help="peak learning rate")]
-Seed = Annotated[int | None, Parameter(help="seed of all random numbers")]
-DataDir = Annotated[str | None, Parameter(help="folder of the named data sets; default: MANYHANDS_DATA or the cache")]
 Parallel = Annotated[
-    str | None, Parameter(help="parallel mode: data, fsdp, hybrid, semi, auto, dataparallel or single; default: data")
-]
-Mesh = Annotated[str | None, Parameter(help="device mesh for hybrid, semi and auto, such as dp=2,tp=2")]
-Pin = Annotated[
-    list[str] | None, Parameter(name="--pin", negative="", help='sharding of one op, implies semi: "fc=n@dp o@tp"')
-]
-Elastic = Annotated[
-    str | None, Parameter(help="restart after a fault: on, off, or 2:4 (only with 2 to 4 machines); default: on")
+    str | None,
+    Help("parallel mode: data, fsdp, hybrid, semi, auto, dataparallel or single; default: data"),
+    Key("parallel.mode"),
 ]
 Sync = Annotated[
     str | None,
-    Parameter(help="gradient averaging: allreduce (default), bf16, powersgd, local, or auto (by network speed)"),
+    Help("gradient averaging: allreduce (default), bf16, powersgd, local, or auto (by network speed)"),
+    Key("sync.method"),
 ]
+Elastic = Annotated[
+    str | None,
+    Help("restart after a fault: on, off, or 2:4 (only with 2 to 4 machines); default: on"),
+    Key("cluster.elastic"),
+]
+Backend = Annotated[
+    str | None, Help("communication backend: gloo, nccl, hccl …; default: the device's own"), Key("cluster.backend")
+]
+Device = Annotated[
+    str | None, Help("cpu, cuda, npu …; default: the accelerator if there is one"), Key("cluster.device")
+]
+Pretrained = Annotated[bool | None, Help("start from torchvision's published weights"), Key("model.pretrained")]
+Compile = Annotated[
+    bool | None, Parameter(name="--compile", help="compile the network (torch.compile)"),
+    Key("train.compile"),
+]  # fmt: skip
 DebugRank = Annotated[
-    int | None, Parameter(help="start this rank under debugpy and wait for VS Code; the launch.json entry is printed")
+    Int | None,
+    Help("start this rank under debugpy and wait for VS Code; the launch.json entry is printed"),
+    Key("cluster.debug_rank"),
 ]
-Backend = Annotated[str | None, Parameter(help="communication backend: gloo, nccl, hccl …; default: the device's own")]
-Pretrained = Annotated[bool | None, Parameter(negative="", help="start from torchvision's published weights")]
-Compile = Annotated[bool | None, Parameter(name="--compile", negative="", help="compile the network (torch.compile)")]
-Device = Annotated[str | None, Parameter(help="cpu, cuda, npu …; default: the accelerator if there is one")]
-Out = Annotated[str | None, Parameter(help="run folder; an unfinished run in this folder is resumed")]
-Resume = Annotated[str | None, Parameter(help="what to resume: auto, never, last, a run, a checkpoint or a .pth.tar")]
-Interface = Annotated[str | None, Parameter(help="network interface between machines, or ssh; default: detected")]
-Hostfile = Annotated[str | None, Parameter(help="file with one machine per line, such as n1 slots=4")]
+Interface = Annotated[
+    str | None, Help("network interface between machines, or ssh; default: detected"), Key("cluster.interface")
+]
+Hostfile = Annotated[str | None, Help("file with one machine per line, such as n1 slots=4"), Key("cluster.hostfile")]
+Hosts = Annotated[list[str] | None, Parameter(n_tokens=1, converter=_comma_separated), Key("cluster.hosts")]
 Settings = Annotated[
-    list[str] | None, Parameter(name="--set", negative="", help="any option of the job, such as train.momentum=0.8")
+    list[str] | None, Parameter(name="--set", help="any option of the job, such as train.momentum=0.8")
 ]
-ShowConfig = Annotated[
-    bool, Parameter(negative="", help="print every value of the job and where the value comes from, and exit")
-]  # fmt: skip
-DryRun = Annotated[
-    bool,
-    Parameter(
-        negative="",
-        help="check options, names, the layout of the data folder and processes, and exit; pictures, memory, your own "
-        "code and other machines are not checked",
-    ),
-]
-AsJson = Annotated[
-    bool, Parameter(name="--json", negative="", help="print one JSON object as the last line of stdout")
-]  # fmt: skip
-Quiet = Annotated[bool, Parameter(name=["-q", "--quiet"], negative="", help="print one line on the job, no progress")]
+
+# How a command answers.
+Json = Annotated[bool, Parameter(name="--json", help="print one JSON object as the last line of stdout")]
+Quiet = Annotated[bool, Parameter(name=["-q", "--quiet"], help="print one line on the job, no progress")]
 
 
-def settings(words: list[str]) -> dict[str, Any]:
-    """`key=value` words as values by dotted key.
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Flags:
+    """Flags as fields of a dataclass, of which cyclopts makes a flag each."""
 
-    Raises:
-        UserError: a word has no "=".
-    """
+    def job_values(self) -> dict[str, Any]:
+        """The job's options that the flags set, by dotted key; None for a flag that wasn't given."""
+        values = {
+            key: getattr(self, field.name)
+            for field in fields(self)
+            for key in getattr(field.type, "__metadata__", ())
+            if isinstance(key, Key)
+        }
+        return values | settings(getattr(self, "set_", None))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class JobFlags(Flags):
+    """What is trained and how: flags of train, launch and profile."""
+
+    recipe: Annotated[str | None, Help("named settings in place of the data set's own: cifar10-fast")] = None
+    epochs: Annotated[Int | None, Help("passes over the training data"), Key("train.epochs")] = None
+    batch: Batch = None
+    lr: Annotated[float | None, Help("peak learning rate"), Key("train.lr")] = None
+    seed: Annotated[Int | None, Help("seed of all random numbers"), Key("train.seed")] = None
+    out: Out = None
+    resume: Annotated[str | None, Help("what to resume: auto, never, last, a run, a checkpoint or a .pth.tar")] = None
+    data_dir: DataDir = None
+    parallel: Parallel = None
+    mesh: Annotated[
+        str | None, Help("device mesh for hybrid, semi and auto, such as dp=2,tp=2"), Key("parallel.mesh")
+    ] = None
+    pin: Annotated[
+        list[str] | None, Help('sharding of one op, implies semi: "fc=n@dp o@tp"'), Key("parallel.pin")
+    ] = None  # fmt: skip
+    sync: Sync = None
+    elastic: Elastic = None
+    backend: Backend = None
+    device: Device = None
+    pretrained: Pretrained = None
+    compile_: Compile = None
+    debug_rank: DebugRank = None
+
+    def job_values(self) -> dict[str, Any]:
+        """As `Flags` has them, with the mode that a pin implies and a run to resume as its folder.
+
+        Raises:
+            UserError: no run, or more than one, has the name of --resume.
+        """
+        from manyhands.parallel.options import MODE_OF_PLANS
+        from manyhands.run.find import find_start
+
+        mode = self.parallel or (MODE_OF_PLANS if self.pin else None)
+        return super().job_values() | {"parallel.mode": mode, "checkpoint.resume": find_start(self.resume)}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PlaceFlags(Flags):
+    """The place of this process among others: flags of train and explain."""
+
+    init: Annotated[
+        str | None, Help("rendezvous URL: tcp://HOST:PORT, file:///PATH or env://"), Key("cluster.init")
+    ] = None
+    world_size: Annotated[
+        Int | None, Help("with --init: number of processes on all machines"), Key("cluster.world_size")
+    ] = None
+    rank: Annotated[Int | None, Help("with --init: rank of this process, counted from 0"), Key("cluster.rank")] = None
+    rank_table: Annotated[
+        str | None, Help("Ascend rank table that lists this machine"), Key("cluster.rank_table")
+    ] = None  # fmt: skip
+    cluster: Annotated[str | None, Help("cluster file that lists this machine"), Key("cluster.file")] = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RunFlags(Flags):
+    """More options, and what is printed: flags of train, launch, resume and imagenet."""
+
+    set_: Settings = None
+    show_config: Annotated[bool, Help("print every value of the job and where the value comes from, and exit")] = False
+    dry_run: Annotated[
+        bool,
+        Help(
+            "check options, names, the layout of the data folder and processes, print what would be started or "
+            "submitted, and exit; pictures, memory, your own code and other machines are not checked"
+        ),
+    ] = False
+    as_json: Json = False
+    quiet: Quiet = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class LaunchFlags(Flags):
+    """The machines of a launch."""
+
+    hosts: Annotated[
+        Hosts, Help("machines: n1,n2,n3; with processes: n1:4,n2:4; with a port: ssh://user@n1:31234")
+    ] = None  # fmt: skip
+    hostfile: Hostfile = None
+    on: Annotated[str | None, Help("submit the job to a scheduler: slurm or kubernetes"), Key("cluster.on")] = None
+    interface: Interface = None
+    relay: Annotated[
+        bool | None, Help("relay between machines that can't log in to each other"), Key("cluster.relay")
+    ] = None
+    detach: Annotated[
+        bool | None, Help("keep training when this terminal closes or this machine goes down"), Key("cluster.detach")
+    ] = None
+    sync_code: Annotated[
+        bool | None, Help("copy the code in this folder to the other machines first"), Key("cluster.sync_code")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ResumeFlags(Flags):
+    """What a resumed run does otherwise than before."""
+
+    processes: Annotated[Processes, Help("processes on this machine; the number may differ from before")] = None
+    epochs: Annotated[
+        Int | None, Help("number of epochs in all, to train longer than the job says"), Key("train.epochs")
+    ] = None
+    detach: Annotated[
+        bool | None,
+        Parameter(
+            negative="--no-detach", help="keep training without this terminal and machine; default: as at launch"
+        ),
+        Key("cluster.detach"),
+    ] = None
+    debug_rank: DebugRank = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class EvaluateFlags(Flags):
+    """Options of an evaluation that differ from the run's."""
+
+    processes: Processes = None
+    data_dir: Annotated[str | None, Help("folder of the named data sets"), Key("data.dir")] = None
+    device: Device = None
+    set_: Settings = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class DoctorFlags(Flags):
+    """The machines that are checked."""
+
+    hosts: Annotated[
+        Hosts, Help("machines, optionally with processes: n1,n2,n3 or n1:4,n2:4; default: this machine")
+    ] = None
+    hostfile: Hostfile = None
+    processes: Annotated[
+        Int | None, Parameter(name=["-n", "--processes"], help="processes on each machine"), Key("cluster.processes")
+    ] = None
+    interface: Interface = None
+    set_: Settings = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ExplainFlags(PlaceFlags):
+    """The place of this process, and what it would compute on."""
+
+    device: Device = None
+    backend: Backend = None
+    set_: Settings = None
+
+
+def settings(words: Sequence[str] | None) -> dict[str, Any]:
+    """`key=value` words as values by dotted key. Raises UserError: a word has no "="."""
     from manyhands.config.load import parse_value
 
     found: dict[str, Any] = {}
-    for word in words:
+    for word in words or ():
         key, equals, value = word.partition("=")
         if not equals or not value:
             raise UserError(f'"{word}" is not key=value', "--set", ("write key=value, such as --set train.lr=0.05",))
         found[key.strip()] = parse_value(value)
     return found
+
+
+def named(target: str | None, model: str | None) -> tuple[dict[str, Any], Path | None]:
+    """The data set and the network of a command line, by dotted key; and the job.toml in the place of a data set."""
+    file = Path(target) if target and target.endswith(".toml") else None
+    return {"data.name": None if file else target, "model.name": model}, file
+
+
+def load(values: dict[str, Any], *flags: Flags, file: Path | None = None, recipe: str | None = None) -> "LoadedJob":
+    """Builds the job from a command line: values by dotted key, then flags that were given; the last one wins."""
+    from manyhands.config.load import load_job
+
+    for group in flags:
+        values = values | {key: value for key, value in group.job_values().items() if value is not None}
+    return load_job(values, file=file, recipe=recipe or "")

@@ -1,26 +1,30 @@
-"""manyhands imagenet."""
+"""manyhands imagenet: the flags of pytorch/examples' imagenet main.py, with its meanings.
 
+`--world-size` and `--rank` count nodes. What the flags leave open is the recipe imagenet-main.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from cyclopts import Parameter
 
-from manyhands.cli import imagenet_flags as main_py
-from manyhands.cli.flags import AsJson, DryRun, Out, Quiet, Settings, ShowConfig, Sync, settings
-from manyhands.cli.imagenet_flags import ImagenetFlags, Nodes
+from manyhands.cli.flags import Flags, Help, Int, Key, Out, Pretrained, RunFlags, Sync, load
+from manyhands.cli.printing import print_config
+from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.files import typed_number
 from manyhands.core.quantities import percentage
 from manyhands.core.terminal import say, show
 from manyhands.models.published import published_names
 
-if TYPE_CHECKING:
-    from manyhands.cluster.hosts.inventory import Rendezvous
-    from manyhands.config.load import LoadedJob
-
 RECIPE = "imagenet-main"
 NETWORKS = " | ".join(published_names()) or "a torchvision network"
 
-# train's flags and options, and what main.py calls them.
+# train's flags and options, and main.py's flags for the same.
 _FLAGS = {
     "--init": "--dist-url",
     "remove --device": "remove --gpu",
@@ -28,130 +32,279 @@ _FLAGS = {
     "cluster.device": "--gpu",
     "cluster.backend": "--dist-backend",
 }
+# main.py's default of -b, which each node has.
+NODE_BATCH = 256
+# main.py's --dummy: as many random pictures as ImageNet has, without augmentation or normalisation.
+DUMMY = {"data.name": "fake-imagenet", "data.augment": "none", "data.mean": (0.0,), "data.std": (1.0,)}
+# The only network of torchvision that takes pictures of another size; main.py's random ones don't fit it.
+DUMMY_SIZES = {"inception_v3": 299}
 
 
-def imagenet(  # noqa: PLR0913 - one argument for each flag
-    data: Annotated[str | None, Parameter(help="folder with train/ and val/; default: imagenet")] = None,
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ImagenetFlags(Flags):
+    """main.py's flags as they were given; None where one wasn't."""
+
+    data: Annotated[str | None, Parameter(parse=False)] = None  # the folder with train/ and val/
+    arch: Annotated[str | None, Parameter(name=["-a", "--arch"], help=f"{NETWORKS}; default: resnet18")] = None
+    workers: Annotated[
+        Int | None, Parameter(name=["-j", "--workers"], help="data loading processes of this node; default: by cores")
+    ] = None
+    epochs: Annotated[Int | None, Help("passes over the training data; default: 90"), Key("train.epochs")] = None
+    start_epoch: Annotated[
+        Int | None, Help("number of the first epoch, without a checkpoint"), Key("train.start_epoch")
+    ] = None
+    batch_size: Annotated[
+        Int | None, Parameter(name=["-b", "--batch-size"], help="samples per update of this node; default: 256")
+    ] = None
+    lr: Annotated[
+        float | None,
+        Parameter(name=["--lr", "--learning-rate"], help="divided by 10 every 30 epochs; default: 0.1"),
+        Key("train.lr"),
+    ] = None
+    momentum: Annotated[float | None, Help("default: 0.9"), Key("train.momentum")] = None
+    weight_decay: Annotated[
+        float | None, Parameter(name=["--wd", "--weight-decay"], help="default: 0.0001"), Key("train.weight_decay")
+    ] = None
+    print_freq: Annotated[
+        Int | None,
+        Parameter(name=["-p", "--print-freq"], help="updates between lines; default: a live line"),
+        Key("run.log_steps"),
+    ] = None
+    resume: Annotated[str | None, Help("resume from checkpoint.pth.tar, a run or a checkpoint")] = None
+    evaluate: Annotated[bool, Parameter(name=["-e", "--evaluate"], help="evaluate on val/ and exit")] = False
+    pretrained: Pretrained = None
+    world_size: Annotated[Int | None, Help("number of nodes")] = None
+    rank: Annotated[Int | None, Help("rank of this node, counted from 0")] = None
+    dist_url: Annotated[str | None, Help("rendezvous: tcp://ADDRESS_OF_NODE_0:PORT or env://")] = None
+    dist_backend: Annotated[
+        str | None, Help("backend: gloo, nccl …; default: the device's own"), Key("cluster.backend")
+    ] = None
+    seed: Annotated[Int | None, Help("seed of all random numbers; default: 0"), Key("train.seed")] = None
+    gpu: Annotated[Int | None, Help("use only this GPU")] = None
+    no_accel: Annotated[bool, Help("use the CPU")] = False
+    multiprocessing_distributed: Annotated[bool, Help("with several nodes: start one process per accelerator")] = False
+    dummy: Annotated[bool, Help("train on random pictures, to measure speed")] = False
+
+    @property
+    def folder(self) -> str:
+        """The data folder, written so that no name of a data set is meant."""
+        folder = self.data or "imagenet"
+        return folder if "/" in folder else f"./{folder}"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """This node among all."""
+
+    count: int = 1
+    rank: int = 0  # this node's
+    url: str = ""  # the rendezvous; empty for one node
+
+
+def imagenet(
+    data: Annotated[str | None, Help("folder with train/ and val/; default: imagenet")] = None,
     /,
     *,
-    arch: Annotated[str | None, Parameter(name=["-a", "--arch"], help=f"{NETWORKS}; default: resnet18")] = None,
-    workers: Annotated[
-        int | None, Parameter(name=["-j", "--workers"], help="data loading processes of this node; default: by cores")
-    ] = None,
-    epochs: Annotated[int | None, Parameter(help="passes over the training data; default: 90")] = None,
-    start_epoch: Annotated[int | None, Parameter(help="number of the first epoch, without a checkpoint")] = None,
-    batch_size: Annotated[
-        int | None, Parameter(name=["-b", "--batch-size"], help="samples per update of this node; default: 256")
-    ] = None,
-    lr: Annotated[
-        float | None, Parameter(name=["--lr", "--learning-rate"], help="divided by 10 every 30 epochs; default: 0.1")
-    ] = None,
-    momentum: Annotated[float | None, Parameter(help="default: 0.9")] = None,
-    weight_decay: Annotated[float | None, Parameter(name=["--wd", "--weight-decay"], help="default: 0.0001")] = None,
-    print_freq: Annotated[
-        int | None, Parameter(name=["-p", "--print-freq"], help="updates between lines; default: a live line")
-    ] = None,
-    resume: Annotated[str | None, Parameter(help="resume from checkpoint.pth.tar, a run or a checkpoint")] = None,
-    evaluate: Annotated[
-        bool, Parameter(name=["-e", "--evaluate"], negative="", help="evaluate on val/ and exit")
-    ] = False,
-    pretrained: Annotated[bool, Parameter(negative="", help="start from torchvision's published weights")] = False,
-    world_size: Annotated[int | None, Parameter(help="number of nodes")] = None,
-    rank: Annotated[int | None, Parameter(help="rank of this node, counted from 0")] = None,
-    dist_url: Annotated[str | None, Parameter(help="rendezvous: tcp://ADDRESS_OF_NODE_0:PORT or env://")] = None,
-    dist_backend: Annotated[str | None, Parameter(help="backend: gloo, nccl …; default: the device's own")] = None,
-    seed: Annotated[int | None, Parameter(help="seed of all random numbers; default: 0")] = None,
-    gpu: Annotated[int | None, Parameter(help="use only this GPU")] = None,
-    no_accel: Annotated[bool, Parameter(negative="", help="use the CPU")] = False,
-    multiprocessing_distributed: Annotated[
-        bool, Parameter(negative="", help="with several nodes: start one process per accelerator")
-    ] = False,
-    dummy: Annotated[bool, Parameter(negative="", help="train on random pictures, to measure speed")] = False,
+    flags: ImagenetFlags = ImagenetFlags(),
     sync: Sync = None,
     out: Out = None,
-    set_: Settings = None,
-    show_config: ShowConfig = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    run: RunFlags = RunFlags(),
 ) -> int:
     """Train with the flags of main.py, the ImageNet example of PyTorch.
 
-    --world-size and --rank count nodes, and -b is the batch of one node. At the end of each epoch checkpoint.pth.tar
-    and, if it is the best, model_best.pth.tar are written into the current folder. Every option of the job can be
-    given by its path too, such as --train.norm-group local.
+    --world-size and --rank count nodes, and -b is the batch of one node.
+    Each epoch writes checkpoint.pth.tar here, and model_best.pth.tar if it is the best.
+    Every option of the job is also a flag, such as --train.norm-group local.
     """
-    from manyhands.config.load import load_job
-
-    flags = ImagenetFlags(
-        data=data, arch=arch, workers=workers, epochs=epochs, start_epoch=start_epoch, batch_size=batch_size, lr=lr,
-        momentum=momentum, weight_decay=weight_decay, print_freq=print_freq, resume=resume, evaluate=evaluate,
-        pretrained=pretrained, world_size=world_size, rank=rank, dist_url=dist_url, dist_backend=dist_backend,
-        seed=seed, gpu=gpu, no_accel=no_accel, multiprocessing_distributed=multiprocessing_distributed, dummy=dummy,
-    )  # fmt: skip
-    nodes = main_py.nodes_of(flags)
-    values = {**main_py.job_values(flags, nodes), "run.out": out, "sync.method": sync, **settings(set_ or [])}
-    loaded = load_job(values, recipe=RECIPE)
-    if show_config:
-        from manyhands.cli.show_config import print_config
-
-        print_config(loaded)
-        return 0
+    flags = replace(flags, data=data)
+    nodes = nodes_of(flags)
+    loaded = load(job_values(flags, nodes) | {"run.out": out, "sync.method": sync}, run, recipe=RECIPE)
+    if run.show_config:
+        return print_config(loaded)
     _check_files(flags, nodes)
-    for note in [] if quiet else main_py.notes(flags, nodes):
+    for note in [] if run.quiet else notes(flags, nodes):
         say(note)
     try:
-        if evaluate and not dry_run:
-            return _evaluate(loaded, flags, as_json=as_json)
-        from manyhands.cli.training import run
+        if flags.evaluate and not run.dry_run:
+            from manyhands.cli.evaluate import show_evaluation
+            from manyhands.run.tasks import evaluate_job
 
-        rendezvous = None if dry_run else _rendezvous(flags, nodes, loaded)
-        return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet, rendezvous=rendezvous)
+            found = evaluate_job(loaded.job, Path(flags.resume).expanduser() if flags.resume else None)
+            if found and not run.as_json:  # main.py's own line, for scripts that look for it
+                show(f" *   Acc@1 {percentage(found['top1'], 3)} Acc@5 {percentage(found['top5'], 3)}")
+            if found:
+                show_evaluation(found, as_json=run.as_json)
+            return 0
+        from manyhands.cli.training import run_job
+
+        rendezvous = None
+        # Several processes on each of several nodes.
+        several = nodes.url and flags.multiprocessing_distributed and loaded.job.cluster.device != "cpu"
+        if several and not run.dry_run:
+            from manyhands.cluster.doctor.accelerators import count_accelerators
+
+            rendezvous = rendezvous_of(nodes, count) if (count := count_accelerators()) > 1 else None
+        return run_job(loaded, run, rendezvous=rendezvous)
     except ManyhandsError as error:
-        error.message, error.where, *hints = map(_in_flags_of_main_py, (error.message, error.where, *error.hints))
-        error.hints = tuple(hints)
+        # An error names the flags that were typed here, in place of those that train has for the same.
+        for ours, theirs in _FLAGS.items():
+            error.message, error.where = error.message.replace(ours, theirs), error.where.replace(ours, theirs)
+            error.hints = tuple(hint.replace(ours, theirs) for hint in error.hints)
         raise
 
 
-def _in_flags_of_main_py(text: str) -> str:
-    """Names the flags that were typed here, in place of those that train has for the same."""
-    for ours, theirs in _FLAGS.items():
-        text = text.replace(ours, theirs)
-    return text
-
-
 def _check_files(flags: ImagenetFlags, nodes: Nodes) -> None:
-    """Refuses, before anything starts, a data folder or a file that isn't there."""
-    folder = Path(main_py.folder_of(flags)).expanduser()
+    """Raises UserError, before anything starts: there is no data folder or no checkpoint."""
+    folder = Path(flags.folder).expanduser()
     missing = [] if flags.dummy else [str(folder / word) for word in ("train", "val") if not (folder / word).is_dir()]
     if missing:
         hints = ("name a folder with class folders in train/ and val/", "or use --dummy, or manyhands train DIR")
-        raise UserError(f"there is no folder {' and no folder '.join(missing)}", "DIR", hints)
+        _refuse(f"there is no folder {' and no folder '.join(missing)}", "DIR", *hints)
     if flags.resume and nodes.rank == 0 and not Path(flags.resume).expanduser().exists():
-        raise UserError(
-            f"there is no checkpoint at {flags.resume}", "--resume", ("name a checkpoint", "or remove --resume")
+        _refuse(f"there is no checkpoint at {flags.resume}", "--resume", "name a checkpoint", "or remove --resume")
+
+
+def nodes_of(flags: ImagenetFlags, environment: Mapping[str, str] | None = None) -> Nodes:
+    """This node, by the flags, or the environment with `--dist-url env://`. Raises UserError: they contradict."""
+    variables = os.environ if environment is None else environment
+    _check_launcher(flags, variables)
+    by_environment = (flags.dist_url or "").startswith("env://")
+    # -1 is the default of main.py for both.
+    count, rank = (None if number == -1 else number for number in (flags.world_size, flags.rank))
+    asked = count is not None or rank is not None
+    if by_environment:
+        count = _number(variables, "WORLD_SIZE") if count is None else count
+        rank = _number(variables, "RANK") if rank is None else rank
+    _check_place(count, rank)
+    if count in (None, 1) and not by_environment:
+        return Nodes()
+    return Nodes(count or 1, rank or 0, _url(flags, variables, asked=asked))
+
+
+def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
+    """The job that the flags mean, by dotted key; None for what they leave open. Raises UserError: they contradict."""
+    _check_together(flags)
+    arch = (flags.arch or "").removeprefix("torchvision:")
+    # One process on each node, or one for each accelerator of a single node.
+    device = "cpu" if flags.no_accel else None if flags.gpu is None else f"auto:{flags.gpu}"
+    values = flags.job_values() | {
+        "model.name": f"torchvision:{arch}" if arch else None,
+        "train.batch": (NODE_BATCH if flags.batch_size is None else flags.batch_size) * nodes.count,
+        "checkpoint.resume": flags.resume or None,
+        "cluster.device": device,
+        **({**DUMMY, "data.image_size": DUMMY_SIZES.get(arch)} if flags.dummy else {"data.name": flags.folder}),
+    }
+    # Without --multiprocessing-distributed each of a launcher's processes has -j workers of its own.
+    apart = nodes.url == "env://" or not flags.workers
+    values["data.workers" if apart else "data.machine_workers"] = flags.workers
+    if not nodes.url:
+        return values | {"cluster.processes": None if flags.gpu is None else 1}
+    values["cluster.init"] = nodes.url
+    return values if nodes.url == "env://" else values | {"cluster.world_size": nodes.count, "cluster.rank": nodes.rank}
+
+
+def rendezvous_of(nodes: Nodes, processes_per_node: int) -> Rendezvous:
+    """The rendezvous of this node, with `processes_per_node` on each. Raises UserError: the URL doesn't fit."""
+    sizes = (processes_per_node,) * nodes.count
+    if nodes.url.startswith("file://"):
+        return Rendezvous(sizes, nodes.rank, file=nodes.url)
+    match = re.fullmatch(r"tcp://(?:\[(?P<v6>[^\]]+)\]|(?P<name>[^:]+)):(?P<port>\d+)/?", nodes.url)
+    if not match:
+        what = f"several processes on each node need a tcp:// or file:// URL, found {nodes.url or 'one node'}"
+        _refuse(what, "--dist-url", "use --dist-url tcp://ADDRESS_OF_NODE_0:8090", "or --dist-url file:///PATH")
+    return Rendezvous(sizes, nodes.rank, match["v6"] or match["name"], int(match["port"]))
+
+
+def notes(flags: ImagenetFlags, nodes: Nodes) -> list[str]:
+    """Notes for a user of main.py on flags that do less here, or nothing."""
+    found: list[str] = []
+    if flags.seed is not None:
+        found.append(
+            "--seed seeds the initial weights, the sample order and the augmentation; for deterministic cuDNN kernels, "
+            "which --seed of main.py selects too, add --train.deterministic"
         )
+    if flags.dist_url and not nodes.url:
+        found.append("--dist-url has no effect with one node: the processes connect over loopback")
+    return found
 
 
-def _rendezvous(flags: ImagenetFlags, nodes: Nodes, loaded: "LoadedJob") -> "Rendezvous | None":
-    """What several processes on each of several nodes meet by; None where each node has one process."""
-    if not nodes.url or not flags.multiprocessing_distributed or loaded.job.cluster.device == "cpu":
-        return None
-    from manyhands.cluster.doctor.accelerators import count_accelerators
+def _check_launcher(flags: ImagenetFlags, variables: Mapping[str, str]) -> None:
+    """Raises UserError: processes would be started within, or beside, those that torchrun has started."""
+    if "TORCHELASTIC_RUN_ID" not in variables and "LOCAL_WORLD_SIZE" not in variables:
+        return
+    if flags.multiprocessing_distributed:
+        flag = "--multiprocessing-distributed"
+        what = f"{flag} starts processes, but torchrun has already started them"
+        _refuse(what, flag, f"remove {flag} and add --dist-url env://", "or start without torchrun")
+    if not (flags.dist_url or "").startswith("env://"):
+        what = "torchrun has started this process, but --dist-url is not env://"
+        _refuse(what, "--dist-url", "add --dist-url env://", "or start without torchrun")
 
-    count = count_accelerators()
-    return main_py.rendezvous_of(flags, count) if count > 1 else None
+
+def _check_place(count: int | None, rank: int | None) -> None:
+    if count is None and rank is not None:
+        _refuse(f"--rank {rank} needs --world-size, the number of nodes", "--rank", "add --world-size 3, for example")
+    if count is None:
+        return
+    if count < 1:
+        _refuse(f"--world-size must be 1 or more, found {count}", "--world-size", "give the number of nodes")
+    if rank is None and count > 1:
+        hints = "add --rank 0 on one node, --rank 1 on the next …"
+        _refuse(f"--world-size {count} needs --rank, the number of this node", "--rank", hints)
+    if rank is not None and not 0 <= rank < count:
+        what = f"--rank {rank} is outside 0 … {count - 1}, the nodes of --world-size {count}"
+        _refuse(what, "--rank", f"count nodes from 0: the last node is {count - 1}")
 
 
-def _evaluate(loaded: "LoadedJob", flags: ImagenetFlags, *, as_json: bool) -> int:
-    from manyhands.cli.evaluate import show_evaluation
-    from manyhands.run.evaluate import evaluate_job
+def _url(flags: ImagenetFlags, variables: Mapping[str, str], *, asked: bool) -> str:
+    """The rendezvous of several nodes, as `--init` has it."""
+    url = flags.dist_url or ""
+    if not url:
+        what = "several nodes need --dist-url: torch does not support the default of main.py, a multicast address"
+        _refuse(what, "--dist-url", "add --dist-url tcp://ADDRESS_OF_NODE_0:8090, the same on every node")
+    if re.fullmatch(r"tcp://.+:\d+/?|file:///.+", url):
+        return url
+    if not url.startswith("env://"):
+        _refuse(f'"{url}" is not a rendezvous URL', "--dist-url", "use tcp://ADDRESS:PORT, file:///PATH or env://")
+    if not asked and not flags.multiprocessing_distributed:
+        return "env://"
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
+    if missing:
+        what = f"env:// needs {' and '.join(missing)} in the environment"
+        _refuse(what, "environment", "export the missing variables", "or use tcp://ADDRESS:PORT")
+    address = variables["MASTER_ADDR"]
+    return f"tcp://{f'[{address}]' if ':' in address else address}:{variables['MASTER_PORT']}"
 
-    path = Path(flags.resume).expanduser() if flags.resume else None
-    found: dict[str, Any] | None = evaluate_job(loaded.job, path)
-    if found:
-        if not as_json:
-            # main.py's own line, for scripts that look for it.
-            show(f" *   Acc@1 {percentage(found['top1'], 3)} Acc@5 {percentage(found['top5'], 3)}")
-        show_evaluation(found, as_json=as_json)
-    return 0
+
+def _check_together(flags: ImagenetFlags) -> None:
+    """Raises UserError: main.py would ignore one of two flags silently, or a number is too small."""
+    by_gpu = flags.gpu is not None
+    for one, other, both, reason in (
+        ("--gpu", "--multiprocessing-distributed", by_gpu and flags.multiprocessing_distributed,
+         "the first uses one accelerator, the second all of them"),
+        ("--gpu", "--no-accel", by_gpu and flags.no_accel, "the first uses an accelerator, the second the CPU"),
+        ("--resume", "--start-epoch", flags.resume and flags.start_epoch, "the checkpoint determines the first epoch"),
+        ("--resume", "--pretrained", flags.resume and flags.pretrained, "both set the initial weights"),
+        ("--dummy", "DIR", flags.dummy and flags.data is not None,
+         "the first trains on random pictures, the second on a folder"),
+    ):  # fmt: skip
+        if both:
+            _refuse(f"{one} and {other} contradict each other: {reason}", one, f"remove {one} or {other}")
+    for name, value, least in (
+        ("-j", flags.workers, 0), ("-p", flags.print_freq, 1), ("-b", flags.batch_size, 1), ("--gpu", flags.gpu, 0),
+        ("--start-epoch", flags.start_epoch, 0),
+    ):  # fmt: skip
+        if value is not None and value < least:
+            _refuse(f"{name} must be {least} or more, found {value}", name, f"use {name} {max(least, 1)}, for example")
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    text = variables.get(name, "")
+    if (number := typed_number(text)) is None:
+        found = f'found "{text}"' if text else "which isn't set"
+        _refuse(f"env:// needs a number in {name}, {found}", "environment", f"export {name} with a whole number")
+    return number
+
+
+def _refuse(what: str, where: str, *hints: str) -> NoReturn:
+    raise UserError(what, where, hints)

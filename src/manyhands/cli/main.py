@@ -1,4 +1,4 @@
-"""The command `manyhands`: finds the command's file, and turns errors into one screen and an exit code."""
+"""The program `manyhands`: runs a command, and turns errors into one screen and an exit code."""
 
 import atexit
 import os
@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, TextIO, cast
 
 import cyclopts
+from cyclopts.argument import _collection  # pyright: ignore[reportPrivateUsage]
 
 from manyhands.cli.system import require_system
 from manyhands.cluster.agents.early import end_early
@@ -27,26 +28,32 @@ manyhands train ./pets resnet50 --epochs 30  any folder of class folders
 
 
 COMMANDS = {
-    "train": "Train a classifier.",
-    "eval": "Evaluate a run or a checkpoint on each test sample exactly once.",
-    "predict": "Print the most likely classes of pictures.",
-    "resume": "Resume a stopped or failed run at the exact next sample, on any number of processes.",
-    "report": "Write the report.html of a run and its pictures again; the run may be active or have failed.",
-    "ps": "List active runs: machine, running time and progress.",
-    "logs": "Show the output of the processes of a run.",
-    "why": "Explain why a run ended, or show its progress: rank, machine, step and file; what to do.",
-    "stop": "Ask an active run to save and stop, and wait for its end.",
-    "profile": "Show where the processes of a run spend their time and which change would help most; or trace updates.",
-    "clean": "List the disk space that old copies and caches take on this machine; remove them with --yes.",
-    "launch": "Train on several machines, started and monitored from here over ssh.",
-    "doctor": "Check whether a job can train, here or on many machines; changes nothing.",
-    "join": "Add a machine to an active run.",
-    "explain": "Show the rank, world size, master address and device of this process, and their sources.",
-    "plan": "Find the best parallel plan for a network and explain the choice; or show, verify and time a plan.",
-    "pack": "Pack a folder of pictures into tar files, which train then reads in place of the pictures.",
-    "checkpoint": "Inspect, merge and reshard checkpoints.",
-    "imagenet": "Train with the flags of main.py, the ImageNet example of PyTorch.",
-    "schema": "Print the JSON Schema of job.toml, for editors.",
+    "train": ("train", "Train a classifier."),
+    "eval": ("evaluate", "Evaluate a run or a checkpoint on each test sample exactly once."),
+    "predict": ("evaluate", "Print the most likely classes of pictures."),
+    "resume": ("train", "Resume a stopped or failed run at the exact next sample, on any number of processes."),
+    "report": ("runs", "Write the report.html of a run and its pictures again; the run may be active or have failed."),
+    "ps": ("runs", "List active runs: machine, running time and progress."),
+    "logs": ("runs", "Show the output of the processes of a run."),
+    "why": ("runs", "Explain why a run ended, or show its progress: rank, machine, step and file; what to do."),
+    "stop": ("runs", "Ask an active run to save and stop, and wait for its end."),
+    "profile": (
+        "profile",
+        "Show where the processes of a run spend their time and which change would help most; or trace updates.",
+    ),
+    "clean": ("files", "List the disk space that old copies and caches take on this machine; remove them with --yes."),
+    "launch": ("train", "Train on several machines, started and monitored from here over ssh."),
+    "doctor": ("doctor", "Check whether a job can train, here or on many machines; changes nothing."),
+    "join": ("runs", "Add a machine to an active run."),
+    "explain": ("doctor", "Show the rank, world size, master address and device of this process, and their sources."),
+    "plan": (
+        "plan",
+        "Find the best parallel plan for a network and explain the choice; or show, verify and time a plan.",
+    ),
+    "pack": ("files", "Pack a folder of pictures into tar files, which train then reads in place of the pictures."),
+    "checkpoint": ("files", "Inspect, merge and reshard checkpoints."),
+    "imagenet": ("imagenet", "Train with the flags of main.py, the ImageNet example of PyTorch."),
+    "schema": ("doctor", "Print the JSON Schema of job.toml, for editors."),
 }
 # The groups of the commands in --help, each by its first command.
 GROUPS = {"train": "Training and inference", "ps": "Runs", "launch": "Several machines", "plan": "More"}
@@ -58,49 +65,46 @@ COMMANDS_ELSEWHERE = {
 }  # fmt: skip
 
 
-def make_app() -> cyclopts.App:
-    """The application with all its commands."""
+def make_app(command: str = "") -> cyclopts.App:
+    """The application with all its commands; the page of help of `command` shows its function's docstring."""
+    # No flag has its help from a docstring; searching the source of their classes takes a fifth of a page's time.
+    cast(Any, _collection).extract_docstring_help = lambda _function: {}  # pyright: ignore[reportUnknownLambdaType]
     app = cyclopts.App(
         name="manyhands",
         help=HELP,
         version=__version__,
         help_format="plaintext",
         result_action="return_value",
-        suppress_keyboard_interrupt=False,  # what a stop says is said below
-        default_parameter=cyclopts.Parameter(converter=_unrounded),
+        suppress_keyboard_interrupt=False,  # main handles it
+        default_parameter=cyclopts.Parameter(negative=""),
     )
     group: cyclopts.Group | None = None
-    for place, (name, explanation) in enumerate(COMMANDS.items()):
+    for place, (name, (file, explanation)) in enumerate(COMMANDS.items()):
         group = cyclopts.Group(GROUPS[name], sort_key=place) if name in GROUPS else group
         # By name, so that a command's file is imported only when it is used.
-        function = "evaluate" if name == "eval" else name
-        app.command(f"manyhands.cli.{function}:{function}", name=name, help=explanation, group=group, sort_key=place)
+        path = f"manyhands.cli.{file}:{'evaluate' if name == 'eval' else name}"
+        app.command(path, name=name, help=None if name == command else explanation, group=group, sort_key=place)
     app["--help"].group = app["--version"].group = cyclopts.Group("Options", sort_key=len(COMMANDS))
     return app
 
 
-def _unrounded(kind: Any, tokens: Sequence[cyclopts.Token]) -> Any:
-    """A flag's value as cyclopts reads it, but for `--epochs 1.5`, of which it would make 2."""
-    if kind is int and any("." in token.value for token in tokens):
-        raise ValueError(f'"{tokens[0].value}" is not a whole number')
-    return cast(Any, cyclopts.convert(kind, tokens))
-
-
 def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False) -> None:
-    """Runs one command and leaves with its exit code; `handles_ctrl_c`: Ctrl-C is reported from now on."""
+    """Runs one command and exits with its code; `handles_ctrl_c`: Ctrl-C is reported from now on."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if handles_ctrl_c:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         require_system()
-        code = make_app()(_options_by_path(_without_local_rank(given)), exit_on_error=False, print_error=False)
+        words = _options_by_path(_without_local_rank(given))
+        code = make_app(*given[:1])(words, exit_on_error=False, print_error=False)
     except ManyhandsError as error:
         _show(error, as_json="--json" in _own(given))
         code = error.exit_code
     except cyclopts.CycloptsError as error:
-        hint = (_meant(error, given), _help_for(given))
-        what = _plain(str(error)).partition(" Did you mean")[0] if hint[0] else _plain(str(error))
-        _show(ManyhandsError(what, hints=tuple(filter(None, hint))), as_json="--json" in _own(given))
+        meant, what = _meant(error, given), " ".join(str(error).split())
+        page = f"manyhands {given[0]} --help" if given and given[0] in COMMANDS else "manyhands --help"
+        what = what.partition(" Did you mean")[0] if meant else what
+        _show(ManyhandsError(what, hints=(meant, page) if meant else (page,)), as_json="--json" in _own(given))
         code = EXIT_USAGE
     except UnwritableError as error:
         _show(ManyhandsError(str(error), hints=("free disk space, or redirect the output",)), as_json=False)
@@ -111,23 +115,22 @@ def main(arguments: Sequence[str] | None = None, *, handles_ctrl_c: bool = False
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 0
-    _leave(code if isinstance(code, int) else 0, whole_process=arguments is None)
+    _exit(code if isinstance(code, int) else 0, entire_process=arguments is None)
 
 
-def _leave(code: int, *, whole_process: bool) -> None:
-    """Ends the command, and with it this process if it was started for it.
+def _exit(code: int, *, entire_process: bool) -> None:
+    """Ends the command, and with it this process if it was started for the command.
 
-    A thread that still waits inside torch's C++ (for a store that has gone, say) would be cut off there by Python's own
-    way of ending, which aborts the process, and looking through torch's modules for garbage takes half a second;
-    everything is written by now, so the process just ends.
+    Python's own exit aborts the process if a thread waits inside torch's C++ (for a store that has gone, say), and
+    collects garbage in torch's modules for half a second. All output is written by now, so the process ends at once.
     """
-    if not whole_process:
+    if not entire_process:
         sys.exit(code)
     end_early()
     if threading.active_count() == 1:
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] - what Python calls as it ends
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # said where it was written
+        with suppress(OSError):  # reported where it was written
             stream.flush()
     os._exit(code)
 
@@ -138,39 +141,31 @@ def _own(given: list[str]) -> list[str]:
 
 
 def _without_local_rank(given: list[str]) -> list[str]:
-    """Leaves out what torch.distributed.launch puts in front of all words; the environment says the same."""
+    """Removes what torch.distributed.launch puts in front of all words; the environment says the same."""
     own = _own(given)
     return [*(word for word in own if not re.fullmatch(r"--local[-_]rank=\d+", word)), *given[len(own) :]]
 
 
 def _options_by_path(given: list[str]) -> list[str]:
     """Writes `--train.lr 0.1` and `--train.lr=0.1` as `--set train.lr=0.1`, so that every option has a flag."""
+    own = _own(given)
     rewritten: list[str] = []
-    position = 0
-    while position < len(given):
-        word = given[position]
-        if word == "--":
-            return [*rewritten, *given[position:]]  # what follows is a script's own
+    words = iter(enumerate(own))
+    for position, word in words:
         name, equals, value = word.partition("=")
-        if word.startswith("--") and "." in name:
-            if not equals:
-                value = "true"  # a switch, unless a value follows
-                if position + 1 < len(given) and not re.match(r"-[-a-zA-Z]", given[position + 1]):
-                    position += 1
-                    value = given[position]
-            rewritten += ["--set", f"{name[2:].replace('-', '_')}={value}"]
-        else:
+        if not word.startswith("--") or "." not in name:
             rewritten.append(word)
-        position += 1
-    return rewritten
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.split())
+            continue
+        if not equals:
+            value = "true"  # a switch, unless a value follows
+            if position + 1 < len(own) and not re.match(r"-[-a-zA-Z]", own[position + 1]):
+                _, value = next(words)
+        rewritten += ["--set", f"{name[2:].replace('-', '_')}={value}"]
+    return [*rewritten, *given[len(own) :]]
 
 
 def _meant(error: cyclopts.CycloptsError, given: list[str]) -> str:
-    """What the user may have wanted with a word that is no command or option of ours; empty where that isn't known."""
+    """The probable command or option behind an unknown word; empty where there is none."""
     if isinstance(error, cyclopts.UnknownCommandError) and given[0] in COMMANDS_ELSEWHERE:
         return f"did you mean manyhands {COMMANDS_ELSEWHERE[given[0]]}?"
     if not isinstance(error, cyclopts.UnknownOptionError):
@@ -189,13 +184,8 @@ def _meant(error: cyclopts.CycloptsError, given: list[str]) -> str:
     return f"did you mean {meant}?" if meant else ""
 
 
-def _help_for(given: list[str]) -> str:
-    command = given[0] if given and given[0] in COMMANDS else ""
-    return f"manyhands {command} --help".replace("  ", " ")
-
-
-def _show(error: ManyhandsError, *, as_json: bool) -> None:
-    """One screen: what, where, what to do; below it the failing process's own traceback, or what it wrote last."""
+def _show(error: ManyhandsError, *, as_json: bool, most_lines: int = 30) -> None:
+    """Prints one screen: the fact, where, and hints; below it the failing process's traceback, or its last output."""
     if as_json:
         content = {"error": error.message, "where": error.where, "do": list(error.hints), "exit_code": error.exit_code}
         with suppress(BrokenPipeError, UnwritableError):
@@ -211,10 +201,7 @@ def _show(error: ManyhandsError, *, as_json: bool) -> None:
     for number, line in enumerate(error.hints):
         console.print(Text(f"  {'do:   ' if number == 0 else '      '} {line}", style="green" if number == 0 else ""))
     for note in getattr(error, "__notes__", []):
-        console.print(Text(plain_lines(_shortened(note.rstrip())), style="dim"))
-
-
-def _shortened(traceback: str, most: int = 30) -> str:
-    """A traceback's end, where the cause is, without the lines of torch's and our own machinery before it."""
-    lines = traceback.splitlines()
-    return "\n".join(lines if len(lines) <= most else ["…", *lines[-most:]])
+        # A traceback's end, where the cause is, without the lines of torch's and our own machinery before it.
+        lines = note.rstrip().splitlines()
+        shortened = lines if len(lines) <= most_lines else ["…", *lines[-most_lines:]]
+        console.print(Text(plain_lines("\n".join(shortened)), style="dim"))

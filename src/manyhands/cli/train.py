@@ -1,134 +1,92 @@
-"""manyhands train."""
+"""The commands that train: train, launch and resume."""
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-from cyclopts import Parameter
+from typing import Any
 
 from manyhands.cli.flags import (
     Arguments,
-    AsJson,
-    Backend,
-    Batch,
-    Compile,
     Data,
-    DataDir,
-    DebugRank,
-    Device,
-    DryRun,
-    Elastic,
-    Epochs,
-    Lr,
-    Mesh,
+    JobFlags,
+    LaunchFlags,
     Model,
-    Out,
-    Parallel,
-    Pin,
-    Pretrained,
+    PlaceFlags,
     Processes,
-    Quiet,
-    RecipeName,
-    Resume,
-    Seed,
-    Settings,
-    ShowConfig,
-    Sync,
-    settings,
+    ResumeFlags,
+    RunFlags,
+    RunName,
+    load,
+    named,
 )
+from manyhands.cli.printing import print_config
 from manyhands.core.errors import UserError
+from manyhands.core.terminal import show
 
 
-def train(  # noqa: PLR0913 - one argument for each flag
+def train(
     data: Data = None,
     model: Model = None,
     /,
     *arguments: Arguments,
     processes: Processes = None,
-    recipe: RecipeName = None,
-    epochs: Epochs = None,
-    batch: Batch = None,
-    lr: Lr = None,
-    seed: Seed = None,
-    out: Out = None,
-    resume: Resume = None,
-    data_dir: DataDir = None,
-    parallel: Parallel = None,
-    mesh: Mesh = None,
-    pin: Pin = None,
-    sync: Sync = None,
-    elastic: Elastic = None,
-    init: Annotated[str | None, Parameter(help="rendezvous URL: tcp://HOST:PORT, file:///PATH or env://")] = None,
-    world_size: Annotated[int | None, Parameter(help="with --init: number of processes on all machines")] = None,
-    rank: Annotated[int | None, Parameter(help="with --init: rank of this process, counted from 0")] = None,
-    rank_table: Annotated[str | None, Parameter(help="Ascend rank table that lists this machine")] = None,
-    cluster: Annotated[str | None, Parameter(help="cluster file that lists this machine")] = None,
-    backend: Backend = None,
-    device: Device = None,
-    pretrained: Pretrained = None,
-    compile_: Compile = None,
-    debug_rank: DebugRank = None,
-    set_: Settings = None,
-    show_config: ShowConfig = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    job: JobFlags = JobFlags(),
+    place: PlaceFlags = PlaceFlags(),
+    run: RunFlags = RunFlags(),
 ) -> int:
     """Train a classifier.
 
     Every option of the job is also a flag, such as --train.momentum 0.8; --show-config lists all options.
     """
-    from manyhands.config.load import load_job
-    from manyhands.parallel.options import MODE_OF_PLANS
-    from manyhands.run.find import find_start
+    values, file = job_or_script(data, model, arguments)
+    loaded = load(values | {"cluster.processes": processes}, job, place, run, file=file, recipe=job.recipe)
+    if run.show_config:
+        return print_config(loaded)
+    from manyhands.cli.training import run_job
 
-    flags: dict[str, Any] = {
-        **what(data, model, arguments),
-        "cluster.processes": processes,
-        "train.epochs": epochs,
-        "train.batch": batch,
-        "train.lr": lr,
-        "train.seed": seed,
-        "run.out": out,
-        "checkpoint.resume": find_start(resume),
-        "data.dir": data_dir,
-        "parallel.mode": parallel or (MODE_OF_PLANS if pin else None),
-        "parallel.mesh": mesh,
-        "parallel.pin": tuple(pin) if pin else None,
-        "sync.method": sync,
-        "cluster.elastic": elastic,
-        "cluster.init": init,
-        "cluster.world_size": world_size,
-        "cluster.rank": rank,
-        "cluster.rank_table": rank_table,
-        "cluster.file": cluster,
-        "cluster.backend": backend,
-        "cluster.debug_rank": debug_rank,
-        "cluster.device": device,
-        "model.pretrained": pretrained,
-        "train.compile": compile_,
-    }
-    job_file = Path(data) if data and data.endswith(".toml") else None
-    loaded = load_job({**flags, **settings(set_ or [])}, file=job_file, recipe=recipe or "")
-    if show_config:
-        from manyhands.cli.show_config import print_config
+    return run_job(loaded, run)
 
-        print_config(loaded)
+
+def launch(
+    data: Data = None,
+    model: Model = None,
+    /,
+    *arguments: Arguments,
+    machines: LaunchFlags = LaunchFlags(),
+    job: JobFlags = JobFlags(),
+    run: RunFlags = RunFlags(),
+) -> int:
+    """Train on several machines, started and monitored from here over ssh; or submit the job to a scheduler."""
+    values, file = job_or_script(data, model, arguments)
+    loaded = load(values, machines, job, run, file=file, recipe=job.recipe)
+    if run.show_config:
+        return print_config(loaded)
+    cluster, script = loaded.job.cluster, loaded.job.run.script
+    if cluster.on and script:
+        wrong = f"a script of your own can't be submitted to {cluster.on}"
+        hints = ("name the machines: --hosts n1,n2", "or start the script without manyhands: srun, torchrun")
+        raise UserError(wrong, "--on", hints)
+    if cluster.on:
+        from manyhands.run.submit import submit
+
+        show(submit(loaded.job, file, cluster.on, dry_run=run.dry_run))
         return 0
-    from manyhands.cli.training import run
+    if not cluster.hosts and not cluster.hostfile:
+        hints = ("add --hosts n1,n2 or --hostfile FILE", "or --on slurm")
+        raise UserError("no machines are named", "manyhands launch", hints)
+    from manyhands.cli.training import run_job
 
-    return run(loaded, dry_run=dry_run, as_json=as_json, quiet=quiet)
+    return run_job(loaded, run)
 
 
-def what(data: str | None, model: str | None, arguments: Sequence[str]) -> dict[str, Any]:
-    """Which data and network are to be trained, or which script of the user's is to run, by dotted key.
+def job_or_script(data: str | None, model: str | None, arguments: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
+    """The data and network to train, or the user's script to run, by dotted key; and the job.toml, if one is named.
 
     Raises:
         UserError: there are words that belong to nothing.
     """
     if data and data.endswith(".py"):
-        return {"run.script": (data, *filter(None, (model,)), *arguments)}
+        return {"run.script": (data, *filter(None, (model,)), *arguments)}, None
     words = [word for word in (data, model, *arguments) if word and re.match(r"[A-Za-z_][\w.]*=", word)]
     if words and not any(Path(word).exists() for word in words):
         from manyhands.config.load import meant_key
@@ -139,4 +97,19 @@ def what(data: str | None, model: str | None, arguments: Sequence[str]) -> dict[
     if arguments:
         hints = ("pass arguments only to a script of your own: manyhands train train.py -n 2 -- ARGUMENTS",)
         raise UserError(f'unexpected argument "{arguments[0]}"', "command line", hints)
-    return {"model.name": model, "data.name": None if data and data.endswith(".toml") else data}
+    return named(data, model)
+
+
+def resume(name: RunName, /, *, flags: ResumeFlags = ResumeFlags(), run: RunFlags = RunFlags()) -> int:
+    """Resume a stopped or failed run at the exact next sample, on any number of processes."""
+    from manyhands.run.resume import load_resumed
+
+    values = {"cluster.debug_rank": -1}
+    for group in (flags, run):
+        values |= {key: value for key, value in group.job_values().items() if value is not None}
+    loaded = load_resumed(name, values)
+    if run.show_config:
+        return print_config(loaded)
+    from manyhands.cli.training import run_job
+
+    return run_job(loaded, run, resume_hint=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from manyhands.core.run_folder import holds_run
+from manyhands.cluster.folders import holds_run
 
 SUFFIXES = frozenset({".py", ".toml", ".yaml", ".yml", ".json", ".cfg", ".ini"})
 LEFT_OUT = frozenset({"runs", "node_modules", "__pycache__", "site-packages"})
@@ -39,13 +39,13 @@ _NAMES = re.compile(
 _WORDS = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY-----|aws_secret_access_key|\"type\"\s*:\s*\"service_account\"", re.IGNORECASE
 )
-# Words of tokenizers, not of doors.
+# Files of tokenizers.
 _HARMLESS = {"tokens.txt", "tokens.json", "special_tokens.json", "added_tokens.json", "special_tokens.txt"}
 _HEAD_BYTES = 64 << 10
 
 
 class TooManyFoldersError(ValueError):
-    """The folder has more folders than were to be looked at."""
+    """A folder has more subfolders than the limit of a search."""
 
 
 def code_files(
@@ -55,16 +55,16 @@ def code_files(
     most_folders: int | None = None,
     leave: Callable[[Path, str], object] = lambda _path, _why: None,
 ) -> Iterator[Path]:
-    """The code below a folder, in a fixed order; folders that links lead to aren't entered.
+    """Yields the code below a folder in a fixed order, without following links to folders.
 
     Args:
-        folder: where to look.
-        suffixes: of files that are code.
-        most_folders: to look at; None for all.
-        leave: told of each file that is left behind, and why: CREDENTIALS or ELSEWHERE.
+        folder: the folder to search.
+        suffixes: suffixes of code files.
+        most_folders: the number of folders to search; None for all.
+        leave: called for each file that is left out, with the reason: CREDENTIALS or ELSEWHERE.
 
     Raises:
-        TooManyFoldersError: there are more than `most_folders`; what was found before has been given.
+        TooManyFoldersError: there are more than `most_folders`, after the files of those.
     """
     top = folder.resolve()
     for count, (place, folders, names) in enumerate(os.walk(folder)):
@@ -74,13 +74,12 @@ def code_files(
         folders[:] = sorted(name for name in folders if not _left_out(here / name))
         for name in sorted(names):
             path = here / name
-            if why := _reason_to_leave(path, top):
-                leave(path, why)
-            elif _is_code(path, suffixes):
-                if holds_credentials(path):
-                    leave(path, CREDENTIALS)
-                else:
-                    yield path
+            why = _reason_to_leave(path, top)
+            code = not why and _is_code(path, suffixes)
+            if why or (code and _holds_key(path)):
+                leave(path, why or CREDENTIALS)
+            elif code:
+                yield path
 
 
 def _is_code(path: Path, suffixes: frozenset[str]) -> bool:
@@ -89,8 +88,8 @@ def _is_code(path: Path, suffixes: frozenset[str]) -> bool:
 
 
 def _reason_to_leave(path: Path, top: Path) -> str:
-    """Why a file isn't code whatever is in it, from its name and from where it really lies; empty where it may be."""
-    if named_like_credentials(path.name):
+    """Returns why a file isn't code, from its name and the target of a link; empty if it may be."""
+    if _named_like_credentials(path.name):
         return CREDENTIALS
     if not path.is_symlink():
         return ""
@@ -98,7 +97,7 @@ def _reason_to_leave(path: Path, top: Path) -> str:
     if not real.is_relative_to(top):
         return ELSEWHERE
     inside = real.relative_to(top)
-    return CREDENTIALS if inside.name.startswith(".") or named_like_credentials(inside.name) else ""
+    return CREDENTIALS if inside.name.startswith(".") or _named_like_credentials(inside.name) else ""
 
 
 def _left_out(folder: Path) -> bool:
@@ -106,15 +105,13 @@ def _left_out(folder: Path) -> bool:
     return hidden or (folder / "pyvenv.cfg").exists() or holds_run(folder)
 
 
-def named_like_credentials(name: str) -> bool:
-    """True for a file whose name says that it opens something."""
+def _named_like_credentials(name: str) -> bool:
+    """Returns True for names of files with passwords or keys."""
     return name.lower() not in _HARMLESS and _NAMES.fullmatch(name) is not None
 
 
-def holds_credentials(path: Path) -> bool:
-    """True for a file named like credentials, and for a text, other than a program, that holds a key."""
-    if named_like_credentials(path.name):
-        return True
+def _holds_key(path: Path) -> bool:
+    """Returns True for a text file, other than a program, that contains a key."""
     if path.suffix == ".py":
         return False
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""A process's failure on its way to the user: as what ends the process, and as an error for the screen."""
+"""The failure of a process as an exception in the process and as an error for the user."""
 
 import platform
 import re
@@ -8,7 +8,7 @@ from manyhands.core.records import Failure
 
 
 class Failed(Exception):  # noqa: N818 - it carries a failure, it isn't one
-    """A process could not go on; carries its record."""
+    """Ends a process that has written its failure record."""
 
     def __init__(self, record: Failure) -> None:
         super().__init__(record.what)
@@ -16,13 +16,13 @@ class Failed(Exception):  # noqa: N818 - it carries a failure, it isn't one
 
 
 def users_place(record: Failure) -> str:
-    """file:line of the user's own code that a failure came from; empty where it came from none."""
+    """Returns file:line of the user's own code in a failure; empty if it has none."""
     lines = re.findall(r'File "([^"\n]+)", line (\d+)', record.excerpt)
     return ":".join(lines[-1]) if lines else ""
 
 
 def as_error(record: Failure) -> ManyhandsError:
-    """A failure's record as an error for the user's screen, with what of its traceback is the user's own."""
+    """Makes an error for the user, with the lines of the traceback that are in their own files."""
     step = f", step {record.step}" if record.step is not None else ""
     line = users_place(record)
     rank = f"rank {record.rank} on {record.host}{step}{record.phase and f' ({record.phase})'}"

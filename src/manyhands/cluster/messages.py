@@ -1,20 +1,26 @@
 """Messages between a launcher and its agents: typed values, each one line of JSON with its version and number.
 
-The packages that use them define their kinds. Nothing is unpickled, and a value of another type is refused.
+The launcher calls methods of an agent, those that are marked `remote`:
+
+    port = link.ask(call(Agent.bind, "127.0.0.1"), ASK_S)   # an int, as the method's annotation says
+
+The packages that send events define their kinds. Nothing is unpickled, and a value of another type is refused.
 """
 
 import functools
+import inspect
 import json
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
-from typing import Any, ClassVar, Generic, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 
 from manyhands.core.files import parse_json
 
 # Both ends must be of one version. It grows with every change of a message.
-VERSION = 6
+VERSION = 7
 # What may stand in one line; a machine's whole code may be in a request, a run's records in an answer.
 LONGEST_LINE = 64 * 1024 * 1024
 HINTS = ("install the same version of manyhands on all machines",)
@@ -31,29 +37,24 @@ class Message:
         Message.kinds[cls.__name__] = cls
 
 
-A = TypeVar("A", bound=Message, covariant=True)
+@dataclass(frozen=True)
+class Call(Message):
+    """Calls a method of the agent; answered with `CallResult` or `RequestFailed` under the same number."""
 
-
-class Request(Message, Generic[A]):
-    """A message that is answered with one of type A, or with `RequestFailed`, under the same number."""
-
-    answer: ClassVar[type[Message]]  # the type of its answer
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for base in getattr(cls, "__orig_bases__", ()):
-            if get_origin(base) is Request:
-                (cls.answer,) = get_args(base)
+    method: str
+    arguments: dict[str, Any]  # by the names of its parameters
 
 
 @dataclass(frozen=True)
-class Done(Message):
-    """The answer to a request that was carried out."""
+class CallResult(Message):
+    """What a method of the agent returned, under the number of its call."""
+
+    value: Any = None
 
 
 @dataclass(frozen=True)
 class RequestFailed(Message):
-    """The answer to a request that failed."""
+    """The answer to a call that failed."""
 
     what: str  # one sentence
     where: str = ""  # what it is about; empty for the machine itself
@@ -66,13 +67,80 @@ class Misunderstood(RequestFailed):
     """The answer to a message of another version, or one that does not fit its type."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+M = TypeVar("M", bound=Callable[..., Any])
+_remote: set[Callable[..., Any]] = set()
+
+
+def remote(method: M) -> M:
+    """Marks a method that a launcher may call; `perform` checks the arguments against its annotations."""
+    _remote.add(method)
+    return method
+
+
+@dataclass(frozen=True)
+class Request(Generic[R]):
+    """A call whose answer has the type that the method's annotation names."""
+
+    call: Call
+    method: Callable[..., R]
+
+    def result(self, answer: CallResult) -> R:
+        """Returns the answer's value. Raises ValueError where it has another type."""
+        try:
+            return _adapter(get_type_hints(self.method)["return"]).validate_python(answer.value)
+        except ValidationError as error:
+            raise _first(self.call.method, error) from None
+
+
+def call(method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Request[R]:
+    """Returns the request that calls a remote method with these arguments."""
+    _, *arguments = inspect.signature(method).bind(None, *args, **kwargs).arguments.items()
+    return Request(Call(method.__name__, dict(arguments)), method)
+
+
+class InvalidCallError(ValueError):
+    """There is no such remote method, or the arguments do not fit it."""
+
+
+def perform(agent: object, call: Call) -> Any:
+    """Calls a remote method of `agent` and returns its result.
+
+    Raises:
+        InvalidCallError: there is no such method, or the arguments do not fit it.
+    """
+    method: Callable[..., Any] | None = getattr(type(agent), call.method, None)
+    if method is None or method not in _remote:
+        raise InvalidCallError(f"unknown method {call.method!r}")
+    try:
+        arguments = _arguments(method).model_validate(call.arguments)
+    except ValidationError as error:
+        raise InvalidCallError(_first(call.method, error)) from None
+    return method(agent, **dict(arguments))
+
+
 @functools.cache
-def _adapter(kind: type[Message]) -> TypeAdapter[Any]:
+def _arguments(method: Callable[..., Any]) -> type[BaseModel]:
+    hints, (_, *parameters) = get_type_hints(method), inspect.signature(method).parameters.values()
+    fields: dict[str, Any] = {
+        each.name: (hints[each.name], ... if each.default is each.empty else each.default) for each in parameters
+    }
+    return create_model(method.__name__, __config__=ConfigDict(extra="forbid"), **fields)
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
+def _first(name: str, error: ValidationError) -> ValueError:
+    first = error.errors(include_url=False)[0]
+    return ValueError(f"{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}")
+
+
 def encode(message: Message, number: int = 0) -> bytes:
-    """Returns a message as a line; an answer has its request's number, an event has 0."""
+    """Returns a message as a line; an answer has its call's number, an event has 0."""
     kind = type(message)
     content = {"v": VERSION, "is": kind.__name__, "id": number, "with": _adapter(kind).dump_python(message)}
     return json.dumps(content).encode() + b"\n"
@@ -109,8 +177,7 @@ def _typed(content: dict[str, Any]) -> Message:
     try:
         return _adapter(kind).validate_python(content.get("with"))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ValueError(f"{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}") from None
+        raise _first(str(name), error) from None
 
 
 class Unacknowledged:

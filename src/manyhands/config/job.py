@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Literal, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from manyhands.checkpoint.options import CheckpointOptions
 from manyhands.core.choices import did_you_mean
@@ -17,7 +17,7 @@ from manyhands.parallel.options import ParallelOptions
 from manyhands.sync.options import SyncOptions
 
 BUILT_IN_OPTIMIZERS = ("sgd", "adamw")
-# What only the built-in ones are told; an optimizer of the user's own says it itself.
+# Options of the built-in ones; the user's own optimizer sets its own.
 OF_BUILT_IN_OPTIMIZERS = ("lr", "momentum", "nesterov", "betas", "weight_decay", "decay_norm_and_bias", "bias_rate")
 KEYS_OF_BUILT_IN_OPTIMIZERS = tuple(f"train.{name}" for name in OF_BUILT_IN_OPTIMIZERS)
 BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
@@ -25,12 +25,12 @@ BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
 _DEBUG_TIMEOUT_S = 864_000.0
 # Options that a run decides once where they are "auto", by their dotted keys; its job.toml holds the decisions.
 MEASURED = ("train.precision", "train.channels_last")
-# Stands in a job for what was an object in Python; object:NAME for one of several.
+# The value of an option that was an object in Python; object:NAME for one of several.
 OBJECT = "object"
-# What an evaluation finds anyway, and what of it is better.
+# The figures of every evaluation, and which of their values is better.
 _BETTER = {"top1": "highest", "top5": "highest", "loss": "lowest"}
 BY_TOP1 = "highest top1"
-# What its lines say anyway.
+# The figures of an evaluation's record, whose names no metric may have.
 _FIGURES: tuple[str, ...] = ("top1", "top5", "loss", "val_loss", "train_loss", "epoch", "evaluated", "best")
 
 
@@ -45,7 +45,7 @@ class TrainOptions(Options):
         description="maximum samples per pass on each process; gradients of several passes accumulate; 0: no limit",
     )
     optimizer: str = Field(
-        default="sgd", description="sgd (with momentum), adamw, or your own file.py:function of the parameters"
+        default="sgd", description="sgd, adamw, or file.py:function that takes the parameters and returns an optimizer"
     )
     lr: float = Field(default=0.05, gt=0.0, description="peak learning rate; your own optimizer sets its own")
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="momentum of sgd")
@@ -56,12 +56,16 @@ class TrainOptions(Options):
     bias_rate: float = Field(default=1.0, gt=0.0, description="learning rate of biases and norms, as a multiple of lr")
     schedule: str = Field(
         default="cosine",
-        description="learning rate schedule: constant, step, cosine, one-cycle, or your own file.py:function of the "
-        "step or of the optimizer",
+        description="learning rate schedule: constant, step, cosine, one-cycle, or file.py:function that takes the "
+        "step or the optimizer",
     )
     warmup_epochs: float = Field(default=0.0, ge=0.0, description="epochs of linear learning rate warm-up")
-    step_epochs: int = Field(default=30, ge=1, description="for step: epochs between two drops of the rate")
-    step_factor: float = Field(default=0.1, gt=0.0, le=1.0, description="for step: factor of each drop")
+    step_epochs: int = Field(
+        default=30, ge=1, description="for schedule step: epochs between drops of the learning rate"
+    )
+    step_factor: float = Field(
+        default=0.1, gt=0.0, le=1.0, description="for schedule step: factor of the learning rate at each drop"
+    )
     loss: str = Field(default="cross-entropy", description="cross-entropy, nll, or file.py:function")
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0, description="label smoothing of cross-entropy")
     clip: float = Field(default=0.0, ge=0.0, description="largest global norm of the gradients; 0: no clipping")
@@ -127,25 +131,18 @@ class TrainOptions(Options):
         """The values that may name objects in the user's code, as file.py:object."""
         return (self.loss, self.optimizer, self.schedule, *self.metrics)
 
-    @field_validator("optimizer")
-    @classmethod
-    def _names_an_optimizer(cls, word: str) -> str:
-        if word not in {*BUILT_IN_OPTIMIZERS, OBJECT} and not is_object_reference(word):
-            hint = did_you_mean(word, BUILT_IN_OPTIMIZERS)
-            raise ValueError(f"should be sgd, adamw or file.py:function{hint and f'; {hint}'}")
-        return word
-
     @property
     def custom_schedule(self) -> bool:
         """True if the schedule is an object in the user's code."""
         return self.schedule not in BUILT_IN_SCHEDULES
 
-    @field_validator("schedule")
+    @field_validator("optimizer", "schedule")
     @classmethod
-    def _names_a_schedule(cls, word: str) -> str:
-        if word not in {*BUILT_IN_SCHEDULES, OBJECT} and not is_object_reference(word):
-            hint = did_you_mean(word, BUILT_IN_SCHEDULES)
-            raise ValueError(f"should be {', '.join(BUILT_IN_SCHEDULES)} or file.py:function{hint and f'; {hint}'}")
+    def _is_known_or_custom(cls, word: str, info: ValidationInfo) -> str:
+        known = BUILT_IN_OPTIMIZERS if info.field_name == "optimizer" else BUILT_IN_SCHEDULES
+        if word not in {*known, OBJECT} and not is_object_reference(word):
+            hint = did_you_mean(word, known)
+            raise ValueError(f"should be {', '.join(known)} or file.py:function{hint and f'; {hint}'}")
         return word
 
     @field_validator("metrics", mode="before")
@@ -175,16 +172,11 @@ class TrainOptions(Options):
             raise ValueError(f"{which} includes its own warm-up; remove warmup_epochs")
         if self.start_epoch > self.epochs:
             raise ValueError(f"start_epoch {self.start_epoch} is greater than epochs {self.epochs}")
-        self._refuse_best()
+        criteria = [f"{way} {name}" for name, way in _BETTER.items()]
+        criteria += [f"{way} {word.rpartition(':')[2]}" for word in self.metrics for way in ("highest", "lowest")]
+        if self.best not in criteria:
+            raise ValueError(f'best should be one of: {", ".join(criteria)}; found "{self.best}"')
         return self
-
-    def _refuse_best(self) -> None:
-        """Raises ValueError if `best` is not the name of a metric with a direction."""
-        own = [word.rpartition(":")[2] for word in self.metrics]
-        may_be = [f"{way} {name}" for name, way in _BETTER.items()]
-        may_be += [f"{way} {name}" for name in own for way in ("highest", "lowest")]
-        if self.best not in may_be:
-            raise ValueError(f'best should be one of: {", ".join(may_be)}; found "{self.best}"')
 
 
 class ClusterOptions(Options):
@@ -217,12 +209,10 @@ class ClusterOptions(Options):
         "machines that can log in to each other",
     )
     relay: bool = Field(
-        default=False,
-        description="connect machines that can't log in to each other through the launching machine",
+        default=False, description="connect machines that can't log in to each other through the launching machine"
     )
     detach: bool = Field(
-        default=False,
-        description="keep training when the terminal closes or the launching machine goes down",
+        default=False, description="keep training when the terminal closes or the launching machine goes down"
     )
     ssh: str = Field(default="ssh", description="ssh command, with any options")
     python: str = Field(default="", description="Python on the other machines; empty: detected")
@@ -236,7 +226,6 @@ class ClusterOptions(Options):
     join_warn_s: float = Field(default=30.0, gt=0.0, description="seconds until missing processes are named")
     join_timeout_s: float = Field(default=600.0, gt=0.0, description="seconds to wait for missing processes")
     collective_timeout_s: float = Field(default=600.0, gt=0.0, description="seconds a collective waits for a peer")
-
     debug_rank: int = Field(default=-1, ge=-1, description="start this rank under debugpy; -1: none")
     debug_port: int = Field(default=5678, ge=1, le=65535, description="port of debugpy on 127.0.0.1")
 
@@ -278,7 +267,6 @@ class ClusterOptions(Options):
     @field_validator("elastic")
     @classmethod
     def _is_elastic(cls, given: str) -> str:
-        """Raises ValueError for what isn't a word of it, or two numbers of which the first isn't the smaller."""
         least, colon, most = given.partition(":")
         numbers = [int(one) for one in (least, most) if re.fullmatch(r"[1-9]\d{0,3}", one)]
         if given not in {"on", "off"} and (len(numbers) != 1 + bool(colon) or numbers != sorted(numbers)):
@@ -288,7 +276,7 @@ class ClusterOptions(Options):
     @field_validator("shares", mode="before")
     @classmethod
     def _are_shares(cls, given: object) -> object:
-        """Raises ValueError in one sentence, where each of the kinds would have its own."""
+        """Raises ValueError: one sentence, where pydantic has one for each kind."""
         if given in ("machines", "equal", "auto"):
             return given
         numbers: list[object] = list(cast(Any, given)) if isinstance(given, list | tuple) else []
@@ -332,13 +320,11 @@ class RunOptions(Options):
         description="seconds between progress records, and between checks for a stop request",
     )
     log_steps: int = Field(
-        default=0,
-        ge=0,
-        description="print a line at the first update of an epoch and every N updates; 0: by time",
+        default=0, ge=0, description="print a line at the first update of an epoch and every N updates; 0: by time"
     )
     report: bool = Field(default=True, description="write report.html at the end")
     trace_steps: int = Field(
-        default=0, ge=0, le=1000, description="end after this many updates and write their trace.json; 0: train"
+        default=0, ge=0, le=1000, description="record a trace of this many updates (trace.json), then end; 0: no trace"
     )
     script: tuple[str, ...] = Field(
         default=(), description="your own training script and its arguments, run in place of the built-in training"

@@ -1,13 +1,13 @@
-"""Builds a Job from its five sources and remembers where each value came from.
+"""Builds a Job from its five sources and records the source of each value.
 
 Flags win over the environment, the environment over job.toml, job.toml over the recipe of the data set and network,
-the recipe over the defaults. All mistakes are reported at once, each with its place.
+the recipe over the defaults. All mistakes are reported at once, each with its source.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -29,23 +29,11 @@ ENVIRONMENT_PREFIX = "MANYHANDS_"
 _RESERVED = ("DATA", "CACHE", "MIRROR", "TESTED_DEVICES", "DEVICE_INDEX", "FAILURE_FILE", "HEARTBEAT_FILE", "TUNNELS")
 ENVIRONMENT_RESERVED = {ENVIRONMENT_PREFIX + name for name in _RESERVED}
 # Options that name a file or folder, or may do so.
-NAMES_OF_FILES = frozenset(
-    {
-        "data.name",
-        "data.dir",
-        "model.name",
-        "model.weights",
-        "parallel.plan",
-        "cluster.hostfile",
-        "cluster.file",
-        "cluster.rank_table",
-        "cluster.workdir",
-        "checkpoint.resume",
-        "checkpoint.pth_tar",
-        "run.out",
-    }
-)
-# What is wrong, where that was said, and what to do.
+NAMES_OF_FILES = {
+    "data.name", "data.dir", "model.name", "model.weights", "parallel.plan", "cluster.hostfile", "cluster.file",
+    "cluster.rank_table", "cluster.workdir", "checkpoint.resume", "checkpoint.pth_tar", "run.out",
+}  # fmt: skip
+# A problem of one value: the fact, where the value is from, and a hint.
 Problem = tuple[str, str, str]
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4_095
 Values = dict[str, Any]
@@ -75,8 +63,6 @@ _NAMES_ELSEWHERE = {
 }
 _ELSEWHERE = {word: key for key, words in _NAMES_ELSEWHERE.items() for word in words.split()}
 
-_KEY_OR_VALUE = ('write values as key = "text" or key = 3',)
-
 
 @dataclass(frozen=True)
 class LoadedJob:
@@ -99,7 +85,7 @@ def load_job(
     Args:
         flags: dotted key to value, as given on the command line or in Python; None values are left out.
         file: a job.toml.
-        job: what was given in Python, in the place of a job.toml: the values that were set, not the defaults.
+        job: what was given in Python in place of a job.toml; its defaults don't count.
         environment: MANYHANDS_SECTION__KEY variables; the process's own if None.
         recipe: name of the recipe; empty for that of the data set.
 
@@ -123,11 +109,9 @@ def load_job(
     if values.get("train.loss", "cross-entropy") != "cross-entropy":
         # A recipe's smoothing is for its own loss.
         merged.pop("train.label_smoothing", None)
-    optimizer = str(values.get("train.optimizer", ""))
-    if optimizer == OBJECT or is_object_reference(optimizer):
+    if _is_custom(values.get("train.optimizer")):
         _leave_to_own_optimizer(merged, origins)
-    schedule = str(values.get("train.schedule", ""))
-    if schedule == OBJECT or is_object_reference(schedule):
+    if _is_custom(values.get("train.schedule")):
         merged.pop("train.warmup_epochs", None)
     _overlay(merged, merged_origins, values, "")
     merged_origins.update(origins)
@@ -136,8 +120,13 @@ def load_job(
     return LoadedJob(checked, merged_origins)
 
 
+def _is_custom(value: Any) -> bool:
+    """True for the user's own object, in Python or as file.py:name."""
+    return isinstance(value, str) and (value == OBJECT or is_object_reference(value))
+
+
 def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
-    """Drops a recipe's word for the built-in optimizers; the user's own word for them is refused, as it'd be lost."""
+    """Drops a recipe's options of the built-in optimizers. Raises UserError: the user sets one, which has no effect."""
     for name in OF_BUILT_IN_OPTIMIZERS:
         recipe.pop(f"train.{name}", None)
         origin = origins.get(f"train.{name}", "")
@@ -148,10 +137,10 @@ def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
 
 
 def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJob:
-    """Builds a job on what a user of Python gives: a Job, the path of a job.toml, or nothing; `flags` win over it.
+    """Builds a job on what Python code gives: a Job, the path of a job.toml, or nothing; `flags` win over it.
 
     Raises:
-        UserError: it is something else, or a value is wrong.
+        UserError: `base` is something else, or a value is wrong.
     """
     if isinstance(base, str | Path):
         return load_job(flags, file=Path(base).expanduser())
@@ -163,11 +152,7 @@ def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJo
 
 
 def written_values(file: Path) -> Values:
-    """What a job.toml says, by dotted key, unchecked.
-
-    Raises:
-        UserError: it is missing, or isn't TOML.
-    """
+    """The values of a job.toml by dotted key, unchecked. Raises UserError: the file is missing, or isn't TOML."""
     values: Values = {}
     _overlay(values, {}, flatten(read_toml(file)), "")
     values.pop("train.cuda_graphs", None)  # an option of older versions, as is "auto" for train.compile
@@ -185,9 +170,9 @@ def _overlay(values: Values, origins: dict[str, str], layer: Values, name: str) 
 
 
 def _name_known_set(values: Values, origins: dict[str, str]) -> None:
-    """A path to a known set's published files means that set, with its recipe, in that folder."""
+    """Replaces a path to a known set's published files by the set's name and that folder."""
     name = str(values.get("data.name", ""))
-    if not any(_too_long_a_name("data.name", name)) and (known := named(name)):
+    if not _unusable("data.name", name) and (known := named(name)):
         values["data.name"], values["data.dir"] = known
         origins["data.dir"] = origins["data.name"]
 
@@ -247,22 +232,18 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
     origins = {key: f"flag --{key}" if origin == "flag" else origin for key, origin in origins.items()}
     problems = [_unknown(key, origins) for key in values if key not in keys]
     problems += [
-        (f"{key} {what}", origins.get(key, "job"), "")
-        for key in values
-        for what in (*_unwritable(values[key]), *_too_long_a_name(key, values[key]))
+        (f"{key} {what}", origins.get(key, "job"), "") for key in values if (what := _unusable(key, values[key]))
     ]
     tree: dict[str, dict[str, Any]] = {}
-    for key in keys:
-        if key in values:
-            section, _, name = key.partition(".")
-            tree.setdefault(section, {})[name] = _as_declared(key, values[key])
+    for key in filter(values.__contains__, keys):
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = _as_declared(key, values[key])
     try:
         job = Job.model_validate(tree)
-    except ValidationError as error:
-        problems += _explained(error, origins)
-    else:
         if not problems:
             return job
+    except ValidationError as error:
+        problems += _explained(error, origins)
     if len(problems) == 1:
         what, where, hints = problems[0]
         raise UserError(what, where, tuple(filter(None, (hints,))))
@@ -298,47 +279,37 @@ def _unknown(key: str, origins: dict[str, str]) -> Problem:
     return f"there is no option {shortened(key)}", origins.get(key, ""), hint
 
 
-def _unwritable(value: Any) -> Iterator[str]:
-    """What is wrong with a text that neither a path nor job.toml can hold."""
+def _unusable(key: str, value: Any) -> str:
+    """The reason why no path or no job.toml can hold a value; empty for all others."""
     words = cast(list[Any], value) if isinstance(value, list | tuple) else [value]
-    if any(isinstance(word, str) and "\0" in word for word in words):
-        yield "contains a NUL character"
-    elif any(isinstance(word, str) and re.search("[\ud800-\udfff]", word) for word in words):
-        yield "is not valid UTF-8"
-
-
-def _too_long_a_name(key: str, value: Any) -> Iterator[str]:
-    """What is wrong with the name of a file that no system can have; to look for it would be an error of the system."""
+    texts = [word for word in words if isinstance(word, str)]
+    if any("\0" in text for text in texts):
+        return "contains a NUL character"
+    if any(re.search("[\ud800-\udfff]", text) for text in texts):
+        return "is not valid UTF-8"
     if key in NAMES_OF_FILES and isinstance(value, str):
-        parts = [len(part.encode(errors="replace")) for part in value.split("/")]
+        parts = [len(part.encode()) for part in value.split("/")]
         if max(parts) > _MOST_NAME_BYTES or sum(parts) + len(parts) > _MOST_PATH_BYTES:
-            yield f"is too long for a file name: {shortened(value)}"
+            return f"is too long for a file name: {shortened(value)}"
+    return ""
 
 
 def _explained(error: ValidationError, origins: dict[str, str]) -> list[Problem]:
-    """A problem for each value: one that may be of several kinds is wrong in as many ways."""
+    """A problem for each value; pydantic has one for each kind that the value may be of."""
     problems: dict[Any, Problem] = {}
-    for number, item in enumerate(map(dict, error.errors())):
-        key = _key_of(item)
+    for number, item in enumerate(error.errors()):
+        # The option; empty for what concerns several sections.
+        key = ".".join(part for part in item["loc"][:2] if isinstance(part, str))
         kinds = [] if item["type"] == "value_error" else _kinds(_declared(key))
-        problems.setdefault(key if kinds else number, _explain(key, kinds, item, origins))
+        given = item.get("input")
+        message = str(item["msg"]).removeprefix("Value error, ")
+        if kinds:
+            message = f"should be {', '.join(kinds[:-1])} or {kinds[-1]}"
+        found = "" if isinstance(given, dict) else f", found {shortened(json.dumps(given, default=str))}"
+        what = f"{key}{key and ': '}{message[0].lower()}{message[1:]}{found}"
+        hint = did_you_mean(given, expected_values(key)) if isinstance(given, str) else ""
+        problems.setdefault(key if kinds else number, (what, origins.get(key, "job"), hint))
     return list(problems.values())
-
-
-def _key_of(item: Mapping[str, Any]) -> str:
-    """The option that an error is about; empty for what concerns several sections."""
-    return ".".join(str(part) for part in item["loc"][:2] if not isinstance(part, int))
-
-
-def _explain(key: str, kinds: Sequence[str], item: Mapping[str, Any], origins: dict[str, str]) -> Problem:
-    given = item.get("input")
-    message = (
-        f"should be {', '.join(kinds[:-1])} or {kinds[-1]}" if kinds else str(item["msg"]).removeprefix("Value error, ")
-    )
-    found = "" if isinstance(given, dict) else f", found {shortened(json.dumps(given, default=str))}"
-    what = f"{key}{key and ': '}{message[0].lower()}{message[1:]}{found}"
-    hint = did_you_mean(given, expected_values(key)) if isinstance(given, str) else ""
-    return what, origins.get(key, "job"), hint
 
 
 def _declared(key: str) -> Any:
@@ -375,11 +346,7 @@ def expected_values(key: str) -> list[str]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Reads a TOML file, in UTF-8 with or without a byte-order mark.
-
-    Raises:
-        UserError: it is missing, or isn't TOML.
-    """
+    """Reads a TOML file, in UTF-8 with or without a byte-order mark. Raises UserError: it is missing, or isn't TOML."""
     try:
         text = decoded(read_bytes(path, MOST_TOML_BYTES, pipes=True))
     except FileNotFoundError:
@@ -387,39 +354,28 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}", str(path)) from None
     except ValueError as error:
-        raise UserError(f"{path} can't be read: {error}", str(path), _as_utf8(path, str(error))) from None
+        hints = ("name a job.toml, which is a small text file",)
+        if "UTF-8" in str(error):
+            encoding = "GBK" if "GBK" in str(error) else "ITS_ENCODING"
+            convert = f"or run iconv -f {encoding} -t UTF-8 {path.name} > job-utf8.toml"
+            hints = ("save the file as UTF-8 in your editor", convert)
+        raise UserError(f"{path} can't be read: {error}", str(path), hints) from None
     try:
         return parse_toml(text)
     except ValueError as error:
-        raise _word_and_table(text, path) or UserError(
-            f"{path} is not TOML: {error}", str(path), _KEY_OR_VALUE
-        ) from None
-
-
-def _as_utf8(path: Path, problem: str) -> tuple[str, ...]:
-    if "UTF-8" not in problem:
-        return ("name a job.toml, which is a small text file",)
-    encoding = "GBK" if "GBK" in problem else "ITS_ENCODING"
-    return (
-        "save the file as UTF-8 in your editor",
-        f"or run iconv -f {encoding} -t UTF-8 {path.name} > job-utf8.toml",
-    )
+        hints = ('write values as key = "text" or key = 3',)
+        raise _word_and_table(text, path) or UserError(f"{path} is not TOML: {error}", str(path), hints) from None
 
 
 def _word_and_table(text: str, path: Path) -> UserError | None:
-    """What to say where a section is given as one word and has options of its own besides, which TOML can't hold."""
+    """The error for a section that is given both as one word and as a table, which TOML can't hold."""
     for section, main in ONE_WORD.items():
         word = re.search(rf"^[ \t]*{section}[ \t]*=[ \t]*(?P<value>[^\s{{][^\n#]*)", text, re.MULTILINE)
         table = re.search(rf"^[ \t]*(\[[ \t]*{section}[ \t]*[\].]|{section}[ \t]*\.)", text, re.MULTILINE)
         if word and table:
             lines = [text.count("\n", 0, found.start()) + 1 for found in (word, table)]
             value = word["value"].strip()[:80]
-            return UserError(
-                f"{section} is a name on line {lines[0]} and a table on line {lines[1]}; TOML allows only one",
-                f"{path}, line {lines[0]}",
-                (
-                    f"write the name into the table: [{section}], and below it {main} = {value}",
-                    f"remove line {lines[0]}",
-                ),
-            )
+            what = f"{section} is a name on line {lines[0]} and a table on line {lines[1]}; TOML allows only one"
+            move = f"write the name into the table: [{section}], and below it {main} = {value}"
+            return UserError(what, f"{path}, line {lines[0]}", (move, f"remove line {lines[0]}"))
     return None

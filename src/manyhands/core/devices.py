@@ -1,4 +1,4 @@
-"""The devices that torch computes on: which one is meant, what is used of it, and when it has done its work."""
+"""The devices that torch computes on: selection, capabilities, synchronization."""
 
 import inspect
 import os
@@ -9,48 +9,48 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import typed_number
 from manyhands.core.machine import this_processor
 
-# Types of accelerators on which `make test-gpu` has passed. On all others what isn't torch's own default is off, unless
-# the variable names the type (docs/guides/gpu-results.md).
+# Types of accelerators on which `make test-gpu` has passed. On others only torch's defaults are used, unless the
+# variable names the type (docs/guides/gpu-results.md).
 _PASSED: tuple[str, ...] = ()
 TESTED_DEVICES = (*_PASSED, *os.environ.get("MANYHANDS_TESTED_DEVICES", "").split(","))
 
 
 def accelerator() -> str:
-    """The type of this machine's accelerators, such as cuda or npu; "cpu" where there is none."""
+    """Returns the type of this machine's accelerators, such as cuda or npu; "cpu" if there are none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found else "cpu"
 
 
 def is_accelerator(device: str | torch.device) -> bool:
-    """True where torch gives a device streams, pinned memory and memory figures: all but the CPU and Apple's GPU."""
+    """Returns True if torch has streams, pinned memory and memory statistics for a device: not for CPU and mps."""
     return torch.device(device).type not in {"cpu", "mps"}
 
 
 def is_tested(device: str | torch.device) -> bool:
-    """True for an accelerator on which more may be used than torch's own defaults."""
+    """Returns True for an accelerator on which more than torch's defaults may be used."""
     return is_accelerator(device) and torch.device(device).type in TESTED_DEVICES
 
 
 def device_name(device: str | torch.device) -> str:
-    """What the vendor calls an accelerator, or this machine's processor."""
+    """Returns the vendor's name of an accelerator, or of this machine's processor."""
     return torch.get_device_module(device).get_device_name(device) if is_accelerator(device) else this_processor().name
 
 
 def device_kind(wanted: str, processes: int) -> str:
-    """The device that a job's word means to each of so many processes; all but "auto" and "auto:1" mean themselves.
+    """Resolves "auto" and "auto:1" to a device type for a number of processes; other words are returned unchanged.
 
     Only one process can use the GPU of an Apple computer: torch has no collectives for it.
     """
     if wanted.partition(":")[0] != "auto":
         return wanted
     found = accelerator()
-    if ":" in wanted:  # stays, so that it is refused, where there is none
+    if ":" in wanted:  # without an accelerator it is kept, and refused later
         return wanted if found == "cpu" else wanted.replace("auto", found)
     return "cpu" if found == "mps" and processes > 1 else found
 
 
 def require_device(kind: str, *hints: str) -> None:
-    """Raises UserError where this machine lacks the device: cuda, cuda:1; `hints` come before the usual one."""
+    """Raises UserError if this machine lacks a device such as cuda or cuda:1; `hints` precede the usual one."""
     name, _, number = kind.partition(":")
     if name == "cpu":
         return
@@ -65,13 +65,13 @@ def require_device(kind: str, *hints: str) -> None:
 
 
 def wait_for(device: str | torch.device) -> None:
-    """Returns once a device has done all that it was given; a CPU always has."""
+    """Waits until a device has finished its queued work; a CPU has no queue."""
     if torch.device(device).type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def computes_bf16(device: str) -> bool:
-    """True where a device multiplies bfloat16 itself, and doesn't make it of float32."""
+    """Returns True if a device has instructions for bfloat16 and doesn't emulate them."""
     if torch.device(device).type == "cpu":
         return this_processor().bf16
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)

@@ -49,7 +49,7 @@ class ManyhandsError(Exception):
 
 
 def _quotable(text: str) -> str:
-    """A text as a screen shows it: one line, of which the middle is left out where it is endless."""
+    """Formats a text as one line, without its middle if it is too long."""
     text = plain(text)
     if len(text) <= MOST_CHARACTERS:
         return text
@@ -57,7 +57,7 @@ def _quotable(text: str) -> str:
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """A text from outside as an error quotes it: at most so many characters."""
+    """Shortens a text from outside, for quotes in errors."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

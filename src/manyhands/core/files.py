@@ -1,6 +1,7 @@
 """Reading files from outside as plain data, and writing files atomically, durably and with the right permissions.
 
-Readers of JSON, TOML and YAML return plain data of a limited size, or raise `UnreadableError`.
+Readers raise `UnreadableError` for content that is too large, too deeply nested, damaged, or no plain data, and OSError
+for a file that can't be read.
 """
 
 import contextlib
@@ -39,12 +40,7 @@ class RepeatedNameError(UnreadableError):
 
 
 def open_file(path: Path, *, pipes: bool = False) -> IO[bytes]:
-    """Opens a regular file for reading, or with `pipes` a pipe.
-
-    Raises:
-        OSError: the file can't be opened.
-        UnreadableError: the file is a pipe, a socket or a device, which could block or never end.
-    """
+    """Opens a regular file for reading, or with `pipes` a pipe. Sockets and devices could block or never end."""
     kind = path.stat().st_mode
     if stat.S_ISREG(kind) or stat.S_ISDIR(kind) or (pipes and stat.S_ISFIFO(kind)):
         return path.open("rb")
@@ -52,12 +48,7 @@ def open_file(path: Path, *, pipes: bool = False) -> IO[bytes]:
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False) -> bytes:
-    """Reads a file. With `pipes`, also a pipe such as the shell makes for `<(COMMAND)`, until its writer closes it.
-
-    Raises:
-        OSError: the file can't be read.
-        UnreadableError: the file is larger than `most_bytes`, a device, or a pipe where none is allowed.
-    """
+    """Reads a file. With `pipes`, also a pipe such as the shell makes for `<(COMMAND)`, until its writer closes it."""
     with open_file(path, pipes=pipes) as file:
         content = file.read(most_bytes + 1)
     _check_size(content, most_bytes)
@@ -65,11 +56,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False)
 
 
 def decoded(content: bytes) -> str:
-    """Decodes UTF-8, with or without a byte-order mark, or UTF-16 with one.
-
-    Raises:
-        UnreadableError: the bytes are neither. The message names the line and, where it fits, GBK.
-    """
+    """Decodes UTF-8, with or without a byte-order mark, or UTF-16 with one. Errors name the line, and perhaps GBK."""
     try:
         return content.decode("utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -88,9 +75,6 @@ def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = F
         text: the JSON; bytes are decoded as `decoded` does.
         infinite: accept NaN and Infinity, for values that the processes of one run exchange.
         once_each: refuse a name that an object has twice; otherwise the last one counts.
-
-    Raises:
-        UnreadableError: the text isn't JSON, is nested too deeply, or has a number that is too long.
     """
     text = decoded(text) if isinstance(text, bytes) else text
     with _parsing():
@@ -107,11 +91,7 @@ def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = F
 
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
-    """Parses TOML.
-
-    Raises:
-        UnreadableError: the text isn't TOML, is too large, is nested too deeply, or has a number that is too long.
-    """
+    """Parses TOML of at most 1 MiB."""
     text = decoded(text) if isinstance(text, bytes) else text
     _check_size(text, MOST_TOML_BYTES)
     with _parsing():
@@ -119,11 +99,7 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
 
 
 def parse_yaml(text: str | bytes) -> tuple[Any, Any]:
-    """Parses YAML. Returns the plain data and the `yaml.Node` it came from, which knows its lines (None if empty).
-
-    Raises:
-        UnreadableError: the text isn't YAML, is too large or nested too deeply, or has an alias or an unreadable value.
-    """
+    """Parses YAML without aliases. Returns the plain data and its `yaml.Node`, which has the lines (None if empty)."""
     import yaml
 
     untyped: Any = yaml
@@ -217,17 +193,6 @@ def private_files() -> Generator[None]:
         os.umask(_umasks.pop())
 
 
-@contextlib.contextmanager
-def usual_files() -> Generator[None]:
-    """Restores the user's own umask within `private_files`, for data sets and caches that users may share."""
-    previous = os.umask(_umasks[0]) if _umasks else None
-    try:
-        yield
-    finally:
-        if previous is not None:
-            os.umask(previous)
-
-
 def usual_umask() -> int:
     """Returns the user's own umask, for a process to start; -1 where it is in force."""
     return _umasks[0] if _umasks else -1
@@ -240,22 +205,26 @@ def one_at_a_time(
 ) -> Generator[None]:
     """Creates the folder of `path` and holds a lock beside `path`, which the system releases if the process dies.
 
+    New files have the user's own umask, because users may share data sets and caches.
+
     Raises:
         UserError: the folder can't be written; with the hints.
     """
     from filelock import FileLock  # not needed to read files, which `--help` does
 
-    with usual_files():
-        lock = FileLock(path.with_name(f".{path.name}.lock"))
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    previous = os.umask(_umasks[0]) if _umasks else None
+    try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except OSError as error:
             raise UserError(f"{path.parent} can't be written: {error.strerror or error}", str(path), hints) from error
-        try:
-            yield
-        finally:
-            lock.release()
+        yield
+    finally:
+        lock.release()
+        if previous is not None:
+            os.umask(previous)
 
 
 @contextlib.contextmanager
@@ -275,21 +244,6 @@ def replacing(path: Path) -> Generator[Path]:
     with temporary(path) as part:
         yield part
         part.replace(path)
-
-
-@contextlib.contextmanager
-def committed(path: Path) -> Generator[Path]:
-    """Does the same as `replacing` for data and caches.
-
-    Raises:
-        UserError: the file can't be written.
-    """
-    try:
-        with replacing(path) as part:
-            yield part
-    except OSError as error:
-        hints = ("free disk space or choose another folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
-        raise UserError(f"{path.name} can't be written: {error.strerror or error}", str(path), hints) from error
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:

@@ -5,7 +5,6 @@ import functools
 import os
 import platform
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,9 +12,6 @@ from typing import NamedTuple
 import psutil
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_STAT = Path("/proc/stat")
-# The resolution of processor times is a hundredth of a second.
-_WATCHED_S = 0.1
 # Instruction sets for bfloat16 as Linux names them: vectors and matrices on x86, the extension of ARM.
 _BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
@@ -70,33 +66,6 @@ def _quota_of(folder: Path) -> float:
         most = (folder / "cpu.cfs_quota_us").read_text()
         return max(0.0, int(most) / int((folder / "cpu.cfs_period_us").read_text()))
     return 0.0
-
-
-class Others:
-    """The processor time that other processes have used since the creation of the object; 0 if it is unknown."""
-
-    def __init__(self) -> None:
-        self._began = self._now()
-
-    def share(self) -> float:
-        """Returns the share of all processors' time, 0 to 1, over at least a tenth of a second."""
-        time.sleep(max(0.0, self._began[1] + _WATCHED_S - time.perf_counter()))
-        busy_s, wall_s, own_s = (now - before for now, before in zip(self._now(), self._began, strict=True))
-        total_s = wall_s * (os.cpu_count() or 1)
-        return min(1.0, max(0.0, (busy_s - own_s) / total_s)) if total_s > 0 else 0.0
-
-    def _now(self) -> tuple[float, float, float]:
-        return _busy_seconds(), time.perf_counter(), time.process_time()
-
-
-def _busy_seconds() -> float:
-    """Returns the time that all processors have worked since the machine started."""
-    try:
-        words = _STAT.read_text().split("\n", 1)[0].split()
-        user, nice, system, _idle, _waiting, *rest = map(int, words[1:9])
-    except (OSError, ValueError):
-        return 0.0
-    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 class Processor(NamedTuple):

@@ -125,19 +125,6 @@ def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None =
     return mesh
 
 
-def factorisations(world_size: int, most_axes: int = 2) -> list[Mesh]:
-    """Returns all meshes of `world_size` processes with axes named dp, tp and tp2, each longer than one."""
-    names = ("dp", "tp", "tp2")
-    divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
-    found = [
-        Mesh(tuple(zip(names, sizes, strict=False)))
-        for count in range(1, min(most_axes, len(names)) + 1)
-        for sizes in itertools.product(divisors, repeat=count)
-        if math.prod(sizes) == world_size
-    ]
-    return found or [Mesh((("dp", 1),))]
-
-
 def bounds(length: int, parts: int) -> list[int]:
     """Returns the edges [parts + 1] of `parts` pieces of a length; sizes differ by one at most.
 

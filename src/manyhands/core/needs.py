@@ -1,4 +1,4 @@
-"""Requirements of sync methods, which parallel modes and jobs offer or not without naming methods."""
+"""Requirements of sync methods, which parallel modes and jobs meet without naming methods."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,20 +1,20 @@
-"""Where a process's time goes: one clock, which always runs for exactly one phase, so that all phases add up."""
+"""The time that a process spends in each phase; the phases add up to the elapsed time."""
 
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 
-# The words of the records, by their numbers below.
+# The names in the records, by the numbers below.
 PHASES = ("data", "compute", "communication", "update", "evaluation", "saving", "records", "other")
 DATA, COMPUTE, COMMUNICATION, UPDATE, EVALUATION, SAVING, RECORDS, OTHER = range(len(PHASES))
 
 
 class PhaseClock:
-    """A process's stopwatch: never waits for a device, and costs a fraction of a microsecond at each change of phase.
+    """A stopwatch that never waits for a device. A change of phase costs a fraction of a microsecond.
 
     Attributes:
-        spans: phase, beginning and end, by `time.perf_counter`, of each stretch of time; None: not kept.
+        spans: phase, start and end (`time.perf_counter`) of each span of time; None if they aren't recorded.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class PhaseClock:
         self.take_queued()
 
     def to(self, phase: int, now: float = 0.0) -> int:
-        """Begins a phase, now or at another moment; returns the one that ends with that."""
+        """Starts a phase, now or at a given time; returns the previous one."""
         now, before = now or perf_counter(), self._phase
         self._seconds[before] += now - self._since
         if self.spans is not None:
@@ -35,7 +35,7 @@ class PhaseClock:
 
     @contextmanager
     def within(self, phase: int) -> Generator[None]:
-        """What happens inside belongs to a phase; for what isn't done in every update."""
+        """Assigns the time of the block to a phase; for work that isn't done in every update."""
         before = self.to(phase)
         try:
             yield
@@ -43,33 +43,33 @@ class PhaseClock:
             self.to(before)
 
     def computed(self, _parameter: object = None) -> None:
-        """A gradient is there: what follows up to the end of backward may be nothing but waiting for others."""
+        """Marks that a gradient is computed: the rest of backward may only wait for other processes."""
         self._computed = perf_counter()
 
     def backward_ends(self) -> None:
-        """All since the last `computed` was waiting, if that was in this phase."""
+        """Assigns the time since the last `computed` to communication, if that was in this phase."""
         if self._computed > self._since:
             self.to(self.to(COMMUNICATION, self._computed))
 
     def take(self) -> list[float]:
-        """Seconds of each phase since the last call."""
+        """Returns the seconds of each phase since the last call."""
         self.to(self._phase)
         taken, self._seconds = self._seconds, [0.0] * len(PHASES)
         self._taken = [before + more for before, more in zip(self._taken, taken, strict=True)]
         return taken
 
     def take_queued(self) -> float:
-        """Seconds since the last call that the main thread waited for a processor; 0 where that isn't known."""
+        """Returns the seconds since the last call that the main thread waited for a processor; 0 if unknown."""
         before = self._queued
         with suppress(OSError, ValueError, IndexError):
             self._queued = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
         return max(0.0, self._queued - before)  # in a fork it begins at zero again
 
     def spent(self, phase: int) -> float:
-        """Seconds of a phase since the clock was made."""
+        """Returns the seconds of a phase since the creation of the clock."""
         self.to(self._phase)
         return self._taken[phase] + self._seconds[phase]
 
 
-# This process's: whatever it trains, its time is spent once.
+# The clock of this process.
 CLOCK = PhaseClock()

@@ -1,11 +1,11 @@
-"""Amounts as users write them, 14GiB of memory or a link of 1gbit, and times as they read them."""
+"""Parsing of amounts of memory and link speeds, such as 14GiB and 1gbit, and formatting of shares and times."""
 
 import re
 
 from manyhands.core.errors import UserError
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z/]*)", re.ASCII)
-_LONGEST = 40  # an amount of more characters is none; a float holds any shorter one
+_LONGEST = 40  # a float can hold a number of this length
 _PREFIXES = ("", "k", "m", "g", "t")
 _BYTES = {
     f"{prefix}{word}": base**power
@@ -17,16 +17,16 @@ _BITS = {f"{prefix}bit": 1000**power / 8 for power, prefix in enumerate(_PREFIXE
 
 
 def percentage(share: float, digits: int = 1) -> str:
-    """A share of one in percent, without the sign; 100 stands for all alone, so 0.9996 is 99.9."""
+    """Formats a share in percent, without the sign. Only 1 is 100: 0.9996 is 99.9."""
     value = round(100 * share, digits)
     return f"{value if share >= 1 else min(value, 100 - 10**-digits):.{digits}f}"
 
 
 def parse_memory(text: str, where: str = "--memory") -> int:
-    """Bytes of "14GiB", "500 MB" or "1000000".
+    """Returns the bytes of "14GiB", "500 MB" or "1000000".
 
     Raises:
-        UserError: it is no amount above nothing.
+        UserError: the text is not a positive amount.
     """
     number, unit = _split(text)
     size = _BYTES.get(unit.lower() or "b")
@@ -37,15 +37,15 @@ def parse_memory(text: str, where: str = "--memory") -> int:
 
 
 def parse_bandwidth(text: str, where: str = "--link") -> float:
-    """Bytes per second of "1gbit", "100 Mbit/s" or "8GB/s".
+    """Returns the bytes per second of "1gbit", "100 Mbit/s" or "8GB/s".
 
     Raises:
-        UserError: it is no such speed, or leaves open whether bits or bytes are meant.
+        UserError: the text is not a speed, or ambiguous between bits and bytes.
     """
     number, unit = _split(text)
     unit = unit.removesuffix("/s")
     size = _BITS.get(unit.lower().removesuffix("s")) or _BITS.get(unit.lower())
-    # "8gb" is read as bits by some and as bytes by others, and the plan would be eight times off.
+    # "8gb" is ambiguous, and the plan would be wrong by a factor of eight.
     if size is None and unit.endswith("B"):
         size = _BYTES.get(unit.lower())
     if number <= 0 or size is None:
@@ -55,7 +55,7 @@ def parse_bandwidth(text: str, where: str = "--link") -> float:
 
 
 def short_time(seconds: float) -> str:
-    """A time in two or three figures: 0.45 ms, 750 ms, 1.03 s, 480 s."""
+    """Formats a time with two or three digits: 0.45 ms, 750 ms, 1.03 s, 480 s."""
     milliseconds = seconds * 1e3
     if milliseconds < 9.95:
         return f"{milliseconds:.2g} ms"

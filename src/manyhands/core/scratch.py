@@ -4,7 +4,6 @@ A process holds a lock in its folder, which the system releases when the process
 such a folder removes this user's folders without a holder. `swept=True` doesn't wait for a next one.
 """
 
-import multiprocessing.util
 import os
 import shutil
 import stat
@@ -17,17 +16,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from manyhands.core.errors import RunError
 from manyhands.core.records import FAILURE_FILE
 
 PREFIX = "manyhands-"
 ALIVE = ".alive"
 # Age from which a folder without a holder is abandoned: the lock is taken after the folder is made.
 NEW_S = 60.0
-# The path of a Unix socket has at most 107 bytes, of which multiprocessing adds 32.
-_LONGEST_SOCKET_FOLDER = 75
-# Folders for sockets if TMPDIR is too long.
-_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 # Waits for a line or for the end of its writer. Processes that are still ending may create a file meanwhile.
 _SWEEP = 'read -r _; rm -rf -- "$0" || { sleep 1; exec rm -rf -- "$0"; }'
 
@@ -62,29 +56,6 @@ def of_this_start() -> Path | None:
     """Returns the folder shared by the workers of this machine until they end; None without an agent."""
     record = os.environ.get(FAILURE_FILE)
     return Path(record).parent if record else None
-
-
-def keep_sockets_of_this_start() -> None:
-    """Puts the sockets of multiprocessing into the folder of this start, where killed data workers leave none behind.
-
-    multiprocessing makes its folder when a process first passes a tensor; forked processes inherit this one. If the
-    path is too long for a socket, the temporary folder or another short folder takes its place.
-
-    Raises:
-        RunError: no writable folder has a path that is short enough.
-    """
-    before = tempfile.gettempdir()
-    for place in map(str, filter(None, (of_this_start(), before, *_SHORT))):
-        if len(os.fsencode(place)) <= _LONGEST_SOCKET_FOLDER and os.access(place, os.W_OK | os.X_OK):
-            break
-    else:
-        hints = ("set a shorter path: export TMPDIR=/tmp",)
-        raise RunError(f"the path {before} is too long for Unix sockets", "TMPDIR", hints)
-    tempfile.tempdir = place
-    try:
-        multiprocessing.util.get_temp_dir()
-    finally:
-        tempfile.tempdir = before
 
 
 def abandoned() -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""Seeds as a pure function of what they are for, so that no generator's state needs saving."""
+"""Seeds as a pure function of their purpose, so that no generator state is saved."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -16,7 +16,7 @@ def mix(value: int) -> int:
 
 
 def derive(seed: int, *parts: int | str) -> int:
-    """Makes a seed of 63 bits for one purpose, such as (7, "order", epoch).
+    """Derives a seed of 63 bits for one purpose, such as (7, "order", epoch).
 
     Equal arguments give equal seeds on every machine and Python version (no use of `hash`).
     """

@@ -1,4 +1,4 @@
-"""What one process has of a micro-batch, as `data.order` shares it out and a network takes it."""
+"""The share of a process in a micro-batch, from `data.order` to the network."""
 
 from dataclasses import dataclass
 
@@ -7,23 +7,23 @@ from manyhands.core.errors import UserError
 
 @dataclass(frozen=True)
 class Span:
-    """A part of one normalisation group that a process holds."""
+    """The part of a BatchNorm group that a process holds."""
 
     group: int  # number of the group within the pass
     start: int  # first row in the process's own batch
     stop: int  # row after the last one
     size: int  # samples in the whole group, over all processes
-    shared: int  # place in the list of groups that several processes hold, or -1 for a group of this process alone
+    shared: int  # index in the list of groups that several processes hold, or -1 for a group of this process alone
     first: bool  # True on the process that holds the group's first sample
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one process takes of one micro-batch."""
+    """The samples of a process in a micro-batch."""
 
     start: int  # first sample, counted within the global batch
-    stop: int  # sample after the last one; equal to start for a process that goes empty-handed
-    spans: tuple[Span, ...]  # the normalisation groups it holds, in order
+    stop: int  # sample after the last one; equal to start for a process without samples
+    spans: tuple[Span, ...]  # the BatchNorm groups it holds, in order
     # sizes of the groups of this micro-batch that several processes hold; equal on all processes
     shared_groups: tuple[int, ...]
 
@@ -34,7 +34,7 @@ class Share:
 
 
 def check_batch(batch: int, processes: int) -> None:
-    """Raises UserError where an update has fewer samples than processes share it."""
+    """Raises UserError if an update has fewer samples than processes."""
     if batch < processes:
         what = f"train.batch ({batch}) is smaller than the number of processes ({processes})"
         raise UserError(what, "train.batch", (f"set --batch {processes} or higher", "or use fewer processes"))

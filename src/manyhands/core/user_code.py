@@ -1,27 +1,21 @@
-"""The user's own code: loading `file.py:object`, announcing code that a run folder names, and its traceback lines.
-
-Code named on the command line runs without a message. Code that a run folder or a plan names is announced before it
-runs, because they may belong to somebody else.
-"""
+"""The user's own code: digests and loading of `file.py:object`, and the user's lines of a traceback."""
 
 import ast
 import functools
 import hashlib
 import importlib.util
 import itertools
-import os
 import site
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
-from manyhands.core.terminal import say
 
 # Local modules of a file of code whose digests are recorded.
 _MOST_FILES = 500
@@ -157,63 +151,6 @@ def _run_file(path: Path, where: str) -> ModuleType:
         what = f"{path.name} can't be loaded: {type(error).__name__}: {message}"
         raise UserError(what, users_line(error) or str(path)) from error
     return module
-
-
-class HasDigests(Protocol):
-    """The record of a trained network."""
-
-    @property
-    def code(self) -> Mapping[str, str]:
-        """SHA-256 by "file.py:object"."""
-        ...
-
-
-def announce(words: Iterable[str], said_by: Path, record: HasDigests | None, instead: str) -> None:
-    """Prints which code a run is about to execute, and whether it has changed since training.
-
-    Args:
-        words: names in the run, such as net.py:Net; names that aren't code are skipped.
-        said_by: the folder or file that contains the names.
-        record: the digests of the code that was trained; None if unknown.
-        instead: how the user names the code on the command line.
-
-    Raises:
-        UserError: the folder or the code is another user's.
-    """
-    for word, file in _files(words, said_by, instead):
-        known: Mapping[str, str] = record.code if record else {}
-        unchanged = all(known.get(name, digest) == digest for name, digest in code_digests([word]).items())
-        trained = "unchanged since training" if unchanged else "CHANGED since training"
-        if word not in known:
-            trained = "the version used in training is unknown"
-        say(f"running code from {file}, as {said_by} requests; {trained}")
-
-
-def announce_planned(word: str, plan: Path, instead: str) -> None:
-    """Prints which code is about to run because a plan.json names it; the digest of the graph detects changes.
-
-    Raises:
-        UserError: the plan or the code is another user's.
-    """
-    for _, file in _files([word], plan, instead):
-        say(f"running code from {file}, as {plan} requests")
-
-
-def _files(words: Iterable[str], said_by: Path, instead: str) -> Iterator[tuple[str, Path]]:
-    """Yields words that name existing code, and their files; see `announce`."""
-    for word in dict.fromkeys(words):
-        file = code_file(word)
-        if file is not None and file.is_file():
-            for place in (said_by, file):
-                refuse_other_users(word, place, said_by, instead.format(word))
-            yield word, file
-
-
-def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> None:
-    """Raises UserError if a file or folder that makes `word` run belongs to another user than root."""
-    if place.exists() and (owner := place.stat().st_uid) not in {0, os.geteuid()}:
-        what = f"{said_by} requests to run {word}, but {place} belongs to another user (uid {owner})"
-        raise UserError(what, str(place), (f"check {word}, then name it yourself: {instead}",))
 
 
 def users_traceback(error: BaseException) -> str:

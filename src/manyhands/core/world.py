@@ -1,11 +1,11 @@
-"""Who takes part: the size of the group of processes and this process's place in it."""
+"""The rank of this process and the number of processes, before and after rendezvous."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all processes of a run."""
+    """The rank and the device of this process in a run."""
 
     rank: int = 0  # 0 … size - 1; rank 0 is the main one
     size: int = 1  # number of processes over all machines
@@ -13,23 +13,23 @@ class World:
     local_size: int = 1  # processes on this machine
     device: str = "cpu"  # torch's name of the device of this process, such as cpu or cuda:1
     backend: str = ""  # torch.distributed's backend, or "" when the process is alone
-    # seconds after which a silent peer is given up, also in groups of some processes; 0 for torch's own
+    # timeout of collectives in seconds, also in groups of some processes; 0 for torch's default
     collective_timeout_s: float = 0.0
 
     @property
     def alone(self) -> bool:
-        """True when there is nobody to talk to."""
+        """True if the run has one process."""
         return self.size == 1
 
     @property
     def is_main(self) -> bool:
-        """True on the one process that writes records and checkpoints."""
+        """True for the process that writes records and checkpoints."""
         return self.rank == 0
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """How a process is to join its group; decided before torch is imported."""
+    """How a process joins its group; decided before torch is imported."""
 
     rank: int = 0  # this process's rank
     size: int = 1  # number of processes
@@ -38,7 +38,7 @@ class ProcessInfo:
     init: str = ""  # "tcp://host:port", "file:///path", "env://", or "" for a process on its own
     backend: str = "auto"  # torch.distributed's backend, or "auto" for the device's own
     device: str = "auto"  # "auto" or torch's name of a device type
-    agent_store: bool = False  # True when a launcher already serves the store (its workers are all clients)
+    agent_store: bool = False  # True if a launcher already serves the store (its workers are all clients)
     started_by: str = "manyhands"  # words for the user: "manyhands", "torchrun", "--init", "environment", "Slurm" …
     join_warn_s: float = 30.0  # seconds after which missing ranks are named
     join_timeout_s: float = 600.0  # seconds after which the process gives up

@@ -5,10 +5,11 @@ times), so changed pictures are decoded anew. <key>.npy has the pixels; <key>.js
 and lists the pictures that couldn't be read.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +19,11 @@ import numpy
 import torch
 from torch import Tensor
 
-from manyhands.core.files import committed, one_at_a_time, read_object
+from manyhands.core.errors import UserError
+from manyhands.core.files import one_at_a_time, read_object, replacing
 from manyhands.data.decode import CorruptImageError, decode, probe
 from manyhands.data.folder import Listing, divided, list_parts, list_whole
-from manyhands.data.listed import Listed, listed_once, of_pack, with_pack
+from manyhands.data.listed import Listed, folder_state, listed_once, of_pack, with_pack
 from manyhands.data.options import DataOptions
 from manyhands.data.packed import is_pack
 from manyhands.data.pictures import to_tensor
@@ -86,7 +88,7 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
         return _pixels(listing, index, channels, size, grey_only)
 
     try:
-        with committed(target) as part, part.open("wb") as file:
+        with _committed(target) as part, part.open("wb") as file:
             shape = (len(listing), channels, size, size)
             header = {"descr": "|u1", "fortran_order": False, "shape": shape}
             numpy.lib.format.write_array_header_1_0(file, header)
@@ -133,9 +135,8 @@ def _key(listing: Listing, *purpose: object) -> str:
     if listing.packed:
         digest.update(listing.packed.pack.digest.encode() + listing.packed.rows.tobytes())
         return digest.hexdigest()[:32]
-    for index, name in enumerate(listing.names):
-        state = os.stat(listing.path(index))  # noqa: PTH116 - tens of thousands of these
-        digest.update(f"{name}\0{state.st_size} {state.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    for name, size_bytes, time_ns in zip(listing.names, *folder_state(listing), strict=True):
+        digest.update(f"{name}\0{size_bytes} {time_ns}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()[:32]
 
 
@@ -145,7 +146,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with committed(path) as part:
+    with _committed(path) as part:
         part.write_text(json.dumps(content), encoding="utf-8")
 
 
@@ -271,3 +272,18 @@ def _files(listing: Listing, corrupt: tuple[int, ...]) -> ImageFiles:
 
 def _good(listing: Listing, corrupt: tuple[int, ...]) -> numpy.ndarray:
     return numpy.delete(numpy.arange(len(listing)), corrupt)
+
+
+@contextlib.contextmanager
+def _committed(path: Path) -> Generator[Path]:
+    """Does the same as `replacing` for the cache.
+
+    Raises:
+        UserError: the file can't be written.
+    """
+    try:
+        with replacing(path) as part:
+            yield part
+    except OSError as error:
+        hints = ("free disk space or choose another folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
+        raise UserError(f"{path.name} can't be written: {error.strerror or error}", str(path), hints) from error

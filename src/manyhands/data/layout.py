@@ -51,6 +51,12 @@ def read_layout(root: Path) -> FolderLayout:
         notes += [f'the folder "{name}" is a class, not a split' for name in kinds if len(folders) > 1]
         splits = _splits_inside(root, folders)
         notes += [f"within each class folder {_uses(splits)}"] if splits else []
+        same = folders_in(root / folders[0]) if len(folders) > 1 and not splits else ()
+        if len(same) > 1 and all(folders_in(root / name) == same for name in folders):
+            notes.append(
+                f"the classes {_quoted(folders[:3])} all hold the folders {_quoted(same[:3])}; if the outer folders "
+                "are splits, rename them to train and test"
+            )
         return FolderLayout(splits, bool(splits), notes=tuple(notes))
     train = _only(root, training)
     if len(beside) > 1:

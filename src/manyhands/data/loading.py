@@ -1,8 +1,10 @@
 """Loaders, which serve requested samples as batches on the device."""
 
 import functools
+import multiprocessing.util
 import os
 import sys
+import tempfile
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -16,13 +18,17 @@ from torch.utils.data import DataLoader
 
 from manyhands.core.devices import is_accelerator, is_tested
 from manyhands.core.errors import ManyhandsError, RunError
-from manyhands.core.scratch import keep_sockets_of_this_start
+from manyhands.core.scratch import of_this_start
 from manyhands.data.child import begin_worker
 from manyhands.data.on_demand import Answer, CustomSamples, FileSamples, Request
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source
 from manyhands.data.transforms import Batch, Normalise, Pixels, augment, middle, set_channels
 
 _MOST_WORKERS = 8
+# The path of a Unix socket has at most 107 bytes, of which multiprocessing adds 32.
+_LONGEST_SOCKET_FOLDER = 75
+# Folders for sockets if TMPDIR is too long.
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 _AHEAD_REQUESTS = 64
 _AHEAD_BYTES = 512 << 10  # of normalised float32 pixels: leaves most of a core's cache to the network
 _RESIZED_BYTES = 512 << 20  # a set that stays smaller than this is resized once, a larger one batch by batch
@@ -245,6 +251,29 @@ class WorkerLoader(Loader):
             # A fork carries the user's data set over, lambdas included.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
         )
+
+
+def keep_sockets_of_this_start() -> None:
+    """Puts the sockets of multiprocessing into the folder of this start, where killed data workers leave none behind.
+
+    multiprocessing makes its folder when a process first passes a tensor; forked processes inherit this one. If the
+    path is too long for a socket, the temporary folder or another short folder takes its place.
+
+    Raises:
+        RunError: no writable folder has a path that is short enough.
+    """
+    before = tempfile.gettempdir()
+    for place in map(str, filter(None, (of_this_start(), before, *_SHORT))):
+        if len(os.fsencode(place)) <= _LONGEST_SOCKET_FOLDER and os.access(place, os.W_OK | os.X_OK):
+            break
+    else:
+        hints = ("set a shorter path: export TMPDIR=/tmp",)
+        raise RunError(f"the path {before} is too long for Unix sockets", "TMPDIR", hints)
+    tempfile.tempdir = place
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
 
 
 class _Requests:

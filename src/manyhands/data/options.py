@@ -15,8 +15,12 @@ class DataOptions(Options):
     download: bool = Field(default=True, description="download a named data set that is missing")
     image_size: int = Field(default=0, ge=0, le=4096, description="picture size in pixels; 0: from data set or model")
     channels: Literal[0, 1, 3] = Field(default=0, description="channels of a picture; 0: from data set or model")
-    mean: tuple[float, ...] = Field(default=(), description="per channel, for pixels in [0, 1]; empty: the data set's")
-    std: tuple[float, ...] = Field(default=(), description="per channel, for pixels in [0, 1]; empty: the data set's")
+    mean: tuple[float, ...] = Field(
+        default=(), description="mean per channel, for pixels in [0, 1]; empty: the data set's"
+    )
+    std: tuple[float, ...] = Field(
+        default=(), description="standard deviation per channel, for pixels in [0, 1]; empty: the data set's"
+    )
     augment: Literal["auto", "none", "crop", "crop-flip", "resized-crop-flip"] = Field(
         default="auto",
         description="crop: shift; crop-flip: shift and mirror; resized-crop-flip: as for ImageNet; auto: the recipe's",
@@ -49,5 +53,7 @@ class DataOptions(Options):
     memory_limit_mib: int = Field(
         default=2048, ge=0, description="keep decoded pictures of one size in memory if they take at most this many MiB"
     )
-    train_samples: int = Field(default=0, ge=0, description="number of training samples to use, spread evenly; 0: all")
-    test_samples: int = Field(default=0, ge=0, description="number of test samples to use, spread evenly; 0: all")
+    train_samples: int = Field(
+        default=0, ge=0, description="use only this many training samples, at even intervals; 0: all"
+    )
+    test_samples: int = Field(default=0, ge=0, description="use only this many test samples, at even intervals; 0: all")

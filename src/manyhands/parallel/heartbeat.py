@@ -6,13 +6,10 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from manyhands.core.terminal import plain
+from manyhands.core.timeouts import STALL, STALL_S
 
 # The variable that names the file for a worker's `Heartbeat`.
 HEARTBEAT_FILE = "MANYHANDS_HEARTBEAT_FILE"
-# A process says so often that it lives.
-HEARTBEAT_S = 1.0
-# A step that takes this much longer than three times the usual is a stall.
-STALL_S, STALL = 30.0, 3.0
 
 # Other processes' words, as far as they can be true.
 _Seconds = Annotated[float, Field(ge=0, lt=1e9)]

@@ -38,7 +38,8 @@ class ParallelOptions(Options):
         default="", description="for hybrid: axes that divide the samples, such as dp; empty: all that shard no tensor"
     )
     fill: Literal["data", "search"] = Field(
-        default="data", description="for semi: split of ops without a pin; data: by samples, search: by a search"
+        default="data",
+        description="for semi: ops without a pin; data: shard the samples; search: find the fastest strategy",
     )
     memory: str = Field(default="", description="for auto: memory limit per process, such as 14GiB")
     link: str = Field(default="", description="for auto: bandwidth between machines, such as 1gbit; empty: measured")

@@ -24,10 +24,10 @@ class Plan:
     Attributes:
         mesh: the mesh of processes.
         ops: strategies by op, module path or glob; the last match applies.
-        default: the strategy of other ops; empty for `fallback`.
+        default: the strategy of other ops; if empty, `fallback` shards the samples over all axes.
         pinned: the keys of `ops` that the user set.
         layouts: the layout of each tensor, filled in from the network for tools that don't load it.
-        about: other fields of the file, such as predicted, measured, reason and graph; see `PlanRecord`.
+        about: other fields of plan.json, such as predicted, measured, reason and graph; see `PlanRecord`.
     """
 
     mesh: Mesh

@@ -152,7 +152,7 @@ def describe_collectives(interface: str) -> str:
     ]
     where = f"{interface} ({', '.join(found)})" if found else interface or "an interface chosen by the backend"
     return (
-        f"collectives listen on free ports of {where}: open to everybody who reaches that address, "
+        f"collectives listen on free ports of {where}: open to every host that can reach that address, "
         "without a password or encryption"
     )
 
@@ -170,7 +170,7 @@ def describe_launcher(name: str) -> list[str]:
     numbers = " and ".join(str(port) for port in sorted({port for _, port in outer}))
     every = all(ip in {"0.0.0.0", "::"} for ip, _ in outer)
     where = "on every interface" if every else f"on {', '.join(sorted({ip for ip, _ in outer}))}"
-    return [f"{name} itself listens {where}, port {numbers}: open to everybody who connects, without a password"]
+    return [f"{name} itself listens {where}, port {numbers}: open to every host that can connect, without a password"]
 
 
 def _is_loopback(address: str) -> bool:
@@ -182,9 +182,9 @@ def describe_exposure(host: str, port: int) -> str:
     """One line: what listens, and who can reach it."""
     if host in {"0.0.0.0", "::"}:
         return (
-            f"port {port} is open on every interface ({', '.join(local_addresses())}): anybody can connect, join "
-            "or disturb this run; name the address of one interface to restrict access"
+            f"port {port} is open on every interface ({', '.join(local_addresses())}): every host that can connect can "
+            "join or disturb this run; name the address of one interface to restrict access"
         )
     if host.startswith("127.") or host in {"localhost", "::1"}:
         return f"port {port} is open to all users of this machine, on loopback only"
-    return f"port {port} is open on {host}: to everybody who reaches that address, without a password or encryption"
+    return f"port {port} is open on {host} to every host that can reach that address, without a password or encryption"

@@ -31,9 +31,10 @@ _of_users: dict[type[nn.Module], Describe] = {}
 def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
     """Registers a function that declares how modules of a class can be sharded.
 
-    The function receives the op and its input ops, and sets `op.letters`, the dimensions that can be sharded:
+    The function receives the op and its input ops. It sets `op.letters`, the dimensions that can be sharded, and
+    `op.feature`, the dimension of the output that holds features:
 
-        @manyhands.register_rule(Scale)  # multiplies each channel by a weight [C]
+        @manyhands.register_rule(Scale)  # multiplies each channel by a weight [C], dimension 0 of "weight"
         def scale(op, inputs):
             op.feature = 1
             op.letters = {**whole_or_batch(op, inputs), "c": Loop((1,), 1, {"weight": 0}, length=op.extent.dims[1])}

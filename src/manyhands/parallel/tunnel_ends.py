@@ -1,8 +1,8 @@
-"""Where ssh tunnels end on a machine: a folder of Unix sockets, and an address of loopback for the machine's processes.
+"""The ends of ssh tunnels on a machine: a folder of Unix sockets, and a loopback address for the machine's processes.
 
-Each machine of a run has an address of loopback of its own, such as 127.84.19.2, on which its processes listen. On any
-other machine of the run the same address leads there, once `reach` has asked for it: by the switchboard
-(`cluster.agents.switchboard`), which the sockets of the folder belong to, and the tunnels that ssh makes between them.
+The processes of each machine listen on a loopback address of their own, such as 127.84.19.2. After `reach`, the same
+address leads there on every other machine, through the switchboard (`cluster.agents.switchboard`), which owns the
+sockets, and the ssh tunnels between the switchboards.
 """
 
 import os
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from manyhands.core.errors import RunError
 
-# Tells processes of the run their machine's own address and the folder.
+# The environment variable with the address and the folder.
 VARIABLE = "MANYHANDS_TUNNELS"
 ANSWER_S = 20.0
-# What a Unix socket's path may have, its end counted.
+# The limit of a Unix socket's path with its final NUL.
 LONGEST_PATH = 104
 
 
@@ -23,39 +23,39 @@ LONGEST_PATH = 104
 class TunnelEnds:
     """The sockets of one machine."""
 
-    address: str  # of loopback, that the machine's processes listen on
-    folder: str  # that only this user may enter
+    address: str  # the loopback address of the machine's processes
+    folder: str  # only this user may enter it
 
     @property
     def entrance(self) -> str:
-        """Where other machines' connections come in, two bytes with the port before them."""
+        """The socket for connections of other machines, which start with the port in two bytes."""
         return f"{self.folder}/in"
 
     @property
     def questions(self) -> str:
-        """Where a process asks for another machine's port."""
+        """The socket for requests of `reach`."""
         return f"{self.folder}/ask"
 
     def towards(self, address: str) -> str:
-        """Made by ssh: leads to the entrance of the machine with that address."""
+        """Returns the socket, made by ssh, that leads to the entrance of the machine with that address."""
         return f"{self.folder}/to-{address}"
 
     def environment(self) -> dict[str, str]:
-        """What tells processes of it."""
+        """Returns the variables for the machine's processes."""
         return {VARIABLE: f"{self.address} {self.folder}"}
 
 
 def tunnel_ends() -> TunnelEnds | None:
-    """Of this process's machine; None where its run needs no tunnels."""
+    """Returns the ends on this machine; None if the run has no tunnels."""
     given = os.environ.get(VARIABLE, "")
     return TunnelEnds(*given.split(" ", 1)) if given else None
 
 
 def reach(ends: TunnelEnds, address: str, port: int) -> None:
-    """Lets another machine's port be reached on its address of loopback here.
+    """Makes another machine's port reachable on its loopback address here.
 
     Raises:
-        RunError: it can't be.
+        RunError: the port can't be reached.
     """
     if address == ends.address:
         return
@@ -72,5 +72,5 @@ def reach(ends: TunnelEnds, address: str, port: int) -> None:
 
 
 def fits(folder: Path) -> bool:
-    """Whether sockets in a folder have paths that the system takes."""
+    """Returns True if the paths of sockets in a folder are short enough."""
     return len(os.fsencode(folder)) + len("/to-127.255.255.255") < LONGEST_PATH

@@ -1,11 +1,12 @@
-"""Checks the gradients of a network that its author has split against those of one process."""
+"""Compares the gradients of a network that its author has sharded with those of one process."""
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,21 +30,21 @@ Loss = Callable[..., Tensor]
 Cause = Literal["missing", "doubled", "replicas", "cut", "mark", "wrong"]
 OUTPUT = "output"
 # Gradients far below the largest one are rounding errors, such as those of a bias before BatchNorm.
-_NOTHING = 1e-6
+_NEGLIGIBLE = 1e-6
 _MOST_SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One error in a network that is sharded by hand.
 
     Attributes:
-        name: of the parameter, or "output".
-        cause: a sum that is missing or made twice (doubled), replicas that differ, an output that is cut, a parameter
-            that is not marked as it lies (mark), or none of these (wrong).
-        axes: names of the mesh's axes concerned.
-        what: what is seen, and on which rank the error is largest.
-        hints: what is likely to help.
+        name: the parameter, or "output".
+        cause: "missing": a sum is missing; "doubled": a sum is made twice; "replicas": replicas differ; "cut": the
+            output is sharded; "mark": a sharded parameter has no mark; "wrong": any other.
+        axes: names of the mesh axes concerned.
+        what: the observation, with the rank that has the largest error.
+        hints: a likely correction.
     """
 
     name: str
@@ -55,12 +56,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """What `verify_gradients` found; the same on every process.
+    """The result of `verify_gradients`, the same on every process.
 
     Attributes:
-        findings: what is wrong, the output before the parameters.
-        worst: the largest error of a gradient, as a part of that gradient's largest value.
-        compared: how many parameters were compared.
+        findings: the errors, those of the output first.
+        worst: the largest error of a gradient, relative to that gradient's largest value.
+        compared: the number of parameters compared.
     """
 
     findings: tuple[Finding, ...]
@@ -72,13 +73,12 @@ class GradientCheck:
         return not self.findings
 
     def require(self) -> None:
-        """Raises RunError when something is wrong."""
+        """Raises RunError if there are findings."""
         if self.findings:
             first = self.findings[0]
             raise RunError(first.what, first.name, tuple(str(self).splitlines()[1:]))
 
     def __str__(self) -> str:
-        """A few lines: what was compared, what is wrong, what to do."""
         if self.ok:
             return f"{self.compared} gradients equal those of one process (largest relative error {self.worst:.1e})"
         lines = [f"findings: {len(self.findings)}; gradients compared: {self.compared}"]
@@ -100,29 +100,30 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
     tolerance: float = 1e-6,
     check: bool = False,
 ) -> GradientCheck:
-    """Compares the gradients of a network that is split by hand with those of one process; a collective.
+    """Compares the gradients of a network that is sharded by hand with those of one process; a collective.
 
-    All processes call it alike. Copies of the network are computed in double precision, in training but without
-    dropout, and BatchNorm takes each process's samples as a group. The network itself and its gradients stay as they
-    are.
+    All processes pass the same arguments. Copies of the network run in double precision, in training mode but without
+    dropout, and BatchNorm takes each process's samples as a group. The network and its gradients are not changed.
 
     Args:
-        net: a function of a mesh that makes the network, such as its class; or the network. Then a copy of it runs on
-            a mesh of one process, so its forward must ask axes for their sizes and not remember them.
+        net: a function of a mesh that makes the network, such as its class; or the network. A copy of the network runs
+            on a mesh of one process, so its forward must ask axes for their sizes and not store them.
         sample: a batch [n, …]; rank 0's is used, and as much of it as the processes can share equally.
         labels: of the samples, for cross-entropy or the loss.
-        mesh: where it runs; needed with a function, and with a network that has no axis of one.
-        loss: function (output, labels) of the mean loss or one per sample. Without one and without labels it is a
-            weighted sum of all outputs, so that wrong gradients are told from consequences of a wrong output.
-        samples: names of the axes over which samples are shared; None: all that cut no parameter.
-        tolerance: as a part of the largest value of what is compared.
-        check: raise an error where something is wrong.
+        mesh: required with a function, and with a network that has no axis of a mesh.
+        loss: a function (output, labels) of the mean loss or of one loss per sample. Without loss and labels, a
+            weighted sum of all outputs is used, so that a wrong output does not make all gradients wrong.
+        samples: names of the axes over which samples are shared; None: all that shard no parameter.
+        tolerance: relative to the largest value of what is compared.
+        check: raise an error if there are findings.
 
     Raises:
-        UserError: it can't be tried: no mesh, too few samples, or no copy of it runs on one process.
-        RunError: something is wrong, and `check` is set.
+        UserError: there is no mesh, there are too few samples, or no copy of the network runs on one process.
+        RunError: there are findings, and `check` is set.
     """
     grid = mesh or _mesh_of(net)
+    if loss is None and labels is not None:
+        loss = functools.partial(F.cross_entropy, reduction="none")
     with torch.random.fork_rng():
         live, alone = _copies(net, grid)
         network = hybrid_network(live, grid, samples)
@@ -138,50 +139,44 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
 
 def _mesh_of(net: Any) -> Grid:
     modules = net.modules() if isinstance(net, nn.Module) else []
-    for module in modules:
-        for value in vars(module).values():
-            if isinstance(value, Axis | Grid):
-                return value.mesh if isinstance(value, Axis) else value
+    for value in itertools.chain.from_iterable(vars(module).values() for module in modules):
+        if isinstance(value, Axis | Grid):
+            return value.mesh if isinstance(value, Axis) else value
     hints = ("give the network's mesh: mesh=manyhands.open_mesh(...)",)
     raise UserError("the network has no axis of a mesh", "verify_gradients", hints)
 
 
 def _copies(net: nn.Module | Make, grid: Grid) -> tuple[nn.Module, nn.Module]:
     """A copy of the network on this mesh, and one on a mesh of one process with the same axes."""
-    alone_grid = Grid(Mesh(tuple((name, 1) for name in grid.mesh.names)), World(device=grid.world.device))
+    alone = Grid(Mesh(tuple((name, 1) for name in grid.mesh.names)), World(device=grid.world.device))
     dtype = torch.float32 if grid.world.device.startswith("mps") else torch.float64
-    made: list[nn.Module] = []
-    for place in (grid, alone_grid):
+
+    def copy_on(place: Grid) -> nn.Module:
         if isinstance(net, nn.Module):
             groups = {id(one.groups): NormGroups() for one in net.modules() if isinstance(one, GroupedNorm)}
             model = copy.deepcopy(net, {id(grid): place, **groups})
         else:
             torch.manual_seed(0)
             model = net(place)
-        model.to(grid.world.device, dtype).train()
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.to(grid.world.device, dtype).train().zero_grad(set_to_none=True)
         for module in model.modules():
             if isinstance(module, _DropoutNd):
                 module.eval()
         group_batch_norms(model)
-        made.append(model)
-    return made[0], made[1]
+        return model
+
+    return copy_on(grid), copy_on(alone)
 
 
 class _Check:
     """One comparison of a network on a mesh with its copy on one process. All methods are collectives."""
 
     def __init__(
-        self,
-        network: HybridNetwork,
-        alone: nn.Module,
-        batch: tuple[Tensor, Tensor | None],
-        loss: Loss | None,
-        tolerance: float,
+        self, network: HybridNetwork, alone: nn.Module, batch: tuple[Any, Any], loss: Loss | None, tolerance: float
     ) -> None:
         self.network, self.grid, self.alone = network, network.grid, alone
         self.loss, self.tolerance = loss, tolerance
+        self.axes = [axis for axis, size in enumerate(self.grid.mesh.sizes) if size > 1]
         parts = self.grid.parts(network.samples)
         self.count = broadcast_plain(len(batch[0]), self.grid.world) // parts * parts
         if not self.count:
@@ -189,12 +184,11 @@ class _Check:
             raise UserError(what, "verify_gradients", (f"give {parts} samples or more",))
         self.sample = self._from_rank_0(batch[0])
         self.labels = None if batch[1] is None else self._from_rank_0(batch[1])
-        edges, place = bounds(self.count, parts), self.grid.place(network.samples)
-        self.shares = [slice(*pair) for pair in itertools.pairwise(edges)]
-        self.rows = self.shares[place]
+        self.shares = [slice(*pair) for pair in itertools.pairwise(bounds(self.count, parts))]
+        self.rows = self.shares[self.grid.place(network.samples)]
 
     def run(self) -> tuple[list[Finding], float]:
-        """What is wrong, and the largest relative error of a gradient."""
+        """Returns the findings, and the largest relative error of a gradient."""
         found = self._load_parameters()
         if found:
             return found, 0.0
@@ -206,27 +200,24 @@ class _Check:
             if any(gather_plain(output.shape != due_output.shape, self.grid.world)):
                 what = f"rank 0 has shape {tuple(output.shape)}, where {tuple(due_output.shape)} is expected"
                 hints = "check for a missing gather or scatter, or a wrong axis"
-                found.append(Finding(name, "cut", (), broadcast_plain(what, self.grid.world), hints))
-                return found, 0.0
+                return [*found, Finding(name, "cut", (), broadcast_plain(what, self.grid.world), hints)], 0.0
             error, rank = self._compare(output, due_output)
             if error > self.tolerance:
                 # Differences between samples don't have what is added once, such as a bias.
                 pairs = [(output, due_output), (output - output.mean(0), due_output - due_output.mean(0))]
                 found.append(self._explain(name, pairs, (), rank))
         largest = max((float(one.abs().max()) for one in due.values() if one.numel()), default=0.0)
-        nothing, worst = _NOTHING * max(gather_plain(largest, self.grid.world)), 0.0
-        for name, own in raw.items():
-            layout = self.network.layouts[name]
+        negligible, worst = _NEGLIGIBLE * max(gather_plain(largest, self.grid.world)), 0.0
+        for name, local in raw.items():
+            layout, parameter = self.network.layouts[name], self.network.model.get_parameter(name)
             region = layout.region(self.grid.mesh, self.grid.world.rank)
-            own_due = _region(due[name], region)
             total_due = _region(self._sum(due[name], self.network.samples), region)
-            gradient = self.network.model.get_parameter(name).grad
-            total = torch.zeros_like(own) if gradient is None else gradient
-            error, rank = self._compare(total, total_due, nothing)
+            total = torch.zeros_like(local) if parameter.grad is None else parameter.grad
+            error, rank = self._compare(total, total_due, negligible)
             worst = max(worst, error)
             if error > self.tolerance:
                 # Before the sum over the samples, axes of equal sizes can be told apart.
-                pairs = [(own, own_due), (total, total_due)]
+                pairs = [(local, _region(due[name], region)), (total, total_due)]
                 found.append(self._explain(name, pairs, layout.sharded_axes, rank))
         return found, worst
 
@@ -246,25 +237,24 @@ class _Check:
             if not isinstance(target, Tensor) or not isinstance(local_state.get(name), Tensor):
                 continue
             layout, local = self.network.layouts[name], local_state[name].detach()
-            shapes = {layout.shape, tuple(local.shape)}
-            if any(
-                gather_plain(isinstance(target, nn.Parameter) and tuple(target.shape) not in shapes, self.grid.world)
-            ):
+            unmarked = isinstance(target, nn.Parameter) and target.shape not in {layout.shape, local.shape}
+            if any(gather_plain(unmarked, self.grid.world)):
                 what = f"its shape is {tuple(target.shape)} on one process, and {layout.shape} here without a mark"
                 hints = (
                     "shard it with shard or shard_module, or by Parameter(piece, layerwise_parallel=(axis, dimension))"
                 )
                 found.append(Finding(name, "mark", mesh.names, what, hints))
                 continue
-            differing = tuple(
+            differing = [
                 mesh.names[axis]
-                for axis in self._axes(layout.sharded_axes)
-                if self._compare(self._sum(local, (axis,)), mesh.sizes[axis] * local)[0] > self.tolerance
-            )
+                for axis in self.axes
+                if axis not in layout.sharded_axes
+                and self._compare(self._sum(local, (axis,)), mesh.sizes[axis] * local)[0] > self.tolerance
+            ]
             if differing:
                 where = " and ".join(differing)
                 what = f"the values differ between processes along {where}, which does not shard the tensor"
-                found.append(Finding(name, "replicas", differing, what, f"use one seed, or shard over {where}"))
+                found.append(Finding(name, "replicas", tuple(differing), what, f"use one seed, or shard over {where}"))
                 continue
             full = local.new_zeros(layout.shape)
             if layout.first_holder(mesh, rank) == rank:
@@ -289,26 +279,21 @@ class _Check:
             raise UserError(what, "verify_gradients", hints) from error
         output = pytree.tree_map_only(Tensor, lambda one: one[self.rows], output)
         named = {name: one for name, one in self.alone.named_parameters() if one.requires_grad}
-        gradients = torch.autograd.grad(self._loss(output), list(named.values()), allow_unused=True)
-        due = {
-            name: torch.zeros_like(one) if gradient is None else gradient
-            for (name, one), gradient in zip(named.items(), gradients, strict=True)
-        }
-        return [one.detach() for one in _tensors(output)], due
+        due = torch.autograd.grad(self._loss(output), list(named.values()), materialize_grads=True, allow_unused=True)
+        return [one.detach() for one in _tensors(output)], dict(zip(named, due, strict=True))
 
     def _run_on_mesh(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The outputs for this process's rows, and its gradients before they are summed over the samples' axes."""
-        model = self.network.model
-        _begin(model, [slice(0, self.rows.stop - self.rows.start)], self.count)
-        output = model(self.sample[self.rows])
+        _begin(self.network.model, [slice(0, self.rows.stop - self.rows.start)], self.count)
+        output = self.network.model(self.sample[self.rows])
         Gradients(self.network.on_mesh(), self.grid.world).backward_of(self._loss(output))
-        named = ((name, one) for name, one in model.named_parameters() if one.requires_grad)
+        named = ((name, one) for name, one in self.network.model.named_parameters() if one.requires_grad)
         raw = {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in named}
         return [one.detach() for one in _tensors(output)], raw
 
     def _loss(self, output: Any) -> Tensor:
-        """The part of the mean loss that this process's rows have."""
-        if self.labels is None and self.loss is None:
+        """This process's part of the mean loss."""
+        if self.loss is None:
             # Weights that are different for all values, and equal on all processes for the same sample.
             parts: list[Tensor] = []
             for one in _tensors(output):
@@ -316,15 +301,8 @@ class _Check:
                 weights = torch.randn(self.count, *one.shape[1:], generator=generator, dtype=torch.float64)
                 parts.append((one * weights[self.rows].to(one)).sum())
             return torch.stack(parts).sum() / self.count
-        labels = None if self.labels is None else self.labels[self.rows]
-        if self.loss is None:
-            value = F.cross_entropy(output, cast(Tensor, labels), reduction="none")
-        else:
-            value = self.loss(output) if labels is None else self.loss(output, labels)
+        value = self.loss(output) if self.labels is None else self.loss(output, self.labels[self.rows])
         return (value.sum() if value.dim() else value * (self.rows.stop - self.rows.start)) / self.count
-
-    def _axes(self, but: Collection[int] = ()) -> list[int]:
-        return [axis for axis, size in enumerate(self.grid.mesh.sizes) if size > 1 and axis not in but]
 
     def _sum(self, tensor: Tensor, axes: Iterable[int]) -> Tensor:
         """The sum over the processes along some axes."""
@@ -337,68 +315,67 @@ class _Check:
         return result
 
     def _compare(self, observed: Tensor, expected: Tensor, least: float = 0.0) -> tuple[float, int]:
-        """The largest error on any process, as a part of the largest expected value (or `least`); and its rank."""
+        """The largest error on any process, relative to the largest expected value (or `least`); and its rank."""
         error = 0.0
         if not torch.equal(observed, expected) and observed.numel():
             error = float((observed - expected).abs().max())
         scale = float(expected.abs().max()) if expected.numel() else 0.0
         pairs = gather_plain([error if math.isfinite(error) else math.inf, scale], self.grid.world)
-        errors = [error for error, _ in pairs]
-        return max(errors) / (max(least, *(scale for _, scale in pairs)) or 1.0), errors.index(max(errors))
+        errors, scales = zip(*pairs, strict=True)
+        return max(errors) / (max(least, *scales) or 1.0), errors.index(max(errors))
 
-    def _explain(self, name: str, pairs: list[tuple[Tensor, Tensor]], cut: Collection[int], rank: int) -> Finding:
+    def _explain(self, name: str, pairs: list[tuple[Tensor, Tensor]], sharded: Collection[int], rank: int) -> Finding:
         """Tries for each set of axes whether a sum over them is missing or made twice; the smallest sets first."""
-        subject = "the output" if name.startswith(OUTPUT) else "its gradient"
+
+        def equal(observed: Tensor, expected: Tensor) -> bool:
+            return self._compare(observed, expected)[0] <= self.tolerance
+
         for observed, expected in pairs:
             if self._compare(torch.zeros_like(expected), expected)[0] == 0:
                 continue
-            for count in range(1, len(self._axes()) + 1):
-                candidates = list(itertools.combinations(self._axes(), count))
-                causes = [self._cause(observed, expected, over, cut) for over in candidates]
-                for cause in ("missing", "doubled"):
-                    sets = [over for over, found in zip(candidates, causes, strict=True) if found == cause]
+            for count in range(1, len(self.axes) + 1):
+                found: dict[Cause, list[tuple[int, ...]]] = {"missing": [], "doubled": []}
+                for over in itertools.combinations(self.axes, count):
+                    pieces, replicas = (
+                        [one for one in over if one in sharded],
+                        [one for one in over if one not in sharded],
+                    )
+                    # A sum over different pieces means nothing. Equal parts of a value are no terms of a forgotten sum.
+                    summable = not pieces and not equal(self.grid.parts(over) * observed, expected)
+                    if summable and equal(self._sum(observed, over), expected):
+                        found["missing"].append(over)
+                    elif equal(observed, self.grid.parts(pieces) * self._sum(expected, replicas)):
+                        found["doubled"].append(over)
+                for cause, sets in found.items():
                     if sets:
-                        return self._finding(name, cause, sets, f"{subject} is", rank)
-        hints = "correct the earlier findings first: they may cause this one"
-        if subject == "the output":
+                        return self._finding(name, cause, sets, rank)
+        subject, hints = "its gradient", "correct the earlier findings first: they may cause this one"
+        if name.startswith(OUTPUT):
+            subject = "the output"
             hints = "check for a missing collective, a wrong axis, or a bias added before an all_reduce"
         return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}, which no single sum explains", hints)
 
-    def _cause(
-        self, observed: Tensor, expected: Tensor, over: tuple[int, ...], cut: Collection[int]
-    ) -> Literal["missing", "doubled", ""]:
-        parts = self.grid.parts(over)
-        # Equal parts of a value are no terms that somebody forgot to add up. Sums over pieces mean nothing.
-        equal_parts = self._compare(parts * observed, expected)[0] <= self.tolerance
-        summable = not equal_parts and not set(over) & set(cut)
-        if summable and self._compare(self._sum(observed, over), expected)[0] <= self.tolerance:
-            return "missing"
-        summed = self._sum(expected, [axis for axis in over if axis not in cut])
-        factor = self.grid.parts([axis for axis in over if axis in cut])
-        return "doubled" if self._compare(observed, factor * summed)[0] <= self.tolerance else ""
-
-    def _finding(
-        self, name: str, cause: Literal["missing", "doubled"], sets: list[tuple[int, ...]], subject: str, rank: int
-    ) -> Finding:
+    def _finding(self, name: str, cause: Cause, sets: list[tuple[int, ...]], rank: int) -> Finding:
         names = [[self.grid.mesh.names[axis] for axis in over] for over in sets]
         where = " or ".join(" and ".join(over) for over in names)
-        axes = tuple(dict.fromkeys(itertools.chain.from_iterable(names)))
         output = name.startswith(OUTPUT)
+        subject = "the output is" if output else "its gradient is"
         if cause == "missing":
             what = f"{subject} partial over {where} on rank {rank}: its sum over {where} matches"
             hints = f"add {where}.enter where a value computed from {name} enters a computation split over {where}"
-            return Finding(name, cause, axes, what, f"add {where}.all_reduce" if output else hints)
-        what = f"{subject} {self.grid.parts(sets[0])} times too large on rank {rank}: summed twice over {where}"
-        hints = f"remove one all-reduce over {where}: {where}.enter twice, or torch.distributed in backward"
-        if output:
-            hints = f"remove one {where}.all_reduce"
-        elif {axis for over in sets for axis in over} & set(self.network.samples):
-            hints = f"remove {where}.enter: the mode sums over the axes of the samples"
-        return Finding(name, cause, axes, what, hints)
+            hints = f"add {where}.all_reduce" if output else hints
+        else:
+            what = f"{subject} {self.grid.parts(sets[0])} times too large on rank {rank}: summed twice over {where}"
+            hints = f"remove one all-reduce over {where}: {where}.enter twice, or torch.distributed in backward"
+            if output:
+                hints = f"remove one {where}.all_reduce"
+            elif set(itertools.chain.from_iterable(sets)) & set(self.network.samples):
+                hints = f"remove {where}.enter: the mode sums over the axes of the samples"
+        return Finding(name, cause, tuple(dict.fromkeys(itertools.chain.from_iterable(names))), what, hints)
 
 
 def _begin(model: nn.Module, shares: list[slice], count: int) -> None:
-    """Each share is a BatchNorm group of its own, on the mesh and on one process alike."""
+    """Makes each share a BatchNorm group of its own, on the mesh and on one process alike."""
     spans = tuple(
         Span(number, one.start, one.stop, one.stop - one.start, -1, True) for number, one in enumerate(shares)
     )
@@ -412,6 +389,4 @@ def _tensors(output: Any) -> list[Tensor]:
 
 def _region(tensor: Tensor, region: tuple[tuple[int, int], ...]) -> Tensor:
     """The part of a tensor between (start, stop) in each dimension."""
-    for dim, (start, stop) in enumerate(region):
-        tensor = tensor.narrow(dim, start, stop - start)
-    return tensor
+    return tensor[tuple(slice(*pair) for pair in region)]

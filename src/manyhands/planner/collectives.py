@@ -36,7 +36,7 @@ class Collective:
     op: str = ""  # that causes it; empty where several do
 
     def whole_bytes(self, mesh: Mesh) -> int:
-        """Of the tensor that is whole, as `core.link_speeds` counts."""
+        """Of the tensor that is whole, as `sync.link_speeds` counts."""
         return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
 
     def seconds(self, links: LinkSpeeds) -> float:

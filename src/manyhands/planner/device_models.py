@@ -33,8 +33,8 @@ class DeviceModel:
         """(operations, bytes) per second that are assumed to be reached. Raises UserError: none for this precision."""
         if precision not in self.operations:
             known = ", ".join(self.operations)
-            hints = tuple(f"add --set train.precision={one}" for one in self.operations)
-            raise UserError(f"{self.name} has speeds only for {known}, not {precision}", "--device-model", hints)
+            hint = "add " + " or ".join(f"--set train.precision={one}" for one in self.operations)
+            raise UserError(f"{self.name} has speeds only for {known}, not {precision}", "--device-model", (hint,))
         return REACHED_OPERATIONS * self.operations[precision], REACHED_BANDWIDTH * self.bandwidth
 
     def said(self, precision: str) -> str:

@@ -143,7 +143,7 @@ def draw_plan(layers: Sequence[Layer], mesh: Mesh, file: Path) -> None:
     for device in range(0, mesh.size, max(1, mesh.size // _MOST_LETTERED_DEVICES)):
         middle = left + width * (2 * device + 1) // (2 * mesh.size)
         draw.text((middle, _TOP + height + 14), str(device), "black", small, "ms")
-    below = "device" if axes == 1 else f"device; its stripes are {', '.join(mesh.names)}"
+    below = "device" if axes == 1 else f"device, with one stripe per mesh axis: {', '.join(mesh.names)}"
     draw.text((left + width // 2, _TOP + height + 34), below, "black", font, "ms")
     for number, letter in enumerate(letters):
         x, y = left + width + 16, _TOP + 20 * number

@@ -55,8 +55,8 @@ def enough(found: SearchResult, fewer: Sequence[Option], seconds: float, spread:
     if doing:
         limit = LEAST_PREDICTED_GAIN * min(_slowest(one, spread) for one in doing)
         option = min((one for one in doing if one.prediction.seconds <= limit), key=lambda one: one.mesh.size)
-        took = f"{short_time(option.prediction.seconds)} a step, {found.pick.name} on {found.request.world_size}"
-        return option.mesh.size, f"{option.name} takes {took} takes {short_time(seconds)}"
+        least, whole = short_time(option.prediction.seconds), f"{found.pick.name} on {found.request.world_size}"
+        return option.mesh.size, f"{option.name} takes {least} per step, while {whole} takes {short_time(seconds)}"
     return 0, ""
 
 

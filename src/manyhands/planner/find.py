@@ -2,12 +2,14 @@
 
 import functools
 import hashlib
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import Mesh, factorisations
+from manyhands.core.mesh import Mesh
 from manyhands.core.shares import check_batch
 from manyhands.parallel.execute import Letters, parameter_layouts
 from manyhands.parallel.graph import LOSS, Graph
@@ -230,6 +232,19 @@ def _overlap(links: LinkSpeeds, request: SearchRequest) -> float:
     """Between processes of one machine without accelerators, sending takes time from computing, known or not."""
     known = all(link.work_s_per_byte for link in links.axes)
     return _OVERLAP_APART if request.accelerator or known or any(links.across) else _OVERLAP_TOGETHER
+
+
+def factorisations(world_size: int, most_axes: int = 2) -> list[Mesh]:
+    """Returns all meshes of `world_size` processes with axes named dp, tp and tp2, each longer than one."""
+    names = ("dp", "tp", "tp2")
+    divisors = [size for size in range(2, world_size + 1) if world_size % size == 0]
+    found = [
+        Mesh(tuple(zip(names, sizes, strict=False)))
+        for count in range(1, min(most_axes, len(names)) + 1)
+        for sizes in itertools.product(divisors, repeat=count)
+        if math.prod(sizes) == world_size
+    ]
+    return found or [Mesh((("dp", 1),))]
 
 
 def _meshes(request: SearchRequest) -> list[Mesh]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.core.devices import wait_for
-from manyhands.core.link_speeds import Points
+from manyhands.sync.link_speeds import Points
 
 SIZES_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 _REPEATS = 3

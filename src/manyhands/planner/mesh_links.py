@@ -4,7 +4,8 @@ import functools
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from manyhands.core.link_speeds import (
+from manyhands.core.mesh import Mesh
+from manyhands.sync.link_speeds import (
     BETWEEN_MACHINES,
     WITHIN_A_MACHINE,
     LinkSpeed,
@@ -12,27 +13,26 @@ from manyhands.core.link_speeds import (
     sent_bytes,
     work_seconds,
 )
-from manyhands.core.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """Costs of collectives along the axes of a mesh."""
+    """The links along the axes of a mesh."""
 
     mesh: Mesh  # the processes
     axes: tuple[LinkSpeed, ...]  # the link along each axis
-    across: tuple[bool, ...]  # for each axis whether it leads from machine to machine
+    across: tuple[bool, ...]  # for each axis, True if it connects machines
 
     @functools.cached_property
     def alike(self) -> bool:
-        """Whether all axes have the same link."""
+        """True if all axes have the same link."""
         return len(set(zip(self.axes, self.across, strict=True))) <= 1
 
     def seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
-        """Seconds of one collective in each group along some axes, all groups at the same time.
+        """Returns the seconds of a collective in all groups along some axes at the same time.
 
-        A group over several axes is as slow as its slowest axis. Groups that leave a machine through the same card
-        share it: there are as many as the axes within a machine, other than the group's own, have processes.
+        A group over several axes is as slow as its slowest axis. Groups of one machine share its network card: there
+        are as many groups as processes along the other axes within a machine.
         """
         axes = tuple(sorted(axes))
         processes = self.mesh.parts(axes)
@@ -49,14 +49,14 @@ class LinkSpeeds:
         return slowest
 
     def work_seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
-        """Seconds of one collective in which a process's cores can't compute."""
+        """Returns the seconds of a collective in which the cores of a process can't compute."""
         processes = self.mesh.parts(axes)
         if processes == 1 or not size_bytes:
             return 0.0
         return max(work_seconds(kind, processes, size_bytes, self.axes[axis]) for axis in axes)
 
     def sent_bytes(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
-        """Bytes that a process sends in one collective."""
+        """Returns the bytes that a process sends in a collective."""
         return sent_bytes(kind, self.mesh.parts(axes), size_bytes)
 
 
@@ -66,7 +66,7 @@ def links_of(
     within: LinkSpeed = WITHIN_A_MACHINE,
     between: LinkSpeed = BETWEEN_MACHINES,
 ) -> LinkSpeeds:
-    """Links where the minor axes lie within machines as far as they fit, and all others lead from one to the next.
+    """Returns the links of a mesh whose minor axes lie within machines as far as they fit.
 
     Args:
         mesh: the processes; neighbours in rank share a machine.

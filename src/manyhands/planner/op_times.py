@@ -14,8 +14,8 @@ import torch
 
 from manyhands.core.devices import device_name, wait_for
 from manyhands.core.files import parse_json, read_bytes, replacing
-from manyhands.core.machine import Others, cores
-from manyhands.planner.timing import BUSY, Timing, quickest
+from manyhands.core.machine import cores
+from manyhands.planner.timing import BUSY, Others, Timing, quickest
 
 FORMAT = "op-times/2"
 _REPEATS = 5

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from manyhands.core.machine import Others
 from manyhands.core.world import World
-from manyhands.planner.timing import BUSY, Timing, quickest
+from manyhands.planner.timing import BUSY, Others, Timing, quickest
 from manyhands.planner.trial import PlanCase, Runner
 
 _MOST_REPEATS = 7

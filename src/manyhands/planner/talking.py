@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.core.link_speeds import LinkSpeed, rounds
+from manyhands.sync.link_speeds import LinkSpeed, rounds
 
 _PARTIES = 2
 _SMALL, _LARGE = 1 << 10, 1 << 24

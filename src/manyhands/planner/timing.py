@@ -6,10 +6,12 @@ many threads as there will be. So it is where a group of processes may use less 
 would (a quota): a short repeat between two pauses seems faster than work is that goes on.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -20,6 +22,9 @@ from manyhands.core.machine import cores
 BUSY = 0.15
 # How much of each further thread's time is worth as much as the first one's, roughly.
 _EFFICIENCY = 0.85
+_STAT = Path("/proc/stat")
+# The resolution of processor times is a hundredth of a second.
+_WATCHED_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -67,3 +72,30 @@ def _repeated(
         wait_for(device)
         taken.append(clock() - start)
     return taken
+
+
+class Others:
+    """The processor time that other processes have used since the creation of the object; 0 if it is unknown."""
+
+    def __init__(self) -> None:
+        self._began = self._now()
+
+    def share(self) -> float:
+        """Returns the share of all processors' time, 0 to 1, over at least a tenth of a second."""
+        time.sleep(max(0.0, self._began[1] + _WATCHED_S - time.perf_counter()))
+        busy_s, wall_s, own_s = (now - before for now, before in zip(self._now(), self._began, strict=True))
+        total_s = wall_s * (os.cpu_count() or 1)
+        return min(1.0, max(0.0, (busy_s - own_s) / total_s)) if total_s > 0 else 0.0
+
+    def _now(self) -> tuple[float, float, float]:
+        return _busy_seconds(), time.perf_counter(), time.process_time()
+
+
+def _busy_seconds() -> float:
+    """Returns the time that all processors have worked since the machine started."""
+    try:
+        words = _STAT.read_text().split("\n", 1)[0].split()
+        user, nice, system, _idle, _waiting, *rest = map(int, words[1:9])
+    except (OSError, ValueError):
+        return 0.0
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")

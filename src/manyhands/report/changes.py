@@ -1,4 +1,4 @@
-"""What a job says otherwise than the one that a run folder was trained by."""
+"""Differences between a job and the one that a run folder was trained with, and the refusal of those without effect."""
 
 import json
 import os
@@ -18,9 +18,9 @@ from manyhands.core.user_code import code_digests
 from manyhands.report.read import read_run
 from manyhands.report.summary import status
 
-# Where the run lies and how it is found again, which every start says anew.
+# The location of the run, which each start names again.
 _OF_THE_START = {"run.out", "checkpoint.resume"}
-# Sections that decide what is trained, and what of them does not.
+# Sections that affect the result, and their options that don't.
 _DECIDING = {"data", "model", "train", "parallel", "sync"}
 _NOT_DECIDING = {
     "data.dir", "data.download", "data.workers", "data.machine_workers", "data.memory_limit_mib",
@@ -30,15 +30,15 @@ _MOST_SHOWN = 4
 
 
 class Change(NamedTuple):
-    """An option whose value changed, or code, an object or data that did."""
+    """An option that changed; or code, an object or data."""
 
     key: str
-    old: Any  # None for all but options
+    old: Any  # None except for options
     new: Any
 
     @property
     def decides(self) -> bool:
-        """True where it decides what is trained, or which metrics are computed for the first time."""
+        """True if the change affects the result, or adds metrics."""
         if self.key == "train.metrics" and self.old is not None:
             return not set(self.new) <= set(self.old)
         return self.old is None or (self.key.partition(".")[0] in _DECIDING and self.key not in _NOT_DECIDING)
@@ -46,30 +46,38 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         if self.old is None:
             return f"{self.key} changed"
-        return f"{self.key} is {_shown(self.new)}, and was {_shown(self.old)}"
+        new, old = (json.dumps(value, ensure_ascii=False) for value in (self.new, self.old))
+        return f"{self.key} is {new}, and was {old}"
 
 
 def changes_since(folder: RunFolder, job: Job) -> list[Change]:
-    """Options that differ from the folder's job.toml, paths by what they mean. Raises UserError: it is no TOML."""
-    if not folder.exists():
-        return []
-    former = written_values(folder.job)
+    """Options that differ from the folder's job.toml. Paths are compared resolved. Raises UserError: it is no TOML.
+
+    An option that the run has chosen, and that is left to the program again, is no change.
+    """
+    former = written_values(folder.job) if folder.exists() else {}
     sections = job.model_dump(mode="json").items()
     now = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
+    known = [(key, former[key], value) for key, value in now.items() if key in former and key not in _OF_THE_START]
     return [
-        Change(key, former[key], value)
-        for key, value in now.items()
-        if key in former and key not in _OF_THE_START and not _same(former[key], value) and not _kept(key, value)
+        Change(key, old, new)
+        for key, old, new in known
+        if not _same(old, new) and not (key in MEASURED and new == "auto")
     ]
 
 
 def refuse_changes(
     loaded: LoadedJob, *, resume_hint: bool = False, digests: Callable[[], Mapping[str, str]] = dict
 ) -> None:
-    """Refuses to go on with a finished run under other options than it was trained by: nothing would be trained.
+    """Refuses to resume a finished run under a changed job, which would train nothing.
 
-    So it does where the code files that the job names, or what `digests` returns, changed. Where the user has asked
-    `resume_hint` with changes only those that come too late are refused. Raises UserError.
+    Args:
+        loaded: the job.
+        resume_hint: the user asked to resume, so that only changes without effect are refused.
+        digests: digests of code and objects that the job doesn't name, to compare too.
+
+    Raises:
+        UserError: options, or code files that the job names, changed.
     """
     job, folder = loaded.job, RunFolder(Path(loaded.job.run.out).expanduser())
     if not job.run.out or job.checkpoint.resume != "auto" or not folder.exists():
@@ -77,39 +85,36 @@ def refuse_changes(
     if status(run := read_run(folder.path)) != "finished":
         return
     found = [change for change in changes_since(folder, job) if change.decides]
-    found = found or _changed_parts(folder, job, digests())
+    if not found:
+        named = (job.model.name, job.data.name, job.data.held_out, *job.train.custom_code)
+        try:
+            record = find_record(folder.checkpoints / "any", {})
+        except UserError:
+            record = None  # without a readable record nothing can be compared
+        changed = record.changed({**code_digests(named), **digests()}) if record else ()
+        found = [Change(name, None, None) for name in changed]
     if "checkpoint.resume" in loaded.origins:
         found = [change for change in found if change.key != INITIAL_WEIGHTS]  # a resumed run has its own
     if not found:
         return
     if not resume_hint and "checkpoint.resume" not in loaded.origins:
-        hints = [*_train_longer(folder, job, found), f"to train from scratch, use --out {_another(folder)}"]
+        another = free_name(folder.path.parent, folder.path.name, first=2)
+        hints = [*_train_longer(folder, job, found), f"to train from scratch, use --out {shlex.quote(str(another))}"]
         if [change.key for change in found] == [INITIAL_WEIGHTS]:
             hints.append('to return the finished run, pass checkpoint__resume="auto"')
         raise UserError(
             f"the run in {folder.path} has finished, but the job has changed: {_listed(found)}", "--out", tuple(hints)
         )
-    longer = any(change.key in {"train.max_steps", "train.batch"} or _more_epochs(change) for change in found)
+    longer = any(
+        change.key in {"train.max_steps", "train.batch"} or (change.key == "train.epochs" and change.new > change.old)
+        for change in found
+    )
     if run.steps and not longer:
         refuse_idle(folder, found, run.steps[-1].step, run.steps[-1].total_steps)
 
 
-def _changed_parts(folder: RunFolder, job: Job, digests: Mapping[str, str]) -> list[Change]:
-    options = job.train
-    words = (job.model.name, job.data.name, job.data.held_out, *options.custom_code)
-    try:
-        record = find_record(folder.checkpoints / "any", {})
-    except UserError:
-        return []  # without a readable record nothing can be compared
-    return [Change(name, None, None) for name in record.changed({**code_digests(words), **digests})] if record else []
-
-
-def _more_epochs(change: Change) -> bool:
-    return change.key == "train.epochs" and change.new > change.old
-
-
 def refuse_idle(folder: RunFolder, found: list[Change], step: int, total: int) -> None:
-    """Refuses changes that have no update left to act on. Raises UserError: one of them decides what is trained."""
+    """Refuses changes after the last update. Raises UserError: one of them would affect the result."""
     deciding = [change for change in found if change.decides]
     if deciding:
         raise UserError(
@@ -121,7 +126,7 @@ def refuse_idle(folder: RunFolder, found: list[Change], step: int, total: int) -
 
 
 def _train_longer(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:
-    """The command that trains the finished run longer under the new options; none for another network."""
+    """A hint with the command that trains a finished run longer with the new options; none for another network."""
     if any(change.key.startswith("model.") for change in found):
         return []
     former = written_values(folder.job).get("train.epochs")
@@ -137,22 +142,9 @@ def _train_longer(folder: RunFolder, job: Job, found: list[Change]) -> list[str]
     return [f"to train this run longer: {shlex.join(words)}"]
 
 
-def _another(folder: RunFolder) -> str:
-    return shlex.quote(str(free_name(folder.path.parent, folder.path.name, first=2)))
-
-
 def _listed(found: list[Change]) -> str:
     more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
     return "; ".join(map(str, found[:_MOST_SHOWN])) + more
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _kept(key: str, value: Any) -> bool:
-    """True where the run has decided, and keeps to that."""
-    return key in MEASURED and value == "auto"
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -1,10 +1,11 @@
-"""How every picture of the report looks: colours, fonts and sizes. matplotlib is loaded on first use."""
+"""The common style of all pictures: colours, fonts, axes and averaging. matplotlib is loaded on first use."""
 
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +17,52 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Told apart by people with any kind of colour vision, and by their greys in print.
+# Distinguishable with any kind of colour vision, and by their greys in print.
 # Source: Okabe and Ito 2008, Color Universal Design.
 BLUE, VERMILION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#6b7280"
 INK, HAIR = "#1f2933", "#e3e7ec"
 
-# More points than this don't show on a page; they are averaged.
+# A page can't show more points; more are averaged.
 _MOST_POINTS = 600
+_FIRST_FONT = "DejaVu Sans"
+# Fonts with Chinese letters, by their names on several systems, that match the first font.
+_PREFERRED_FONTS = (
+    "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Source Han Sans CN", "Noto Sans CJK JP",
+    "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans GB", "Heiti SC", "Microsoft YaHei",
+    "SimHei", "Droid Sans Fallback", "Arial Unicode MS",
+)  # fmt: skip
+_STYLE: Any = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GREY,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": HAIR,
+    "grid.linewidth": 0.8,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    # A class may be called "$5": no formulas.
+    "text.parse_math": False,
+    "axes.formatter.use_mathtext": False,
+    "axes.unicode_minus": False,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "figure.facecolor": "white",
+    # The browser draws the letters with its own fonts.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "manyhands",
+}
 
 
 @contextmanager
-def house_style(fonts: Sequence[str] = ("DejaVu Sans",)) -> Iterator[None]:
-    """Whatever is drawn inside looks alike, without a word on the terminal; for what a font lacks the next is taken."""
+def house_style(fonts: Sequence[str] = (_FIRST_FONT,)) -> Iterator[None]:
+    """Applies the style to pictures drawn inside, and silences matplotlib; later `fonts` add letters to the first."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -35,55 +70,27 @@ def house_style(fonts: Sequence[str] = ("DejaVu Sans",)) -> Iterator[None]:
         import matplotlib as mpl
 
         with warnings.catch_warnings(), mpl.rc_context():
-            mpl.rcdefaults()  # without what a matplotlibrc of the current folder says, which others may have written
-            mpl.rcParams.update(_settings(fonts))
+            mpl.rcdefaults()  # ignores a matplotlibrc in the current folder, which others may have written
+            mpl.rcParams.update(_STYLE)
+            mpl.rcParams["font.family"] = list(fonts)
             warnings.filterwarnings("ignore", message=r"Glyph \d+")
             yield
     finally:
         logger.setLevel(level)
 
 
-def _settings(fonts: Sequence[str]) -> Any:
-    return {
-        "font.family": list(fonts),
-        "font.size": 10,
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.labelcolor": INK,
-        "axes.edgecolor": GREY,
-        "axes.linewidth": 0.8,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "grid.color": HAIR,
-        "grid.linewidth": 0.8,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "text.color": INK,
-        # A class may be called "$5": no formulas.
-        "text.parse_math": False,
-        "axes.formatter.use_mathtext": False,
-        "axes.unicode_minus": False,
-        "legend.frameon": False,
-        "lines.linewidth": 1.8,
-        "figure.facecolor": "white",
-        # The browser draws the letters, with the fonts that it has.
-        "svg.fonttype": "none",
-        "svg.hashsalt": "manyhands",
-    }
-
-
 def new_figure(height: float, width: float = 5.0) -> "Figure":
-    """An empty figure of so many inches, that no window knows of; its letters can be read on a phone too."""
+    """An empty figure, in inches, that belongs to no window; its letters can be read on a phone too."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def write_png(figure: "Figure", file: Path) -> None:
+def write_figure(figure: "Figure", file: Path) -> None:
+    """Writes a .png or .svg file; the same figure gives the same bytes."""
+    kind = file.suffix.lower()[1:]
     with replacing(file) as part:
-        figure.savefig(part, format="png", dpi=150, metadata={"Software": None})
+        figure.savefig(part, format=kind, dpi=150, metadata={"Date" if kind == "svg" else "Software": None})
 
 
 def epochs_axis(axes: "Axes", run: RunData) -> None:
@@ -99,20 +106,20 @@ def epochs_axis(axes: "Axes", run: RunData) -> None:
         axes.axvline(mark, color=GREY, linewidth=1, linestyle=":", label="resumed" if number == 0 else None)
 
 
-def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit that an axis of so many seconds is marked in, and its seconds."""
-    if seconds < 300:
-        return "s", 1.0
-    return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
+def log_axis(axes: "Axes", form: str) -> None:
+    """Makes the vertical axis logarithmic, with numbers in `form`, because formulas such as 10^3 are off."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _place: format(value, form))
+    axes.yaxis.set_minor_formatter(lambda _value, _place: "")
 
 
 def thin(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The same curve with few enough points: means over equal runs of neighbours."""
+    """Averages equal groups of neighbours so that a page can show the curve."""
     size = -(-len(xs) // _MOST_POINTS)
     if size <= 1:
         return list(xs), list(ys)
-    parts = range(0, len(xs), size)
-    return [_mean(xs[at : at + size]) for at in parts], [_mean(ys[at : at + size]) for at in parts]
+    groups = [slice(at, at + size) for at in range(0, len(xs), size)]
+    return [_mean(xs[group]) for group in groups], [_mean(ys[group]) for group in groups]
 
 
 def smooth(values: Sequence[float], weights: Sequence[float], share: float = 0.04) -> list[float]:
@@ -128,10 +135,63 @@ def smooth(values: Sequence[float], weights: Sequence[float], share: float = 0.0
         # The window shrinks evenly towards both ends, so that the curve doesn't lag there.
         reach = min(half, at, len(values) - 1 - at)
         weight = totals[at + reach + 1] - totals[at - reach]
-        means.append((sums[at + reach + 1] - sums[at - reach]) / weight if weight else float("nan"))
+        means.append((sums[at + reach + 1] - sums[at - reach]) / weight if weight else math.nan)
     return means
 
 
 def _mean(values: Sequence[float]) -> float:
     known = [value for value in values if math.isfinite(value)]
     return sum(known) / len(known) if known else math.nan
+
+
+def fonts_for(texts: Iterable[str]) -> tuple[list[str], str]:
+    """Selects fonts that have the letters of `texts`.
+
+    Returns:
+        Names of fonts, matplotlib's own first; and the letters that no font of this machine has.
+    """
+    from matplotlib import font_manager
+
+    missing = {letter for text in texts for letter in text if letter.isprintable() and not letter.isspace()}
+    chosen = [_FIRST_FONT]
+    missing -= _letters(str(font_manager.findfont(_FIRST_FONT)))
+    if not missing:
+        return chosen, ""
+    for name, file in _installed_fonts():
+        if found := missing & _letters(file):
+            chosen.append(name)
+            missing -= found
+        if not missing:
+            break
+    return chosen, "".join(sorted(missing))
+
+
+def _installed_fonts() -> list[tuple[str, str]]:
+    """Names and files of the installed fonts, the preferred first."""
+    from matplotlib import font_manager
+
+    manager = font_manager.fontManager
+    cached = {entry.fname for entry in manager.ttflist}
+    # matplotlib caches its list, which lacks fonts that were installed later.
+    for file in [one for one in font_manager.findSystemFonts() if one not in cached]:
+        with suppress(RuntimeError, OSError, ValueError):  # not a font, or of a kind that can't be drawn with
+            manager.addfont(file)
+    named: dict[str, str] = {}
+    for entry in manager.ttflist:
+        regular = entry.style == "normal" and str(entry.weight) in {"400", "normal", "regular"}
+        if regular and not entry.name.startswith("Last Resort"):  # matplotlib's font of boxes for all letters
+            named.setdefault(entry.name, entry.fname)
+    order = {name: place for place, name in enumerate(_PREFERRED_FONTS)}
+    return sorted(named.items(), key=lambda pair: (order.get(pair[0], math.inf), pair[0]))
+
+
+@cache
+def _letters(file: str) -> frozenset[str]:
+    """The letters that a font file has; none if it can't be read."""
+    from matplotlib import ft2font
+
+    try:
+        font: Any = ft2font.FT2Font(file)
+    except (RuntimeError, OSError, ValueError):
+        return frozenset()
+    return frozenset(map(chr, font.get_charmap()))

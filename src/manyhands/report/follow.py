@@ -1,55 +1,55 @@
-"""Follows a run while it writes: what is new since the last look."""
+"""Follows a run while it writes, and tells its progress from the ends of its files."""
 
+import math
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.core.files import open_file
-from manyhands.core.records import EvaluationMetrics, Event, StepMetrics, line_object
+from manyhands.core.files import open_file, read_object
+from manyhands.core.records import EvaluationMetrics, Event, Running, StepMetrics, line_object
 from manyhands.core.run_folder import RunFolder
-from manyhands.report.read import parse, parse_metrics
+from manyhands.report.read import STARTS, parse, parse_metrics
+from manyhands.report.summary import ENDS, place
+
+# The size of a file's end that holds some hundred records.
+_END_BYTES = 1 << 16
 
 
 @dataclass
 class Tail:
-    """Reads the whole lines that were added to a file since the last look."""
+    """Reads complete lines that were added to a file since the last poll."""
 
-    path: Path  # the file; it needn't be there yet
+    path: Path  # need not exist yet
     offset: int = 0  # bytes read so far, up to the end of a line
 
     def poll(self) -> list[dict[str, Any]]:
-        """New lines as plain objects; a torn last line waits for its rest, a damaged one is left out."""
+        """Returns new lines as plain objects. A torn last line is read once it is complete, a damaged one skipped."""
         try:
             with open_file(self.path) as file:
-                # A file that shrank was begun anew.
+                # A file that shrank was written anew.
                 if file.seek(0, 2) < self.offset:
                     self.offset = 0
                 file.seek(self.offset)
                 text = file.read()
         except (OSError, ValueError):
             return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        return [content for line in whole.split(b"\n") if (content := line_object(line)) is not None]
-
-    def skip(self) -> None:
-        """Goes to the end of what is there now."""
-        with suppress(OSError):
-            self.offset = self.path.stat().st_size
+        complete = text[: text.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        return [content for line in complete.split(b"\n") if (content := line_object(line)) is not None]
 
 
 class Follower:
-    """Gives the new records of a run folder, in the order of their times."""
+    """Returns the new records of a run folder in the order of their times."""
 
     def __init__(self, path: Path, *, only_new: bool = False) -> None:
-        """Begins at the start of the files, or with `only_new` at what is written from now on."""
+        """Begins at the start of the files, or with `only_new` at their present end."""
         self._folder = RunFolder(path)
-        self._metrics = Tail(self._folder.metrics)
-        self._events = Tail(self._folder.events)
-        if only_new:
-            self._metrics.skip()
-            self._events.skip()
+        self._metrics, self._events = Tail(self._folder.metrics), Tail(self._folder.events)
+        for tail in (self._metrics, self._events) if only_new else ():
+            with suppress(OSError):
+                tail.offset = tail.path.stat().st_size
 
     def poll(self) -> list[StepMetrics | EvaluationMetrics | Event]:
         """The records since the last poll."""
@@ -57,3 +57,68 @@ class Follower:
         new += [event for line in self._events.poll() if (event := parse(Event, line, self._folder.events))]
         new += [record for line in self._metrics.poll() if (record := parse_metrics(line, self._folder))]
         return sorted(new, key=lambda record: record.time)
+
+
+@dataclass(frozen=True)
+class Now:
+    """The progress of an active run."""
+
+    state: str  # "starting", "running", "stopping"; or "unknown" if the launcher is on another machine
+    processes: int | None = None  # that train; None while unknown
+    step: StepMetrics | None = None  # the newest record of an update
+    top1: float | None = None  # of the newest evaluation
+    end: Event | None = None  # the event that ended the work, if any
+    heard: float | None = None  # time of the newest record; None if the run folder isn't visible here
+
+
+def look(record: Running) -> Now:
+    """Reads the progress of a run; takes the same time however long the run has been active."""
+    folder = RunFolder(Path(record.run))
+    measured = [found for line in end_of(folder.metrics) if (found := parse_metrics(line, folder))]
+    events = [event for line in end_of(folder.events) if (event := parse(Event, line, folder.events))]
+    since = [event for event in events if event.time >= record.time]
+    scores = [found.top1 for found in measured if isinstance(found, EvaluationMetrics) and math.isfinite(found.top1)]
+    changes = [event.kind for event in since if event.kind in {"stopping", "stopped", *STARTS}]
+    if changes and changes[-1] not in STARTS:
+        state = "stopping"
+    else:
+        state = "running" if any(found.time >= record.time for found in measured) else "starting"
+    started = any(event.kind == "started" for event in since)
+    environment = (started and read_object(folder.environment)) or {}
+    detail = {} if scores else read_object(folder.evaluations / "last.json") or {}
+    return Now(
+        state=state if record.here else "unknown",
+        processes=environment.get("processes"),
+        step=next((found for found in reversed(measured) if isinstance(found, StepMetrics)), None),
+        top1=scores[-1] if scores else detail.get("top1"),
+        end=next((event for event in reversed(since) if event.kind in ENDS), None),
+        heard=max(found.time for found in (record, *measured[-1:], *events[-1:])) if folder.path.is_dir() else None,
+    )
+
+
+def as_object(record: Running, now: Now) -> dict[str, Any]:
+    """A run as plain data, for --json."""
+    step = now.step
+    return {
+        "run": record.run,
+        "state": now.state,
+        "pid": record.pid,
+        "host": record.host,
+        "hosts": record.hosts,
+        "processes": now.processes,
+        "started": record.time,
+        "age_s": max(0.0, time.time() - record.time),
+        "epoch": place(step)[0] if step else None,
+        "epochs": -(-step.total_steps // step.steps_per_epoch) if step else None,
+        "step": step.step if step else None,
+        "total_steps": step.total_steps if step else None,
+        "top1": now.top1,
+        "command": record.command,
+    }
+
+
+def end_of(path: Path) -> list[dict[str, Any]]:
+    """The last records of a file; the first of them may be skipped as torn."""
+    with suppress(OSError):
+        return Tail(path, max(0, path.stat().st_size - _END_BYTES)).poll()
+    return []

@@ -1,26 +1,35 @@
 """Writes report.html: one file that needs no network and no script, and its pictures as PNG beside it."""
 
+import io
+import itertools
+import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from markupsafe import Markup
 
+from manyhands.config.job import Job
 from manyhands.core.files import private_files, replacing
-from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain, plain_lines, say
-from manyhands.report import summary, tables, words
-from manyhands.report.mistakes import class_scores, confused_pairs, shown_detail
-from manyhands.report.pictures import PICTURES, draw_all
+from manyhands.report import summary
+from manyhands.report.drawing import GREY, HAIR, INK, fonts_for, house_style, write_figure
+from manyhands.report.figures import PICTURES, class_scores, confused_pairs, shown_detail
 from manyhands.report.read import RunData, read_run
 from manyhands.report.time_shares import change_line, slow_rank, unequal_line
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from matplotlib.figure import Figure
 
 _NO_FONT = "no font on this machine has {}, so the pictures show boxes instead; install a font such as fonts-noto-cjk"
-# A longer table is folded, with its first rows in sight.
+# Longer tables are folded after so many rows.
 _ROWS_IN_SIGHT = 20
+# Colours of pictures that become variables of the page's style, which has a light and a dark form.
+_PAGE_COLOURS = {INK: "--ink", GREY: "--dim", HAIR: "--hair", "#ffffff": "--sheet"}
+_WARNINGS = ("warning", "stopping", "restarted", "left-out", "replaced", "slow", "stall", "undone")
+_LEVELS = {"failed": "error", **dict.fromkeys(_WARNINGS, "warning")}
 
 
 def write_report(path: Path) -> Path:
@@ -29,14 +38,13 @@ def write_report(path: Path) -> Path:
     The same files give the same page, byte for byte. Readers never see half of it. Raises UserError: there is no run.
     """
     run = read_run(path)
-    folder = RunFolder(path)
     with private_files():
-        text = render(run, draw_all(run, folder.pictures))
-        with replacing(folder.report) as part:
+        text = render(run, _draw_pictures(run, run.folder.pictures))
+        with replacing(run.folder.report) as part:
             part.write_text(text, encoding="utf-8")
     if run.unreadable:
         say(f"report: {_NO_FONT.format(run.unreadable[:12])}")
-    return folder.report
+    return run.folder.report
 
 
 def render(run: RunData, pictures: dict[str, str]) -> str:
@@ -54,22 +62,18 @@ def _template() -> "Template":
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_shown,
+        # Names of classes may hold terminal escapes, and marks that turn the direction of text.
+        finalize=lambda value: plain_lines(value) if type(value) is str else value,
     )
-    environment.filters.update(percent=words.percent, number=words.number)
+    environment.filters.update(percent=summary.percent, number=summary.number)
     return environment.get_template("page.html.j2")
-
-
-def _shown(value: object) -> object:
-    """What others wrote as the page shows it: a name of a class may hold escapes, and marks that turn its direction."""
-    return plain_lines(value) if type(value) is str else value
 
 
 def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
     detail = shown_detail(run)
-    scores = class_scores(detail) if detail else []
+    change, slow = change_line(run), slow_rank(run)
     return {
-        "title": f"{_job_value(run, 'data', 'name')} · {_job_value(run, 'model', 'name')}",
+        "title": " · ".join(plain(str(run.option(part, "name") or f"unknown {part}")) for part in ("data", "model")),
         "folder": run.folder.path.resolve().name,
         "status": summary.status(run),
         "setup": next((event.message.split("\n") for event in reversed(run.events) if event.kind == "setup"), []),
@@ -79,19 +83,19 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
         "tests": [(name, _evaluation(run, test)) for name, test in run.tests.items()],
         "test_count": next((f"{test.count:,}" for test in run.tests.values()), ""),
         "chosen": summary.CHOSEN[0].upper() + summary.CHOSEN[1:],
-        "facts": facts(run),
-        "change": _change(run),
+        "facts": _facts(run),
+        "change": change if slow in change else f"{change}; {slow}",
         "unequal": unequal_line(run),
-        "pictures": {p.name: (p.title, Markup(pictures[p.name])) for p in PICTURES if p.name in pictures},
+        "pictures": {name: (title, Markup(pictures[name])) for name, title, _ in PICTURES if name in pictures},
         "detail": detail,
-        "scores": scores,
+        "scores": class_scores(detail) if detail else [],
         "in_sight": _ROWS_IN_SIGHT,
         "pairs": confused_pairs(detail, _ROWS_IN_SIGHT) if detail else [],
-        "configuration": tables.configuration(run),
-        "environment": tables.flat(run.environment),
-        "plan": tables.flat(run.plan.model_dump(exclude_unset=True, exclude={"exceptions", "resolved"})),
-        "exceptions": tables.exceptions(run),
-        "time_line": tables.time_line(run),
+        "configuration": _configuration(run),
+        "environment": _rows(run.environment),
+        "plan": _rows(run.plan.model_dump(exclude_unset=True, exclude={"exceptions", "resolved"})),
+        "exceptions": [plain(entry) for entry in run.plan.exceptions],
+        "time_line": _time_line(run),
         "no_font": _NO_FONT.format(run.unreadable[:12]) if run.unreadable else "",
         "warnings": [event for event in run.events if event.kind == "warning"],
         "failures": run.failures,
@@ -99,58 +103,159 @@ def _content(run: RunData, pictures: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _job_value(run: RunData, section: str, key: str) -> str:
-    values = run.job.get(section)
-    value = values.get(key) if isinstance(values, dict) else None
-    return plain(str(value)) if value else f"unknown {section}"
-
-
 def _evaluation(run: RunData, evaluation: Any) -> dict[str, Any] | None:
     if evaluation is None:
         return None
-    name = summary.evaluation_name(run, evaluation)
-    few = 0 < summary.classes_of(evaluation) <= words.FEW_CLASSES
-    top5 = None if few else evaluation.top5
-    return {"top1": evaluation.top1, "top5": top5, "loss": evaluation.loss, "epoch": name, "own": evaluation.metrics}
+    few = 0 < summary.classes_of(evaluation) <= summary.FEW_CLASSES
+    return {
+        "top1": evaluation.top1,
+        "top5": None if few else evaluation.top5,
+        "loss": evaluation.loss,
+        "epoch": summary.evaluation_name(run, evaluation),
+        "own": evaluation.metrics,
+    }
 
 
-def facts(run: RunData) -> list[tuple[str, str]]:
-    """The small figures under the headline: name and value, only what is known."""
+def _facts(run: RunData) -> list[tuple[str, str]]:
+    """The small figures under the headline: name and value, only those that are known."""
     speed, evaluation = summary.images_per_s(run), summary.final_evaluation(run)
-    found: list[tuple[str, str | None]] = [
-        ("images/s", words.rate(speed) if speed is not None else None),
-        ("training time", words.duration(summary.seconds(run)) if run.sessions else None),
-        ("epochs", _epochs(run)),
-        ("processes", _first(run, "processes", "world_size", "size")),
-        ("device", _first(run, "device", "devices")),
-        ("mode", _first(run, "mode")),
-        ("updates skipped", str(len(run.counted("left-out")) or "")),
-        ("pictures replaced", str(len(summary.bad_pictures(run)) or "")),
-        ("evaluation samples", f"{evaluation.count:,}".replace(",", "\u202f") if evaluation else None),
-    ]
-    return [(name, value) for name, value in found if value]
+    found = {
+        "images/s": summary.rate(speed) if speed is not None else "",
+        "training time": summary.duration(summary.seconds(run)) if run.sessions else "",
+        "epochs": _epochs(run) if run.steps else "",
+        "processes": _first(run, "processes", "world_size", "size"),
+        "device": _first(run, "device", "devices"),
+        "mode": _first(run, "mode"),
+        "updates skipped": str(len(run.counted("left-out")) or ""),
+        "pictures replaced": str(len(summary.bad_pictures(run)) or ""),
+        "evaluation samples": f"{evaluation.count:,}".replace(",", "\u202f") if evaluation else "",
+    }
+    return [(name, value) for name, value in found.items() if value]
 
 
-def _change(run: RunData) -> str:
-    """What would help most, and who is slow, where that isn't the same."""
-    change, slow = change_line(run), slow_rank(run)
-    return change if slow in change else f"{change}; {slow}"
-
-
-def _epochs(run: RunData) -> str | None:
-    if not run.steps:
-        return None
+def _epochs(run: RunData) -> str:
     last = run.steps[-1]
-    epoch, done = words.place(last)
-    all_epochs = max(epoch, -(-last.total_steps // last.steps_per_epoch))
+    epoch, done = summary.place(last)
+    epochs = max(epoch, -(-last.total_steps // last.steps_per_epoch))
     reached = epoch - 1 + done / last.steps_per_epoch
-    return f"{reached:.3g} of {all_epochs}" if last.step < last.total_steps else f"{reached:.3g}"
+    return f"{reached:.3g} of {epochs}" if last.step < last.total_steps else f"{reached:.3g}"
 
 
-def _first(run: RunData, *keys: str) -> str | None:
-    """The first of `keys` that the plan or the environment tells."""
+def _first(run: RunData, *keys: str) -> str:
+    """The first of `keys` that the plan or the environment has a plain value for."""
     for source in (run.plan.as_plain(), run.environment):
         for key in keys:
             if source.get(key) and not isinstance(source[key], dict):
-                return plain(tables.shown(source[key]))
-    return None
+                return plain(_shown(source[key]))
+    return ""
+
+
+class _Row(NamedTuple):
+    name: str
+    value: str
+    meaning: str = ""
+
+
+def _configuration(run: RunData) -> list[tuple[str, list[_Row]]]:
+    """The values of job.toml by section, with their descriptions, and with what automatic options became."""
+    loose = [_Row(name, _shown(value)) for name, value in run.job.items() if not isinstance(value, dict)]
+    groups = [("", loose)] if loose else []
+    for section, values in run.job.items():
+        if not isinstance(values, dict):
+            continue
+        field, rows = Job.model_fields.get(section), list[_Row]()
+        options = getattr(field.annotation, "model_fields", {}) if field else {}
+        for name, value, _ in _rows(values):
+            chosen = run.plan.resolved.get(f"{section}.{name}")
+            if chosen is not None and value != (found := plain(_shown(chosen))):
+                value = f"{found} (chosen; requested: {value})"
+            rows.append(_Row(name, value, (name in options and options[name].description) or ""))
+        groups.append((section, rows))
+    return groups
+
+
+def _rows(content: Mapping[str, Any], prefix: str = "") -> list[_Row]:
+    """Nested objects as rows with dotted names; a list of plain values is one row."""
+    rows: list[_Row] = []
+    for key, value in content.items():
+        if isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+            value = {str(number): entry for number, entry in enumerate(value)}
+        if isinstance(value, Mapping) and value:
+            rows += _rows(value, f"{prefix}{key}.")
+        else:
+            rows.append(_Row(plain(f"{prefix}{key}"), _shown(value)))
+    return rows
+
+
+def _shown(value: Any) -> str:
+    """A value as job.toml would have it, but without quotes."""
+    if isinstance(value, str):
+        return value or "–"
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value)) or "–"
+    if value is None or isinstance(value, bool):
+        return "–" if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _time_line(run: RunData) -> list[dict[str, str]]:
+    """All events, with level "", "warning" or "error"; consecutive saves are one line."""
+    start = run.sessions[0].start if run.sessions else 0.0
+    lines: list[dict[str, str]] = []
+    for kind, group in itertools.groupby(run.events, lambda event: event.kind):
+        events = list(group)
+        for event in events[:1] if kind == "saved" else events:
+            text = plain(event.message)
+            if kind == "saved" and len(events) > 1:
+                text = f"{len(events)} times, from step {event.step} to step {events[-1].step}"
+            elif event.step is not None and str(event.step) not in text:
+                text = f"step {event.step}" + (f": {text}" if text else "")
+            text += f" (rank {event.rank})" if event.rank else ""
+            when = {"time": summary.moment(event.time), "since": summary.duration(event.time - start)}
+            lines.append({**when, "kind": kind, "text": text, "level": _LEVELS.get(kind, "")})
+    return lines
+
+
+def _draw_pictures(run: RunData, folder: Path) -> dict[str, str]:
+    """Draws the pictures that the run has records for, as PNG files in `folder` and as SVG text by name.
+
+    Removes pictures of an earlier report that are no longer drawn. Sets the run's `unreadable`.
+    """
+    drawn: dict[str, str] = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    fonts, run.unreadable = fonts_for(name for detail in (run.best, run.last) if detail for name in detail.classes)
+    with house_style(fonts):
+        for name, _, draw in PICTURES:
+            file = folder / f"{name}.png"
+            if figure := draw(run):
+                drawn[name] = _svg_text(figure, name)
+                write_figure(figure, file)
+            else:
+                file.unlink(missing_ok=True)
+    return drawn
+
+
+def _svg_text(figure: "Figure", name: str) -> str:
+    """A figure as an SVG element that fits into the page and shares no id with another."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].strip()
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # Its one rule would apply to the entire page, whose own style has it.
+    text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", text, count=1, flags=re.DOTALL)
+    return re.sub(r"<[^>]*>", lambda tag: _inline_tag(tag.group(), name), text)
+
+
+def _inline_tag(tag: str, name: str) -> str:
+    for colour, variable in _PAGE_COLOURS.items():
+        if colour != "#ffffff" or not tag.startswith("<text"):  # letters on a coloured cell stay white
+            tag = tag.replace(colour, f"var({variable})")
+    tag = re.sub(r' xmlns(:\w+)?="[^"]*"', "", tag).replace("xlink:href", "href").replace('href="#', f'href="#{name}-')
+    tag = re.sub(r'\bid="', f'id="{name}-', tag).replace("url(#", f"url(#{name}-")
+    if not tag.startswith("<svg"):
+        return tag
+    # As wide as the page allows, but with letters no larger than the page's: 1.45 px for each point.
+    width = re.search(r' width="([\d.]+)pt"', tag)
+    limit = f' style="max-width:{float(width[1]) * 1.45:.0f}px"' if width else ""
+    return re.sub(r' (width|height|version)="[^"]*"', "", tag).replace("<svg", f"<svg{limit}", 1)

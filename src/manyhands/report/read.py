@@ -1,4 +1,4 @@
-"""Reads a run folder, whatever state it is in: running, finished, stopped, crashed or resumed."""
+"""Reads a run folder in any state: running, finished, stopped, crashed or resumed."""
 
 import bisect
 import itertools
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -15,74 +15,65 @@ from manyhands.core import records
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_toml, read_bytes, read_object
 from manyhands.core.plan_record import PlanRecord, read_plan_record
-from manyhands.core.records import (
-    EvaluationDetail,
-    EvaluationMetrics,
-    Event,
-    Failure,
-    PhaseMetrics,
-    Record,
-    StepMetrics,
-)
+from manyhands.core.records import EvaluationDetail, EvaluationMetrics, Event, Failure, PhaseMetrics, StepMetrics
 from manyhands.core.run_folder import RunFolder
 
-METRICS: dict[str, type[StepMetrics] | type[EvaluationMetrics]] = {"step": StepMetrics, "evaluation": EvaluationMetrics}
-# The words of events that begin a session of work: everything between two of them ran without a pause.
+# Kinds of events that begin a session: the run works without a pause until the next of them.
 STARTS = frozenset({"started", "resumed", "restarted", "regrouped"})
-# Those by which everything beyond their step, whatever was written of it before, hasn't happened.
-_GOES_BACK = frozenset({"resumed", "undone"})
+# Kinds of events that return to an earlier step; later records written before them no longer count.
+_RETURNS = frozenset({"resumed", "undone"})
 
-AnyRecord = TypeVar("AnyRecord", bound=Record)
-
+AnyRecord = TypeVar("AnyRecord", bound=records.Record)
 Measured = TypeVar("Measured", StepMetrics, EvaluationMetrics)
 
-# Many more than a page shows; a list of so many is halved.
+# Step records kept of a long run, many more than a page shows.
 MOST_RECORDS = 1 << 14
 
 
-@dataclass(frozen=True)
-class WorkPeriod:
-    """A stretch of work without a pause, in seconds since 1970."""
+class WorkPeriod(NamedTuple):
+    """A session: work without a pause, in seconds since 1970."""
 
     start: float
     end: float
 
     @property
     def seconds(self) -> float:
-        """Never negative, even where a clock was set back."""
+        """Never negative, even if a clock was set back."""
         return max(0.0, self.end - self.start)
 
 
 @dataclass
 class RunData:
-    """Everything that a run folder tells."""
+    """The parsed contents of a run folder; a file that is missing or damaged leaves its field empty."""
 
-    folder: RunFolder  # where the run lies
-    job: dict[str, Any] = field(default_factory=dict)  # the configuration as job.toml has it; empty if it can't be read
-    environment: dict[str, Any] = field(default_factory=dict)  # env.json, or empty
-    plan: PlanRecord = field(default_factory=PlanRecord)  # plan.json, or empty
-    # rising in step; what a resumed run did again is there once, as it was done last; of a long run thinned
+    folder: RunFolder
+    job: dict[str, Any] = field(default_factory=dict)  # job.toml
+    environment: dict[str, Any] = field(default_factory=dict)  # env.json
+    plan: PlanRecord = field(default_factory=PlanRecord)  # plan.json
+    # Steps rise; a repeated step counts as it was done last. Averaged over neighbours in a long run.
     steps: list[StepMetrics] = field(default_factory=list)
-    evaluations: list[EvaluationMetrics] = field(default_factory=list)  # likewise
-    phases: list[PhaseMetrics] = field(
-        default_factory=list
-    )  # as they were written: what is done again takes time again
-    events: list[Event] = field(default_factory=list)  # as they were written
-    sessions: list[WorkPeriod] = field(default_factory=list)  # the stretches of work, the repeated parts included
+    evaluations: list[EvaluationMetrics] = field(default_factory=list)  # likewise, but never averaged
+    phases: list[PhaseMetrics] = field(default_factory=list)  # in file order, repeated work included
+    events: list[Event] = field(default_factory=list)  # in file order
+    sessions: list[WorkPeriod] = field(default_factory=list)  # repeated work included
     best: EvaluationDetail | None = None  # counts at the best evaluation
     last: EvaluationDetail | None = None  # counts at the newest evaluation
-    # of what was held out, with the "best" and the "last" weights; empty where nothing was
-    tests: dict[str, EvaluationDetail] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)  # the first causes before their consequences, by time
-    unreadable: str = ""  # letters of class names that this machine can't draw; known once pictures were drawn
+    tests: dict[str, EvaluationDetail] = field(default_factory=dict)  # on held-out samples, by weights: "best", "last"
+    failures: list[Failure] = field(default_factory=list)  # causes before consequences, then by time
+    unreadable: str = ""  # letters of class names that no installed font has; known once the pictures are drawn
+
+    def option(self, section: str, key: str, default: Any = "") -> Any:
+        """A value of job.toml."""
+        values = self.job.get(section)
+        return values.get(key, default) if isinstance(values, dict) else default
 
     def counted(self, kind: str) -> list[Event]:
-        """The events of a kind, but for those of updates that were undone later."""
+        """The events of a kind, except those of updates that were undone later."""
         kept: list[Event] = []
         for event in self.events:
             if event.kind == kind:
                 kept.append(event)
-            elif event.kind in _GOES_BACK and event.step is not None:
+            elif event.kind in _RETURNS and event.step is not None:
                 kept = [one for one in kept if one.step is None or one.step <= event.step]
         return kept
 
@@ -93,94 +84,75 @@ def read_run(path: Path) -> RunData:
     if not folder.exists():
         raise no_run(path)
     events = [event for line in records.read_lines(folder.events) if (event := parse(Event, line, folder.events))]
-    measured = _MetricsFile(folder, events)
-    steps = without_repeats(measured.read(), events, MOST_RECORDS)
-    failures = [_read_record(Failure, file) for file in sorted(folder.failures.glob("*.json"))]
-    return RunData(
-        folder=folder,
-        job=_read_toml(folder.job),
-        environment=_read_object(folder.environment),
-        plan=_read_plan(folder.plan),
-        steps=steps,
-        evaluations=without_repeats(measured.evaluations, events),
-        phases=measured.phases,
-        events=events,
-        sessions=sessions([time for both in measured.ends.values() for time in both], events),
-        best=_read_record(EvaluationDetail, folder.evaluations / "best.json"),
-        last=_read_record(EvaluationDetail, folder.evaluations / "last.json"),
-        tests={
-            name: found
-            for name in ("best", "last")
-            if (found := _read_record(EvaluationDetail, folder.evaluations / f"test-{name}.json"))
-        },
-        failures=sorted((f for f in failures if f), key=lambda failure: (failure.consequence, failure.time)),
-    )
+    starts = sorted(event.time for event in events if event.kind in STARTS)
+    evaluations: list[EvaluationMetrics] = []
+    phases: list[PhaseMetrics] = []
+    spans: dict[int, tuple[float, float]] = {}  # first and last time of a metric, by the number of earlier starts
 
-
-class _MetricsFile:
-    """What metrics.jsonl has, read line by line: of a long run it doesn't fit into memory."""
-
-    def __init__(self, folder: RunFolder, events: Iterable[Event]) -> None:
-        self._folder = folder
-        self._starts = sorted(event.time for event in events if event.kind in STARTS)
-        self.evaluations: list[EvaluationMetrics] = []
-        self.phases: list[PhaseMetrics] = []
-        self.ends: dict[int, tuple[float, float]] = {}  # the first and the last time after each start
-
-    def read(self) -> Iterator[StepMetrics]:
-        """The step records; the others are there once all of these were taken."""
-        for line in records.read_lines(self._folder.metrics):
+    def step_records() -> Iterator[StepMetrics]:
+        """Streams metrics.jsonl, which may not fit into memory; collects the rarer records on the way."""
+        for line in records.read_lines(folder.metrics):
             if line.get("kind") == "phases":
-                parsed = parse(PhaseMetrics, line, self._folder.metrics)
-                self.phases += [parsed] if parsed else []
-            elif record := parse_metrics(line, self._folder):
-                number = bisect.bisect_left(self._starts, record.time)
-                first, last = self.ends.get(number, (record.time, record.time))
-                self.ends[number] = min(first, record.time), max(last, record.time)
+                phases.extend(filter(None, [parse(PhaseMetrics, line, folder.metrics)]))
+            elif record := parse_metrics(line, folder):
+                number = bisect.bisect_left(starts, record.time)
+                first, last = spans.get(number, (record.time, record.time))
+                spans[number] = min(first, record.time), max(last, record.time)
                 if isinstance(record, StepMetrics):
                     yield record
                 else:
-                    self.evaluations.append(record)
+                    evaluations.append(record)
 
-
-def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most: int = sys.maxsize) -> list[Measured]:
-    """Leaves out what was undone: records beyond the step that a run went back to. Thinned to `most`."""
-    resumes = sorted((e.time, e.step) for e in events if e.kind in _GOES_BACK and e.step is not None)
-    kept = Thinned[Measured](most)
-    for record in measured:
-        while resumes and resumes[0][0] <= record.time:
-            kept.forget(resumes.pop(0)[1] + 1)
-        # Holds without events too, and where another machine's clock is behind.
-        kept.forget(record.step)
-        kept.add(record)
-    for _, step in resumes:
-        kept.forget(step + 1)
-    return kept.taken()
+    try:
+        job = parse_toml(read_bytes(folder.job))
+    except (OSError, ValueError):
+        job = {}
+    steps = without_repeats(step_records(), events, MOST_RECORDS)
+    details = {
+        name: _read_record(EvaluationDetail, folder.evaluations / f"{name}.json")
+        for name in ("best", "last", "test-best", "test-last")
+    }
+    failures = filter(None, (_read_record(Failure, file) for file in sorted(folder.failures.glob("*.json"))))
+    return RunData(
+        folder=folder,
+        job=job,
+        environment=read_object(folder.environment) or {},
+        plan=_read_plan(folder.plan),
+        steps=steps,
+        evaluations=without_repeats(evaluations, events),
+        phases=phases,
+        events=events,
+        sessions=sessions(itertools.chain.from_iterable(spans.values()), events),
+        best=details["best"],
+        last=details["last"],
+        tests={name: found for name in ("best", "last") if (found := details[f"test-{name}"])},
+        failures=sorted(failures, key=lambda failure: (failure.consequence, failure.time)),
+    )
 
 
 def sessions(times: Iterable[float], events: Iterable[Event]) -> list[WorkPeriod]:
-    """Divides the run into stretches of work, by the events that begin one."""
+    """Divides a run into sessions at the events that begin one; `times` are those of other records."""
     marks = sorted([(time, False) for time in times] + [(event.time, event.kind in STARTS) for event in events])
     found: list[WorkPeriod] = []
     for time, starts in marks:
         if starts or not found:
             found.append(WorkPeriod(time, time))
         else:
-            found[-1] = WorkPeriod(found[-1].start, time)
+            found[-1] = found[-1]._replace(end=time)
     return found
 
 
 def parse_metrics(line: dict[str, Any], folder: RunFolder) -> StepMetrics | EvaluationMetrics | None:
-    """One line of metrics.jsonl as a record, or None where it isn't one that this version knows."""
-    schema = METRICS.get(str(line.get("kind")))
-    return parse(schema, line, folder.metrics) if schema else None
+    """Parses a line of metrics.jsonl. Returns None for a kind of record that this version doesn't know."""
+    if line.get("kind") == "step":
+        return parse(StepMetrics, line, folder.metrics)
+    return parse(EvaluationMetrics, line, folder.metrics) if line.get("kind") == "evaluation" else None
 
 
 def parse(schema: type[AnyRecord], line: dict[str, Any], file: Path) -> AnyRecord | None:
-    """A plain object as a record; None where it is damaged.
+    """Parses a record. Returns None if it is damaged. Raises UserError: a newer manyhands wrote it.
 
-    JSON knows no NaN, so that one is written as null: it comes back as NaN. Raises UserError: a newer manyhands wrote
-    it.
+    JSON has no NaN: it is written as null, and null is read as NaN.
     """
     version = line.get("v")
     if isinstance(version, int) and version > records.VERSION:
@@ -195,7 +167,7 @@ def parse(schema: type[AnyRecord], line: dict[str, Any], file: Path) -> AnyRecor
 
 
 def _read_record(schema: type[AnyRecord], file: Path) -> AnyRecord | None:
-    content = _read_object(file)
+    content = read_object(file)
     return parse(schema, content, file) if content else None
 
 
@@ -203,25 +175,12 @@ def _read_plan(file: Path) -> PlanRecord:
     try:
         return read_plan_record(file)
     except UserError:
-        pass
-    # What results depend on is told even where the rest is of another kind.
-    content = _read_object(file)
-    kept = {key: content[key] for key in ("exceptions", "resolved") if key in content}
+        # What results depend on is shown even if another field is damaged.
+        content = read_object(file) or {}
     try:
-        return PlanRecord.model_validate(kept)
+        return PlanRecord.model_validate({key: content[key] for key in ("exceptions", "resolved") if key in content})
     except ValidationError:
         return PlanRecord()
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    return read_object(file) or {}
-
-
-def _read_toml(file: Path) -> dict[str, Any]:
-    try:
-        return parse_toml(read_bytes(file))
-    except (OSError, ValueError):
-        return {}
 
 
 def no_run(path: Path) -> UserError:
@@ -232,67 +191,68 @@ def no_run(path: Path) -> UserError:
     return UserError(what, str(path), hints)
 
 
-def newest_runs(bases: Iterable[Path], listed: Iterable[Path] = (), count: int = 3) -> Iterator[Path]:
-    """Run folders, those started last first: of the folders in `bases` and those that are `listed`."""
-    files = [run / "job.toml" for run in listed]
+def newest_runs(bases: Iterable[Path], listed: Iterable[Path] = (), count: int = 3) -> list[Path]:
+    """Run folders, newest start first: those in the folders `bases`, and those of `listed` that exist."""
+    files = [*(run / "job.toml" for run in listed), *(file for base in bases for file in base.glob("*/job.toml"))]
     found = {file.resolve(): file for file in files if file.is_file()}
-    found |= {file.resolve(): file for base in bases for file in base.glob("*/job.toml")}
-    for file in sorted(found.values(), key=lambda file: -file.stat().st_mtime)[:count]:
-        yield file.parent
+    return [file.parent for file in sorted(found.values(), key=lambda file: -file.stat().st_mtime)[:count]]
 
 
-class Thinned(Generic[Measured]):
-    """Records in the order that they came; each stands for as many of them, the newest maybe for fewer."""
+def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most: int = sys.maxsize) -> list[Measured]:
+    """Removes undone records: those beyond the step that a run returned to. Averages neighbours to stay below `most`.
 
-    def __init__(self, most: int) -> None:
-        """`most` is even; only step records may be more."""
-        self._most, self._each = most, 1
-        self._kept: list[Measured] = []
-        self._open: list[Measured] = []
+    Args:
+        measured: records in the order that they were written.
+        events: all events of the run.
+        most: an even number; a smaller one than `sys.maxsize` is for step records only.
+    """
+    returns = sorted((e.time, e.step) for e in events if e.kind in _RETURNS and e.step is not None)
+    kept: list[Measured] = []  # each the average of `size` neighbours
+    newest: list[Measured] = []  # not averaged yet
+    size = 1
 
-    def add(self, record: Measured) -> None:
-        self._open.append(record)
-        if len(self._open) == self._each:
-            self._kept.append(_joined(self._open))
-            self._open.clear()
-        if len(self._kept) == self._most:
-            self._kept = [_joined(self._kept[at : at + 2]) for at in range(0, self._most, 2)]
-            self._each *= 2
+    def drop(from_step: int) -> None:
+        for made in (newest, kept):
+            while made and made[-1].step >= from_step:
+                made.pop()
 
-    def forget(self, from_step: int) -> None:
-        """Leaves out what was made from this step on."""
-        for kept in (self._open, self._kept):
-            while kept and kept[-1].step >= from_step:
-                kept.pop()
+    for record in measured:
+        while returns and returns[0][0] <= record.time:
+            drop(returns.pop(0)[1] + 1)
+        # Needed for runs without events, and if the clock of another machine is behind.
+        drop(record.step)
+        newest.append(record)
+        if len(newest) == size:
+            kept.append(_average(newest))
+            newest.clear()
+        if len(kept) == most:
+            kept[:] = [_average(kept[at : at + 2]) for at in range(0, most, 2)]
+            size *= 2
+    for _, step in returns:
+        drop(step + 1)
+    return [*kept, *([_average(newest)] if newest else [])]
 
-    def taken(self) -> list[Measured]:
-        return [*self._kept, *([_joined(self._open)] if self._open else [])]
 
-
-def _joined(records: Sequence[Measured]) -> Measured:
-    """One record over all their samples, at the place of the last."""
+def _average(records: Sequence[Measured]) -> Measured:
+    """One record for all samples of the given ones, at the step of the last."""
     if len(records) == 1:
         return records[0]
-    return cast(Measured, _joined_steps(cast(Sequence[StepMetrics], records)))
-
-
-def _joined_steps(records: Sequence[StepMetrics]) -> StepMetrics:
-    samples = [record.samples for record in records]
-    seconds = [record.samples / record.images_per_s if record.images_per_s > 0 else 0.0 for record in records]
+    steps = cast(Sequence[StepMetrics], records)
+    samples = [record.samples for record in steps]
+    seconds = [record.samples / record.images_per_s if record.images_per_s > 0 else 0.0 for record in steps]
     timed = sum(itertools.compress(samples, seconds))
-    return records[-1].model_copy(
-        update={
-            "samples": sum(samples),
-            "loss": _mean([record.loss for record in records], samples),
-            "top1": _mean([record.top1 for record in records], samples),
-            "images_per_s": timed / sum(seconds) if timed else records[-1].images_per_s,
-            "data_share": _mean([record.data_share for record in records], seconds),
-        }
-    )
+    values = {
+        "samples": sum(samples),
+        "loss": _mean([record.loss for record in steps], samples),
+        "top1": _mean([record.top1 for record in steps], samples),
+        "images_per_s": timed / sum(seconds) if timed else steps[-1].images_per_s,
+        "data_share": _mean([record.data_share for record in steps], seconds),
+    }
+    return cast(Measured, steps[-1].model_copy(update=values))
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Over the values that are numbers."""
+    """The weighted mean of the finite values."""
     known = [(value, weight) for value, weight in zip(values, weights, strict=True) if math.isfinite(value)]
-    whole = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / whole if whole else values[-1]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else values[-1]

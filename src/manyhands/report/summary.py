@@ -1,21 +1,30 @@
-"""What came out of a run: the lines for people and the object for machines, every number from its records."""
+"""The result of a run, as lines of text and as an object for --json, and the format of numbers and times in it."""
 
 import math
 import statistics
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
-from manyhands.core.records import EvaluationDetail, EvaluationMetrics
+from manyhands.core.quantities import percentage
+from manyhands.core.records import EvaluationDetail, EvaluationMetrics, StepMetrics
 from manyhands.core.resuming import resume_command
 from manyhands.core.terminal import plain
 from manyhands.report.read import STARTS, RunData
-from manyhands.report.words import custom_metrics, duration, epoch_name, number, percent, rate, top5
 
-# The kinds of events that end a session, and what they make of the run.
+# Kinds of events that end a session, and the status of the run after each.
 ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
+# With so few classes, top-5 accuracy is always 100 %.
+FEW_CLASSES = 5
+# Shown with the best figure of a run without a held-out set.
+CHOSEN = (
+    "the best epoch was selected on these samples; for an independent test, "
+    "use --data.held-out FOLDER, or test/ beside train/ and val/"
+)
 
 
 def status(run: RunData) -> str:
-    """Says finished, stopped, failed, or unfinished while it runs (or was killed without a word)."""
+    """Returns "finished", "stopped", "failed", or "unfinished" for a run that is active or was killed."""
     word, since = "unfinished", -math.inf
     for event in run.events:
         if event.kind in ENDS and not (word == "finished" and event.data.get("rankless")):
@@ -29,21 +38,20 @@ def status(run: RunData) -> str:
 
 
 def best_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | None:
-    """The newest that was the best when it was made; where none was, that with the highest top-1."""
+    """The newest evaluation that was the best when it was made; in older runs that with the highest top-1."""
     measured = [evaluation for evaluation in run.evaluations if math.isfinite(evaluation.top1)]
     noted = [evaluation for evaluation in measured if evaluation.best]
     return noted[-1] if noted else max(measured, key=lambda evaluation: evaluation.top1, default=run.best)
 
 
 def best_by(run: RunData) -> str:
-    """What the best evaluation is the best by, where it isn't top-1: "lowest loss"; else nothing."""
-    options = run.job.get("train")
-    said = options.get("best") if isinstance(options, dict) else None
-    return plain(said) if isinstance(said, str) and said != "highest top1" else ""
+    """The option train.best of the run, such as "lowest loss"; empty for top-1, the default."""
+    by = run.option("train", "best")
+    return plain(by) if isinstance(by, str) and by != "highest top1" else ""
 
 
 def bad_pictures(run: RunData) -> list[str]:
-    """Those that others took the place of in training."""
+    """Names of the unreadable pictures that training replaced by others."""
     return sorted({str(name) for event in run.counted("replaced") for name in event.data.get("pictures", ())})
 
 
@@ -52,18 +60,18 @@ def final_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | Non
 
 
 def images_per_s(run: RunData) -> float | None:
-    """The median over the step records, the first tenth left out: it holds the warm-up."""
+    """The median over the step records without the first tenth, which holds the warm-up."""
     rates = [step.images_per_s for step in run.steps[len(run.steps) // 10 :] if math.isfinite(step.images_per_s)]
     return statistics.median(rates) if rates else None
 
 
 def classes_of(evaluation: EvaluationMetrics | EvaluationDetail) -> int:
-    """How many classes a guess is among; 0 where an older record doesn't say."""
+    """The number of classes; 0 in older records, which don't hold it."""
     return evaluation.classes if isinstance(evaluation, EvaluationMetrics) else len(evaluation.classes)
 
 
 def seconds(run: RunData) -> float:
-    """How long the run worked, pauses between its sessions left out."""
+    """The time that the run worked, without pauses between sessions."""
     return sum(session.seconds for session in run.sessions)
 
 
@@ -76,21 +84,26 @@ def evaluation_name(run: RunData, evaluation: EvaluationMetrics | EvaluationDeta
 
 
 def result_object(run: RunData) -> dict[str, Any]:
-    """The object of --json; null where there is nothing to tell, never NaN."""
+    """The object of --json, with null for unknown values and in place of NaN."""
     best, final, word = best_evaluation(run), final_evaluation(run), status(run)
     counted = [(record.step, record.epoch) for record in (*run.steps[-1:], *run.evaluations[-1:])]
     step, epoch = max(counted, default=(0, 0))
+
+    def finite(evaluation: EvaluationMetrics | EvaluationDetail | None, figure: str = "top1") -> float | None:
+        value = getattr(evaluation, figure, math.nan)
+        return value if math.isfinite(value) else None
+
     return {
         "run": str(run.folder.path),
-        "best_top1": _finite(best.top1) if best else None,
-        "final_top1": _finite(final.top1) if final else None,
+        "best_top1": finite(best),
+        "final_top1": finite(final),
         "best_epoch": best.epoch if best else None,
-        "final_top5": _finite(final.top5) if final else None,
-        "final_loss": _finite(final.loss) if final else None,
+        "final_top5": finite(final, "top5"),
+        "final_loss": finite(final, "loss"),
         "best_metrics": best.metrics if best else {},
         "final_metrics": final.metrics if final else {},
-        "test_top1": _finite(run.tests["best"].top1) if "best" in run.tests else None,
-        "test_final_top1": _finite(run.tests["last"].top1) if "last" in run.tests else None,
+        "test_top1": finite(run.tests.get("best")),
+        "test_final_top1": finite(run.tests.get("last")),
         "images_per_s": images_per_s(run),
         "steps": step,
         "epochs": epoch,
@@ -99,19 +112,9 @@ def result_object(run: RunData) -> dict[str, Any]:
     }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-# What is to be known of a best figure where nothing was held out.
-CHOSEN = (
-    "the best epoch was selected on these samples; for an independent test, "
-    "use --data.held-out FOLDER, or test/ beside train/ and val/"
-)
-
-
 def result_lines(run: RunData) -> list[str]:
-    best, final, speed = best_evaluation(run), final_evaluation(run), images_per_s(run)
+    """The lines printed at the end of a run."""
+    best, final, speed, word = best_evaluation(run), final_evaluation(run), images_per_s(run), status(run)
     lines: list[str] = []
     if best and final:
         same = best.step == final.step
@@ -128,20 +131,107 @@ def result_lines(run: RunData) -> list[str]:
         lines.append(f"skipped  {len(left_out)} updates with non-finite loss or gradients")
     if bad := bad_pictures(run):
         lines.append(f"replaced  {len(bad)} pictures that could not be read, such as {plain(bad[0])}")
+    ends = {"finished": "finished in", "stopped": "stopped after", "failed": "failed after"}
     took = duration(seconds(run)) + (f", {rate(speed)} images/s" if speed is not None else "")
-    ends = {"finished": f"finished in {took}", "stopped": f"stopped after {took}", "failed": f"failed after {took}"}
-    lines.append(ends.get(status(run), f"trained for {took}"))
-    lines.append(f"run    {run.folder.path}")
+    lines += [f"{ends.get(word, 'trained for')} {took}", f"run    {run.folder.path}"]
     if run.folder.report.is_file():
         lines.append(f"report {run.folder.report}")
-    if status(run) != "finished":
+    if word != "finished":
         lines.append(f"resume {resume_command(run.folder.path)}")
     return lines
 
 
 def _scores(run: RunData, evaluation: EvaluationMetrics | EvaluationDetail) -> str:
-    own = custom_metrics(evaluation.metrics, "  {} {}")
     return (
         f"top-1 {percent(evaluation.top1)}  {top5(evaluation.top5, classes_of(evaluation), 'top-5 {}  ')}"
-        f"loss {number(evaluation.loss)}{own}  (epoch {evaluation_name(run, evaluation)})"
+        f"loss {number(evaluation.loss)}{custom_metrics(evaluation.metrics, '  {} {}')}"
+        f"  (epoch {evaluation_name(run, evaluation)})"
     )
+
+
+def shorten(text: str, width: int) -> str:
+    """Cuts the middle out of a text that is too long."""
+    if len(text) <= width:
+        return text
+    return f"{text[: width // 2]}…{text[len(text) - (width - 1) // 2 :]}"
+
+
+def duration(seconds: float) -> str:
+    """Two units at most: 8s, 2m05s, 2h11m, 3d04h."""
+    if not math.isfinite(seconds):
+        return "?"
+    rounded = max(0, round(seconds))
+    for unit, size, part, part_size in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if rounded >= size:
+            return f"{rounded // size}{unit}{rounded % size // part_size:02d}{part}"
+    return f"{rounded}s"
+
+
+def ago(seconds: float) -> str:
+    """One unit: 12s ago, 2m ago, 3h ago."""
+    whole = max(0, int(seconds))
+    size, unit = (3600, "h") if whole >= 3600 else (60, "m") if whole >= 60 else (1, "s")
+    return f"{whole // size}{unit} ago"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit of a time axis of this length, and the unit's seconds."""
+    if seconds < 300:
+        return "s", 1.0
+    return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
+
+
+def percent(share: float) -> str:
+    """A share of one: 46.2 %."""
+    return f"{percentage(share)} %" if math.isfinite(share) else "?"
+
+
+def top5(share: float, classes: int, form: str) -> str:
+    """A top-5 share in a form such as "top-5 {}  "; empty with few classes. `classes` is 0 where unknown."""
+    return form.format(percent(share)) if not 0 < classes <= FEW_CLASSES else ""
+
+
+def custom_metrics(metrics: Mapping[str, float], form: str) -> str:
+    """The user's own metrics, each in a form such as ", {} {}" of its name and value."""
+    return "".join(form.format(plain(name), number(value)) for name, value in metrics.items())
+
+
+def number(value: float) -> str:
+    """Four figures or so: 1840, 93.4, 2.310, 0.00012."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("∞" if value > 0 else "-∞")
+    size = abs(value)
+    if size and not 0.01 <= size < 1e7:
+        return f"{value:.2g}"
+    return f"{value:.3f}" if size < 10 else f"{value:.1f}" if size < 1000 else f"{value:.0f}"
+
+
+def rate(images_per_s: float) -> str:
+    """Images per second without false precision."""
+    if not math.isfinite(images_per_s):
+        return "?"
+    return f"{images_per_s:.0f}" if images_per_s >= 100 else f"{images_per_s:.3g}"
+
+
+def moment(time: float) -> str:
+    """A time as 2026-11-20T20:01:07Z, the same on every machine."""
+    try:
+        return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%dT%H:%M:%SZ}"
+    except (OverflowError, OSError, ValueError):
+        return "?"
+
+
+def place(record: StepMetrics) -> tuple[int, int]:
+    """The current epoch, counted from 1, and the updates made in it."""
+    length = record.steps_per_epoch
+    ended = record.step_in_epoch >= length and record.step == record.epoch * length
+    if ended or (record.step_in_epoch == 0 and record.epoch > 0):
+        return record.epoch, length
+    return record.epoch + 1, min(record.step_in_epoch, length)
+
+
+def epoch_name(step: int, epoch: int, steps_per_epoch: int) -> str:
+    """The number of epochs before an evaluation: 3, or 2.5 in the middle of one."""
+    if steps_per_epoch <= 0 or step % steps_per_epoch == 0:
+        return str(epoch)
+    return f"{epoch + (step % steps_per_epoch) / steps_per_epoch:.1f}"

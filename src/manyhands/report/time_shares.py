@@ -1,37 +1,35 @@
-"""What each process of a run spent its time on, and the one change that would help most."""
+"""The time that each process of a run spent on each phase, and the change that would help most."""
 
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from manyhands.core.phases import PHASES
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.report.read import STARTS, RunData
 from manyhands.sync.options import SyncOptions
 
-# More than this part of the time must go to agreeing before another way of it is worth a word.
-_TALKS = 1 / 3
-# A process is slow whose own work takes so many times as long as the others' median.
+# Below this share of the time, synchronization is no reason for another method.
+_LEAST_SYNC = 1 / 3
+# A rank is slow if its own work takes so many times as long as the median of the others.
 _SLOW = 1.1
-# A change that saves less than this part of the time isn't worth making.
-_WORTH = 0.05
+# A change must save at least this share of the time.
+_LEAST_GAIN = 0.05
 
 Seconds = dict[str, float]  # by phase
 
 
-@dataclass(frozen=True)
-class Improvement:
-    """Something that a user may change."""
+class Improvement(NamedTuple):
+    """A change that a user can make."""
 
-    what: str  # to do, and why, in a sentence
-    gain: float = 0.0  # part of the time that it saves at most, 0 to 1; 0 where that can't be told
+    what: str  # the reason and the change, in a sentence
+    gain: float = 0.0  # the share of the time that it saves at most; 0 if unknown
 
 
 def seconds_by_rank(run: RunData) -> list[Seconds]:
-    """What each process spent on each phase; of a run that went on with another number of processes, since then."""
+    """The time that each rank spent on each phase, since the number of processes changed last."""
     found: list[Seconds] = []
     for record in run.phases:
         ranks = len(next(iter(record.seconds.values()), []))
@@ -44,23 +42,19 @@ def seconds_by_rank(run: RunData) -> list[Seconds]:
 
 
 def samples_of_each(run: RunData) -> list[int]:
-    """Samples of each update that each process takes now, by rank; empty where that isn't recorded."""
-    taken = [sum(passes) for passes in zip(*run.plan.shares, strict=False)]
+    """Samples of an update that each rank takes now; empty if unknown."""
+    planned = [sum(passes) for passes in zip(*run.plan.shares, strict=False)]
+    taken = planned
     for event in run.events:
-        if event.kind in STARTS:  # what it began with is in plan.json
-            taken = [sum(passes) for passes in zip(*run.plan.shares, strict=False)]
-        elif event.kind == "shares" and (counts := _counts(event.data.get("shares"))):
-            taken = counts
+        if event.kind in STARTS:  # plan.json has what the newest start began with
+            taken = planned
+        elif event.kind == "shares" and isinstance(counts := event.data.get("shares"), list):
+            taken = counts if counts and all(type(one) is int for one in counts) else taken
     return taken
 
 
-def _counts(counts: object) -> list[int]:
-    numbers: list[Any] = list(counts) if isinstance(counts, list) else []  # pyright: ignore[reportUnknownArgumentType]
-    return numbers if all(type(one) is int for one in numbers) else []
-
-
 def unequal_line(run: RunData) -> str:
-    """What each process takes of an update, in words; empty where all take the same, or but for a remainder of one."""
+    """The samples of an update by process, in words; empty if they differ by at most one."""
     shares = samples_of_each(run)
     if not shares or max(shares) - min(shares) <= 1:
         return ""
@@ -68,9 +62,9 @@ def unequal_line(run: RunData) -> str:
 
 
 def shares_of(seconds: Mapping[str, float]) -> Seconds:
-    """The same as parts of their sum."""
-    whole = sum(seconds.values()) or 1.0
-    return {phase: value / whole for phase, value in seconds.items()}
+    """The same as shares of their sum."""
+    total = sum(seconds.values()) or 1.0
+    return {phase: value / total for phase, value in seconds.items()}
 
 
 def mean_of(ranks: Sequence[Seconds]) -> Seconds:
@@ -78,47 +72,52 @@ def mean_of(ranks: Sequence[Seconds]) -> Seconds:
 
 
 def best_change(run: RunData) -> Improvement | None:
-    """The change that would save most; None where nothing was recorded."""
+    """The change that would save most; None without records."""
     ranks = seconds_by_rank(run)
-    if not ranks or not any(sum(one.values()) for one in ranks):
+    if not any(sum(one.values()) for one in ranks):
         return None
     mean = shares_of(mean_of(ranks))
-    changes = [*_slow_rank(run, ranks), *_agreeing(run, ranks), *_data(run, mean), *_between_updates(run, mean)]
-    best = max(changes, key=lambda change: change.gain, default=Improvement(""))
-    return best if best.gain >= _WORTH else _computing(run, mean)
+    changes = [*_slow_rank(run, ranks), *_synchronization(run, ranks), _data(run, mean), *_between_updates(run, mean)]
+    best = max(changes, key=lambda change: change.gain)
+    if best.gain >= _LEAST_GAIN:
+        return best
+    what = f"computation takes {mean['compute'] + mean['update']:.0%} of the time: try "
+    if _option(run, "train", "precision", "fp32") == "fp32":
+        what += "--set train.precision=bf16, if the processor supports bf16, or "
+    return Improvement(f"{what}more processes")
 
 
 def change_line(run: RunData) -> str:
-    """The same in words; empty where there is none."""
+    """The same in words; empty without records."""
     change = best_change(run)
     return change.what + (f" (up to {change.gain:.0%} less time)" if change.gain else "") if change else ""
 
 
-def _option(run: RunData, section: str, key: str, default: Any) -> Any:
-    values = run.job.get(section)
-    found = values.get(key, default) if isinstance(values, dict) else default
-    return run.plan.resolved.get(f"{section}.{key}", found)
-
-
 def slow_rank(run: RunData) -> str:
-    """Who has been slow for the whole time, and what to do; empty where nobody has."""
-    ranks = seconds_by_rank(run)
-    return next((found.what for found in _slow_rank(run, ranks) if found.gain > _WORTH), "") if ranks else ""
+    """The rank that is slow over the entire time, and what to do; empty if there is none."""
+    return next((found.what for found in _slow_rank(run, seconds_by_rank(run)) if found.gain > _LEAST_GAIN), "")
 
 
-def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
+def _option(run: RunData, section: str, key: str, default: Any) -> Any:
+    return run.plan.resolved.get(f"{section}.{key}", run.option(section, key, default))
+
+
+def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> list[Improvement]:
     own_s = [sum(one.values()) - one["communication"] for one in ranks]
-    slowest = max(range(len(own_s)), key=own_s.__getitem__)
-    others_s = statistics.median([*own_s[:slowest], *own_s[slowest + 1 :]] or [own_s[slowest]])
-    if own_s[slowest] > _SLOW * others_s > 0:
-        who, times = f"rank {slowest}{_host(run, slowest)}", own_s[slowest] / others_s
-        hints = _balanced_shares(run, own_s) or "stop other programs on its machine, or remove the machine"
-        what = f"{who} takes {times:.2f} times as long as the other ranks, which wait: {hints}"
-        yield Improvement(what, (own_s[slowest] - others_s) / sum(ranks[slowest].values()))
+    slowest = max(range(len(own_s)), key=own_s.__getitem__, default=0)
+    others_s = statistics.median([*own_s[:slowest], *own_s[slowest + 1 :]] or own_s or [0.0])
+    if not others_s > 0 or own_s[slowest] <= _SLOW * others_s:
+        return []
+    hint = _balanced_shares(run, own_s) or "stop other programs on its machine, or remove the machine"
+    what = (
+        f"rank {slowest}{_host(run, slowest)} takes {own_s[slowest] / others_s:.2f} times as long as the other ranks, "
+        f"which wait: {hint}"
+    )
+    return [Improvement(what, (own_s[slowest] - others_s) / sum(ranks[slowest].values()))]
 
 
 def _balanced_shares(run: RunData, own_s: Sequence[float]) -> str:
-    """Shares of an update that all take equally long over, where all have had the same; else nothing."""
+    """The option that balances shares which were equal so far; empty if they weren't, or can't be changed."""
     batch = _option(run, "train", "batch", 0)
     open_ = _option(run, "cluster", "shares", "equal") in ("machines", "equal")
     equal = open_ and run.plan.mode == USUAL_MODE and not any(event.kind == "shares" for event in run.events)
@@ -133,82 +132,55 @@ def _balanced_shares(run: RunData, own_s: Sequence[float]) -> str:
 
 def _host(run: RunData, rank: int) -> str:
     ranks = run.environment.get("ranks")
-    own = ranks[rank] if isinstance(ranks, list) and rank < len(ranks) and isinstance(ranks[rank], dict) else {}
-    host = own.get("host")
-    return f" on {host}" if isinstance(host, str) else ""
+    about = ranks[rank] if isinstance(ranks, list) and rank < len(ranks) and isinstance(ranks[rank], dict) else {}
+    return f" on {about['host']}" if isinstance(about.get("host"), str) else ""
 
 
-def _agreeing(run: RunData, ranks: Sequence[Seconds]) -> Iterator[Improvement]:
-    # A process that waits for a processor keeps the others waiting, which they count as communication.
-    whole = sum(map(sum, (value for record in run.phases if record.queued_s for value in record.seconds.values())))
-    busy = min(1.0, sum(sum(record.queued_s) for record in run.phases) / whole) if whole else 0.0
+def _synchronization(run: RunData, ranks: Sequence[Seconds]) -> list[Improvement]:
+    # A process that waits for a CPU core keeps the others waiting, which they count as communication.
+    total = sum(map(sum, (value for record in run.phases if record.queued_s for value in record.seconds.values())))
+    busy = min(1.0, sum(sum(record.queued_s) for record in run.phases) / total) if total else 0.0
     what = f"processes wait for a free CPU core {busy:.0%} of the time: end other programs, or use fewer processes"
-    yield Improvement(what, busy)
-    # Who waits least waits for nobody: that is what agreeing itself takes.
+    found = [Improvement(what, busy)]
+    # The rank that waits least waits for no other: its communication is synchronization alone.
     share = min(shares_of(one)["communication"] for one in ranks) - busy
-    if share <= _TALKS:
-        return
     usual, apart = SyncOptions().method, any(_host(run, rank) for rank in range(len(ranks)))
-    if apart and _option(run, "sync", "method", usual) == usual:
-        what = (
-            f"gradient synchronization takes {share:.0%} of the time: use --sync auto to send less data, or to send "
-            "less often (bf16, powersgd or local)"
-        )
-        yield Improvement(what, share)
-    else:
-        what = (
-            f"gradient synchronization takes {share:.0%} of the time: use {_larger(run)} to halve the number of updates"
-        )
-        yield Improvement(what, share / 2)
+    start = f"gradient synchronization takes {share:.0%} of the time: use"
+    if share > _LEAST_SYNC and apart and _option(run, "sync", "method", usual) == usual:
+        what = f"{start} --sync auto to send less data, or to send less often (bf16, powersgd or local)"
+        found.append(Improvement(what, share))
+    elif share > _LEAST_SYNC:
+        found.append(Improvement(f"{start} {_larger_batch(run)} to halve the number of updates", share / 2))
+    return found
 
 
-def _data(run: RunData, mean: Seconds) -> Iterator[Improvement]:
-    name, share = str(_option(run, "data", "name", "")), mean["data"]
+def _data(run: RunData, mean: Seconds) -> Improvement:
+    name = str(_option(run, "data", "name", ""))
     if Path(name).expanduser().is_dir() and not Path(f"{name.rstrip('/')}.pack").expanduser().is_dir():
-        place = shlex.quote(name)
-        what = (
-            f"waiting for data takes {share:.0%} of the time: run manyhands pack {place} for a copy that loads faster"
-        )
+        hint = f"run manyhands pack {shlex.quote(name)} for a copy that loads faster"
     elif _option(run, "data", "workers", -1) == 0:
-        what = (
-            f"waiting for data takes {share:.0%} of the time: use --set data.workers=-1 to decode pictures in extra "
-            "processes"
-        )
+        hint = "use --set data.workers=-1 to decode pictures in extra processes"
     else:
-        what = (
-            f"waiting for data takes {share:.0%} of the time: increase data.workers, or use smaller pictures "
-            "(data.image_size) or a simpler data.augment"
-        )
-    yield Improvement(what, share)
+        hint = "increase data.workers, or use smaller pictures (data.image_size) or a simpler data.augment"
+    return Improvement(f"waiting for data takes {mean['data']:.0%} of the time: {hint}", mean["data"])
 
 
-def _between_updates(run: RunData, mean: Seconds) -> Iterator[Improvement]:
-    """What isn't done in an update's forward and backward, and can be done less often."""
+def _between_updates(run: RunData, mean: Seconds) -> list[Improvement]:
+    """Changes to work outside of forward and backward passes that can be done half as often."""
+    found: list[Improvement] = []
     share, every = mean["evaluation"], _option(run, "train", "evaluate_every", 1.0)
     if isinstance(every, int | float) and every > 0:
-        rarer = f"--set train.evaluate_every={2 * every:g}"
-        yield Improvement(f"evaluation takes {share:.0%} of the time: use {rarer} to evaluate half as often", share / 2)
+        hint = f"use --set train.evaluate_every={2 * every:g} to evaluate half as often"
+        found.append(Improvement(f"evaluation takes {share:.0%} of the time: {hint}", share / 2))
     share, every = mean["saving"], _option(run, "checkpoint", "every", "")
-    what = f"saving takes {share:.0%} of the time: increase checkpoint.every (now {every}) to save less often"
-    yield Improvement(what, share / 2)
+    hint = f"increase checkpoint.every (now {every}) to save less often"
+    found.append(Improvement(f"saving takes {share:.0%} of the time: {hint}", share / 2))
     share = mean["update"] + mean["records"] + mean["other"]
-    what = (
-        f"the overhead of updates takes {share:.0%} of the time: use {_larger(run)}, with an adjusted learning rate, "
-        "for half as many updates"
-    )
-    yield Improvement(what, share / 2)
+    hint = f"use {_larger_batch(run)}, with an adjusted learning rate, for half as many updates"
+    found.append(Improvement(f"the overhead of updates takes {share:.0%} of the time: {hint}", share / 2))
+    return found
 
 
-def _larger(run: RunData) -> str:
+def _larger_batch(run: RunData) -> str:
     batch = _option(run, "train", "batch", 0)
     return f"--batch {2 * batch}" if isinstance(batch, int) and batch > 0 else "a larger --batch"
-
-
-def _computing(run: RunData, mean: Seconds) -> Improvement:
-    share = mean["compute"] + mean["update"]
-    if _option(run, "train", "precision", "fp32") == "fp32":
-        return Improvement(
-            f"computation takes {share:.0%} of the time: try --set train.precision=bf16, if the processor supports "
-            "bf16, or more processes"
-        )
-    return Improvement(f"computation takes {share:.0%} of the time: try more processes")

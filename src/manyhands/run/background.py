@@ -1,4 +1,4 @@
-"""The head of a detached run: a process of its own, which the command waits for until the run trains."""
+"""The launcher of a detached run: a process of its own, for which the command waits until the run trains."""
 
 import os
 import signal
@@ -14,28 +14,28 @@ LOG = "head.log"
 
 
 class Background:
-    """Splits this process in two. In the one of which `elsewhere` is False all goes on; the other only waits.
+    """Forks this process. The child, in which `elsewhere` is 0, launches the run; the parent waits.
 
     Attributes:
-        elsewhere: the process id of the one that goes on, in the one that doesn't.
+        elsewhere: the process id of the child, in the parent.
     """
 
     def __init__(self) -> None:
         self._heard, self._writer = os.pipe()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        # What comes before `wait` hears it is heard then, and passed on.
+        # Signals that arrive before `wait` handles them are passed on then.
         self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         self.elsewhere = os.fork()
         if not self.elsewhere:
-            os.setsid()  # neither Ctrl-C nor the terminal's end comes here
+            os.setsid()  # Ctrl-C and the end of the terminal don't reach this process
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.close(self._heard)
             self._left = False
             signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
 
     def leave(self, run: Path) -> None:
-        """Lets go of the terminal; what is said from now on is in the run folder. The second time changes nothing."""
+        """Leaves the terminal and writes further messages into the run folder; a second call changes nothing."""
         if self._left:
             return
         self._left = True
@@ -46,7 +46,7 @@ class Background:
         os.close(self._writer)
 
     def wait(self, *, as_json: bool) -> int:
-        """Until the run trains, or has ended before that; what asks this command to stop is passed on."""
+        """Waits until the run trains or has ended, and passes signals on to the launcher; returns the exit code."""
         os.close(self._writer)
         with handled(lambda number, _frame: os.kill(self.elsewhere, number)), os.fdopen(self._heard, "rb") as heard:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
@@ -56,11 +56,10 @@ class Background:
         if as_json:
             show_json({"run": str(run), "status": "running", "pid": self.elsewhere, "log": str(run / LOG)})
             return 0
-        show(
-            [
-                f"{run} keeps training without this terminal; launcher log: {run / LOG}",
-                f"to stop: manyhands stop {run}",
-                f"to resume on another machine of the run, if this machine is lost: {resume_command(run)}",
-            ]
-        )
+        lines = [
+            f"{run} keeps training without this terminal; launcher log: {run / LOG}",
+            f"to stop: manyhands stop {run}",
+            f"to resume on another machine of the run, if this machine is lost: {resume_command(run)}",
+        ]
+        show(lines)
         return 0

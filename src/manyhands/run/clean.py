@@ -1,4 +1,4 @@
-"""What manyhands has left on this machine's disks that nobody needs any more, and removing it."""
+"""Finds and removes old copies, caches and leftovers of manyhands on this machine's disks."""
 
 import os
 import re
@@ -23,58 +23,60 @@ from manyhands.data.places import cache_folder
 from manyhands.run.find import find_run
 from manyhands.run.registry import running
 
-# What a process writes to for longer than this has no writer any more.
+# A file that hasn't been written for longer than this has no writer any more.
 OLD_S = 24 * 3600.0
 _MADE_BY_US = re.compile(rf"{PREFIX}(agent|doctor|logs|git|probe|objects|private)-\w+")
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """Things of one kind."""
+    """Files and folders of one kind."""
 
     kind: str  # "code", "compiled", "decoded", "unpacked", "parts", "temporary" or "run"
-    what: str  # in words for the user
+    what: str  # a description for the user
     paths: tuple[Path, ...]  # to be removed
-    size_bytes: int  # that they take
+    size_bytes: int
 
 
 def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]:
-    """Everything that can go: what is made anew when it is needed, what killed processes left, and the runs named.
+    """Finds what can be removed: caches that are made again when needed, leftovers of killed processes, and named runs.
 
-    Only this user's own; nothing that a process works with now. A run goes only where it is named.
+    Only files of this user, and none that a process uses now.
 
     Returns:
-        What was found, and what is kept although it could go, with the reason.
+        The leftovers, and what is kept although it could be removed, with the reason.
 
     Raises:
-        UserError: a word names no run, or one that goes on.
+        UserError: a word names no run, or an active one.
     """
-    at_work = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_ours(process)]
-    kept: list[str] = []
-    places = {process.info["cwd"] for process in at_work}
+    active = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_ours(process)]
+    places = [Path(process.info["cwd"]) for process in active if process.info["cwd"]]
     copies = list(_own(user_cache_path("manyhands") / "code"))
-    used = [copy for copy in copies if any(place and Path(place).is_relative_to(copy) for place in places)]
-    if used:
-        kept.append(f"copies of code that processes use now: {len(used)}")
-    made = {name: list(_own(cache_folder() / name)) for name in ("compiled", "decoded", "unpacked")}
-    if any(made.values()) and (at_work or running()):
-        made = {name: list[Path]() for name in made}
+    used = [copy for copy in copies if any(place.is_relative_to(copy) for place in places)]
+    kept = [f"copies of code that processes use now: {len(used)}"] if used else []
+    caches = {
+        "compiled": "compiled networks, compiled again when needed",
+        "decoded": "decoded pictures, decoded again when needed",
+        "unpacked": "unpacked archives, unpacked again when needed",
+    }
+    made = {kind: list(_own(cache_folder() / kind)) for kind in caches}
+    if any(made.values()) and (active or running()):
+        made = {}
         kept.append("compiled networks, decoded pictures and unpacked archives, which your processes may be using")
-    found = [
-        _leftover("code", "copies of code made by launch --sync-code", set(copies) - set(used)),
-        _leftover("compiled", "compiled networks, compiled again when needed", made["compiled"]),
-        _leftover("decoded", "decoded pictures, decoded again when needed", made["decoded"]),
-        _leftover("unpacked", "unpacked archives, unpacked again when needed", made["unpacked"]),
-        _leftover("parts", "incomplete files of ended processes", _parts(cache_folder())),
-        _leftover("temporary", f"temporary folders of killed processes in {tempfile.gettempdir()}", _temporary()),
-        *(_leftover("run", f"the run {path}", [path]) for path in map(_run, runs)),
+    table = [
+        ("code", "copies of code made by launch --sync-code", set(copies) - set(used)),
+        *((kind, what, made.get(kind, ())) for kind, what in caches.items()),
+        ("parts", "incomplete files of ended processes", _parts(cache_folder())),
+        ("temporary", f"temporary folders of killed processes in {tempfile.gettempdir()}", _temporary()),
+        *(("run", f"the run {path}", [path]) for path in map(_run, runs)),
     ]
-    return [leftover for leftover in found if leftover.paths], kept
+    listed = [(kind, what, tuple(sorted(paths))) for kind, what, paths in table]
+    return [Leftover(kind, what, paths, sum(map(_size, paths))) for kind, what, paths in listed if paths], kept
 
 
 def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
-    """Removes them; says what can't be removed, and returns True if all could."""
-    whole = True
+    """Removes leftovers, names what can't be removed, and returns True if all could."""
+    complete = True
     for path in [path for leftover in leftovers for path in leftover.paths]:
         try:
             if path.is_dir() and not path.is_symlink():
@@ -82,18 +84,13 @@ def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
             else:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            whole = False
+            complete = False
             say(f"{path} can't be removed: {error.strerror or error}")
-    return whole
-
-
-def _leftover(kind: str, what: str, paths: Iterable[Path]) -> Leftover:
-    listed = tuple(sorted(paths))
-    return Leftover(kind, what, listed, sum(map(_size, listed)))
+    return complete
 
 
 def _own(folder: Path) -> Iterator[Path]:
-    """What lies in a folder and is this user's; others may share the cache."""
+    """Yields the entries of a folder that belong to this user; other users may share the cache."""
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         for entry in os.scandir(folder):
             if entry.stat(follow_symlinks=False).st_uid == os.getuid():
@@ -109,7 +106,7 @@ def _parts(cache: Path) -> Iterator[Path]:
 
 
 def _temporary() -> set[Path]:
-    """Those that a lock says nobody holds, and old ones without a lock."""
+    """Returns folders whose lock is free, and old folders without a lock."""
     found = set(abandoned())
     for path in _own(Path(tempfile.gettempdir())):
         with suppress(OSError):
@@ -125,11 +122,7 @@ def _is_old(state: os.stat_result) -> bool:
 
 
 def _run(word: str) -> Path:
-    """The folder of a run that may go.
-
-    Raises:
-        UserError: there is none, or it goes on.
-    """
+    """Returns the folder of an ended run. Raises UserError: there is none, or it is active."""
     folder = find_run(word, parts=False)
     try:
         lock = claim(folder, new_holder())

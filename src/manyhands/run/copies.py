@@ -4,14 +4,17 @@ import contextlib
 import time
 from collections.abc import Collection, Sequence
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.mirror import Sender
-from manyhands.cluster.agents.protocol import KeepRecords, RunOpened
+from manyhands.cluster.agents.protocol import RunOpened
+from manyhands.cluster.messages import call
 from manyhands.core.errors import RunError
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import COPY_S
 
-# Records are carried so often; at the end a slow line is waited for so long.
-CARRY_S, LAST_S = 0.4, 120.0
+# Interval between two transfers of records.
+CARRY_S = 0.4
 
 
 class RecordsCopy:
@@ -32,13 +35,13 @@ class RecordsCopy:
             return
         self._at = time.monotonic() + CARRY_S
         if pieces := list(self._sender.news()):
-            self._link.post(KeepRecords(self._folder, pieces))
+            self._link.post(call(Agent.keep_records, self._folder, pieces))
 
     def finish(self) -> None:
         """Sends the rest, and waits until it is there; a machine that has gone meanwhile is another's to tell of."""
         with contextlib.suppress(RunError):
             while not self._link.closed and (pieces := list(self._sender.news())):
-                self._link.ask(KeepRecords(self._folder, pieces), LAST_S)
+                self._link.ask(call(Agent.keep_records, self._folder, pieces), COPY_S)
 
 
 def copy_of_records(

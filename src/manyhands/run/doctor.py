@@ -1,34 +1,44 @@
-"""Examines this machine, or all machines of a job, before anything is trained; changes nothing."""
+"""Examines this machine, or all machines of a job, before training: what would fail, and which ports are open."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks, assembled, prepare
 from manyhands.cluster.agents.ending import first_cause
 from manyhands.cluster.agents.orders import Orders, orders_for
-from manyhands.cluster.agents.protocol import MakeScratch
 from manyhands.cluster.agents.ssh import reached_by
-from manyhands.cluster.agents.store_tunnel import StoreTunnel, store_tunnel
+from manyhands.cluster.agents.store_tunnel import StoreTunnel
 from manyhands.cluster.agents.supervise import Watch, supervise
 from manyhands.cluster.doctor.addresses import local_candidates
-from manyhands.cluster.doctor.examine import examine, fails
+from manyhands.cluster.doctor.exposure import OpenPort, open_ports
 from manyhands.cluster.doctor.facts import gather
-from manyhands.cluster.doctor.findings import AllReduceTest, DoctorFinding, Facts, Needs, Survey
+from manyhands.cluster.doctor.findings import (
+    AllReduceTest,
+    DoctorFinding,
+    Facts,
+    FactsWanted,
+    Needs,
+    Survey,
+    examine,
+    fails,
+)
 from manyhands.cluster.doctor.probe import Listeners
-from manyhands.cluster.doctor.questions import FactsWanted
 from manyhands.cluster.doctor.survey import matrix, take_survey
 from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
+from manyhands.cluster.messages import call
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK, ManyhandsError
 from manyhands.core.scratch import scratch
 from manyhands.core.user_code import is_object_reference
 
-# Machines that have just reached each other need no more for so little.
+# The all-reduce test is short, and the machines have just reached each other.
 COLLECTIVE_S = 30.0
 LISTENING = "for some seconds each machine listens on all its addresses and answers only connections with a token"
 LOOPBACK = ("127.0.0.1", "::1")
@@ -36,20 +46,19 @@ LOOPBACK = ("127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What an examination found."""
+    """The result of an examination."""
 
     survey: Survey  # everything that was asked and tried
     findings: list[DoctorFinding]  # one for each cause, the worst first
 
     @property
     def exit_code(self) -> int:
-        """3 where training would fail."""
+        """3 if training would fail."""
         return EXIT_DOCTOR if fails(self.findings) else EXIT_OK
 
     def as_json(self) -> dict[str, Any]:
-        """For scripts; a machine's single files are left out."""
-        survey = self.survey
-        facts = {host: dict(own) for host, own in survey.facts.items()}
+        """For scripts; without the list of each machine's code files."""
+        survey, facts = self.survey, {host: dict(own) for host, own in self.survey.facts.items()}
         for own in facts.values():
             own["code"] = {name: value for name, value in own.get("code", {}).items() if name != "files"}
         return {
@@ -66,22 +75,95 @@ class Diagnosis:
 
 
 def diagnose(job: Job, say: Callable[[str], object] = lambda _line: None) -> Diagnosis:
-    """Examines the machines that the job names, or this one alone.
+    """Examines the machines that the job names, or this machine.
 
     Args:
-        job: what they shall do.
-        say: told what is open on the machines meanwhile.
+        job: what would run.
+        say: receives a sentence about the ports that are open meanwhile.
 
     Raises:
         UserError: the job names its machines in a way that can't be read.
     """
     machines = machines_of(job.cluster)
-    survey = _survey_machines(job, machines, say) if machines else _survey_here(job)
+    if not machines:
+        survey = _survey_here(job)
+        return Diagnosis(survey, examine(survey))
+    if len(machines) > 1:
+        say(LISTENING)
+    wanted = facts_wanted(job, torch=job.cluster.device != "cpu")
+    with scratch("doctor") as logs, assembled(machines, job.cluster, logs, wanted) as agents:
+        survey = survey_agents(job, agents, machines)
+        survey.collective = _test_all_reduce(job, agents, survey, say)
     return Diagnosis(survey, examine(survey))
 
 
+@dataclass(frozen=True)
+class Exposure:
+    """Open ports, and who can reach them."""
+
+    now: dict[str, tuple[OpenPort, ...]]  # of manyhands on each machine
+    why_not: dict[str, str]  # of each machine that couldn't be asked, the reason
+    then: tuple[str, ...]  # a line for each kind of port that the job would open
+
+    def as_json(self) -> dict[str, Any]:
+        """For scripts."""
+        now = {host: [asdict(port) for port in ports] for host, ports in self.now.items()}
+        return {"v": 1, "open": now, "errors": self.why_not, "then": list(self.then)}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        found = [f"{host}: {what}" for host, what in self.why_not.items()]
+        for host, ports in self.now.items():
+            found += [f"{host}: {_describe(port)}" for port in ports] or [f"{host}: manyhands has no open port"]
+        return [*found, "a job would open:", *(f"  {line}" for line in self.then)]
+
+
+def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
+    """Lists the open ports of the machines that the job names, or of this machine; for the arguments see `diagnose`."""
+    machines = machines_of(job.cluster)
+    if not machines:
+        then = "train, fit and session open ports on loopback only, for users of this machine"
+        return Exposure({"this machine": open_ports()}, {}, (then,))
+    with scratch("doctor") as logs, assembled(machines, job.cluster, logs, facts_wanted(job)) as agents:
+        names = [link.machine.name for link in agents.links]
+        ports = dict(zip(names, agents.ask_each(call(Agent.open_ports)), strict=True))
+        if len(machines) > 1:
+            say(LISTENING)
+        survey = survey_agents(job, agents, machines, measure=False)
+        why_not = {host: contact.what for host, contact in agents.contacts.items()}
+    hosts, chosen = survey.hosts, survey.chosen
+    through_ssh = job.cluster.through_ssh or (public_addresses(chosen) and not job.cluster.interface)
+    if len(hosts) == 1 or through_ssh or len(chosen) < len(hosts):
+        then = "ports on loopback only, for users of the machines; traffic between machines goes through ssh"
+        return Exposure(ports, why_not, (then,))
+    lines = (
+        f"{hosts[0]}: the store, on loopback; other machines: a loopback port that ssh forwards to the store",
+        *(f"{host}: a free port of {address} ({interface}) for each process and group, open to every host during the "
+          "rendezvous, then closed to new connections (with NCCL, or without Linux: open until the run ends)"
+          for host, (interface, address) in chosen.items()),
+        "traffic between these addresses is not encrypted; use --interface ssh to encrypt all traffic",
+    )  # fmt: skip
+    return Exposure(ports, why_not, lines)
+
+
+def _describe(port: OpenPort) -> str:
+    where = f"process {port.pid} listens on {port.address} port {port.port}"
+    if not port.lets_in:
+        return f"{where}, closed to new connections"
+    address = ip_address(port.address)
+    if address.is_loopback:
+        return f"{where}, open to users of the machine"
+    return f"{where}, open to every host that reaches {'the machine' if address.is_unspecified else 'the address'}"
+
+
+def public_addresses(chosen: Mapping[str, tuple[str, str]]) -> str:
+    """Names the machines that reach each other only at addresses of the Internet; empty if there are none."""
+    public = [f"{name} at {address}" for name, (_, address) in chosen.items() if ip_address(address).is_global]
+    return f"only the Internet connects the machines ({', '.join(public)})" if public else ""
+
+
 def facts_wanted(job: Job, *, torch: bool = False) -> FactsWanted:
-    """What each machine is asked for beside the general facts; `torch`: what torch sees of its accelerators too."""
+    """Returns the facts to ask a machine for; with `torch` including what torch sees of its accelerators."""
     workdir = "" if job.cluster.workdir else str(Path.cwd())
     runs = str(Path(job.run.out).parent) if job.run.out else ""
     return FactsWanted(workdir, runs, job.data.name, job.data.dir, torch)
@@ -121,51 +203,37 @@ def _survey_here(job: Job) -> Survey:
 
 
 def _rendezvous(job: Job) -> tuple[str, int]:
-    """The address and port where the job's processes are to meet, if it names one."""
+    """Returns the address and port of the job's rendezvous, if it names one."""
     url = urlparse(job.cluster.init)
     return (url.hostname or "", url.port or 0) if url.scheme == "tcp" else ("", 0)
 
 
-def _survey_machines(job: Job, machines: Sequence[Machine], say: Callable[[str], object]) -> Survey:
-    if len(machines) > 1:
-        say(LISTENING)
-    with (
-        scratch("doctor") as logs,
-        assembled(machines, job.cluster, logs, facts_wanted(job, torch=job.cluster.device != "cpu")) as agents,
-    ):
-        survey = survey_agents(job, agents, machines)
-        survey.collective = _add_up(job, agents, survey, say)
-        return survey
-
-
 def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) -> Survey:
-    """What can be said of machines from their facts alone, with nothing tried between them."""
+    """Returns a survey of the machines' facts, without connections between them."""
     return Survey(tuple(machine.name for machine in machines), dict(facts), needs=_needs(job, machines, facts))
 
 
 def survey_agents(job: Job, agents: AgentLinks, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
-    """Tries out everything between the machines that answer; why the others don't is noted.
+    """Tests connections between the machines that answer, and records why the others don't.
 
     Args:
-        job: what they shall do.
-        agents: the agents of those that answer.
-        machines: all.
-        measure: clocks and the speed of links too, which takes seconds.
+        job: what would run.
+        agents: the agents of the machines that answer.
+        machines: all machines.
+        measure: measure clocks and the speed of links too, which takes seconds.
     """
-    names = [link.machine.name for link in agents.links]
-    facts = dict(zip(names, agents.facts, strict=True))
+    facts = {link.machine.name: own for link, own in zip(agents.links, agents.facts, strict=True)}
     needs = _needs(job, machines, facts)
     survey = take_survey(agents.ask_some, facts, [machine.name for machine in machines], needs, measure=measure)
     survey.errors |= agents.contacts
     return survey
 
 
-def _add_up(job: Job, agents: AgentLinks, survey: Survey, say: Callable[[str], object]) -> AllReduceTest:
-    """A real all-reduce with one process on each machine, where nothing is known that would keep it from working."""
-    alone = len(survey.hosts) < 2
-    if alone or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
+def _test_all_reduce(job: Job, agents: AgentLinks, survey: Survey, say: Callable[[str], object]) -> AllReduceTest:
+    """Runs an all-reduce with one process on each machine, unless a finding already says that it would fail."""
+    if len(survey.hosts) < 2 or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
         return AllReduceTest("skipped")
-    with store_tunnel(job.cluster) as way:
+    with StoreTunnel(job.cluster) as way:
         try:
             orders = _orders(job, agents, survey, way)
         except ManyhandsError as error:
@@ -183,21 +251,21 @@ def _add_up(job: Job, agents: AgentLinks, survey: Survey, say: Callable[[str], o
 
 
 def _orders(job: Job, agents: AgentLinks, survey: Survey, way: StoreTunnel) -> list[Orders]:
-    """One process for each machine; what they write goes into a folder that goes with the agent."""
+    """Returns orders for one process on each machine, which writes into a temporary folder of its agent."""
     _, devices = prepare(agents, [1] * len(agents.links), job.cluster)
     addresses = [Address(*survey.chosen[host]) for host in survey.hosts]
     places = way.open(agents, addresses)
-    answers = agents.ask_each(MakeScratch(), COLLECTIVE_S)
+    folders = agents.ask_each(call(Agent.make_scratch), COLLECTIVE_S)
     limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
     quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)})
     return [
         orders_for(
             quick,
             "add-up",
-            answer.folder,
-            Rendezvous((1,) * len(answers), machine, *places.ends[machine]),
+            folder,
+            Rendezvous((1,) * len(folders), machine, *places.ends[machine]),
             device=devices[machine],
             environment=addresses[machine].environment(),
         )
-        for machine, answer in enumerate(answers)
+        for machine, folder in enumerate(folders)
     ]

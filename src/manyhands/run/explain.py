@@ -1,31 +1,33 @@
-"""What this process would be if it trained, and where each value is from; without torch."""
+"""Explains the rank, device and addresses that training would use here, and where each value is from; no torch."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 from manyhands.cluster.hosts.formats import hostfile, rank_table, slurm
 from manyhands.cluster.hosts.inventory import Cluster, Rendezvous
-from manyhands.cluster.hosts.machines import machines_of
-from manyhands.cluster.hosts.recognise import described_cluster, given_cluster
-from manyhands.cluster.rendezvous import LaunchDecision, participate
+from manyhands.cluster.hosts.machines import described_cluster, given_cluster, machines_of
+from manyhands.cluster.hosts.this_process import LaunchDecision, participate
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
+from manyhands.core.timeouts import time_limits
 from manyhands.core.world import ProcessInfo
 
-# Words for options in the origins of a participation.
+# Options as a `LaunchDecision` names them.
 OPTIONS = {
     "-n": "cluster.processes",
     "--init": "cluster.init",
     "--rank": "cluster.rank",
     "--world-size": "cluster.world_size",
 }
-# Training waits for a description that is still being written; explaining says that it is.
+# Training waits for a cluster file that is still being written; explain reports that it is.
 SHORT_S = 0.1
-# Files that a driver makes for each device, and what it is called.
+# Those of the time limits that are printed for people; see core/timeouts.py.
+_SHOWN_LIMITS = ("silent", "alone", "leave", "stop")
+# Files that a driver creates for each device, and the name of the device type.
 DEVICE_FILES = {"nvidia[0-9]*": "cuda", "davinci[0-9]*": "npu", "accel/accel[0-9]*": "accelerator"}
 
 
@@ -34,9 +36,9 @@ class ExplainedValue:
     """One value."""
 
     key: str  # its name for scripts
-    value: Any  # of it; None where it is only known later
-    origin: str = ""  # where it is from
-    said: str = ""  # in words, where the value alone doesn't say it
+    value: Any  # None if it is only known later
+    origin: str = ""
+    said: str = ""  # the text for people, if it isn't the value itself
 
     @property
     def name(self) -> str:
@@ -50,10 +52,10 @@ class ExplainedValue:
 
 
 def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -> list[ExplainedValue]:
-    """The values, in the order that they depend on each other.
+    """Returns the values, each after those that it depends on.
 
     Raises:
-        UserError: it can't be told, as training couldn't start.
+        UserError: training couldn't start.
     """
     variables = os.environ if environment is None else environment
     at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})
@@ -66,8 +68,13 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
         rows, many, index = _machine(found.rendezvous, found.origins), sum(found.rendezvous.sizes) != 1, None
     else:
         rows, many, index = _here(found), found.processes != 1, None
-    rows = [ExplainedValue(row.key, row.value, _from_option(row.origin, loaded), row.said) for row in rows]
+    # An option was given as the flag itself, in a file, or by a variable.
+    given = {flag: loaded.origins.get(key, "flag") for flag, key in OPTIONS.items()}
+    rows = [replace(row, origin=given[row.origin]) if given.get(row.origin, "flag") != "flag" else row for row in rows]
     rows += [_device(loaded, index, found.origins.get("device", "")), _backend(loaded, many=many), *_shares(loaded)]
+    limits = time_limits()
+    shown = ", ".join(f"{name.replace('_', ' ')} {limits[name]:g} s" for name in _SHOWN_LIMITS)
+    rows.append(ExplainedValue("time_limits", limits, "fixed", shown))
     if "overridden" in found.origins:
         rows.append(ExplainedValue("not_followed", found.origins["overridden"], "the values above take precedence"))
     return rows
@@ -79,10 +86,10 @@ def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] 
     The machines are those of the job's cluster file, its hosts or hostfile, or of the environment (PET_*, Slurm).
 
     Returns:
-        What of the cluster the format has no place for.
+        Notes on what the format can't hold.
 
     Raises:
-        UserError: There is no description, the format can't hold it, or the file exists already.
+        UserError: no machines are given, the format can't hold them, or the file exists already.
     """
     variables = os.environ if environment is None else environment
     at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})
@@ -111,12 +118,6 @@ def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] 
     return notes
 
 
-def _from_option(origin: str, loaded: LoadedJob) -> str:
-    """Where an option was given: as the flag itself, in a file, or by a variable."""
-    given = loaded.origins.get(OPTIONS.get(origin, ""), "flag")
-    return origin if given == "flag" else given
-
-
 def _member(
     process_info: ProcessInfo, origins: Mapping[str, str], variables: Mapping[str, str]
 ) -> list[ExplainedValue]:
@@ -133,26 +134,22 @@ def _member(
         *(ExplainedValue(key, known.get(key), origins.get(key, ""), "" if key in known else "?") for key in
           ("local_rank", "local_size")),
     ]  # fmt: skip
+    where = origins["master_address"]
     if url.scheme == "file":
-        return [*rows, ExplainedValue("meeting_file", url.netloc + url.path, origins["master_address"])]
-    return [
-        *rows,
-        ExplainedValue("master_address", address, origins["master_address"]),
-        ExplainedValue("master_port", port, origins["master_port"]),
-    ]
+        return [*rows, ExplainedValue("meeting_file", url.netloc + url.path, where)]
+    port_from = origins["master_port"]
+    return [*rows, ExplainedValue("master_address", address, where), ExplainedValue("master_port", port, port_from)]
 
 
 def _machine(rendezvous: Rendezvous, origins: Mapping[str, str]) -> list[ExplainedValue]:
-    """This machine's processes among those of others."""
     first, own = sum(rendezvous.sizes[: rendezvous.machine]), rendezvous.sizes[rendezvous.machine]
     known = all(rendezvous.sizes)
     ranks = [first, first + own - 1] if known else None
     said = "by each machine's devices" if not known else f"{first} … {first + own - 1}" if own > 1 else f"{first}"
+    place = f"{rendezvous.machine} of {len(rendezvous.sizes)}"
     return [
         ExplainedValue("started_by", "manyhands", said="manyhands, one command per machine"),
-        ExplainedValue(
-            "machine", rendezvous.machine, origins["machine"], f"{rendezvous.machine} of {len(rendezvous.sizes)}"
-        ),
+        ExplainedValue("machine", rendezvous.machine, origins["machine"], place),
         ExplainedValue("processes", own or None, origins["processes"], "" if own else "one per accelerator, or one"),
         ExplainedValue("ranks", ranks, origins["size"], said),
         ExplainedValue("world_size", sum(rendezvous.sizes) if known else None, origins["size"], "" if known else "?"),
@@ -175,9 +172,8 @@ def _device(loaded: LoadedJob, index: int | None, index_origin: str) -> Explaine
     kind, origin = loaded.job.cluster.device, loaded.origins.get("cluster.device", "default")
     if kind != "auto":
         numbered = index is not None and kind not in {"cpu", "mps"} and ":" not in kind
-        return ExplainedValue(
-            "device", f"{kind}:{index}" if numbered else kind, index_origin or origin.replace("flag", "--device")
-        )
+        device = f"{kind}:{index}" if numbered else kind
+        return ExplainedValue("device", device, index_origin or origin.replace("flag", "--device"))
     driver = next((word for pattern, word in DEVICE_FILES.items() if any(Path("/dev").glob(pattern))), "")
     if not driver:
         return ExplainedValue("device", None, origin, "cpu or accelerator, decided at start")
@@ -186,7 +182,7 @@ def _device(loaded: LoadedJob, index: int | None, index_origin: str) -> Explaine
 
 
 def _shares(loaded: LoadedJob) -> list[ExplainedValue]:
-    """What processes take of each update, where it is asked that they don't simply take the same."""
+    """Returns the samples of each process in an update, if they are not equal."""
     shares, origin = loaded.job.cluster.shares, loaded.origins.get("cluster.shares", "default")
     if shares == "auto":
         return [ExplainedValue("shares", None, origin, "in proportion to measured speed")]
@@ -201,7 +197,6 @@ def _backend(loaded: LoadedJob, *, many: bool) -> ExplainedValue:
     if chosen != "auto":
         return ExplainedValue("backend", chosen, origin)
     if kind == "cpu":
-        return ExplainedValue(
-            "backend", "gloo" if many else None, "the device's own", "" if many else "none for one process"
-        )
+        name, said = ("gloo", "") if many else (None, "none for one process")
+        return ExplainedValue("backend", name, "the device's own", said)
     return ExplainedValue("backend", None, origin, "the device's own: gloo for cpu, nccl for cuda …")

@@ -1,4 +1,4 @@
-"""Finds runs and checkpoints by the words that users have for them."""
+"""Finds runs and checkpoints by the names that users type."""
 
 import shlex
 from collections.abc import Callable, Iterable
@@ -11,21 +11,19 @@ from manyhands.core.records import Running
 from manyhands.core.resuming import resume_command
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import say
-from manyhands.report.read import newest_runs, no_run
+from manyhands.report.read import RunData, newest_runs, no_run, read_run
 from manyhands.run.registry import head_of, headless, running
 
 RUNS = Path("runs")
-# The word for the run that was started last.
-LAST = "last"
 
 
 def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolder:
-    """Returns the run that a word means: a folder, its name, a part of the name, or "last".
+    """Returns the run named by a folder, its name, a part of the name, or "last".
 
     Args:
         word: as typed.
-        parts: a part of the name suffices; otherwise its beginning, where other words may be a data set's.
-        active: runs whose processes work are looked through before ended ones.
+        parts: a part of the name suffices; otherwise its beginning is required, where the word may be a data set's.
+        active: prefer active runs to ended ones.
 
     Raises:
         UserError: there is none, or there are several.
@@ -34,7 +32,7 @@ def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolde
     for folder in (RunFolder(Path(word).expanduser()), RunFolder(RUNS / word)):
         if word and (folder.exists() or folder.path.resolve() in working):
             return folder
-    if word == LAST:
+    if word == "last":
         for newest in newest_runs((RUNS, Path()), list(working), 1):
             say(f"the last run is {newest}")
             return RunFolder(newest)
@@ -55,11 +53,23 @@ def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolde
 
 
 def named_by(word: str, names: Iterable[str], *, parts: bool = True) -> list[str]:
-    """The names that a word stands for: the same one, else those that begin with it, else those that contain it."""
-    known = sorted(set(names))
-    readings: list[Callable[[str], bool]] = [word.__eq__, lambda name: name.startswith(word), lambda name: word in name]
-    found = ([name for name in known if fits(name)] for fits in readings[: 3 if parts else 2])
+    """Returns the names equal to a word, else those that begin with it, else (with `parts`) those that contain it."""
+    matches: list[Callable[[str], bool]] = [word.__eq__, lambda name: name.startswith(word), lambda name: word in name]
+    found = ([name for name in sorted(set(names)) if fits(name)] for fits in matches[: 3 if parts else 2])
     return next(filter(None, found), []) if word else []
+
+
+def read_named(word: str) -> RunData | None:
+    """Reads the run of this name; None if there is none, so that the word may be a data set's.
+
+    Raises:
+        UserError: the run can't be read.
+    """
+    try:
+        folder = find_run(word, parts=False)
+    except UserError:
+        return None
+    return read_run(folder.path)
 
 
 def find_reference(word: str) -> Path:
@@ -73,7 +83,7 @@ def find_reference(word: str) -> Path:
 
 
 def find_start(word: str | None) -> str | None:
-    """The value of --resume with a run's short name as its folder; "auto", "never" and places stay as they are.
+    """Returns the value of --resume with a run's name replaced by its folder; "auto", "never" and paths stay.
 
     Raises:
         UserError: the word stands for no run, or for several.
@@ -85,10 +95,10 @@ def find_start(word: str | None) -> str | None:
 
 
 def head_of_active(folder: RunFolder) -> Running:
-    """Returns the process that watches a run.
+    """Returns the launcher process of a run.
 
     Raises:
-        UserError: there is none; the error says whether processes work without it.
+        UserError: there is none; the error says whether processes train without it.
     """
     if head := head_of(folder.path):
         return head

@@ -5,20 +5,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks
 from manyhands.cluster.agents.claim import new_holder, run_id
 from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.mirror import Receiver, pieces_of
-from manyhands.cluster.agents.protocol import KeepRecords, OpenRun, RunOpened
+from manyhands.cluster.agents.protocol import OpenRun, RunOpened
+from manyhands.cluster.messages import Request, call
 from manyhands.core.errors import RunError
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import COPY_S, OPEN_FOLDER_S, TAKE_OVER_S
 from manyhands.run.pending import PendingMachines, RejoinInfo
 
-# Records that wait for a slow line.
-RECORDS_S = 120.0
-OPEN_S = 30.0
-# Processes of a detached run make way for a new head.
-TAKE_OVER_S = 200.0
 REPLACED = "another launcher has taken over the run"
 
 
@@ -47,7 +45,7 @@ class FoldersOfRun:
                 self._request(link, token, records=records and number == 0, output=output, anew=anew)
                 for number, link in enumerate(self._agents.links)
             ]
-            self.opened = self._agents.ask(requests, TAKE_OVER_S if mine else OPEN_S)
+            self.opened = self._agents.ask(requests, TAKE_OVER_S if mine else OPEN_FOLDER_S)
         highest = max(answer.term for answer in self.opened)
         if highest > mine > 0 and self.before is None:
             self._pending.term = highest + 1
@@ -60,7 +58,7 @@ class FoldersOfRun:
     def open_on(self, link: AgentConnection) -> RunOpened:
         """The same on a machine that has come."""
         with self._recognised() as token:
-            return link.ask(self._request(link, token, records=False, output=False), OPEN_S, self._agents.links)
+            return link.ask(self._request(link, token, records=False, output=False), OPEN_FOLDER_S, self._agents.links)
 
     @contextmanager
     def _recognised(self) -> Iterator[str]:
@@ -75,10 +73,11 @@ class FoldersOfRun:
 
     def _request(
         self, link: AgentConnection, token: str, *, records: bool, output: bool, anew: bool = False
-    ) -> OpenRun:
+    ) -> Request[RunOpened]:
         place = str(self._folder.path.absolute()) if link.here else self.part_of(link.machine.name).folder
-        run, held, term = run_id(self._folder), {} if anew else self._receiver.held(), self._pending.term
-        return OpenRun(place, token, self._holder, run, records=records, held=held, output=output, term=term)
+        held = None if not records else {} if anew else self._receiver.held()
+        run, term = run_id(self._folder), self._pending.term
+        return call(Agent.open_run, OpenRun(place, token, self._holder, run, held, output, term))
 
     def part_of(self, name: str) -> RejoinInfo:
         """A machine's part, with the run folder as it was opened there, or as seen from the work folder."""
@@ -106,5 +105,5 @@ class FoldersOfRun:
         # What a machine wrote last before it was lost needn't have come here, so that its own may be others.
         held = {} if link.machine.name in self.estranged else there.held
         for pieces in pieces_of(self._folder.path, held):
-            link.ask(KeepRecords(there.folder, pieces), RECORDS_S, self._agents.links)
+            link.ask(call(Agent.keep_records, there.folder, pieces), COPY_S, self._agents.links)
         self.estranged.discard(link.machine.name)

@@ -1,10 +1,10 @@
-"""A machine more for a run that goes on, asked for at a socket file in the run folder of its head."""
+"""Adds a machine to an active run: requests arrive at a socket file in the run folder of the launcher."""
 
 import os
 import shlex
 import socket
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,106 +20,96 @@ Notify = Callable[[str, bool], object]
 
 @dataclass(frozen=True)
 class AskToJoin(Message):
-    """This machine is to take part, as a user writes it."""
+    """A request to add this machine, as a user writes it."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class JoinStatus(Message):
-    """What became of that."""
+    """The answer to it."""
 
     text: str
     takes_part: bool
-
-
-class JoinListener:
-    """The head's end of the socket. Nothing here waits.
-
-    Args:
-        folder: the run's.
-        on_request: called with each requested machine and whom to notify; raises ManyhandsError to refuse it.
-    """
-
-    def __init__(self, folder: Path, on_request: Callable[[Machine, Notify], None]) -> None:
-        self._path, self._on_request = folder / SOCKET, on_request
-        self._path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.setblocking(False)
-        with _short(self._path) as short:
-            self._listener.bind(short)
-        self._path.chmod(0o600)
-        self._listener.listen()
-        self._open: dict[socket.socket, Lines] = {}
-
-    def tick(self) -> None:
-        """Hears who has come."""
-        with suppress(OSError):  # nobody has come, or no more files can be open just now
-            while True:
-                come = self._listener.accept()[0]
-                come.setblocking(False)
-                self._open[come] = Lines()
-        for one in list(self._open):
-            with suppress(BlockingIOError):
-                self._hear(one)
-
-    def _hear(self, one: socket.socket) -> None:
-        try:
-            received = one.recv(1 << 16)
-        except ConnectionError:
-            received = b""
-        lines = self._open[one]
-        asked = [message for _, message in lines.take(received) if isinstance(message, AskToJoin)]
-        if asked:
-            self._asked(one, asked[0].host)
-        elif not received or lines.too_long:
-            self._let_go(one)
-
-    def _asked(self, one: socket.socket, host: str) -> None:
-        def notify(text: str, takes_part: bool) -> None:
-            with suppress(OSError):  # who asked may have gone
-                one.sendall(encode(JoinStatus(text, takes_part)))
-            self._let_go(one)
-
-        try:
-            (machine,) = hostfile.read_list(host, "--host").machines
-            self._on_request(machine, notify)
-        except ManyhandsError as error:
-            notify("; ".join([error.message, *error.hints]), False)
-        except ValueError:
-            notify("join adds one machine at a time", False)
-
-    def _let_go(self, one: socket.socket) -> None:
-        self._open.pop(one, None)
-        one.close()
-
-    def close(self) -> None:
-        """Takes the socket away."""
-        self._path.unlink(missing_ok=True)
-        for one in [self._listener, *self._open]:
-            one.close()
 
 
 @contextmanager
 def join_listener(
     folder: Path, on_request: Callable[[Machine, Notify], None], say: Callable[[str, str], object]
 ) -> Generator[Callable[[], None]]:
-    """Opens the socket for as long as the block lasts; gives what is to be called often."""
+    """Opens the socket while the block runs, and gives a function that is to be called often and never waits.
+
+    Args:
+        folder: the run folder.
+        on_request: called with each requested machine and whom to notify; raises ManyhandsError to refuse it.
+        say: tells the user, a sentence and its level.
+    """
+    path, clients = folder / SOCKET, dict[socket.socket, Lines]()
+    path.unlink(missing_ok=True)
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.setblocking(False)
+        try:
+            with _short(path) as short:
+                listener.bind(short)
+            path.chmod(0o600)
+            listener.listen()
+        except OSError as error:
+            say(f"manyhands join can't add machines to this run: {error.strerror} ({path})", "WARNING")
+            yield lambda: None
+            return
+
+        def tick() -> None:
+            with suppress(OSError):  # there is no new client, or no more files can be opened now
+                while True:
+                    client = listener.accept()[0]
+                    client.setblocking(False)
+                    clients[client] = Lines()
+            for client in list(clients):
+                with suppress(BlockingIOError):
+                    _read(client, clients, on_request)
+
+        try:
+            yield tick
+        finally:
+            path.unlink(missing_ok=True)
+            for client in clients:
+                client.close()
+
+
+def _read(client: socket.socket, clients: dict[socket.socket, Lines], on_request: Callable[..., None]) -> None:
+    """Reads from a client, and passes on its request."""
+
+    def notify(text: str, takes_part: bool) -> None:
+        with suppress(OSError):  # the client may have gone
+            client.sendall(encode(JoinStatus(text, takes_part)))
+        disconnect()
+
+    def disconnect() -> None:
+        clients.pop(client, None)
+        client.close()
+
     try:
-        door = JoinListener(folder, on_request)
-    except OSError as error:
-        say(f"manyhands join can't add machines to this run: {error.strerror} ({folder / SOCKET})", "WARNING")
-        yield lambda: None
+        received = client.recv(1 << 16)
+    except ConnectionError:
+        received = b""
+    lines = clients[client]
+    requests = [message for _, message in lines.take(received) if isinstance(message, AskToJoin)]
+    if not requests:
+        if not received or lines.too_long:
+            disconnect()
         return
     try:
-        yield door.tick
-    finally:
-        door.close()
+        (machine,) = hostfile.read_list(requests[0].host, "--host").machines
+        on_request(machine, notify)
+    except ManyhandsError as error:
+        notify("; ".join([error.message, *error.hints]), False)
+    except ValueError:
+        notify("join adds one machine at a time", False)
 
 
 @contextmanager
 def _short(path: Path) -> Generator[str]:
-    """A socket's path as the system takes it, which is little more than a hundred bytes long."""
+    """Gives a path of the socket that fits into the system's limit of about a hundred bytes."""
     if len(os.fsencode(path)) < 100 or not Path("/proc/self/fd").is_dir():
         yield str(path)
         return
@@ -131,11 +121,11 @@ def _short(path: Path) -> Generator[str]:
 
 
 def join_here(run: str, host: str) -> str:
-    """Has a run whose head is on this machine take up another machine; waits until it does.
+    """Asks the launcher of a run, on this machine, to add another machine, and waits until that has joined.
 
     Raises:
-        UserError: there is no such run, or it takes nobody.
-        RunError: the machine doesn't take part; why is in it.
+        UserError: there is no such run, or it can't add machines.
+        RunError: the machine can't join; the error has the reason.
     """
     found = find_run(run, active=True)
     folder = found.path
@@ -153,8 +143,8 @@ def join_here(run: str, host: str) -> str:
         lines = Lines()
         while received := head.recv(1 << 16):
             for _, message in lines.take(received):
-                if isinstance(message, JoinStatus) and message.takes_part:
-                    return message.text
                 if isinstance(message, JoinStatus):
+                    if message.takes_part:
+                        return message.text
                     raise RunError(message.text, host)
     raise RunError(f"the run ended before {host} joined", str(folder))

@@ -1,4 +1,4 @@
-"""One job on several machines: assembles their agents over ssh, starts the workers, and watches all to the end."""
+"""Launches a job on several machines: starts agents over ssh, checks the machines, starts the workers, and watches."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -6,38 +6,41 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from manyhands.checkpoint.saved import saved_step
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks, assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.claim import run_id
 from manyhands.cluster.agents.code import code_files
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.mirror import Receiver
-from manyhands.cluster.agents.protocol import FilePiece, RunOpened, TakeCode
+from manyhands.cluster.agents.protocol import FilePiece, RunOpened
 from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.agents.store_tunnel import store_tunnel
+from manyhands.cluster.agents.store_tunnel import StoreTunnel
 from manyhands.cluster.agents.supervise import supervise_once
-from manyhands.cluster.doctor.questions import AskClock
-from manyhands.cluster.hosts.inventory import Machine
+from manyhands.cluster.doctor.findings import DoctorFinding, Facts, examine
+from manyhands.cluster.hosts.inventory import Address, Machine
+from manyhands.cluster.messages import call
 from manyhands.config.job import Job
-from manyhands.core.errors import UserError
+from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
 from manyhands.core.records import read_lines
-from manyhands.core.resuming import saved_step
 from manyhands.core.run_folder import RunFolder
-from manyhands.report.terminal import Screen
-from manyhands.run.doctor import LISTENING, facts_wanted
-from manyhands.run.failure_log import ends_noted, note_replaced, starts_and_stops
+from manyhands.core.timeouts import COPY_S
+from manyhands.report.screen import Screen
+from manyhands.run.doctor import LISTENING, facts_wanted, known_of, public_addresses, survey_agents
+from manyhands.run.folder import run_folder
 from manyhands.run.join import join_listener
 from manyhands.run.logs import reach_of, read_places
 from manyhands.run.on_machines import AgentMachines
-from manyhands.run.pending import PendingMachines
-from manyhands.run.preflight import check_machines, judge
+from manyhands.run.outcome import Outcome, conclude, ends_noted, note_replaced, starts_and_stops
+from manyhands.run.pending import PendingMachines, RefusedError
 from manyhands.run.recovery import Recovery
 from manyhands.run.registry import remember_reach
 from manyhands.run.script import shown
-from manyhands.run.train import Outcome, check_names, conclude, run_folder, watch_on
+from manyhands.run.train import LOOPBACK, check_names, watch_on
 
 NOT_BEGUN = "stopping before training has begun"
-# What a slow line needs for the code of a folder.
-CODE_S = 120.0
+# Checks of the doctor whose findings may have changed by the next minute.
+MOMENTARY = {"cpu", "jobs"}
 
 
 def launch(
@@ -45,10 +48,14 @@ def launch(
 ) -> Outcome:
     """Trains on several machines, the first of which has rank 0.
 
-    `quiet` shows no progress; `begun` is called often with the run folder, once the run trains.
+    Args:
+        job: what to do.
+        machines: where to train.
+        quiet: no progress on standard error.
+        begun: called often with the run folder, once the run trains.
 
     Raises:
-        ManyhandsError: a machine can't be used, or the run failed; the first cause is in it.
+        ManyhandsError: a machine can't be used, or the run failed; the error describes the first cause.
     """
     refuse_doubles(machines)
     if not job.run.script:
@@ -69,7 +76,7 @@ def launch(
             if len(machines) > 1 and not job.cluster.through_ssh:
                 screen.say(LISTENING)
             reached = assembled(machines, job.cluster, folder.ranks, facts_wanted(job), lambda: screen.say(NOT_BEGUN))
-            with ExitStack() as stack, reached as agents, store_tunnel(job.cluster) as way:
+            with ExitStack() as stack, reached as agents, StoreTunnel(job.cluster) as way:
                 absent = _absent(job, folder, agents, machines, screen)
                 remember_reach(folder.path, reach_of(job.cluster))
                 pending = stack.enter_context(
@@ -86,7 +93,7 @@ def launch(
 
                 watch = replace(
                     watch_on(job, screen, on_tick),
-                    on_file=_Keeper(receiver, screen, agents.links[0].machine.name),
+                    on_file=_RecordKeeper(receiver, screen, agents.links[0].machine.name),
                     clock_offsets_s=agents.clock_offsets_s,
                     cut=run_machines.head_tunnels.ended,
                     regroups=run_machines.regroups,
@@ -107,10 +114,10 @@ def launch(
 def _absent(
     job: Job, folder: RunFolder, agents: AgentLinks, machines: Sequence[Machine], screen: Screen
 ) -> Sequence[Machine]:
-    """Who doesn't answer, where a run that has saved can go on without, as `--elastic` says.
+    """Returns the machines that don't answer, if `--elastic` allows a run with a checkpoint to resume without them.
 
     Raises:
-        RunError: one is needed that doesn't answer.
+        RunError: one that is needed doesn't answer.
     """
     there = [link.machine for link in agents.links]
     resumes = job.cluster.recovers and saved_step(folder) is not None and job.checkpoint.resume == "auto"
@@ -122,8 +129,8 @@ def _absent(
     return [machine for machine in machines if machine not in there]
 
 
-class _Keeper:
-    """Keeps the records that come; where that fails, the run goes on and its records stay where they are written."""
+class _RecordKeeper:
+    """Writes the records that arrive; after a failure the run continues, and its records stay where they are made."""
 
     def __init__(self, receiver: Receiver, screen: Screen, source: str) -> None:
         self._receiver, self._screen, self._source, self._works = receiver, screen, source, True
@@ -139,6 +146,54 @@ class _Keeper:
             self._screen.say(f"{what}; new records are on {self._source} only", "WARNING")
 
 
+def check_machines(job: Job, say: Callable[[str, str], object], agents: AgentLinks) -> list[Address]:
+    """Runs the doctor's checks without measurements, and returns the addresses at which the machines reach each other.
+
+    Returns no addresses if the machines are to connect through ssh, or only ssh reaches them.
+
+    Raises:
+        RunError: training would fail; the error has the doctor's findings.
+    """
+    if len(agents.links) == 1:
+        return [Address("", LOOPBACK)]
+    survey = survey_agents(job, agents, [link.machine for link in agents.links], measure=False)
+    found = examine(survey)
+    failures = _failures(found)
+    apart = bool(failures) and all(finding.check == "reach" for finding in failures)
+    public = public_addresses(survey.chosen)
+    allowed = not job.cluster.interface or (apart and job.cluster.relay)
+    through_ssh = job.cluster.through_ssh or (bool(apart or public) and allowed)
+    if apart and through_ssh:
+        say(f"{failures[0].what}: trying ssh between the machines", "INFO")
+    elif failures:
+        others = [f"also: {finding.what}" for finding in failures[1:]]
+        error = RunError(failures[0].what, ", ".join(failures[0].hosts), (*failures[0].hints, *others))
+        error.exit_code = EXIT_DOCTOR
+        raise error
+    if public and through_ssh and not job.cluster.through_ssh:
+        say(f"{public}: connecting through ssh; to connect unencrypted, use --interface NAME", "INFO")
+    for finding in found:
+        if finding.severity == "warn" and finding.check not in MOMENTARY:
+            say(finding.what, "WARNING")
+    return [] if through_ssh else [Address(*survey.chosen[link.machine.name]) for link in agents.links]
+
+
+def judge(job: Job, agents: AgentLinks, machine: Machine, facts: Facts) -> None:
+    """Checks the facts of a machine that joins against those of the machines of the run.
+
+    Raises:
+        RefusedError: training with it would fail.
+    """
+    known = {link.machine.name: own for link, own in zip(agents.links, agents.facts, strict=True) if not link.closed}
+    machines = [*(link.machine for link in agents.links if not link.closed), machine]
+    if failures := _failures(examine(known_of(job, machines, {**known, machine.name: facts}))):
+        raise RefusedError(failures[0].what, machine.name, failures[0].hints)
+
+
+def _failures(found: list[DoctorFinding]) -> list[DoctorFinding]:
+    return [finding for finding in found if finding.severity == "fail"]
+
+
 def _ready(
     job: Job,
     agents: AgentLinks,
@@ -148,9 +203,9 @@ def _ready(
     pending: PendingMachines,
     absent: Sequence[Machine],
 ) -> AgentMachines:
-    """Everything that comes before the workers: addresses, sizes, folders, code."""
+    """Prepares everything that the workers need: addresses, sizes, folders, code."""
     addresses = check_machines(job, screen.say, agents)
-    # First what the user's mistakes show in, so that they leave no folders elsewhere.
+    # Checks come first, so that a user's mistake leaves no folders on other machines.
     sizes, devices = prepare(agents, [link.machine.slots for link in agents.links], job.cluster)
     again = partial(check_machines, job, screen.say)
     machines = AgentMachines(job, agents, sizes, devices, addresses, folder, receiver, screen.say, again, pending)
@@ -167,7 +222,7 @@ def _ready(
 
 
 def _refuse_devices(job: Job, devices: Sequence[str]) -> None:
-    """Only gloo goes through ssh. Raises UserError: the processes would talk by something else."""
+    """Raises UserError if the collectives would not use gloo, the only backend that works through ssh."""
     if any(device != "cpu" for device in devices) and job.cluster.backend != "gloo":
         others = ", ".join(sorted({*devices} - {"cpu"}))
         what = f"only ssh connects these machines, and collectives of {others} devices can't go through ssh"
@@ -181,10 +236,10 @@ def _refuse_devices(job: Job, devices: Sequence[str]) -> None:
 
 
 def _refuse_another_run(job: Job, folder: RunFolder, agents: AgentLinks, opened: Sequence[RunOpened]) -> None:
-    """No machine's folder of this name may be in use, or hold what was saved by a run that isn't this one.
+    """Refuses a machine whose folder of this name is in use, or has checkpoints of another run.
 
     Raises:
-        UserError: one does; its checkpoints would be taken for this run's.
+        UserError: one has; its checkpoints would be taken for this run's.
     """
     resumes = job.run.out and job.checkpoint.resume != "never"
     for link, answer in zip(agents.links, opened, strict=True):
@@ -200,12 +255,15 @@ def _refuse_another_run(job: Job, folder: RunFolder, agents: AgentLinks, opened:
             hints = ("choose another --out runs/NAME", f"or, to resume that run, copy it to a new folder: {copy}")
             raise UserError(f"{name} holds another run in {place} than {folder.path}", "--out", hints)
         if not found and not resumes:
-            hints = ("choose another --out runs/NAME", "or resume that run: name its folder with --out")
+            hints = (
+                "choose another --out runs/NAME",
+                "or resume that run: name its folder with --out, and add --resume auto",
+            )
             raise UserError(f"{name} already holds a run in {place}", "--out", hints)
 
 
 def _refuse_lost_checkpoints(job: Job, folder: RunFolder, agents: AgentLinks, opened: RunOpened) -> None:
-    """A run that has saved must not begin anew because the first machine has lost, or never had, what was saved.
+    """Refuses to restart a saved run from scratch because the first machine has no checkpoint.
 
     Raises:
         UserError: there is no checkpoint where rank 0 looks for one.
@@ -223,9 +281,9 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, agents: AgentLinks, op
 
 
 def _share_code(agents: AgentLinks, screen: Screen) -> dict[str, str]:
-    """This folder's code on every other machine, in a folder of its own; the agent, and so its workers, go there."""
+    """Copies the code of this folder to every other machine; agents, and so their workers, change to that folder."""
     files, left = code_files(Path.cwd())
     for line in left:
         screen.say(line)
-    agents.ask([AskClock() if link.here else TakeCode(files) for link in agents.links], CODE_S)
+    agents.ask([call(Agent.clock) if link.here else call(Agent.take_code, files) for link in agents.links], COPY_S)
     return files

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from manyhands.checkpoint.saved import saved_step
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks
 from manyhands.cluster.agents.claim import Term, raise_term, term_in
 from manyhands.cluster.agents.code import with_absolute_paths
@@ -13,15 +15,15 @@ from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.open_tunnels import NoTunnelError, TunnelRoutes, join_through_ssh
 from manyhands.cluster.agents.orders import Orders, orders_for
-from manyhands.cluster.agents.own_tunnels import Tunnels
-from manyhands.cluster.agents.protocol import Bind
-from manyhands.cluster.agents.store_tunnel import ASK_S, StorePlaces, StoreTunnel
+from manyhands.cluster.agents.store_tunnel import StorePlaces, StoreTunnel
+from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import with_machines
+from manyhands.cluster.messages import call
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.core.resuming import saved_step
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import STORE_S
 from manyhands.parallel.ports import loopback_interface
 from manyhands.parallel.tunnel_ends import VARIABLE
 from manyhands.run.copies import RecordsCopy, copy_of_records
@@ -280,7 +282,7 @@ class AgentMachines(RunMachines):
         if not self._through_ssh:
             return way.open(self.agents, self.addresses)
         address = self.addresses[0].address
-        port = self.agents.links[0].ask(Bind(address), ASK_S, self.agents.links).port
+        port = self.agents.links[0].ask(call(Agent.bind, address), STORE_S, self.agents.links)
         return StorePlaces(((address, port),) * len(self.agents.links))
 
     def _tunnels_of(self, link: AgentConnection) -> dict[str, str]:

@@ -5,23 +5,22 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import clock_offset, open_agent
 from manyhands.cluster.agents.claim import run_id
-from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, LinkClosed, answer_to
-from manyhands.cluster.agents.protocol import Hello, InspectRun, Prepare, RunInspected, TakeCode
+from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, answer_to
 from manyhands.cluster.agents.ssh import explain_contact
 from manyhands.cluster.doctor.findings import Facts
 from manyhands.cluster.hosts.inventory import Machine
-from manyhands.cluster.messages import Request
+from manyhands.cluster.messages import Request, call
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run.doctor import facts_wanted
 
-# Between two attempts: a part of the time that a machine has been away.
-PAUSE, LEAST_S, MOST_S = 0.02, 1.0, 5.0
-# An agent that says nothing for so long is given up, and another one is tried; importing torch may take most of it.
-CONTACT_S = 300.0
+# The pause between two attempts is this part of the time that a machine has been lost.
+PAUSE = 0.02
 # Waiting for it: the agent of a machine that was cut off has its processes still.
 BUSY = "is still ending its earlier processes"
 
@@ -100,7 +99,7 @@ class PendingMachines:
 
     def add(self, pending_machine: PendingMachine) -> None:
         """Tries from now on to have this machine take part."""
-        pending_machine.try_at = pending_machine.since + LEAST_S if not pending_machine.asked_for else 0.0
+        pending_machine.try_at = pending_machine.since + RETRY_LEAST_S if not pending_machine.asked_for else 0.0
         self._all.append(pending_machine)
 
     def names(self) -> list[str]:
@@ -161,11 +160,12 @@ class PendingMachines:
         if one.question is None:
             _make_sure(one, one.link)
             return
-        answer = answer_to(one.link, *one.question)
-        if answer is None:
+        answers = answer_to(one.link, *one.question)
+        if not answers:
             if now > one.until:
                 raise TimeoutError(f"{one.name} did not answer within {CONTACT_S:.0f} s")
             return
+        (answer,) = answers
         if isinstance(answer, RunError):
             raise answer
         try:
@@ -177,13 +177,13 @@ class PendingMachines:
     def _meet(self, one: PendingMachine, link: AgentConnection) -> Generator[Request[Any], Any, tuple[str, int]]:
         """Everything that is asked of a machine before it takes part, but for what all machines are needed for."""
         asked = time.time()
-        greeting = yield Hello(facts_wanted(self._job), remote=not link.here)
-        one.clock_offset_s = clock_offset(greeting.facts.get("time", 0.0), asked)
-        self._judge(one.machine, greeting.facts)
-        one.facts = greeting.facts
+        facts = yield call(Agent.hello, facts_wanted(self._job), not link.here)
+        one.clock_offset_s = clock_offset(facts.get("time", 0.0), asked)
+        self._judge(one.machine, facts)
+        one.facts = facts
         part = one.part
         run = run_id(self._folder)
-        seen: RunInspected = yield InspectRun(part.folder, part.machine, part.generation, run, self.term)
+        seen = yield call(Agent.inspect_run, part.folder, part.machine, part.generation, run, self.term)
         if self.term and seen.run == run and seen.term > self.term:
             self.replaced_on = one.name
             raise TimeoutError(f"{one.name} belongs to another launcher")
@@ -193,9 +193,9 @@ class PendingMachines:
             what = f"{part.folder} on that machine holds another run"
             raise RefusedError(what, hints=("move that folder away",))
         if self.code and not link.here:
-            yield TakeCode(dict(self.code))
+            yield call(Agent.take_code, dict(self.code))
         slots = one.machine.slots
-        prepared = yield Prepare(slots, self._job.cluster.threads, self._job.cluster.device)
+        prepared = yield call(Agent.prepare, slots, self._job.cluster.threads, self._job.cluster.device)
         if slots > prepared.count and prepared.device not in {"cpu", "mps"}:
             raise RefusedError(
                 f"{slots} processes are requested, but the machine has {prepared.count} {prepared.device} devices"
@@ -211,7 +211,7 @@ class PendingMachines:
         one.close()
         one.facts = {}
         now = time.monotonic()
-        one.try_at = max(now + min(max(LEAST_S, PAUSE * (now - one.since)), MOST_S), one.not_before)
+        one.try_at = max(now + min(max(RETRY_LEAST_S, PAUSE * (now - one.since)), RETRY_MOST_S), one.not_before)
 
 
 def _asked(link: AgentConnection, request: Request[Any]) -> tuple[int, Request[Any]]:

@@ -1,4 +1,4 @@
-"""Plans for a job: found, shown, proven and timed. Tensors are the worker's affair; its processes are started here."""
+"""Plans for a job: searched, shown, verified and timed. The worker computes; its processes are started here."""
 
 import gc
 from collections.abc import Iterator, Mapping
@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.config.job import Job
-from manyhands.run.load import load_worker
-from manyhands.run.task import run_by_agent
+from manyhands.run.tasks import run_by_agent
 from manyhands.run.train import check_names
 
 if TYPE_CHECKING:
@@ -20,51 +19,40 @@ if TYPE_CHECKING:
 def search_plan(
     job: Job, requested: Mapping[str, Any], out: Path, *, force: bool
 ) -> "tuple[Planned, tuple[Path, Path]]":
-    """Finds the plan for a job and writes it.
-
-    Args:
-        job: what is to be trained.
-        requested: of its plan, as `PlanRequest` has them; pins as they were written.
-        out: the plan's file; its picture lies beside it.
-        force: write over an older plan.
-
-    Returns:
-        What was found, and both files.
+    """Searches the plan for a job and writes it to `out`, with a picture beside it; see `worker.plan_search`.
 
     Raises:
-        ManyhandsError: a wish can't be fulfilled, or timing failed.
+        ManyhandsError: the job or a request can't be satisfied, or timing failed.
     """
     check_names(job)
-    with _uncollected():
-        return load_worker("plan_search").search_plan(job, requested, out, run_by_agent, force=force)
+    with _no_garbage_collection():
+        from manyhands.worker import plan_search
+
+        return plan_search.search_plan(job, requested, out, run_by_agent, force=force)
 
 
 def predict_growth(job: Job, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
-    """Predicts throughput, efficiency and cost of a job on several numbers of machines.
-
-    Args:
-        job: what is to be trained.
-        requested: as `GrowthRequest` has them.
-        out: where the picture goes; None for none.
-        force: write over an older one.
+    """Predicts throughput, efficiency and cost of a job on several numbers of machines, and draws them to `out`.
 
     Raises:
-        UserError: a wish can't be fulfilled, or the picture can't be written there.
+        UserError: a request can't be satisfied, or the picture can't be written.
     """
     from manyhands.report.growth import draw_growth, refuse_file
 
     if out is not None:
         refuse_file(out, force=force)
-    with _uncollected():
-        growth: Growth = load_worker("plan_growth").predict_growth(job, requested)
+    with _no_garbage_collection():
+        from manyhands.worker import plan_growth
+
+        growth = plan_growth.predict_growth(job, requested)
     if out is not None:
         draw_growth(growth.rows, growth.title, out)
     return growth
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Looks for no garbage meanwhile: a search, and what it imports, make many small objects and keep nearly all."""
+def _no_garbage_collection() -> Iterator[None]:
+    """A search, and what it imports, make many small objects and keep nearly all."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -75,26 +63,21 @@ def _uncollected() -> Iterator[None]:
 
 
 def show_plan(path: Path, flags: Mapping[str, Any]) -> "Shown":
-    """Reads a plan and looks at its network: what flags name, else the plan's own.
+    """Reads a plan and describes the network that the flags, or else the plan, name; see `worker.plan_show`."""
+    from manyhands.worker import plan_show
 
-    Raises:
-        UserError: it is no plan, or doesn't fit the network.
-    """
-    return load_worker("plan_show").show_plan(path, flags)
+    return plan_show.show_plan(path, flags)
 
 
 def verify_plan(shown: "Shown") -> dict[str, Any]:
-    """Proves on real processes of this machine that a plan computes what one process does, in double precision.
+    """Verifies with processes of this machine that a plan computes what one process does, in double precision.
 
     Returns:
         worst, where, compared and holds; see `planner.trial.Proof`.
-
-    Raises:
-        ManyhandsError: the processes failed.
     """
     return run_by_agent(*shown.verification())["proofs"]["plan"]
 
 
 def time_plan(shown: "Shown") -> dict[str, list[float]]:
-    """Seconds of updates under a plan and data parallel, in turns, on processes of this machine."""
+    """Times updates under a plan and data parallel, in turns, on processes of this machine; in seconds."""
     return run_by_agent(*shown.comparison())["seconds"]

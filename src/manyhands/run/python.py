@@ -1,7 +1,4 @@
-"""The Python interface: fit, evaluate, load, predict and session; alone, under a launcher, or with processes=N.
-
-What computes with tensors comes through `load_worker`.
-"""
+"""The Python interface: fit, evaluate, load, predict and session; alone, under a launcher, or with processes=N."""
 
 import contextlib
 import copy
@@ -14,25 +11,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from manyhands.config.job import OBJECT, Job, TrainOptions
 from manyhands.config.load import ONE_WORD, is_switch, known_keys, load_on, meant_key
+from manyhands.config.named_code import announce
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError, UserError
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.resuming import OBJECTS
 from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.stops import RECEIVED
-from manyhands.core.user_code import announce
 from manyhands.core.world import ProcessInfo
 from manyhands.report.changes import refuse_changes
 from manyhands.report.page import write_report
 from manyhands.report.read import read_run
 from manyhands.report.time_shares import samples_of_each
-from manyhands.run.evaluate import resolve_checkpoint
-from manyhands.run.load import load_worker
-from manyhands.run.own_code import record_of
-from manyhands.run.predict import list_pictures
-from manyhands.run.session_block import SessionBlock
-from manyhands.run.train import Outcome, place_of, report_on, run_folder, train, train_in_process
+from manyhands.run.folder import run_folder
+from manyhands.run.outcome import Outcome, report_on
+from manyhands.run.resume import record_of
+from manyhands.run.tasks import list_pictures, resolve_checkpoint
+from manyhands.run.train import place_of, train, train_in_process
 from manyhands.train.objects import Objects, digest_objects, metric_words
 
 if TYPE_CHECKING:
@@ -196,37 +194,40 @@ def fit(  # noqa: PLR0913 - all but three are named
     named = _options_of(model)
     if train_set is not None:
         named["data.name"] = str(train_set) if isinstance(train_set, str | Path) else OBJECTS
-    given = {"run.out": str(out) if out else None, "cluster.processes": processes}
-    own = {"optimizer": optimizer, "loss": loss, "schedule": schedule}
-    for name, one in own.items():
-        given[f"train.{name}"] = one if one is None or isinstance(one, str) else OBJECT
-    given["train.metrics"] = metric_words(metrics)
-    loaded = load_on(job, {**_flags(settings, "fit"), **named, **given})
+    functions = {"optimizer": optimizer, "loss": loss, "schedule": schedule}
+    for name, value in functions.items():
+        named[f"train.{name}"] = value if value is None or isinstance(value, str) else OBJECT
+    named |= {"train.metrics": metric_words(metrics), "cluster.processes": processes, "run.out": _text(out)}
+    loaded = load_on(job, {**_flags(settings, "fit"), **named})
     if at_epoch_end is not None and not callable(at_epoch_end):
         raise UserError("at_epoch_end is not a function", "fit", ("such as at_epoch_end=lambda end: print(end.epoch)",))
     if not (optimizer is None or isinstance(optimizer, str) or callable(optimizer)):
         hints = ("pass a function of the parameters, such as optimizer=torch.optim.RMSprop",)
         raise UserError(f"the optimizer is a {type(optimizer).__name__}, not a function", "fit", hints)
-    live: dict[str, Any] = {name: one for name, one in own.items() if not isinstance(one, str)}
+    live: dict[str, Any] = {name: value for name, value in functions.items() if not isinstance(value, str)}
     objects = Objects(None if isinstance(model, str) else model, at_epoch_end=at_epoch_end, **live)
     objects.metrics = metrics if isinstance(metrics, Mapping) else None
+    objects.held_out_set = held_out_set
     if named.get("data.name") == OBJECTS:
         objects.train_set, objects.test_set = train_set, test_set
-    _refuse_what_is_lost(named.get("data.name"), test_set, held_out_set)
-    objects.held_out_set = held_out_set
+    else:
+        _refuse_ignored_sets(test_set, held_out_set)
     buffers: Any = getattr(loss, "buffers", tuple)
     measured = {f"metric {name}": one for name, one in (objects.metrics or {}).items()}
     objects.digests = digest_objects(**live, network=objects.model, loss_weights=tuple(buffers()), **measured)
     if objects.model is not None:
-        objects.digests |= load_worker("own_process").digest_of_network(objects.model)
-    refuse_changes(
-        loaded, digests=lambda: objects.digests | load_worker("own_process").digest_of_objects(loaded.job, objects)
-    )
-    started = processes if processes is not None else loaded.job.cluster.processes or None
+        from manyhands.worker.own_process import digest_of_network
+
+        objects.digests |= digest_of_network(objects.model)
+
+    def digests() -> dict[str, str]:
+        from manyhands.worker.own_process import digest_of_objects
+
+        return objects.digests | digest_of_objects(loaded.job, objects)
+
+    refuse_changes(loaded, digests=digests)
     RECEIVED.clear()
-    outcome, elsewhere = _start(loaded.job, objects, processes, started, quiet=quiet)
-    if elsewhere and objects.model is not None:
-        load_worker("own_process").load_weights(objects.model, outcome.folder.path)
+    outcome = _train(loaded.job, objects, processes, quiet=quiet)
     if outcome.status == "stopped":
         if signal.SIGINT in RECEIVED:
             raise KeyboardInterrupt(f"saved in {outcome.folder.path}; run the same program again to resume")
@@ -234,22 +235,43 @@ def fit(  # noqa: PLR0913 - all but three are named
     return Run(outcome.folder.path, outcome.status, objects.model)
 
 
+def _train(job: Job, objects: Objects, processes: int | None, *, quiet: bool) -> Outcome:
+    """Trains in this process, or in processes started here, whose weights are then loaded into the user's network."""
+    existing = _existing_group("auto", "auto")
+    if existing and processes is not None:
+        hints = ("remove processes to train with this group", "or call fit before the group is created")
+        raise UserError("fit can't start processes: this process is already in a process group", "fit", hints)
+    if existing or not (processes is not None or job.cluster.processes):
+        return train_in_process(job, _process_info(job), quiet=quiet, objects=objects)
+    # A launcher's rank and size take precedence over the job's number of processes.
+    elsewhere = place_of(job).process_info is None
+    outcome = train(job, quiet=quiet, objects=objects)
+    if elsewhere and objects.model is not None:
+        from manyhands.worker.own_process import load_weights
+
+        load_weights(objects.model, outcome.folder.path)
+    return outcome
+
+
 def _options_of(model: Any) -> dict[str, Any]:
-    """Options that follow from a network, as dotted keys. Raises UserError: it is none."""
+    """Options that follow from a network, by dotted key. Raises UserError: `model` is no network."""
     if model is None or isinstance(model, str):
         return {"model.name": model}
     if isinstance(model, type) or not hasattr(model, "named_parameters"):
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise UserError(
-            f"model is {kind}, not a network", "model", ("pass a torch.nn.Module, such as nn.Linear(64, 10)",)
-        )
-    # A float64 network is given its inputs unchanged, as in a session; one of several types keeps its types.
+        hints = ("pass a torch.nn.Module, such as nn.Linear(64, 10)",)
+        raise UserError(f"model is {kind}, not a network", "model", hints)
+    # A float64 network receives its inputs unchanged, as in a session; one of several types keeps its types.
     double = {str(one.dtype) for one in model.parameters()} == {"torch.float64"}
     return {"model.name": type(model).__name__, **({"train.precision": "fp64"} if double else {})}
 
 
+def _text(out: str | Path | None) -> str | None:
+    return str(out) if out else None
+
+
 def _flags(settings: dict[str, Any], function: str) -> dict[str, Any]:
-    """Keyword arguments of a function as dotted keys: epochs is train.epochs, data__workers is data.workers."""
+    """Keyword arguments of a function by dotted key: epochs is train.epochs, data__workers is data.workers."""
     flags: dict[str, Any] = {}
     for name, value in settings.items():
         if "__" in name:
@@ -257,11 +279,11 @@ def _flags(settings: dict[str, Any], function: str) -> dict[str, Any]:
         elif name in TrainOptions.model_fields:
             flags[f"train.{name}"] = value
         else:
-            raise UserError(f"{function} has no argument {name}", function, _meant(name, value))
+            raise UserError(f"{function} has no argument {name}", function, _hints_for(name, value))
     return flags
 
 
-def _meant(name: str, value: Any) -> tuple[str, ...]:
+def _hints_for(name: str, value: Any) -> tuple[str, ...]:
     if name == "workers":
         return (f"to start processes, pass processes={value}", f"for the data loader, pass data__workers={value}")
     key = f"{name}.{ONE_WORD[name]}" if name in ONE_WORD else meant_key(name)
@@ -271,53 +293,30 @@ def _meant(name: str, value: Any) -> tuple[str, ...]:
     return (f"did you mean {argument}?" if key else "write options of other sections as section__name",)
 
 
-def _refuse_what_is_lost(name: str | None, test_set: Any, held_out_set: Any) -> None:
-    """Raises UserError for a set that would be passed over, since the training set isn't an object."""
-    if name == OBJECTS:
-        return
-    for word, given, hints in (
+def _refuse_ignored_sets(test_set: Any, held_out_set: Any) -> None:
+    """Raises UserError for a set that would be ignored, since the training set is a name."""
+    for word, given, hint in (
         ("test_set", test_set, "use the test split of the named data set, or data__validation=0.1 for a part of it"),
         ("held_out_set", held_out_set, 'pass a name or folder: data__held_out="./folder"'),
     ):
         if given is not None:
-            raise UserError(f"{word} needs a train_set that is a Dataset, not a name", word, (hints,))
+            raise UserError(f"{word} needs a train_set that is a Dataset, not a name", word, (hint,))
 
 
-def _start(job: Job, objects: Objects, asked: int | None, started: int | None, *, quiet: bool) -> tuple[Outcome, bool]:
-    """Trains here, or in processes of its own, and says whether it was in those.
-
-    Args:
-        job: what to do.
-        objects: what was brought instead of names.
-        asked: processes that the caller wants to be started.
-        started: the same, or what the job says.
-        quiet: no progress on standard error.
-    """
-    standing = _standing("auto", "auto")
-    if started is None or (standing and asked is None):
-        return train_in_process(job, _place_of(job), quiet=quiet, objects=objects), False
-    if standing:
-        hints = ("remove processes to train with this group", "or call fit before the group is created")
-        raise UserError("fit can't start processes: this process is already in a process group", "fit", hints)
-    # A launcher's place wins over the job's number of processes.
-    elsewhere = place_of(job).process_info is None
-    return train(job, quiet=quiet, objects=objects), elsewhere
+def _process_info(job: Job) -> ProcessInfo:
+    """Rank and size of this process: in its process group, as a launcher gave them, or alone."""
+    device, backend = job.cluster.device, job.cluster.backend
+    alone = ProcessInfo(device=device, backend=backend)
+    return _existing_group(device, backend) or place_of(job).process_info or alone
 
 
-def _place_of(job: Job) -> ProcessInfo:
-    """This process's place: in the group that it is in already, as a launcher gave it, or on its own."""
-    return _standing(job.cluster.device, job.cluster.backend) or place_of(job).process_info or _on_its_own(job)
-
-
-def _standing(device: str, backend: str) -> ProcessInfo | None:
-    """The place in a process group that the script has made already; who hasn't imported torch has made none."""
+def _existing_group(device: str, backend: str) -> ProcessInfo | None:
+    """Rank and size in the process group that the script has created; a script without torch has none."""
     if "torch.distributed" not in sys.modules:
         return None
-    return load_worker("own_process").existing_process_info(device, backend)
+    from manyhands.worker.own_process import existing_process_info
 
-
-def _on_its_own(job: Job) -> ProcessInfo:
-    return ProcessInfo(device=job.cluster.device, backend=job.cluster.backend)
+    return existing_process_info(device, backend)
 
 
 @_hints_as_arguments()
@@ -376,11 +375,13 @@ def load(
         UserError: the run does not exist, or its network can't be rebuilt without `model`.
     """
     live = copy.deepcopy(run.model) if isinstance(run, Run) and model is None else model
-    path = resolve_checkpoint(_place(run), which)
+    path = resolve_checkpoint(run.path if isinstance(run, Run) else Path(run).expanduser(), which)
     record = record_of(path)
     if live is None and record and not isinstance(run, Run):
         announce([record.name], path, record, "load(RUN, model={!r})")
-    return load_worker("own_process").open_trained(path, model=live, device=device)
+    from manyhands.worker.own_process import open_trained
+
+    return open_trained(path, model=live, device=device)
 
 
 @_hints_as_arguments()
@@ -398,19 +399,16 @@ def predict(
     Raises:
         UserError: a picture can't be read, or the preprocessing of the training data is unknown.
     """
-    tensors = load_worker("own_process")
-    if isinstance(pictures, str | Path) or not hasattr(pictures, "__iter__") or tensors.as_picture(pictures):
-        pictures = [pictures]  # one picture, whose channels are none
+    from manyhands.worker.own_process import as_picture, guess
+
+    if isinstance(pictures, str | Path) or not hasattr(pictures, "__iter__") or as_picture(pictures):
+        pictures = [pictures]  # one picture, not a sequence of its channels
     inputs = [
         each
         for picture in pictures
         for each in (list_pictures([Path(picture)]) if isinstance(picture, str | Path) else [picture])
     ]
-    return list(tensors.guess(load(run, which, model=model), inputs))
-
-
-def _place(run: Run | str | Path) -> Path:
-    return run.path if isinstance(run, Run) else Path(run).expanduser()
+    return [one for one in guess(load(run, which, model=model), inputs) if not isinstance(one, str)]  # none is
 
 
 def session(
@@ -433,42 +431,58 @@ def session(
         A context manager that gives a Session with rank, size, device, collectives, new_group, prepare, epochs,
         backward, evaluate and save.
     """
-    return SessionBlock(_session(job, metrics, out, settings))
+    return _SessionBlock(_session(job, metrics, out, settings))
+
+
+class _SessionBlock(contextlib.AbstractContextManager["Session"]):
+    """The value of `session()`: `with` opens the session, and closes it in all processes."""
+
+    def __init__(self, block: "contextlib.AbstractContextManager[Session]") -> None:
+        self._block = block
+
+    @override
+    def __enter__(self) -> "Session":
+        return self._block.__enter__()
+
+    @override
+    def __exit__(self, *ended: Any) -> bool | None:
+        return self._block.__exit__(*ended)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UserError("the session is not open", f"session.{name}", ("write with manyhands.session() as here: …",))
 
 
 @contextlib.contextmanager
 def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[str, Any]) -> "Iterator[Session]":
     with _hints_as_arguments():
         flags = _flags(settings, "session")
-        if in_vain := sorted(
-            {"train.batch", "train.lr", "train.optimizer", "train.weight_decay", "train.momentum"} & set(flags)
-        ):
-            what = f"session has no argument {in_vain[0].partition('.')[2]}"
+        of_prepare = {"train.batch", "train.lr", "train.optimizer", "train.weight_decay", "train.momentum"}
+        if unused := sorted(of_prepare & set(flags)):
+            what = f"session has no argument {unused[0].partition('.')[2]}"
             raise UserError(what, "session", ("pass optimizer and batch to prepare of the session",))
-        named = {"data.name": OBJECTS, "run.out": str(out) if out else None, "train.metrics": metric_words(metrics)}
+        named = {"data.name": OBJECTS, "run.out": _text(out), "train.metrics": metric_words(metrics)}
         loaded = load_on(job, {**flags, **named})
         resolved = loaded.job
-        # A recipe's are for what fit makes of its data set.
+        # A recipe's values are for what fit makes of its data set.
         given = {key for key, origin in loaded.origins.items() if not origin.startswith("recipe")}
         scheduled = "train.schedule" in given
         if scheduled and resolved.train.schedule != "constant" and "train.epochs" not in given:
             hints = (f"pass epochs too: session(schedule={resolved.train.schedule!r}, epochs=30)",)
             raise UserError("session has a schedule, but no number of epochs", "session", hints)
         program = os.path.basename(sys.argv[0]).replace(" ", "_")  # noqa: PTH119 - sys.argv[0] may be "-c"
-        place = _place_of(resolved)
-        open_session = load_worker("own_process").opened
-        own: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
-        with _folder_of(resolved, place) as folder:
+        process_info = _process_info(resolved)
+        from manyhands.worker.own_process import opened
+
+        functions: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
+        block: contextlib.AbstractContextManager[RunFolder | None] = contextlib.nullcontext()
+        if resolved.run.out:  # rank 0 keeps the run folder
+            block = contextlib.nullcontext(NOWHERE) if process_info.rank else run_folder(resolved)
+        with block as folder:
             try:
-                with open_session(resolved, place, program, folder, scheduled, own) as opened:
-                    yield opened
+                with opened(resolved, process_info, program, folder, scheduled, functions) as here:
+                    yield here
             finally:
-                if folder and not place.rank:
+                if folder and not process_info.rank:
                     report_on(resolved, folder)
-
-
-def _folder_of(job: Job, place: ProcessInfo) -> contextlib.AbstractContextManager[RunFolder | None]:
-    """The run folder where one is asked for, which rank 0 keeps."""
-    if not job.run.out:
-        return contextlib.nullcontext()
-    return contextlib.nullcontext(NOWHERE) if place.rank else run_folder(job)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from manyhands.checkpoint.saved import saved_step
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, RunError
@@ -17,21 +18,17 @@ from manyhands.core.records import (
     read_lines,
     write_json,
 )
-from manyhands.core.resuming import saved_step
 from manyhands.core.run_folder import RunFolder
-from manyhands.report.now import end_of
+from manyhands.core.timeouts import ALIKE_S, ASIDE_MOST_S, ASIDE_S, RESTART_S
+from manyhands.report.follow import end_of
 from manyhands.report.read import parse_metrics
 
 # The same error again before so many updates is one that comes every time.
 SOON_UPDATES = 20
-# The same error at the same line so often within so many seconds is one that comes every time, too.
-MOST_ALIKE, ALIKE_S = 3, 600.0
+# The same error at the same line so often within ALIKE_S is one that comes every time, too.
+MOST_ALIKE = 3
 # Starts in a row after which nothing new was saved.
 MOST_IN_VAIN = 3
-# A machine that fails again before so many updates is set aside: for so long at first, and at most.
-ASIDE_S, MOST_ASIDE_S = 5.0, 60.0
-# What a start takes, about: who could train for less isn't worth one.
-START_S = 5.0
 _RECENT = 20
 
 
@@ -136,7 +133,7 @@ def worth_a_start(folder: RunFolder) -> bool:
         return False
     first, last = steps[0], steps[-1]
     left = last.total_steps - last.step - 1
-    return left > 0 and (first is last or left * (last.time - first.time) > START_S * (last.step - first.step))
+    return left > 0 and (first is last or left * (last.time - first.time) > RESTART_S * (last.step - first.step))
 
 
 class Setbacks:
@@ -154,7 +151,7 @@ class Setbacks:
         """Counts a failure after a committed step; for how many seconds the machine is set aside."""
         useful = step - self._since.pop(name, step) >= SOON_UPDATES
         times = self._times[name] = 1 if useful else self._times.get(name, 0) + 1
-        return min(MOST_ASIDE_S, ASIDE_S * 2 ** (times - 2)) if times > 1 else 0.0
+        return min(ASIDE_MOST_S, ASIDE_S * 2 ** (times - 2)) if times > 1 else 0.0
 
 
 class RestartBudget:

@@ -1,4 +1,4 @@
-"""Stops runs, with the process that watches them or without."""
+"""Stops runs, with or without their launcher."""
 
 import os
 import shlex
@@ -12,28 +12,27 @@ from manyhands.cluster.agents.claim import Term, agents_here, agents_work, raise
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.records import Event, Running
 from manyhands.core.run_folder import RunFolder
-from manyhands.report.now import look
+from manyhands.core.timeouts import KILL_RUN_S
+from manyhands.report.follow import look
 from manyhands.run.registry import headed_here, headless, is_running, signal_head
 
-POLL_S = 0.1
-# A head takes up one signal before the next; two at once may arrive as one.
-BETWEEN_SIGNALS_S = 0.5
-# What the agent itself needs to kill its workers, and some.
-KILL_S = 20.0
-# A stop that takes no longer needs no words.
-QUIET_S = 2.0
+_POLL_S = 0.1
+# Two signals at once may arrive as one.
+_BETWEEN_SIGNALS_S = 0.5
+# A stop that takes longer is explained.
+_EXPLAIN_S = 2.0
 
 
 def stop_headless(folder: RunFolder, say: Callable[[str], None], *, now: bool) -> bool:
-    """Stops a run whose processes work here and whose head doesn't: they save and leave, and all others with them.
+    """Stops a run with processes but no launcher on this machine: all its processes, everywhere, save and leave.
 
-    With `now` those of this machine are ended unsaved; on others they save and leave.
+    With `now` those of this machine are killed unsaved; on other machines they save and leave.
 
     Returns:
         True once they have left; False for any other run.
     """
     run, ranks, term = folder.path, folder.ranks, term_in(folder.ranks)
-    # Of a run that isn't detached the head must be known to be gone: it may be on another machine.
+    # The launcher of a run that isn't detached may be on another machine, unless it is known to be gone.
     known_gone = term != Term() or run.resolve() in {Path(record.run) for record in headless()}
     if not known_gone or headed_here(run) or not agents_work(ranks):
         return False
@@ -41,68 +40,55 @@ def stop_headless(folder: RunFolder, say: Callable[[str], None], *, now: bool) -
     say(f"{how} of {run}{'' if now else ' to save and stop'}; the launcher is not on this machine")
     if term != Term():
         raise_term(ranks, Term(term.head + 1))
-    # A stopped one (SIGSTOP) can't have noticed that its head is gone; its processes end with it.
+    # A suspended agent (SIGSTOP) has not noticed that its launcher is gone; its workers end with it.
     for pid in agents_here(ranks):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL if now else signal.SIGCONT)
     while agents_work(ranks):
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
     return True
 
 
 def stop_run(record: Running, say: Callable[[str], None], *, now: bool) -> Event | None:
-    """Has a run save and stop, or end at once, and waits until it has.
+    """Asks a run to save and stop, or ends it at once, and waits until it has ended.
 
     Returns:
-        The event that ended it; None where it was ended before it could write one.
+        The event that ended it; None if it was killed before it could write one.
 
     Raises:
-        UserError: its head is on another machine.
+        UserError: its launcher is on another machine.
         RunError: it could not be ended.
     """
     if not record.here:
-        raise UserError(
-            f"{record.name} was launched from {record.host}",
-            record.run,
-            (f"run this on {record.host}: manyhands stop {shlex.quote(record.name)}",),
-        )
+        hints = (f"run this on {record.host}: manyhands stop {shlex.quote(record.name)}",)
+        raise UserError(f"{record.name} was launched from {record.host}", record.run, hints)
     signal_head(record, signal.SIGTERM)
     if now:
         say(f"ending {record.name} (pid {record.pid}) without saving")
-        _end(record, say)
-    else:
-        say(f"asked {record.name} (pid {record.pid}) to save and stop")
-        _wait_for_save(record, say)
-    return look(record).end
-
-
-def _wait_for_save(record: Running, say: Callable[[str], None]) -> None:
+        time.sleep(_BETWEEN_SIGNALS_S)
+        signal_head(record, signal.SIGINT)
+        if not _ends_within(KILL_RUN_S, record):
+            say(f"{record.name} did not end within {KILL_RUN_S:.0f} s: killing the run")
+            signal_head(record, signal.SIGKILL)
+            if not _ends_within(KILL_RUN_S, record):
+                raise RunError(f"{record.name} can't be ended", f"pid {record.pid}", (f"run kill -9 {record.pid}",))
+        return look(record).end
+    say(f"asked {record.name} (pid {record.pid}) to save and stop")
     asked, shown = time.monotonic(), ""
     while is_running(record):
         stopping = look(record).state == "stopping"
         words = "waiting for the last checkpoint" if stopping else "waiting for the current update"
-        if words != shown and time.monotonic() - asked > QUIET_S:
+        if words != shown and time.monotonic() - asked > _EXPLAIN_S:
             shown = words
             say(f"{words}; use --now to end the run at once")
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
+    return look(record).end
 
 
-def _end(record: Running, say: Callable[[str], None]) -> None:
-    """A second signal, of the kind that ends a process of its own too; then the one that nobody can refuse."""
-    time.sleep(BETWEEN_SIGNALS_S)
-    signal_head(record, signal.SIGINT)
-    if _wait_until_gone(record, KILL_S):
-        return
-    say(f"{record.name} did not end within {KILL_S:.0f} s: killing the run")
-    signal_head(record, signal.SIGKILL)
-    if not _wait_until_gone(record, KILL_S):
-        raise RunError(f"{record.name} can't be ended", f"pid {record.pid}", (f"run kill -9 {record.pid}",))
-
-
-def _wait_until_gone(record: Running, limit_s: float) -> bool:
+def _ends_within(limit_s: float, record: Running) -> bool:
     until = time.monotonic() + limit_s
     while is_running(record):
         if time.monotonic() > until:
             return False
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
     return True

@@ -1,4 +1,4 @@
-"""Hands a job to a scheduler: writes what it takes, and gives it to its own program."""
+"""Submits a job to Slurm or Kubernetes: writes a script or manifest, and runs sbatch or kubectl."""
 
 import json
 import re
@@ -15,67 +15,59 @@ from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, Job
 from manyhands.config.load import known_keys, load_job
 from manyhands.core.errors import RunError, UserError
 
-# The scheduler's own affair, or this machine's: never in the command that its processes run.
+# Options of the scheduler or of this machine, which are not in the command of the processes.
 NOT_HANDED_ON = ("submit.", "cluster.on", "cluster.processes", "cluster.hosts", "cluster.hostfile", "cluster.ssh")
 
 
 def submit(job: Job, job_file: Path | None, on: str, *, dry_run: bool) -> str:
-    """Hands the job over.
+    """Submits a job.
 
     Args:
-        job: what to do; `submit` says on how much.
+        job: what to do; its section `submit` has the resources.
         job_file: the file that the user named, if any; on Slurm the processes read it too.
         on: "slurm" or "kubernetes".
-        dry_run: only write what would be handed over.
+        dry_run: only return the script or manifest.
 
     Returns:
-        The script or manifest, or what the scheduler said.
+        The script or manifest, or the output of the scheduler.
 
     Raises:
-        UserError: something is missing for it, or the scheduler's program isn't here.
-        RunError: the scheduler refused it.
+        UserError: an option is missing, or the scheduler's program isn't here.
+        RunError: the scheduler refused the job.
     """
     if on == "slurm":
         text, program = slurm.script(_for_slurm(job, job_file)), ["sbatch"]
-        hints = "run this command on the login machine of the cluster"
+        hint = "run this command on the login machine of the cluster"
     elif on == "kubernetes":
         text, program = kubernetes.manifest(_for_kubernetes(job)), ["kubectl", "apply", "-f", "-"]
-        hints = "install kubectl and select the cluster (kubectl config use-context …)"
+        hint = "install kubectl and select the cluster (kubectl config use-context …)"
     else:
         raise UserError(f'no scheduler is called "{on}"', "--on", ("choose slurm or kubernetes",))
     if dry_run:
         return text
     if not shutil.which(program[0]):
-        raise UserError(f"{program[0]} is not on this machine", f"--on {on}", (hints, "or print the job: --dry-run"))
+        raise UserError(f"{program[0]} is not on this machine", f"--on {on}", (hint, "or print the job: --dry-run"))
     done = subprocess.run(program, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-        raise RunError(f"{program[0]} refused the job: {said.splitlines()[-1]}", shlex.join(program), _hints(said))
+        lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
+        hints = (*lines[:-1][:8], "to see the submitted job, use --dry-run")
+        raise RunError(f"{program[0]} refused the job: {lines[-1]}", shlex.join(program), hints)
     return done.stdout.strip()
 
 
-def _hints(said: str) -> tuple[str, ...]:
-    """Everything the program said, where it is more than one line, and how to look at what it was given."""
-    return (*said.splitlines()[:-1][:8], "to see the submitted job, use --dry-run")
-
-
 def _for_slurm(job: Job, job_file: Path | None) -> Submission:
-    """Each turn of a job writes into the same run folder, so that what was saved goes on."""
+    """Each requeue of a job writes into the same run folder, so that it resumes."""
     out = job.run.out or f"runs/slurm-{JOB}"
     if job.submit.options and any("\n" in option or not option.startswith("-") for option in job.submit.options):
-        raise UserError(
-            "an option of sbatch must start with a dash", "submit.options", ('such as ["--partition=gpu"]',)
-        )
+        hints = ('such as ["--partition=gpu"]',)
+        raise UserError("an option of sbatch must start with a dash", "submit.options", hints)
     return _submission(job, ("manyhands", "train", *_words(job, job_file), "--out", out))
 
 
 def _for_kubernetes(job: Job) -> Submission:
     if not job.submit.image:
-        raise UserError(
-            "Kubernetes needs a container image with manyhands in it",
-            "submit.image",
-            ("add --submit.image registry/name:tag",),
-        )
+        hints = ("add --submit.image registry/name:tag",)
+        raise UserError("Kubernetes needs a container image with manyhands in it", "submit.image", hints)
     for key in ("time_limit", "options"):
         if getattr(job.submit, key):
             raise UserError(f"submit.{key} is for Slurm", f"submit.{key}", (f"remove submit.{key}",))
@@ -94,53 +86,37 @@ def _submission(job: Job, command: tuple[str, ...]) -> Submission:
         accelerators = cluster.processes or 1
     processes = cluster.processes or accelerators or 1
     if accelerators and processes != accelerators:
-        raise UserError(
-            f"each machine has {processes} processes, but {accelerators} accelerators",
-            "-n and submit.accelerators",
-            ("use one process per accelerator",),
-        )
+        what = f"each machine has {processes} processes, but {accelerators} accelerators"
+        raise UserError(what, "-n and submit.accelerators", ("use one process per accelerator",))
+    # A name that Kubernetes accepts too: small letters, digits and dashes; the time keeps two jobs apart.
+    words = re.sub(r"[^a-z0-9]+", "-", f"{Path(job.data.name).stem}-{job.model.name}".lower()).strip("-")
     return Submission(
-        name=_name(job),
+        name=f"manyhands-{words}"[:40].strip("-") + f"-{datetime.now():%m%d-%H%M%S}",
         command=command,
-        nodes=wanted.nodes,
         processes=processes,
         accelerators=accelerators,
         threads=cluster.threads,
-        time_limit=wanted.time_limit,
-        options=wanted.options,
-        image=wanted.image,
-        kind=wanted.kind,
-        runtime=wanted.runtime,
-        namespace=wanted.namespace,
+        **wanted.model_dump(exclude={"accelerators"}),
     )
 
 
-def _name(job: Job) -> str:
-    """A name that Kubernetes takes too: small letters, digits and dashes; the time keeps two jobs apart."""
-    words = re.sub(r"[^a-z0-9]+", "-", f"{Path(job.data.name).stem}-{job.model.name}".lower()).strip("-")
-    return f"manyhands-{words}"[:40].strip("-") + f"-{datetime.now():%m%d-%H%M%S}"
-
-
 def _words(job: Job, job_file: Path | None) -> list[str]:
-    """What `train` is to be told so that it has this very job: the file or names, and what differs from it."""
-    if job_file:
-        base, words = load_job({}, file=job_file, environment={}).job, [str(job_file)]
-    else:
-        base = load_job({"data.name": job.data.name, "model.name": job.model.name}, environment={}).job
-        words = [job.data.name, job.model.name]
+    """Returns the arguments of `train` for this job: the file or names, and each option that differs from it."""
+    names = {"data.name": job.data.name, "model.name": job.model.name}
+    base = load_job({} if job_file else names, file=job_file, environment={}).job
+    words = [str(job_file)] if job_file else list(names.values())
     there, here = base.model_dump(mode="json"), job.model_dump(mode="json")
-    lost = () if job.train.built_in else KEYS_OF_BUILT_IN_OPTIMIZERS
+    omitted = {"run.out", *(() if job.train.built_in else KEYS_OF_BUILT_IN_OPTIMIZERS)}
     for key in known_keys():
         section, _, name = key.partition(".")
-        if key in lost:
-            continue
-        if here[section][name] != there[section][name] and key != "run.out" and not key.startswith(NOT_HANDED_ON):
-            words += ["--set", f"{key}={_as_toml(here[section][name])}"]
+        value = here[section][name]
+        if value != there[section][name] and key not in omitted and not key.startswith(NOT_HANDED_ON):
+            words += ["--set", f"{key}={_as_toml(value)}"]
     return words
 
 
 def _as_toml(value: Any) -> str:
-    """One value on one line; lists and tables inline."""
+    """Returns a value as TOML on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)} = {_as_toml(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):

@@ -1,22 +1,22 @@
-"""Why a run ended, or how it goes on: who, where, when and what to do, from its records alone."""
+"""Explains from its records why a run ended, or what it is doing: rank, machine, step, file and what to do."""
 
 import itertools
 import re
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manyhands.checkpoint.saved import kept_step
 from manyhands.cluster.agents.claim import Term, agents_work, term_in
 from manyhands.cluster.failures import users_place
 from manyhands.core.errors import shortened
 from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure, Running
-from manyhands.core.resuming import kept_step, names_resume, resume_command
+from manyhands.core.resuming import names_resume, resume_command
 from manyhands.core.terminal import plain
 from manyhands.report import summary
 from manyhands.report.read import RunData, read_run
+from manyhands.report.summary import ago, duration
 from manyhands.report.time_shares import slow_rank
-from manyhands.report.words import ago, duration
 from manyhands.run.find import find_reference
 from manyhands.run.logs import read_places
 from manyhands.run.registry import head_of
@@ -27,47 +27,32 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class Why:
-    """What is to be told of a run, in this order; what isn't known is empty.
+    """The state of a run and its first cause; unknown fields are empty."""
 
-    Attributes:
-        run: its folder.
-        state: "running", "finished", "stopped", "interrupted" (at once, unsaved), "failed", "killed" (without a word).
-        headline: how far it is or came, in a sentence.
-        cause: the first cause, in a sentence.
-        rank: that it was on; None where it was on none, or isn't known.
-        host: the machine of that.
-        step: updates made by then.
-        phase: what went on there.
-        file: that it lies in.
-        others: what became of the other processes.
-        done: what was done by itself, and what else was noticed.
-        do: what the user can do.
-        machines: that take part in a run that goes on.
-    """
-
-    run: str
+    run: str  # the run folder
+    # "running", "finished", "stopped", "interrupted" (unsaved), "failed" or "killed" (without a record)
     state: str
-    headline: str
-    cause: str = ""
-    rank: int | None = None
-    host: str = ""
-    step: int | None = None
-    phase: str = ""
-    file: str = ""
-    others: str = ""
-    done: list[str] = field(default_factory=list[str])
-    do: list[str] = field(default_factory=list[str])
-    machines: str = ""
+    headline: str  # the progress, in a sentence
+    cause: str = ""  # the first cause, in a sentence
+    rank: int | None = None  # of the first cause; None if it was on no rank, or is unknown
+    host: str = ""  # its machine
+    step: int | None = None  # updates made by then
+    phase: str = ""  # of the update
+    file: str = ""  # where it was raised
+    others: str = ""  # what happened to the other processes
+    done: list[str] = field(default_factory=list[str])  # what was done automatically, and what else was noticed
+    do: list[str] = field(default_factory=list[str])  # what the user can do
+    machines: str = ""  # of an active run
 
     def lines(self) -> list[str]:
-        """For people; who and what comes first."""
+        """For people; the first cause comes first."""
         named = [("why", self.cause), ("others", self.others), ("on", self.machines)]
         rows = [self.headline, *(f"{name}: {text}" for name, text in named if text)]
         return [*rows, *(f"done: {text}" for text in self.done), *(f"do: {text}" for text in self.do)]
 
 
 def why(word: str) -> Why:
-    """What is to be told of the run that a word means.
+    """Explains the run that a word names.
 
     Raises:
         UserError: there is none, or its records can't be read.
@@ -77,59 +62,59 @@ def why(word: str) -> Why:
 
 
 def explained(run: RunData, head: Running | None = None) -> Why:
-    """The same of a run that was read; `head` is the process that watches it, where one does."""
-    state = _state(run, head)
-    folder = str(run.folder.path)
-    done, do = _done(run), []
-    if state not in {"running", "finished"}:
-        do = [_resume_hint(run)]
-    if state == "running" and head:
-        ours = "" if head.here else f" on {head.host}, unless that machine is down"
-        headline = f"{folder} is running{ours}, {_place(run)}{_heard(run)}"
-        do = [f"to see the output of the processes: manyhands logs {folder} --follow"]
-        return Why(folder, state, headline, machines=_machines(run), done=done, do=do)
-    if state == "running":
-        headline = f"{folder} is running, {_place(run)}{_heard(run)}; the launcher is on another machine, or lost"
-        do = [f"to save and stop, run on the launching machine: manyhands stop {folder}"]
-        if term_in(run.folder.ranks) != Term():  # it is detached
-            do = [
-                f"to take over from a lost launcher: {resume_command(run.folder.path)}",
-                f"to save and stop: manyhands stop {folder}",
-            ]
-        return Why(folder, state, headline, done=done, do=do)
-    took = f"after {duration(summary.seconds(run))} of work, {_place(run)}"
-    if state == "finished":
-        return Why(folder, state, f"{folder} finished {took}", done=done)
-    if state in {"stopped", "interrupted"}:
-        end = next(event for event in reversed(run.events) if event.kind == state)
-        how, cause = "was ended at once" if state == "interrupted" else "stopped", plain(end.message)
-        if state == "stopped" and not end.data.get("rankless"):
-            took += "; everything is saved"
-            cause = "the run was asked to stop (Ctrl-C, manyhands stop, a signal), or lost its launcher"
-        last = next((event for event in reversed(run.events) if event.kind in {REPLACED, *summary.STARTS}), None)
-        if last and last.kind == REPLACED:
-            cause = plain(last.message)
-            do = [f"for the progress, run there: manyhands why {folder}", *(f"or, here: {line}" for line in do)]
-        return Why(folder, state, f"{folder} {how} {took}", cause, done=done, do=do)
-    if state == "killed":
-        cause = (
-            "no process recorded a reason: all processes were killed from outside, or the machine of the launcher went "
-            "down"
-        )
-        headline = f"{folder} ended without a record {took}{_heard(run)}"
-        do = ["look for out-of-memory kills with dmesg | tail, and for a shutdown of the machine with last -x", *do]
-        return Why(folder, state, headline, cause, done=done, do=do)
-    return _failed(run, f"{folder} failed {took}", done, do)
+    """Explains a run from its records; `head` is its launcher, if one is active."""
+    state, folder, done = _state(run, head), str(run.folder.path), _done(run)
+    after = f"after {duration(summary.seconds(run))} of work, {_place(run)}"
+    now = f"{_place(run)}{_last_record(run)}"
+    match state:
+        case "running" if head:
+            where = "" if head.here else f" on {head.host}, unless that machine is down"
+            do = [f"to see the output of the processes: manyhands logs {folder} --follow"]
+            headline = f"{folder} is active{where}, {now}"
+            ranks = [(place.host, place.ranks[0], sum(place.ranks) - 1) for place in read_places(run.folder)]
+            on = ", ".join(f"{host} (rank{f's {one} to' if one < last else ''} {last})" for host, one, last in ranks)
+            return Why(folder, state, headline, machines=plain(on), done=done, do=do)
+        case "running":
+            headline = f"{folder} is active, {now}; the launcher is on another machine, or lost"
+            do = [f"to save and stop, run on the launching machine: manyhands stop {folder}"]
+            if term_in(run.folder.ranks) != Term():  # it is detached
+                do = [
+                    f"to take over from a lost launcher: {resume_command(run.folder.path)}",
+                    f"to save and stop: manyhands stop {folder}",
+                ]
+            return Why(folder, state, headline, done=done, do=do)
+        case "finished":
+            return Why(folder, state, f"{folder} finished {after}", done=done)
+        case "stopped" | "interrupted":
+            return _stopped(run, state, after, done)
+        case "killed":
+            cause = (
+                "no process recorded a reason: all processes were killed from outside, or the machine of the launcher "
+                "went down"
+            )
+            look = "look for out-of-memory kills with dmesg | tail, and for a shutdown of the machine with last -x"
+            headline = f"{folder} ended without a record {after}{_last_record(run)}"
+            return Why(folder, state, headline, cause, done=done, do=[look, _resume_hint(run)])
+        case _:
+            return _failed(run, f"{folder} failed {after}", done, [_resume_hint(run)])
 
 
-def _machines(run: RunData) -> str:
-    """Who takes part in the last start; nothing where no command named machines."""
-    ranks = [(place.host, place.ranks[0], sum(place.ranks) - 1) for place in read_places(run.folder)]
-    return plain(", ".join(f"{host} (rank{f's {one} to' if one < last else ''} {last})" for host, one, last in ranks))
+def _stopped(run: RunData, state: str, after: str, done: list[str]) -> Why:
+    folder, do = str(run.folder.path), [_resume_hint(run)]
+    end = next(event for event in reversed(run.events) if event.kind == state)
+    how, cause = "was ended at once" if state == "interrupted" else "stopped", plain(end.message)
+    if state == "stopped" and not end.data.get("rankless"):
+        after += "; everything is saved"
+        cause = "the run was asked to stop (Ctrl-C, manyhands stop, a signal), or lost its launcher"
+    last = next((event for event in reversed(run.events) if event.kind in {REPLACED, *summary.STARTS}), None)
+    if last and last.kind == REPLACED:
+        cause = plain(last.message)
+        do = [f"for the progress, run there: manyhands why {folder}", *(f"or, here: {line}" for line in do)]
+    return Why(folder, state, f"{folder} {how} {after}", cause, done=done, do=do)
 
 
 def _failed(run: RunData, headline: str, done: list[str], do: list[str]) -> Why:
-    # What an earlier start failed of was overcome: the last one may have ended without a word of its head.
+    # Failures of earlier starts were recovered from; the last start may have ended without a record of its launcher.
     last = itertools.takewhile(lambda event: event.kind not in summary.STARTS, reversed(run.events))
     event = next((event for event in last if event.kind == "failed"), None)
     if event and event.data.get("rankless"):
@@ -140,8 +125,6 @@ def _failed(run: RunData, headline: str, done: list[str], do: list[str]) -> Why:
         do = [*(line for line in map(plain, map(str, hints)) if not names_resume(line)), *do]
         return Why(str(run.folder.path), "failed", headline, cause, host=host, done=done, do=do)
     first = _first(run, event)
-    others = _others(run, first)
-    hints = [line for line in first.hints if not names_resume(line)]
     if first.error == MACHINE_LOST:
         cause, rank = f"machine {plain(first.host)}: {plain(first.what)}", None
     else:
@@ -152,9 +135,10 @@ def _failed(run: RunData, headline: str, done: list[str], do: list[str]) -> Why:
         do = ["look at the logs of all processes in ranks/, and at any machine without a log", *do]
     elif file and file not in cause:
         cause += f" ({file})"
+    do = [*(line for line in first.hints if not names_resume(line)), *do]
     return Why(
-        str(run.folder.path), "failed", headline, cause, rank, first.host, first.step, first.phase, file, others, done,
-        [*hints, *do],
+        str(run.folder.path), "failed", headline, cause, rank, first.host, first.step, first.phase, file,
+        _others(run, first), done, do,
     )  # fmt: skip
 
 
@@ -169,11 +153,11 @@ def _state(run: RunData, head: Running | None) -> str:
 
 
 def _first(run: RunData, event: Event | None) -> Failure:
-    """The first cause, as the head has found it, or the first that is no consequence."""
+    """Returns the first cause as the launcher recorded it, or the first failure that is no consequence."""
     same = [one for one in run.failures if event and (one.what, one.rank) == (event.message, event.rank)]
     if same or not event:
         return (same or run.failures)[0]
-    # A rank's record of its own end may stand where the head's would.
+    # The record of that rank's own end may be in place of the launcher's.
     lost = re.match(r"(\S+) is lost: ", event.message)
     host = lost[1] if lost else str(event.data.get("host", ""))
     return Failure(
@@ -183,7 +167,7 @@ def _first(run: RunData, event: Event | None) -> Failure:
 
 
 def _others(run: RunData, first: Failure) -> str:
-    """What the other processes were doing as it came about."""
+    """Describes what happened to the other processes."""
     rest = [one for one in run.failures if one is not first and one.rank != first.rank]
     headline = "; ".join(
         f"{_who(one)} {'ended after another failed' if one.consequence else 'failed as well: ' + shortened(one.what)}"
@@ -197,11 +181,11 @@ def _others(run: RunData, first: Failure) -> str:
 
 
 def _done(run: RunData) -> list[str]:
-    """Starts made by itself, updates and pictures that were left out, and who was slow or stood still."""
+    """Describes restarts, skipped updates, replaced pictures, and slow or stalled ranks."""
     found: list[str] = []
     starts = [event for event in run.events if event.kind in {"restarted", "regrouped"}]
     for event in starts[-_SHOWN:]:
-        # Who has which rank by now says nothing of then.
+        # The machine as recorded then: ranks may have moved since.
         at = f"{event.data['host']}, " if event.data.get("host") else ""
         how = "restarted" if event.kind == "restarted" else "restarted with another machine"
         found.append(f"{how} ({at}{ago(time.time() - event.time)}): {_both_ends(event.message)}")
@@ -215,20 +199,19 @@ def _done(run: RunData) -> list[str]:
     slow = slow_rank(run)
     found += [f"{slow}"] if slow else []
     for kind in ("slow", "stall"):
-        said = Counter(_without_figures(event) for event in run.events if event.kind == kind)
-        last = {_without_figures(event): event.message for event in run.events if event.kind == kind}
-        found += [f"{last[key]}{f' ({count} times)' if count > 1 else ''}" for key, count in said.most_common(_SHOWN)]
+        alike: dict[str, list[str]] = {}
+        for event in run.events:
+            if event.kind == kind:
+                alike.setdefault(re.sub(r"[\d.e+-]+ s|\d+%", "", event.message), []).append(event.message)
+        most = sorted(alike.values(), key=len, reverse=True)[:_SHOWN]
+        found += [f"{said[-1]}{f' ({len(said)} times)' if len(said) > 1 else ''}" for said in most]
     return [plain(line) for line in found]
 
 
 def _both_ends(text: str) -> str:
-    """A long text as it begins and ends: the last line of a traceback says most."""
+    """Shortens a long text in the middle: the last line of a traceback says most."""
     text = plain(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 3]} … {text[-_LONGEST * 2 // 3 :]}"
-
-
-def _without_figures(event: Event) -> str:
-    return re.sub(r"[\d.e+-]+ s|\d+%", "", event.message)
 
 
 def _resume_hint(run: RunData) -> str:
@@ -247,7 +230,7 @@ def _place(run: RunData) -> str:
     return f"at step {last.step} of {last.total_steps}"
 
 
-def _heard(run: RunData) -> str:
+def _last_record(run: RunData) -> str:
     times = [record.time for record in (*run.steps[-1:], *run.evaluations[-1:], *run.events[-1:])]
     return f"; last record {ago(time.time() - max(times))}" if times else ""
 
@@ -259,7 +242,7 @@ def _who(failure: Failure) -> str:
 
 
 def _file(failure: Failure) -> str:
-    """The file that a failure is about, or the line of the user's that it came from."""
+    """Returns the line of the user's code that raised a failure, or the file that it is about."""
     if line := users_place(failure):
         return plain(line)
     where = failure.where.rpartition(", ")[0] or failure.where

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from manyhands.core.link_speeds import LinkSpeed
 from manyhands.core.options import Options
+from manyhands.sync.link_speeds import LinkSpeed
 
 CodecName = Literal["none", "bf16", "int8", "int4", "lowrank"]
 
@@ -150,4 +150,6 @@ def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
 class RankOptions(Options):
     """How thin factors are."""
 
-    rank: int = Field(default=4, ge=1, le=128, description="powersgd and lowrank: rank of each approximated matrix")
+    rank: int = Field(
+        default=4, ge=1, le=128, description="for powersgd and codec lowrank: rank of each approximated matrix"
+    )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.core.devices import wait_for
-from manyhands.core.link_speeds import LinkSpeed, fitted_link
+from manyhands.sync.link_speeds import LinkSpeed, fitted_link
 
 _REPEATS = 5
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 14, 1 << 26

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from manyhands.core.link_speeds import link_seconds, rounds, sent_bytes, work_seconds
 from manyhands.sync.codecs import Codec, Integers, mean_bytes
 from manyhands.sync.costs import FACTOR_BITS, FACTOR_BLOCK, LinkCase, Ranks, batches, rank_shapes
+from manyhands.sync.link_speeds import link_seconds, rounds, sent_bytes, work_seconds
 
 # torch's DDP sends gradients in buckets of about this size, each of which waits for its own first byte.
 _BUCKET_BYTES = 25 << 20

@@ -12,7 +12,6 @@ from torch import nn
 from manyhands.config.job import Job
 from manyhands.core.choices import module_names
 from manyhands.core.errors import UserError
-from manyhands.core.link_speeds import LinkSpeed, named_link
 from manyhands.core.needs import FINITE_GRADIENTS, OWN_STATISTICS, Need
 from manyhands.core.world import World
 from manyhands.parallel.apply import offers_of
@@ -21,6 +20,7 @@ from manyhands.parallel.options import MODES, USUAL_MODE
 from manyhands.parallel.plain import broadcast_plain
 from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose
 from manyhands.sync.costs import CodecName, Cost, LinkCase
+from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.sync.method import methods, refused, synchronizes_every_update
 from manyhands.sync.synchronizer import Places, Synchronizer
@@ -88,9 +88,8 @@ def check_combination(method: str, mode: str) -> None:
     if need:
         taking = [name for name in (USUAL_MODE, *module_names(MODES)) if need in offers_of(name)]
         what = f"the parallel mode {mode} can't be combined with {method}, which {need.reason}"
-        raise UserError(
-            what, "sync.method", (*(f"set --parallel {name}" for name in taking[:1]), f"set --sync {EXACT}")
-        )
+        hints = (f"set --parallel {taking[0]}", f"or set --sync {EXACT}") if taking else (f"set --sync {EXACT}",)
+        raise UserError(what, "sync.method", hints)
 
 
 def _offers_of_mode(mode: str) -> set[Need]:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from manyhands.parallel.heartbeat import HEARTBEAT_FILE, HEARTBEAT_S, STALL, STALL_S, Heartbeat, leave_path
+from manyhands.core.timeouts import HEARTBEAT_S, STALL, STALL_S
+from manyhands.parallel.heartbeat import HEARTBEAT_FILE, Heartbeat, leave_path
 from manyhands.parallel.shared_memory import SharedSums
 
 # A cut that has healed is told of where it took so long, and so many times as long as an update does usually.

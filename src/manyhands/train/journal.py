@@ -1,4 +1,4 @@
-"""Writes what happens into the run folder: records by rank 0 alone, and lines by each process into its own file."""
+"""Writes records into the run folder, by rank 0 alone, and log lines, by each process into its own file."""
 
 import functools
 import threading
@@ -21,15 +21,15 @@ from manyhands.core.records import (
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import say
 
-# Records that wait for room on a full disk: at two in a second more than an hour's, in some megabytes of memory.
+# Records that wait for space on a full disk: more than an hour at two per second, in a few megabytes of memory.
 _MOST_WAITING = 10_000
 
 
 class Journal:
     """The events of a run.
 
-    A full disk neither ends the run nor tears a hole into its records: they wait, and are written in their order as
-    soon as there is room. Of more than ten thousand the oldest are left out.
+    On a full disk the records wait, and are written in their order as soon as there is space. Of more than ten thousand
+    the oldest are dropped.
 
     Args:
         folder: the run folder.
@@ -39,36 +39,33 @@ class Journal:
     def __init__(self, folder: RunFolder, rank: int) -> None:
         self._folder, self._rank, self._warned = folder, rank, False
         self._waiting: deque[Callable[[], None]] = deque(maxlen=_MOST_WAITING)
-        self._writing = threading.Lock()  # a checkpoint is written, and told of, by a thread
+        self._writing = threading.Lock()  # a background thread writes checkpoints and their events
 
     def event(self, kind: str, message: str = "", step: int | None = None, **data: Any) -> None:
-        """Records an event; the other ranks keep silent, for rank 0 sees the same."""
-        if self._rank == 0:
-            record = Event(time=time.time(), kind=kind, rank=self._rank, step=step, message=message, data=data)
-            self._keep(functools.partial(append, self._folder.events, record))
+        """Records an event on rank 0."""
+        record = Event(time=time.time(), kind=kind, rank=self._rank, step=step, message=message, data=data)
+        self.file(functools.partial(append, self._folder.events, record))
 
     def line(self, text: str) -> None:
-        """Adds a line, with the time, to this process's own file; on every rank."""
+        """Appends a line with the time to the log of this process."""
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._keep(lambda: append_line(self._folder.ranks / f"{self._rank}.log", f"{at} {text}"))
 
     def metrics(self, record: StepMetrics | EvaluationMetrics | PhaseMetrics) -> None:
-        """Records what was measured."""
-        if self._rank == 0:
-            self._keep(functools.partial(append, self._folder.metrics, record))
+        """Records measurements on rank 0."""
+        self.file(functools.partial(append, self._folder.metrics, record))
 
     def detail(self, name: str, record: EvaluationDetail) -> None:
-        """Records an evaluation whole, as evaluations/<name>.json."""
-        if self._rank == 0:
-            self._keep(functools.partial(write_json, self._folder.evaluations / f"{name}.json", record))
+        """Writes evaluations/<name>.json on rank 0."""
+        self.file(functools.partial(write_json, self._folder.evaluations / f"{name}.json", record))
 
     def file(self, write: Callable[[], None]) -> None:
-        """Writes a small file of the run folder; a `write` that raises OSError is called again once there is room."""
+        """Calls `write` on rank 0, and again when there is space if it raises OSError."""
         if self._rank == 0:
             self._keep(write)
 
     def _keep(self, write: Callable[[], None]) -> None:
-        """Writes what waits, and this; what can't be written waits, and this process's own output says so once."""
+        """Calls the waiting writes and this one. The first failure prints a message."""
         self._waiting.append(write)
         try:
             with self._writing:

@@ -1,7 +1,6 @@
 """imagenet main.py's own files, written at the end of each epoch as it does, so that its --resume goes on from them."""
 
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from manyhands.checkpoint.foreign import write_foreign
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.config.job import Job, TrainOptions
 from manyhands.core.errors import UserError
-from manyhands.core.files import read_object
+from manyhands.core.files import free_name, read_object, replacing
 from manyhands.core.records import write_json
 from manyhands.train.optimize import learning_rate
 from manyhands.train.state import Progress, capture
@@ -127,22 +126,13 @@ def _write(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
         written = [write_foreign(folder / CHECKPOINT, snapshot, arch, prefix)]
         if best:
             _make_room(folder / BEST, trainer)
-            written.append(_copy(written[0], folder / BEST))
+            with replacing(folder / BEST) as part:
+                shutil.copyfile(written[0], part)
+            written.append(folder / BEST)
         _remember(trainer, written)
     except OSError as error:
         said = f"{error.filename or folder}: {error.strerror or error}"
         trainer.journal.event("warning", f"main.py's files can't be written: {said}", trainer.progress.step)
-
-
-def _copy(source: Path, target: Path) -> Path:
-    """A copy that is there whole or not at all."""
-    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
-    try:
-        shutil.copyfile(source, temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return target
 
 
 def _make_room(path: Path, trainer: Trainer) -> None:
@@ -151,9 +141,7 @@ def _make_room(path: Path, trainer: Trainer) -> None:
         return
     if _recall(trainer).get(str(path.resolve())) == _identity(path):
         return
-    stem, number = path.name.removesuffix(".pth.tar"), 1
-    while (aside := path.with_name(f"{stem}-{number}.pth.tar")).exists():
-        number += 1
+    aside = free_name(path.parent, path.name.removesuffix(".pth.tar"), ".pth.tar")
     path.rename(aside)
     trainer.journal.event("note", f"{path.name} existed before this run and is now {aside.name}")
 

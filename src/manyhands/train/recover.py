@@ -12,10 +12,10 @@ from manyhands.checkpoint import files
 from manyhands.checkpoint.folders import newest, resolve
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign
 from manyhands.checkpoint.read import Source, load, open_checkpoint
+from manyhands.checkpoint.saved import saved_step
 from manyhands.checkpoint.snapshot import Snapshot, flatten, unflatten
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.core.resuming import saved_step
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import compare_replicas

@@ -19,7 +19,7 @@ __all__ = ["describe_file", "merge_file", "read_network_layout", "refuse_existin
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """What a file that torch alone can read holds; see `run.checkpoints`, which has found it."""
+    """What a file that torch alone can read holds; see `run.tasks`, which has found it."""
     source = open_checkpoint(path)
     kinds = {MODEL: PlacedTensors(source.model.described, {})}
     return Description(path, source.form, kinds, notes=source.notes).as_plain()

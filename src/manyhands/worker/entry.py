@@ -16,7 +16,7 @@ from manyhands.cluster.agents.debugger import wait_for_editor
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.own_output import take_orders
 from manyhands.cluster.failures import Failed
-from manyhands.cluster.rendezvous import worker_process_info
+from manyhands.cluster.hosts.this_process import worker_process_info
 from manyhands.config.job import Job
 from manyhands.core import terminal
 from manyhands.core.errors import EXIT_FAILED
@@ -141,7 +141,7 @@ def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
 
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
-    from manyhands.cluster.doctor.unused import unused_here
+    from manyhands.cluster.doctor.accelerators import unused_here
     from manyhands.parallel.apply import follows_plan, resolve_mode
     from manyhands.parallel.plain import gather_plain
     from manyhands.train.choose_sync import check_combination

@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from manyhands.checkpoint.saved import saved_step, unsaved
 from manyhands.cluster.failures import as_error
 from manyhands.config.job import Job
 from manyhands.core import terminal
 from manyhands.core.errors import EXIT_USAGE
 from manyhands.core.records import FAILURE_FILE, Failure, write_json
-from manyhands.core.resuming import saved_step, unsaved
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import held_back
 from manyhands.core.world import ProcessInfo

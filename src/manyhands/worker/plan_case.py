@@ -7,7 +7,6 @@ from torch import nn
 
 from manyhands.config.job import Job
 from manyhands.core.devices import device_kind, require_device
-from manyhands.core.link_speeds import LinkSpeed, through_ssh
 from manyhands.core.run_folder import NOWHERE
 from manyhands.core.world import World
 from manyhands.data.order import batch_noted
@@ -15,6 +14,7 @@ from manyhands.parallel.graph import Graph
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.tracing import describe_network
 from manyhands.planner.device_models import DeviceModel, device_model
+from manyhands.sync.link_speeds import LinkSpeed, through_ssh
 from manyhands.train.data_setup import class_names, open_splits, pixels_for
 from manyhands.train.objects import Objects
 from manyhands.worker.plan_sync import link_between

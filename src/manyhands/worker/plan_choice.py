@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from manyhands.config.job import Job
 from manyhands.core.choices import module_names, unknown_choice
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.core.link_speeds import fitted_link
 from manyhands.core.quantities import parse_memory
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
@@ -28,6 +27,7 @@ from manyhands.planner.find import SearchResult, find
 from manyhands.planner.mesh_links import links_of
 from manyhands.planner.op_times import OpTimes
 from manyhands.planner.trial import PlanCase, measure
+from manyhands.sync.link_speeds import fitted_link
 from manyhands.train.data_setup import class_names, open_splits, pixels_for
 from manyhands.train.objects import Objects
 from manyhands.train.optimize import slots_of

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from manyhands.config.job import Job
-from manyhands.core.link_speeds import LinkSpeed
 from manyhands.core.machine import cores
 from manyhands.planner.fewer import fewer_counts, options_of
 from manyhands.planner.find import Option, SearchResult
 from manyhands.planner.step_time import share_timing
 from manyhands.planner.talking import work_of_sums
 from manyhands.planner.timing import Timing
+from manyhands.sync.link_speeds import LinkSpeed
 from manyhands.sync.measure import pass_seconds
 from manyhands.worker.plan_trials import case_of
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from manyhands.config.job import Job
 from manyhands.config.load import load_on
 from manyhands.core.errors import UserError
-from manyhands.core.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, named_link
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plan_record import write_plan_record
 from manyhands.core.quantities import parse_memory
@@ -23,6 +22,7 @@ from manyhands.planner.find import LinksOf, Option, SearchRequest, SearchResult,
 from manyhands.planner.mesh_links import links_of
 from manyhands.planner.op_times import OpTimes
 from manyhands.sync.choose import EXACT, check_method
+from manyhands.sync.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, named_link
 from manyhands.train.optimize import slots_of
 from manyhands.worker.plan_advice import Advice, advised, sync_row, sync_seconds
 from manyhands.worker.plan_case import case_to_plan
@@ -104,7 +104,7 @@ def find_plan(  # noqa: PLR0913 - each is one wish
     batch: int = 0,
     measure: bool = False,
 ) -> Plan:
-    """Searches for the fastest plan for a network, which is data parallel unless another plan is faster.
+    """Searches for the fastest plan for a network. Returns the data-parallel plan unless another one is faster.
 
     Args:
         model: the network. In-place ops are replaced by out-of-place ops.
@@ -115,7 +115,7 @@ def find_plan(  # noqa: PLR0913 - each is one wish
         pin: fixed strategies, by op or glob: {"fc": "n@dp o@tp"}.
         mesh: the mesh to search, such as "dp=2,tp=4"; None for all meshes.
         link: the link speed between processes, such as "1gbit"; empty for processes of one machine.
-        batch: samples per update; 0 for the size of `sample`, or 32 for each process.
+        batch: samples per update; 0 for the size of `sample`, or 32 per process if `sample` is one picture.
         measure: benchmark ops on this device (cached) instead of estimating their times.
 
     Returns:

@@ -7,8 +7,8 @@ from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.config.load import load_job
+from manyhands.config.named_code import announce_planned
 from manyhands.core.errors import UserError
-from manyhands.core.user_code import announce_planned
 from manyhands.parallel.graph import Graph
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plan import Plan, read_plan, resolve

@@ -5,12 +5,12 @@ from typing import Any
 from torch import nn
 
 from manyhands.config.job import Job
-from manyhands.core.link_speeds import LinkSpeed, named_link
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.planner.collectives import STATISTICS
 from manyhands.planner.find import LinksOf, Option
 from manyhands.sync.choose import SyncChoice, choose, days_of
 from manyhands.sync.costs import LinkCase
+from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.method import synchronizes_every_update
 from manyhands.train.choose_sync import ruled_out
 from manyhands.train.optimize import steps_to_make

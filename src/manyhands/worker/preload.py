@@ -4,13 +4,13 @@ import importlib
 import sys
 
 # The imports are the purpose.
-import manyhands.cluster.doctor.unused
+import manyhands.cluster.doctor.accelerators
 import manyhands.train.exceptions
 import manyhands.train.job
 import manyhands.train.loop
 import manyhands.worker.precision  # noqa: F401
 from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.doctor.facts.software import torchvision_misfit
+from manyhands.cluster.doctor.facts import torchvision_misfit
 from manyhands.config.job import Job
 from manyhands.core.errors import RunError
 from manyhands.data.known import is_published

@@ -15,9 +15,10 @@ from manyhands.cluster.agents.heartbeats import process_state
 from manyhands.cluster.agents.protocol import WorkersSeen
 from manyhands.cluster.agents.stall import Stalls
 from manyhands.core.machine import this_machine
+from manyhands.core.timeouts import HEARTBEAT_S
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.close_listeners import close_rendezvous
-from manyhands.parallel.heartbeat import HEARTBEAT_S, Heartbeat, Seen
+from manyhands.parallel.heartbeat import Heartbeat, Seen
 from manyhands.parallel.said import Answer, understood
 
 # Over so long each counts what it computes and moves, while nobody speaks with the store.

@@ -11,13 +11,14 @@ from typing import Any
 import tomli_w
 
 from manyhands.cluster.code_files import revision
+from manyhands.cluster.folders import replace_job, write_job
 from manyhands.core.plan_record import PlanRecord, write_plan_record
 from manyhands.core.records import read_lines, write_json
-from manyhands.core.run_folder import RunFolder, replace_job, write_job
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain
 from manyhands.core.version import __version__
 from manyhands.report.changes import changes_since, refuse_idle
-from manyhands.report.now import end_of
+from manyhands.report.follow import end_of
 from manyhands.sync.method import option_keys
 from manyhands.train.journal import Journal
 

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,48 +26,45 @@ from typing import Any
 import platformdirs
 from filelock import Timeout
 
+from manyhands.checkpoint.saved import saved_steps
 from manyhands.cluster.agents.claim import Term, agent_has_left, claim, raise_term, run_id, set_run_id, term_in
-from manyhands.cluster.agents.code_there import checked_files, write_code
-from manyhands.cluster.agents.early import EARLY
+from manyhands.cluster.agents.code import checked_files, write_code
+from manyhands.cluster.agents.connection import Wire
+from manyhands.cluster.agents.early import EARLY, short_spins
 from manyhands.cluster.agents.mirror import Receiver, Sender
-from manyhands.cluster.agents.orders import AHEAD, ELASTIC, PRELOAD
-from manyhands.cluster.agents.own_tunnels import Tunnels
+from manyhands.cluster.agents.orders import AHEAD, ELASTIC, PRELOAD, Orders
 from manyhands.cluster.agents.protocol import (
-    Bind,
-    Bound,
-    FolderThere,
-    Greeting,
-    Hello,
-    InspectRun,
-    KeepRecords,
-    LogText,
-    MakeScratch,
+    FilePiece,
     OpenRun,
-    OpenTunnelEnds,
-    OpenTunnels,
-    Prepare,
     Prepared,
-    ReachThere,
-    ReadLog,
+    Reachable,
     RunInspected,
     RunOpened,
-    StartWorkers,
-    TakeCode,
     TunnelEnded,
-    TunnelsOpened,
     WorkersEnded,
 )
-from manyhands.cluster.agents.short_spins import short_spins
-from manyhands.cluster.agents.wire import Wire
+from manyhands.cluster.agents.tunnel import Tunnels
+from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
-from manyhands.cluster.messages import Done, Message, RequestFailed
+from manyhands.cluster.folders import use_run_folder, writing_into
+from manyhands.cluster.messages import (
+    HINTS,
+    Call,
+    CallResult,
+    InvalidCallError,
+    Message,
+    Misunderstood,
+    RequestFailed,
+    perform,
+    remote,
+)
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.files import private_files
 from manyhands.core.machine import cores
-from manyhands.core.resuming import saved_steps
-from manyhands.core.run_folder import RunFolder, use_run_folder, writing_into
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say
+from manyhands.core.timeouts import CLAIM_S, MAKE_WAY_S
 from manyhands.parallel.ports import listen
 from manyhands.parallel.tunnel_ends import reach
 
@@ -75,58 +72,38 @@ from manyhands.parallel.tunnel_ends import reach
 MIRROR_S = 0.4
 # Of a log, so much in one answer.
 LOG_BYTES = 1 << 20
-# A machine of the same run that shares this one's disk has said by then that the folder is the run's.
-CLAIM_S = 2.0
-# Processes of a detached run save and leave for a later head.
-MAKE_TUNNEL_S = 90.0
 
 
-class Agent:
-    """What a head may ask of this machine.
+class Agent(Probe):
+    """This machine as a launcher uses it: the remote methods are the protocol between them.
 
     Args:
-        wire: the conversation.
-        until_gone: what is given back once the head is gone.
+        wire: the connection to the launcher.
+        until_gone: closed once the launcher is gone.
     """
 
     def __init__(self, wire: Wire, until_gone: contextlib.ExitStack) -> None:
+        super().__init__()
         self.wire, self._until_gone = wire, until_gone
         self._listener: socket.socket | None = None
         self._sender: Sender | None = None
         self._claimed: set[Path] = set()
         self._keepers: dict[str, Receiver] = {}
-        self._probes = Probe()
         self._mirror_at, self._started, self._alone = 0.0, False, False
-        self._tunnels, self._tunnel_reported, self._socket = Tunnels(), False, ""
+        self._tunnels, self._tunnel_reported, self._reachable = Tunnels(), False, False
         until_gone.callback(self._tunnels.close)
-        self.answers: dict[type[Message], Callable[[Any], Message]] = {
-            Hello: self._hello,
-            TakeCode: self._take_code,
-            OpenRun: self._open,
-            InspectRun: self._look,
-            KeepRecords: self._keep,
-            MakeScratch: self._scratch,
-            Bind: self._bind,
-            OpenTunnelEnds: self._open_tunnel_ends,
-            OpenTunnels: lambda request: TunnelsOpened(self._tunnels.open_tunnels(request.commands, request.seconds)),
-            ReachThere: self._reach_there,
-            ReadLog: self._log,
-            Prepare: self._prepare,
-            StartWorkers: self._start,
-            **self._probes.answers,
-        }
 
     def tick(self) -> list[Message]:
-        """To be called often while workers run: what the head commands meanwhile; records go to the head."""
+        """Sends new records and returns the launcher's commands; called often while workers run."""
         commands: list[Message] = []
         for message in self.wire.poll():
-            if isinstance(message, KeepRecords):
-                self._keep_copy(message)
-            else:
+            if not isinstance(message, Call):
                 commands.append(message)
+            elif message.method == Agent.keep_records.__name__:
+                self._keep_copy(message)
         if self._sender and time.monotonic() > self._mirror_at and self.wire.connected and not self.wire.silent:
             self._mirror_at = time.monotonic() + MIRROR_S
-            self.send_records()
+            self._send_records()
         self._report_tunnels()
         alone = self.wire.remote and not (self.wire.open and self.wire.connected)
         if alone and not self._alone:
@@ -140,55 +117,63 @@ class Agent:
             self._tunnel_reported = True
             self.wire.send(TunnelEnded(what))
 
-    def send_records(self) -> bool:
+    def _send_records(self) -> bool:
         """Sends what is new in the run folder; True if there was something."""
         pieces = list(self._sender.news()) if self._sender else []
         for piece in pieces:
             self.wire.send(piece)
         return bool(pieces)
 
-    def _hello(self, request: Hello) -> Greeting:
+    @remote
+    def hello(self, wanted: FactsWanted, remote_launcher: bool = False) -> dict[str, Any]:
+        """Returns the facts about this machine (`doctor.facts`).
+
+        From now on silence of a launcher on another machine means that it is gone.
+        """
         from manyhands.cluster.doctor.facts import gather
 
-        self.wire.remote = request.remote
-        if request.remote and not self._socket:
+        self.wire.remote = remote_launcher
+        if remote_launcher and not self._reachable:
             # No other connection is possible where the temporary folder is full or its path too long.
             with contextlib.suppress(OSError):
-                self._socket = self.wire.listen(self._until_gone.enter_context(scratch("wire")))
-        return Greeting(gather(request.wanted), self._socket)
+                self.wire.send(Reachable(self.wire.listen(self._until_gone.enter_context(scratch("wire")))))
+                self._reachable = True
+        return gather(wanted)
 
-    def _take_code(self, request: TakeCode) -> FolderThere:
-        """Puts the head's code into a folder named after its content, of this user alone, and works there."""
-        files = checked_files(request.files)
-        digest = hashlib.sha256(json.dumps(request.files, sort_keys=True).encode()).hexdigest()[:16]
+    @remote
+    def take_code(self, files: dict[str, str]) -> str:
+        """Writes the launcher's code (base64, by path) into a folder named after its content, and works there."""
+        checked = checked_files(files)
+        digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         folder = platformdirs.user_cache_path("manyhands") / "code" / digest
         with private_files():
-            write_code(folder, files)
+            write_code(folder, checked)
         os.chdir(folder)
-        return FolderThere(str(folder))
+        return str(folder)
 
-    def _open(self, request: OpenRun) -> RunOpened:
-        """Makes the run folder here, unless this machine sees the head's own, and keeps other runs out of it.
+    @remote
+    def open_run(self, wanted: OpenRun) -> RunOpened:
+        """Makes the run folder here, unless this machine sees the launcher's own, and keeps other runs out of it.
 
-        A folder with checkpoints keeps its id, for the head to compare.
+        A folder with checkpoints keeps its id, for the launcher to compare.
         """
         with private_files():
-            return self._open_run(Path(request.folder).expanduser().absolute(), request)
+            return self._open_run(Path(wanted.folder).expanduser().absolute(), wanted)
 
-    def _open_run(self, path: Path, request: OpenRun) -> RunOpened:
-        shared = (path / "ranks" / request.token).is_file()
+    def _open_run(self, path: Path, wanted: OpenRun) -> RunOpened:
+        shared = (path / "ranks" / wanted.token).is_file()
         folder = RunFolder(path)
-        term = self._term(folder, request.run, Term(request.term))
+        term = self._term(folder, wanted.run, Term(wanted.term))
         # What a machine saved that had not rank 0 lies there without the run's job.
-        if run_id(folder) != request.run:
+        if run_id(folder) != wanted.run:
             use_run_folder(path)
         self._sender = None
         found: str | None = ""
-        if not shared and not term > request.term > 0:
+        if not shared and not term > wanted.term > 0:
             with writing_into(path):
-                found = self._claim(folder, request)
-            if found is not None and request.records:
-                self._sender = Sender(path, request.held, output=request.output)
+                found = self._claim(folder, wanted)
+            if found is not None and wanted.held is not None:
+                self._sender = Sender(path, wanted.held, output=wanted.output)
         # A process that made way has saved by now. Steps in the records may be saved on another machine.
         saved = max(saved_steps(folder), default=-1)
         return RunOpened(
@@ -196,98 +181,124 @@ class Agent:
             saved, Receiver(path).held(), path in self._claimed, term,
         )  # fmt: skip
 
-    def _look(self, request: InspectRun) -> RunInspected:
-        folder = RunFolder(Path(request.folder).expanduser().absolute())
-        term = self._term(folder, request.run, Term(request.term, request.generation + 1))
-        busy = not agent_has_left(folder.ranks, request.machine, request.generation)
-        return RunInspected(run_id(folder), folder.has_checkpoints(), busy, term)
+    @remote
+    def inspect_run(self, folder: str, machine: int, generation: int, run: str = "", term: int = 0) -> RunInspected:
+        """Returns what is in a run folder, and whether this machine's processes of an earlier start have exited.
+
+        Args:
+            folder: the run folder.
+            machine: this machine's place in that start.
+            generation: that start.
+            run: the run's id.
+            term: of the launcher of a detached run, whose earlier processes are to exit.
+        """
+        found = RunFolder(Path(folder).expanduser().absolute())
+        highest = self._term(found, run, Term(term, generation + 1))
+        busy = not agent_has_left(found.ranks, machine, generation)
+        return RunInspected(run_id(found), found.has_checkpoints(), busy, highest)
 
     def _term(self, folder: RunFolder, run: str, wanted: Term) -> int:
-        """Of a detached run the highest head that is known here, this one among them."""
+        """Of a detached run the highest launcher that is known here, this one among them."""
         ours = wanted.head and run_id(folder) in ("", run)
         return (raise_term(folder.ranks, wanted) if ours else term_in(folder.ranks)).head
 
-    def _claim(self, folder: RunFolder, request: OpenRun) -> str | None:
+    def _claim(self, folder: RunFolder, wanted: OpenRun) -> str | None:
         """Locks the run folder until this agent ends; the id of the run that it holds, None where another has it."""
         folder.failures.mkdir(parents=True, exist_ok=True)
         try:
-            waits = (MAKE_TUNNEL_S, MAKE_TUNNEL_S) if request.term else (CLAIM_S,)
-            lock = claim(folder, request.holder, *waits)
+            waits = (MAKE_WAY_S, MAKE_WAY_S) if wanted.term else (CLAIM_S,)
+            lock = claim(folder, wanted.holder, *waits)
         except Timeout:
             return None
         if lock:
             self._until_gone.callback(lock.release)
             self._claimed.add(folder.path)
         found = run_id(folder)
-        if found != request.run and not (found and folder.has_checkpoints()):
-            set_run_id(folder, request.run)
+        if found != wanted.run and not (found and folder.has_checkpoints()):
+            set_run_id(folder, wanted.run)
         for stale in folder.failures.glob("*.json"):
             stale.unlink()
         return found
 
-    def _keep(self, request: KeepRecords) -> FolderThere:
-        keeper = self._keepers.setdefault(request.folder, Receiver(Path(request.folder)))
+    @remote
+    def keep_records(self, folder: str, pieces: list[FilePiece]) -> None:
+        """Writes these pieces of a run's records into its folder, where rank 0 appends to them."""
+        keeper = self._keepers.setdefault(folder, Receiver(Path(folder)))
         with private_files():
-            for piece in request.pieces:
+            for piece in pieces:
                 keeper.take(piece)
-        return FolderThere(request.folder)
 
-    def _keep_copy(self, request: KeepRecords) -> None:
-        """A run doesn't end where the copy of its records can't be kept; the next start gives them whole."""
+    def _keep_copy(self, call: Call) -> None:
+        """A run does not end where the copy of its records can't be kept; the next start sends all of them."""
         try:
-            self._keep(request)
+            perform(self, call)
         except (OSError, ValueError) as error:
-            del self._keepers[request.folder]
+            self._keepers.clear()
             say(f"can't update the copy of the run's records: {error}", "agent")
 
-    def _scratch(self, _request: MakeScratch) -> FolderThere:
-        return FolderThere(str(self._until_gone.enter_context(scratch("probe"))))
+    @remote
+    def make_scratch(self) -> str:
+        """Returns a new folder that is removed when the launcher is gone."""
+        return str(self._until_gone.enter_context(scratch("probe")))
 
-    def _log(self, request: ReadLog) -> LogText:
-        path = Path(request.path).expanduser()
+    @remote
+    def read_log(self, path: str, offset: int, rest: bool) -> tuple[str, int]:
+        """Returns complete lines of a file from `offset` on, and the offset behind them.
+
+        With `rest` an incomplete last line is returned too.
+        """
         text = b""
-        if path.is_file():
-            with path.open("rb") as file:
-                file.seek(request.offset)
+        file_path = Path(path).expanduser()
+        if file_path.is_file():
+            with file_path.open("rb") as file:
+                file.seek(offset)
                 text = file.read(LOG_BYTES)
-        whole = text[: text.rfind(b"\n") + 1]
+        lines = text[: text.rfind(b"\n") + 1]
         if len(text) == LOG_BYTES:
-            text = whole or text  # a line that is longer than an answer comes in pieces
-        elif not request.rest:
-            text = whole
-        return LogText(text.decode(errors="replace"), request.offset + len(text))
+            text = lines or text  # a line that is longer than an answer comes in pieces
+        elif not rest:
+            text = lines
+        return text.decode(errors="replace"), offset + len(text)
 
-    def _bind(self, request: Bind) -> Bound:
-        self._listener = listen(request.address, request.port)
-        return Bound(self._listener.getsockname()[1])
+    @remote
+    def bind(self, address: str, port: int = 0) -> int:
+        """Listens for the workers of all machines, on one address; the store is served there later."""
+        self._listener = listen(address, port)
+        return self._listener.getsockname()[1]
 
-    def _open_tunnel_ends(self, request: OpenTunnelEnds) -> FolderThere:
+    @remote
+    def open_tunnel_ends(self, address: str) -> str:
+        """Returns a folder for the ends of ssh tunnels, made anew for each start.
+
+        The machine's processes listen on `address`, which is one of loopback.
+        """
         self._tunnel_reported = False
-        return FolderThere(self._tunnels.open(request.address))
+        return self._tunnels.open(address)
 
-    def _reach_there(self, request: ReachThere) -> Done:
-        reach(self._tunnels.ends, request.address, request.port)
-        return Done()
+    @remote
+    def open_tunnels(self, commands: dict[str, list[str]], seconds: float) -> dict[str, str]:
+        """Starts these ssh commands, by the machine that each leads to; returns the last words of those that failed."""
+        return self._tunnels.open_tunnels(commands, seconds)
 
-    def _prepare(self, request: Prepare) -> Prepared:
-        set_threads(request.threads, request.size)
+    @remote
+    def prepare(self, size: int, threads: int, device: str) -> Prepared:
+        """Imports what workers need: `size` of them (0: unknown) with so many threads each (0: an equal share)."""
+        set_threads(threads, size)
         with self.wire.watched(self._until_gone.close), importing():
-            from manyhands.cluster.agents.elastic import prepare
+            return importlib.import_module(ELASTIC).prepare(device)
 
-            return prepare(request.device)
-
-    def _start(self, request: StartWorkers) -> WorkersEnded:
-        self._probes.close()
-        orders = request.orders
+    @remote
+    def start_workers(self, orders: Orders) -> None:
+        """Starts workers; sends `WorkersEnded` when all have ended, and returns."""
+        self.unlisten()
         set_threads(orders.threads, orders.rendezvous.sizes[orders.rendezvous.machine])
         gc.collect()  # what an earlier start has left, with its open files
         with (
             self.wire.watched(self._until_gone.close),
             contextlib.nullcontext() if self._started else importing(),
         ):
-            from manyhands.cluster.agents.elastic import preload, run
-
-            preload(orders)
+            elastic = importlib.import_module(ELASTIC)
+            elastic.preload(orders)
         if self._listener is None and orders.rendezvous.machine == 0 and not orders.rendezvous.file:
             self._listener = listen(orders.rendezvous.address, orders.rendezvous.port)
         if self._tunnels.ends.address:
@@ -298,12 +309,12 @@ class Agent:
         if orders.term and raise_term(Path(orders.logs), mine) > mine:
             raise UserError("another launcher has taken over the run")
         self.wire.patient = orders.term > 0
-        ended = run(orders, self.wire, self.tick, listener)
+        ended: WorkersEnded = elastic.run(orders, self.wire, self.tick, listener)
         self.wire.patient = False
         self._report_tunnels()
-        while self.send_records():
+        while self._send_records():
             pass
-        return replace(ended, host=platform.node())
+        self.wire.send(replace(ended, host=platform.node()))
 
 
 @contextlib.contextmanager
@@ -352,6 +363,17 @@ def set_threads(threads: int, size: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(cores() / size)))
 
 
+def _answer(agent: Agent, call: Call) -> Message:
+    try:
+        return CallResult(perform(agent, call))
+    except InvalidCallError as error:
+        return Misunderstood(f"invalid message: {error}", hints=HINTS)
+    except ManyhandsError as error:
+        return RequestFailed(error.message, error.where, error.hints)
+    except Exception as error:  # noqa: BLE001 - the launcher must hear of whatever went wrong
+        return RequestFailed(f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+
+
 def serve() -> None:
     """Serves the head on standard input and output, until it is gone."""
     # The head hears them and says what is to be done.
@@ -362,18 +384,11 @@ def serve() -> None:
     os.dup2(2, 1)
     wire = Wire(output)
     with contextlib.ExitStack() as until_gone:
-        answers = Agent(wire, until_gone).answers
-        while (come := wire.wait()) is not None:
-            number, request = come
-            if type(request) not in answers:
-                continue  # a wish to stop that came too late
-            try:
-                wire.send(answers[type(request)](request), number)
-            except ManyhandsError as error:
-                wire.send(RequestFailed(error.message, error.where, error.hints), number)
-            except Exception as error:  # noqa: BLE001 - the head must hear of whatever went wrong
-                what = f"{type(error).__name__}: {error}"
-                wire.send(RequestFailed(what, traceback=traceback.format_exc()), number)
+        agent = Agent(wire, until_gone)
+        while (received := wire.wait()) is not None:
+            number, message = received
+            if isinstance(message, Call):  # a command came too late: its workers have ended
+                wire.send(_answer(agent, message), number)
     # All is said and cleaned up. Python's own end would take torch down piece by piece, while the user waits for it.
     atexit._run_exitfuncs()
     sys.stderr.flush()

@@ -1,33 +1,32 @@
 """From a list of machines to agents that are there, know each other's addresses, and are ready to start workers."""
 
+import os
 import resource
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, MisunderstoodError, ask_all, close_all
-from manyhands.cluster.agents.protocol import Hello, Prepare, Prepared
-from manyhands.cluster.agents.ssh import explain_contact
-from manyhands.cluster.agents.start import open_here, open_there
-from manyhands.cluster.doctor.findings import Contact, Facts
-from manyhands.cluster.doctor.questions import FactsWanted
+from manyhands.cluster.agents.early import AGENT, take_early
+from manyhands.cluster.agents.ssh import agent_command, explain_contact
+from manyhands.cluster.doctor.findings import Contact, Facts, FactsWanted
 from manyhands.cluster.hosts.inventory import Machine
-from manyhands.cluster.hosts.own import is_here
-from manyhands.cluster.messages import A, Request
+from manyhands.cluster.hosts.this_process import is_here
+from manyhands.cluster.messages import R, Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
+from manyhands.core.files import usual_umask
 from manyhands.core.stops import ended_like_ctrl_c
+from manyhands.core.timeouts import HELLO_EACH_S, HELLO_S, PREPARE_S, REQUEST_S
 
-# ssh gives up after CONNECT_S; Python's own start on a busy machine takes seconds too. Each ssh also takes this
-# machine's processor for a moment, to agree on keys.
-HELLO_S, HELLO_EACH_S = 45.0, 0.2
 # Two pipes for each machine, one more while it is started, and what the head itself needs.
 FILES_EACH, OWN_FILES = 2, 200
-# Importing torch from a cold disk takes long.
-PREPARE_S = 300.0
-REQUEST_S = 30.0
 # Of a wish to stop while nothing runs yet; who isn't gone then is killed.
 STOPPED_S = 1.0
 
@@ -54,24 +53,24 @@ class AgentLinks:
         for link in self.links:
             link.heartbeat()
 
-    def ask(self, requests: Sequence[Request[A]], timeout_s: float = REQUEST_S) -> list[A]:
+    def ask(self, requests: Sequence[Request[R]], timeout_s: float = REQUEST_S) -> list[R]:
         """Asks every machine its own question.
 
         Raises:
             RunError: a machine is gone, or its request failed.
         """
-        answers: list[A] = []
+        answers: list[R] = []
         for answer in ask_all(self.links, requests, timeout_s):
             if isinstance(answer, RunError):
                 raise answer
             answers.append(answer)
         return answers
 
-    def ask_each(self, request: Request[A], timeout_s: float = REQUEST_S) -> list[A]:
+    def ask_each(self, request: Request[R], timeout_s: float = REQUEST_S) -> list[R]:
         """Asks every machine the same question."""
         return self.ask([request] * len(self.links), timeout_s)
 
-    def ask_some(self, requests: Mapping[str, Request[A]], timeout_s: float) -> dict[str, A | RunError]:
+    def ask_some(self, requests: Mapping[str, Request[R]], timeout_s: float) -> dict[str, R | RunError]:
         """Asks the machines that are named, while the others are kept; for each its answer, or the error."""
         asked = [link for link in self.links if link.machine.name in requests]
         replies = ask_all(asked, [requests[link.machine.name] for link in asked], timeout_s, self.links)
@@ -152,6 +151,63 @@ def refuse_doubles(machines: Sequence[Machine]) -> None:
         raise UserError(f"{', '.join(twice)} is listed twice", "cluster.hosts", (hints,))
 
 
+def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
+    """Starts an agent on this machine."""
+    machine = machine or Machine("localhost")
+    early = take_early()
+    if early is None or early.stdin is None:
+        return _open([sys.executable, *AGENT], machine, log, here=True)
+    with log.open("ab") as output:
+        log_start = output.tell()
+    with suppress(BrokenPipeError):  # that it has ended shows when it is first asked
+        early.stdin.write(os.fsencode(log.absolute()) + b"\0")
+        early.stdin.flush()
+    return AgentConnection(machine, early, log, here=True, log_start=log_start)
+
+
+def open_there(machine: Machine, options: ClusterOptions, log: Path) -> AgentConnection:
+    """Starts an agent on another machine over ssh; whether that works shows when it is first asked."""
+    link = _open(agent_command(machine, options, Path.cwd()), machine, log, here=False)
+    link.connect_again = lambda words: _start(agent_command(machine, options, Path.cwd(), words), log)
+    return link
+
+
+def _open(command: list[str], machine: Machine, log: Path, *, here: bool) -> AgentConnection:
+    log_start = log.stat().st_size if log.exists() else 0
+    return AgentConnection(machine, _start(command, log), log, here=here, log_start=log_start)
+
+
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that Ctrl-C and the terminal's end reach only the head."""
+    with log.open("ab") as output:
+        try:
+            with _usr1_ignored():
+                return subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=output,
+                    start_new_session=True,
+                    umask=usual_umask(),
+                )
+        except OSError as error:
+            what = f"{command[0]} can't be started: {error.strerror}"
+            raise UserError(what, "cluster.ssh", ("set cluster.ssh to an installed ssh program",)) from None
+
+
+@contextmanager
+def _usr1_ignored() -> Iterator[None]:
+    """What is started within inherits it: a scheduler sends its word to all processes of a job, ssh among them."""
+    previous = None
+    with suppress(ValueError):  # only the main thread may
+        previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGUSR1, previous)
+
+
 def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentConnection:
     """Starts the agent of one machine; whether that works shows when it is first asked."""
     if is_here(machine):
@@ -162,7 +218,7 @@ def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentCo
 def _greet(links: list[AgentConnection], options: ClusterOptions, wanted: FactsWanted) -> AgentLinks:
     asked = time.time()
     patience_s = HELLO_S + HELLO_EACH_S * len(links)
-    answers = ask_all(links, [Hello(wanted, remote=not link.here) for link in links], patience_s)
+    answers = ask_all(links, [call(Agent.hello, wanted, not link.here) for link in links], patience_s)
     agents = AgentLinks([], [])
     close_all([link for link, answer in zip(links, answers, strict=True) if isinstance(answer, LinkClosed)])
     for link, answer in zip(links, answers, strict=True):
@@ -175,8 +231,8 @@ def _greet(links: list[AgentConnection], options: ClusterOptions, wanted: FactsW
             raise answer
         else:
             agents.links.append(link)
-            agents.facts.append(answer.facts)
-            agents.clock_offsets_s[link.machine.name] = clock_offset(answer.facts.get("time", 0.0), asked)
+            agents.facts.append(answer)
+            agents.clock_offsets_s[link.machine.name] = clock_offset(answer.get("time", 0.0), asked)
     return agents
 
 
@@ -192,8 +248,7 @@ def prepare(agents: AgentLinks, sizes: Sequence[int], options: ClusterOptions) -
     Returns:
         Processes on each machine, and the kind of device there.
     """
-    requests = [Prepare(size, options.threads, options.device) for size in sizes]
-    answers: list[Prepared] = agents.ask(requests, PREPARE_S)
+    answers = agents.ask([call(Agent.prepare, size, options.threads, options.device) for size in sizes], PREPARE_S)
     for link, size, answer in zip(agents.links, sizes, answers, strict=True):
         device, count = answer.device, answer.count
         if size > count and device not in {"cpu", "mps"}:

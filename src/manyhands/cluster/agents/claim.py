@@ -18,10 +18,9 @@ from filelock import FileLock, Timeout
 
 from manyhands.core.files import private_files, write_atomic
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import LEAVING_S
 
 POLL_S = 0.05
-# How long a new start waits for the processes of a killed head to save and end.
-LEAVING_S = 10.0
 _ID = re.compile(r"[0-9a-f]{8,64}")
 
 

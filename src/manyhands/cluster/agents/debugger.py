@@ -1,7 +1,7 @@
-"""Runs one rank under debugpy: the attach configuration for VS Code, and the wait for an editor.
+"""Runs one rank under debugpy, for an editor to attach to.
 
-A process that is held at a breakpoint looks like a stalled one, so a run with `cluster.debug_rank` has neither stall
-detection nor recovery, and its collectives wait without a practical limit.
+A process at a breakpoint looks stalled, so a run with `cluster.debug_rank` has neither stall detection nor recovery,
+and its collectives don't time out.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ HOST = "127.0.0.1"
 
 
 def attach_notice(options: ClusterOptions) -> str:
-    """What the user has to know before attaching: the entry of launch.json, and who else can attach."""
+    """The message shown before an editor attaches: the entry for launch.json, and the exposure of the port."""
     rank, port = options.debug_rank, options.debug_port
     entry = {
         "name": f"manyhands rank {rank}",
@@ -25,23 +25,23 @@ def attach_notice(options: ClusterOptions) -> str:
         "justMyCode": False,
     }
     return (
-        f"rank {rank} waits for a debugger on {HOST} port {port} of its machine; "
-        "every user of that machine can run code as you through this port\n"
+        f"rank {rank} waits for a debugger on port {port} of its machine ({HOST}); "
+        "every user of that machine can run code as you by connecting to it\n"
         f"add this entry to the configurations in VS Code's launch.json:\n{json.dumps(entry, indent=2)}\n"
-        f"to attach to a rank on another machine, first run: ssh -L {port}:{HOST}:{port} MACHINE\n"
-        "this run has no stall detection, no collective timeout and no recovery"
+        f"if the rank runs on another machine, first run: ssh -L {port}:{HOST}:{port} MACHINE\n"
+        "stall detection, collective timeouts and recovery are off for this run"
     )
 
 
 def wait_for_editor(rank: int, size: int, options: ClusterOptions) -> None:
-    """Waits until an editor has attached, if this rank, of `size`, is the one to debug; says how in its output.
+    """On the rank to debug, prints how to attach and waits for an editor; does nothing on the other ranks.
 
     Raises:
-        UserError: there is no such rank, debugpy is missing, or its port is in use.
+        UserError: the run of `size` ranks has no such rank, debugpy is missing, or the port is in use.
     """
     if options.debug_rank >= size:
         message = f"there is no rank {options.debug_rank} to debug: the ranks are 0 … {size - 1}"
-        raise UserError(message, "--debug-rank", ("count from 0",))
+        raise UserError(message, "--debug-rank", ("ranks count from 0",))
     if rank != options.debug_rank:
         return
     if importlib.util.find_spec("debugpy") is None:

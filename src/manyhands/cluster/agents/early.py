@@ -1,6 +1,6 @@
-"""Starts this machine's agent before the job is known, so that it imports torch while the head reads the job.
+"""Starts this machine's agent before the job is read, so that it imports torch meanwhile.
 
-Nothing here imports anything of manyhands: it is the first thing that a command does.
+This module imports nothing of manyhands, because a command runs it first.
 """
 
 import contextlib
@@ -9,32 +9,32 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
-# An agent that is told this word imports first, and then reads the path of its log, up to a NUL, from its input.
+# With this argument an agent imports first, and then reads the path of its log, up to a NUL, from its input.
 EARLY = "early"
-# The folder that an agent works in is no place to import from; somebody else may write there.
+# Python's option not to import from the working folder, where somebody else may write.
 SAFE = "-P"
 AGENT = (SAFE, "-m", "manyhands.cluster.agents.agent")
-# What tells a process that another program has started it: it trains itself, and has no agent.
+# Variables of launchers, whose processes train without an agent.
 _STARTED = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-# With these words, or a script of the user's, nothing of ours is trained, or in this process.
+# Arguments with which this command doesn't train, or in this process.
 _WITHOUT = ("-h", "--help", "--dry-run", "--show-config", "--init")
 
-# Open files that a command and its agent need, and for each process; with 18 the agent hangs.
+# Open files of a command with its agent, and of each worker; with 18 the agent hangs.
 FILES, FILES_EACH = 48, 8
 
 _untaken: list["subprocess.Popen[bytes]"] = []
 
 
 def start_early(words: Sequence[str]) -> None:
-    """Starts it where a command's words seem to be those of a run here; one that nobody takes costs a second."""
+    """Starts the agent if the arguments look like a run on this machine; an unused one costs a second."""
     trains = words[:1] == ["train"] and not any(name in os.environ for name in _STARTED)
     if not trains or any(word.endswith(".py") or word.partition("=")[0] in _WITHOUT for word in words):
         return
     if raise_file_limit(FILES + FILES_EACH) < FILES + FILES_EACH:
         return
-    with contextlib.suppress(OSError):  # then it is started once the job is known, where the error is told
+    with contextlib.suppress(OSError):  # the later start reports the error
         _untaken.append(_start())
 
 
@@ -49,9 +49,9 @@ def raise_file_limit(needed: int) -> int:
 
 def _start() -> "subprocess.Popen[bytes]":
     pipe = subprocess.PIPE
-    # Its words until it has a log, which it moves there; nothing of them is left where it is ended.
+    # Its output until it has a log, to which it moves the output.
     words_fd = os.memfd_create(EARLY) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
-    # As in cluster/agents/start.py: a scheduler's word to all processes of a job isn't for agents.
+    # As in assemble.py: agents ignore a scheduler's warning to all processes of a job.
     previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         command = [sys.executable, *AGENT, EARLY]
@@ -62,13 +62,31 @@ def _start() -> "subprocess.Popen[bytes]":
 
 
 def take_early() -> "subprocess.Popen[bytes] | None":
-    """The agent that waits for its log's path; None where there is none."""
+    """Returns the agent, which waits for the path of its log; None if there is none."""
     early = _untaken.pop() if _untaken else None
     return early if early and early.poll() is None else None
 
 
 def end_early() -> None:
-    """Ends the one that nobody has taken: it has only imported."""
+    """Ends an unused agent."""
     while _untaken:
         with _untaken.pop() as early:
             early.kill()
+
+
+@contextlib.contextmanager
+def short_spins() -> Generator[None]:
+    """Shortens the spins of OpenMP threads for a torch that is imported in the block, unless the user's variables do.
+
+    libgomp, in torch's wheels for Linux, reads the variable once. Its default of 300,000 spins takes milliseconds, on a
+    core that the awaited thread may need.
+    """
+    variable = "GOMP_SPINCOUNT"
+    if variable in os.environ or "OMP_WAIT_POLICY" in os.environ:
+        yield
+        return
+    os.environ[variable] = "3000"
+    try:
+        yield
+    finally:
+        os.environ.pop(variable, None)  # child processes have the user's own environment

@@ -35,9 +35,9 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from manyhands.cluster.agents.claim import Term, hold_as_agent, term_in
+from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.heartbeats import HeartbeatMonitor
-from manyhands.cluster.agents.leaving import LEAVE_S, Leaving
-from manyhands.cluster.agents.memory_kills import MemoryKills
+from manyhands.cluster.agents.leaving import Leaving, MemoryKills
 from manyhands.cluster.agents.orders import AHEAD, PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.agents.protocol import (
     FreeWorkers,
@@ -53,7 +53,6 @@ from manyhands.cluster.agents.protocol import (
     WorkersSeen,
     WorkersStarted,
 )
-from manyhands.cluster.agents.wire import Wire
 from manyhands.cluster.messages import Message
 from manyhands.core.devices import device_kind
 from manyhands.core.files import parse_json
@@ -61,6 +60,7 @@ from manyhands.core.machine import cores
 from manyhands.core.records import Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
 from manyhands.core.stops import STOPS
+from manyhands.core.timeouts import ALONE_S, ALONE_SAVING_S, LEAVE_S, STOP_S
 from manyhands.parallel.group import IFNAMES
 from manyhands.parallel.heartbeat import leave_path
 from manyhands.parallel.ports import loopback_interface
@@ -72,10 +72,6 @@ ASKED = {*STOPS} - {signal.SIGINT}
 REPORT_S = 1.0
 # Looks so often for the word of a later head.
 TERM_S = 0.5
-# A stop that was asked for waits for an evaluation and a save; a second Ctrl-C ends it at once.
-STOP_S = 600.0
-# So long after the last sign of their head the workers, which were asked to save, are killed; who saves yet has longer.
-ALONE_S, ALONE_SAVING_S = 26.0, 30.0
 Tick = Callable[[], list[Message]]
 # What is shown of what a killed process wrote.
 LAST_WORDS, LAST_BYTES = 8, 1 << 14
@@ -186,8 +182,8 @@ class ElasticAgent(_Base):
                 False,
                 master_listen_fd=descriptor,
             )
-        self._heartbeats = HeartbeatMonitor(self._scratch, self._pids_by_rank())
-        self._wire.send(WorkersStarted(self._orders.generation, self._pids()))
+        self._heartbeats = HeartbeatMonitor(self._scratch, self._pids())
+        self._wire.send(WorkersStarted(self._orders.generation, list(self._pids().values())))
         if self._stopping_since:
             self._signal(signal.SIGTERM)
         return started
@@ -197,18 +193,18 @@ class ElasticAgent(_Base):
         script, returned = bool(self._orders.script), self._returned()
         if len(returned) == len(self._ranks()):
             return self._let_go(returned)
-        for worker, exit_code in zip(worker_group.workers, self._exit_codes(), strict=True):
+        for rank, exit_code in self._exit_codes().items():
             # A worker that is killed after it has returned has done its work; one that exits before has not.
             ended = exit_code if script else exit_code is not None
-            if exit_code is not None and ended and worker.global_rank not in {*self.exits, *returned}:
-                self.exits[worker.global_rank] = exit_code
-                record = self._scratch / f"{worker.global_rank}.json"
-                if exit_code == -signal.SIGKILL and not record.is_file():
-                    rank = worker.global_rank
-                    if killed := self._memory.record(rank, self._pids_by_rank()[rank], self._heartbeats.last(rank)):
-                        write_json(record, killed)
+            if exit_code is not None and ended and rank not in {*self.exits, *returned}:
+                self.exits[rank] = exit_code
+                record = self._scratch / f"{rank}.json"
+                unexplained = exit_code == -signal.SIGKILL and not record.is_file()
+                last = self._heartbeats.last(rank)
+                if unexplained and (killed := self._memory.record(rank, self._pids()[rank], last)):
+                    write_json(record, killed)
                 said = _failure_in(record) if record.is_file() else None
-                self._wire.send(WorkerExited(worker.global_rank, exit_code, platform.node(), said))
+                self._wire.send(WorkerExited(rank, exit_code, platform.node(), said))
         if script:
             return super()._monitor_workers(worker_group)
         if self.exits:
@@ -237,8 +233,8 @@ class ElasticAgent(_Base):
 
     def _give_time(self, returned: Collection[int]) -> bool:
         """Whether processes of this machine are to leave by themselves; those that don't in time are killed."""
-        codes = dict(zip(self._ranks(), self._exit_codes(), strict=True))
-        left = {rank: pid for rank, pid in self._pids_by_rank().items() if codes[rank] is None and rank not in returned}
+        codes = self._exit_codes()
+        left = {rank: pid for rank, pid in self._pids().items() if codes[rank] is None and rank not in returned}
         if not (left and self._leaving.patient(left, self._heartbeats.usual_s)):
             self._signal(signal.SIGKILL)  # those too that have returned, for which torch would wait
             return False
@@ -247,21 +243,21 @@ class ElasticAgent(_Base):
             self._wire.send(StillLeaving())
         return True
 
-    def _exit_codes(self) -> list[int | None]:
-        """Of each process of this machine; None while it runs."""
+    def _exit_codes(self) -> dict[int, int | None]:
+        """The exit code of each rank of this machine; None while it runs."""
         context: Any = self._pcontext
         if self._orders.script:
-            return [handler.proc.poll() for _, handler in sorted(context.subprocess_handlers.items())]
-        return [process.exitcode for process in context._pc.processes]
+            codes = [handler.proc.poll() for _, handler in sorted(context.subprocess_handlers.items())]
+        else:
+            codes = [process.exitcode for process in context._pc.processes]
+        return dict(zip(self._ranks(), codes, strict=True))
 
     def _exit_barrier(self) -> None:
         """Machines end when their own workers do; the head waits for all."""
 
-    def _pids(self) -> list[int]:
-        return list(self._pcontext.pids().values()) if self._pcontext else []
-
-    def _pids_by_rank(self) -> dict[int, int]:
-        return dict(zip(self._ranks(), self._pids(), strict=False))
+    def _pids(self) -> dict[int, int]:
+        """The process id of each rank of this machine; empty before they are started."""
+        return dict(zip(self._ranks(), self._pcontext.pids().values(), strict=False)) if self._pcontext else {}
 
     def _ranks(self) -> list[int]:
         return [worker.global_rank for worker in self._worker_group.workers]
@@ -315,10 +311,10 @@ class ElasticAgent(_Base):
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: signal.Signals, rank: int | None = None) -> None:
-        pids = self._pids_by_rank()
-        for pid in pids.values() if rank is None else [pids[rank]] if rank in pids else []:
-            with contextlib.suppress(ProcessLookupError):  # one that has come to its end already
-                os.kill(pid, number)
+        for each, pid in self._pids().items():
+            if rank in (None, each):
+                with contextlib.suppress(ProcessLookupError):  # it has ended already
+                    os.kill(pid, number)
 
 
 def _script_words(orders: Orders, scratch: str) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ import psutil
 from pydantic import ValidationError
 
 from manyhands.core.files import read_bytes
-from manyhands.parallel.heartbeat import HEARTBEAT_S, Heartbeat, Seen
+from manyhands.core.timeouts import HEARTBEAT_S
+from manyhands.parallel.heartbeat import Heartbeat, Seen
 
 # Who got on or gave a sign of life more recently is well.
 _WELL_S = 2.0

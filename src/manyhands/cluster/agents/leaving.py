@@ -1,19 +1,20 @@
-"""How long the processes of a machine are given to leave, once one of the run has failed."""
+"""Processes of a machine that end: how long they are given, and which of them the kernel killed for memory."""
 
+import contextlib
+import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
-from manyhands.parallel.heartbeat import rescue_path
+from manyhands.core.records import PROCESS_ENDED, Failure
+from manyhands.core.timeouts import LEAVE_S, SAVE_MOST_S, SAVE_QUIET_S
+from manyhands.parallel.heartbeat import Heartbeat, rescue_path
 
-# They hear of it at their next collective, and save then what they have.
-LEAVE_S = 6.0
 # Until the next collective they compute, for so many times as long as an update takes.
 UPDATES = 2.0
-# A save that does nothing for so long is given up, as where a disk has gone; one that goes on after so long too.
-QUIET_S, MOST_S = 30.0, 600.0
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Leaving:
@@ -42,7 +43,7 @@ class Leaving:
         now = time.monotonic()
         began_s = now - self._since
         return began_s < LEAVE_S + UPDATES * usual_s or (
-            began_s < MOST_S and any(self._saves(rank, pid, now) for rank, pid in left.items())
+            began_s < SAVE_MOST_S and any(self._saves(rank, pid, now) for rank, pid in left.items())
         )
 
     def _saves(self, rank: int, pid: int, now: float) -> bool:
@@ -52,7 +53,7 @@ class Leaving:
         sign = _done_by(pid)
         if rank not in self._signs or self._signs[rank][0] != sign:
             self._signs[rank] = sign, now
-        return now - self._signs[rank][1] < QUIET_S
+        return now - self._signs[rank][1] < SAVE_QUIET_S
 
 
 def _done_by(pid: int) -> object:
@@ -63,3 +64,49 @@ def _done_by(pid: int) -> object:
         return process.cpu_times()[:2], written
     except psutil.Error:
         return None
+
+
+class MemoryKills:
+    """Attributes out-of-memory kills to workers that ended by SIGKILL, by the counter of this process's cgroup (v2)."""
+
+    def __init__(self) -> None:
+        self._group = _own_group()
+        self._reported = self._count()
+
+    def record(self, rank: int, pid: int, heartbeat: Heartbeat | None) -> Failure | None:
+        """The failure record of a killed worker if the counter has risen; else None, also where there is no counter."""
+        if self._count() <= self._reported:
+            return None
+        self._reported += 1
+        limit = self._limit()
+        hints = ["use fewer processes on this machine", "or reduce train.micro_batch", "or shard: --parallel fsdp"]
+        size = f" (limit {limit >> 20:,} MiB)" if limit else ""
+        what = f"rank {rank} was killed by the kernel, out of memory{size}"
+        return Failure(
+            time=time.time(), rank=rank, host=platform.node(), pid=pid, step=heartbeat and heartbeat.step,
+            phase=heartbeat.phase if heartbeat else "", error=PROCESS_ENDED, what=what, hints=hints,
+        )  # fmt: skip
+
+    def _count(self) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            for line in (self._group / "memory.events").read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+        return 0
+
+    def _limit(self) -> int:
+        """The cgroup's limit in bytes; 0 where it has none of its own."""
+        with contextlib.suppress(OSError, ValueError):  # "max"
+            return int((self._group / "memory.max").read_text())
+        return 0
+
+
+def _own_group() -> Path:
+    """The folder of this process's cgroup; in a container, whose path may be that on the host, the topmost visible."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            group = _CGROUPS / line.removeprefix("0::/")
+            if line.startswith("0::") and (group / "memory.events").is_file():
+                return group
+    return _CGROUPS

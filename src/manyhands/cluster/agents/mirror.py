@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manyhands.cluster.agents.protocol import FilePiece
+from manyhands.cluster.folders import replace_job
 from manyhands.core.files import free_name, write_all
-from manyhands.core.run_folder import RunFolder, replace_job
+from manyhands.core.run_folder import RunFolder
 
 GROWING = ("metrics.jsonl", "events.jsonl")
 # What rank 0 writes, where the run is of the user's own script, whose words are all that there is to see.
@@ -43,25 +44,13 @@ class Sender:
 
     def news(self) -> Iterator[FilePiece]:
         """What has come since the last call: pieces of growing files, and changed small files whole."""
-        for name in self._sent:
-            yield from self._grown(name)
+        for name, sent in self._sent.items():
+            offset = sent if sent <= _size(self._folder / name) else 0  # begun anew
+            piece, self._sent[name] = _read_piece(self._folder, name, offset)
+            if piece.text:
+                yield piece
         for name in WHOLE:
             yield from self.changed(name)
-
-    def _grown(self, name: str) -> Iterator[FilePiece]:
-        path = self._folder / name
-        size = _size(path)
-        if size < self._sent[name]:
-            self._sent[name] = 0  # begun anew
-        if size > self._sent[name]:
-            with path.open("rb") as file:
-                file.seek(self._sent[name])
-                piece = file.read(PIECE_BYTES)
-            # What a program prints needn't end its lines: a progress bar never does.
-            whole = piece if name == OUTPUT else piece[: piece.rfind(b"\n") + 1]
-            if whole:
-                yield FilePiece(name, whole.decode(*_coding(name)), self._sent[name])
-                self._sent[name] += len(whole)
 
     def changed(self, name: str) -> Iterator[FilePiece]:
         """A small file whole, where it is another than at the last look."""
@@ -134,13 +123,25 @@ def pieces_of(folder: Path, there: dict[str, int]) -> Iterator[list[FilePiece]]:
         size = _size(folder / name)
         offset = there.get(name, 0) if there.get(name, 0) <= size else 0
         while offset < size:
-            with (folder / name).open("rb") as file:
-                file.seek(offset)
-                piece = file.read(PIECE_BYTES)
-            whole = piece[: piece.rfind(b"\n") + 1] or piece
-            yield [FilePiece(name, whole.decode(*_coding(name)), offset)]
-            offset += len(whole)
+            piece, offset = _read_piece(folder, name, offset, rest=True)
+            yield [piece]
     yield [piece for name in WHOLE for piece in Sender(folder, {}).changed(name)]
+
+
+def _read_piece(folder: Path, name: str, offset: int, *, rest: bool = False) -> tuple[FilePiece, int]:
+    """Reads the next piece of a growing file: complete lines, or with `rest` also one without its end.
+
+    Returns the piece, which may be empty, and the offset behind it.
+    """
+    text = b""
+    if _size(folder / name) > offset:
+        with (folder / name).open("rb") as file:
+            file.seek(offset)
+            text = file.read(PIECE_BYTES)
+    # What a program prints needn't end its lines: a progress bar never does.
+    if name != OUTPUT:
+        text = text[: text.rfind(b"\n") + 1] or (text if rest else b"")
+    return FilePiece(name, text.decode(*_coding(name)), offset), offset + len(text)
 
 
 def _coding(name: str) -> tuple[str, str]:

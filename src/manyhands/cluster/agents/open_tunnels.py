@@ -11,21 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks
-from manyhands.cluster.agents.own_tunnels import STANDS, Tunnels
-from manyhands.cluster.agents.protocol import OpenTunnelEnds, OpenTunnels
-from manyhands.cluster.agents.ssh import CONNECT_S, port_words, ssh_words
+from manyhands.cluster.agents.ssh import ssh_command
+from manyhands.cluster.agents.tunnel import STANDS, Tunnels
 from manyhands.cluster.hosts.inventory import Machine
+from manyhands.cluster.messages import call
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
+from manyhands.core.timeouts import OPEN_TUNNELS_S, TUNNEL_ENDS_S
 from manyhands.parallel.tunnel_ends import TunnelEnds
 
 # Of the head, among a run's addresses.
 HEAD = "this machine"
 MOST_MACHINES = 200
-# A login on a busy machine, after the connection.
-OPEN_TUNNELS_S = CONNECT_S + 20.0
-OPEN_S = 60.0
 Pair = tuple[str, str]
 
 
@@ -70,12 +69,12 @@ class _Login:
         """The words of it; what runs there ends when whoever started the ssh does."""
         settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
                     "ForwardX11": "no"}  # fmt: skip
-        words = [*ssh_words(options), *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
+        words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
         words += [word for made, leads in self.ours.items() for word in ("-L", f"{made}:{leads}")]
         words += [word for made, leads in self.theirs.items() for word in ("-R", f"{made}:{leads}")]
         # Only the machine that is meant has that folder; a name may stand for another one there.
         script = f"test -d {shlex.quote(ends.folder)} && echo {shlex.quote(STANDS)} && exec cat"
-        return [*words, *port_words(to), "--", to.host, f"exec sh -c {shlex.quote(script)}"]
+        return [*ssh_command(to, options, *words), f"exec sh -c {shlex.quote(script)}"]
 
 
 def join_through_ssh(agents: AgentLinks, options: ClusterOptions, head: Tunnels) -> TunnelRoutes:
@@ -119,9 +118,9 @@ class _Opening:
         # Other runs on the same machines have numbers of their own.
         net = f"127.{random.SystemRandom().randrange(64, 250)}.{random.SystemRandom().randrange(256)}"
         addresses = [f"{net}.{number}" for number, _ in enumerate(self.names, 1)]
-        answers = self._agents.ask([OpenTunnelEnds(address) for address in addresses], OPEN_S)
-        opened = zip(self.names, addresses, answers, strict=True)
-        return {name: TunnelEnds(address, answer.folder) for name, address, answer in opened}
+        folders = self._agents.ask([call(Agent.open_tunnel_ends, address) for address in addresses], TUNNEL_ENDS_S)
+        opened = zip(self.names, addresses, folders, strict=True)
+        return {name: TunnelEnds(address, folder) for name, address, folder in opened}
 
     def straight(self, pairs: Sequence[Pair]) -> None:
         """The first of each pair logs in to the second; both ways lead through that."""
@@ -193,13 +192,13 @@ class _Opening:
         commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
         for (one, two), login in logins.items():
             commands[one][two] = login.command(self._machines[two], self.way.ends[two], self._options)
-        asked = {name: OpenTunnels(found, OPEN_TUNNELS_S) for name, found in commands.items()}
-        answers = self._agents.ask_some(asked, OPEN_TUNNELS_S + OPEN_S)
+        asked = {name: call(Agent.open_tunnels, found, OPEN_TUNNELS_S) for name, found in commands.items()}
+        answers = self._agents.ask_some(asked, OPEN_TUNNELS_S + TUNNEL_ENDS_S)
         found: dict[Pair, str] = {}
         for one, answer in answers.items():
             if isinstance(answer, RunError):
                 raise answer
-            found.update({(one, two): answer.failed.get(two, "") for two in commands[one]})
+            found.update({(one, two): answer.get(two, "") for two in commands[one]})
         return found
 
 

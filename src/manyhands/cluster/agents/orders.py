@@ -6,8 +6,6 @@ from typing import Any
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.config.job import Job
 
-# The variable that tells a worker the number of its device.
-DEVICE_INDEX = "MANYHANDS_DEVICE_INDEX"
 # What each process runs, by name, since it lies above this package: our own tasks, or a script of the user's.
 WORKER, SCRIPT = "manyhands.worker.entry", "manyhands.worker.script"
 # Imported before CPU workers are forked, so that they start at once.

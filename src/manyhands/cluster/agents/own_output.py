@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from manyhands.cluster.agents.heartbeats import heartbeat_path
-from manyhands.cluster.agents.orders import DEVICE_INDEX, Orders
+from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.hosts.inventory import DEVICE_INDEX
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.stops import STOPS
 from manyhands.core.terminal import Tolerant

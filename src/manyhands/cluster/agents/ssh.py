@@ -10,10 +10,8 @@ from manyhands.cluster.doctor.findings import Contact
 from manyhands.cluster.hosts.inventory import Machine, in_brackets
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
+from manyhands.core.timeouts import SSH_ALIVE_S, SSH_CONNECT_S
 
-# A machine that doesn't answer costs this long; a dead connection is noticed after three times the interval.
-CONNECT_S = 10
-ALIVE_S = 5
 HAS_MANYHANDS = 'import importlib.util as u, sys; sys.exit(not u.find_spec("manyhands"))'
 # The environment of the work folder, which is taken where it is this user's own (`test -O`).
 OWN = ".venv"
@@ -36,8 +34,8 @@ def ssh_words(options: ClusterOptions) -> list[str]:
         raise UserError("cluster.ssh is empty", "cluster.ssh", hints)
     settings = {
         "BatchMode": "yes",
-        "ConnectTimeout": CONNECT_S,
-        "ServerAliveInterval": ALIVE_S,
+        "ConnectTimeout": SSH_CONNECT_S,
+        "ServerAliveInterval": SSH_ALIVE_S,
         "ServerAliveCountMax": 3,
     }
     return [*words, "-T", *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
@@ -47,8 +45,12 @@ def agent_command(machine: Machine, options: ClusterOptions, workdir: Path, word
     """The command that starts the agent on another machine, in the same folder as here where it exists there."""
     if machine.host.startswith("-"):
         raise UserError(f'"{machine.host}" is not a host', "cluster.hosts", ("write a name or an address",))
-    script = python_script(options, workdir, words)
-    return [*ssh_words(options), *port_words(machine), "--", machine.host, script]
+    return [*ssh_command(machine, options), python_script(options, workdir, words)]
+
+
+def ssh_command(machine: Machine, options: ClusterOptions, *words: str) -> list[str]:
+    """The ssh command to a machine with these options; what is to run there may follow."""
+    return [*ssh_words(options), *words, *port_words(machine), "--", machine.host]
 
 
 def port_words(machine: Machine) -> list[str]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from manyhands.cluster.agents.protocol import WorkersSeen
-from manyhands.parallel.heartbeat import HEARTBEAT_S, Seen
+from manyhands.core.timeouts import EVICT_S, HEARTBEAT_S
+from manyhands.parallel.heartbeat import Seen
 
 # What an agent has said holds so long; one that says nothing has nothing to complain of.
 _HOLDS_S = 3 * HEARTBEAT_S
@@ -17,8 +18,6 @@ _QUIET_S = 4.0
 _MOVES_BYTES_PER_S = 4096
 _BUSY = 0.3
 _NAMED = 4
-# Who doesn't run at all for so long is given up, where the run can go on without it.
-_EVICT_S = 15.0
 # What rank 0 does for all, however long a disk or a function of the user's takes.
 _ALONE = ("save", "at_epoch_end")
 
@@ -101,7 +100,7 @@ class Stalls:
             seen = rank.seen
             if rank.watched_s < _QUIET_S:
                 continue
-            if rank.silent and seen.quiet_s > _EVICT_S:
+            if rank.silent and seen.quiet_s > EVICT_S:
                 how = "was stopped" if seen.stopped else "did not respond"
                 return seen.rank, f"{rank.name} {how} for {seen.quiet_s:.0f} s and was killed"
         # Who computes may yet come; and where bytes still move nothing hangs.

@@ -5,20 +5,20 @@ Where ssh forwards nothing, it listens on the first machine's address between th
 
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks
-from manyhands.cluster.agents.protocol import Bind
 from manyhands.cluster.agents.tunnel import LOOPBACK, SshTunnels, TunnelError
-from manyhands.cluster.doctor.questions import Connect, Listen, Listener, Unlisten
+from manyhands.cluster.doctor.findings import Attempt
+from manyhands.cluster.doctor.probe import Listener
 from manyhands.cluster.hosts.inventory import Address
+from manyhands.cluster.messages import Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
 from manyhands.core.scratch import scratch
-
-ASK_S = 30.0
-CONNECT_S = 10.0
+from manyhands.core.timeouts import STORE_CONNECT_S, STORE_S
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class StorePlaces:
     why_open: str = ""  # why it doesn't listen on loopback alone; empty where it does
 
 
-class StoreTunnel:
-    """Ways to the store, which are made anew for each start of a run."""
+class StoreTunnel(contextlib.ExitStack):
+    """Tunnels to the store, which are made anew for each start of a run; closed with the block."""
 
     def __init__(self, options: ClusterOptions) -> None:
+        super().__init__()
         self._options = options
-        self._of_this_start = contextlib.ExitStack()
 
     def open(self, agents: AgentLinks, addresses: Sequence[Address]) -> StorePlaces:
         """Has the first machine listen for the store, and the others reach it.
@@ -49,76 +49,50 @@ class StoreTunnel:
         self.close()
         first = agents.links[0]
         if len(agents.links) == 1:
-            return StorePlaces(((LOOPBACK, first.ask(Bind(LOOPBACK), ASK_S).port),))
+            return StorePlaces(((LOOPBACK, first.ask(call(Agent.bind, LOOPBACK), STORE_S)),))
         try:
             return StorePlaces(self._through_ssh(agents, addresses))
         except TunnelError as error:
             self.close()
             address = addresses[0].address
-            port = first.ask(Bind(address), ASK_S, agents.links).port
+            port = first.ask(call(Agent.bind, address), STORE_S, agents.links)
             return StorePlaces(((address, port),) * len(agents.links), str(error))
 
     def _through_ssh(self, agents: AgentLinks, addresses: Sequence[Address]) -> tuple[tuple[str, int], ...]:
-        def heartbeat() -> None:
-            for link in agents.links:
-                link.heartbeat()
-
         first, others = agents.links[0], agents.links[1:]
-        folder = self._of_this_start.enter_context(scratch("ssh", swept=True))
+        folder = self.enter_context(scratch("ssh", swept=True))
         far = [link.machine for link in agents.links if not link.here]
-        tunnels = self._of_this_start.enter_context(
-            contextlib.closing(SshTunnels(far, self._options, folder, heartbeat))
-        )
-        # The very way is tried, with somebody at its end who knows a word, before the store takes that port.
-        (ear,) = first.ask(Listen((LOOPBACK,), seconds=ASK_S), ASK_S, agents.links).listeners
-        store = via = f"{LOOPBACK}:{ear.port}"
+        tunnels = self.enter_context(contextlib.closing(SshTunnels(far, self._options, folder, agents.heartbeat)))
+        # The tunnels are tried, with a listener at the end that knows a token, before the store takes its port.
+        (listener,) = first.ask(call(Agent.listen, (LOOPBACK,), seconds=STORE_S), STORE_S, agents.links)
+        store = via = f"{LOOPBACK}:{listener.port}"
         if not first.here:
             via = str(folder / "store")
             tunnels.here(first.machine.name, via, store)
-        ends = {first: ear.port}
+        ends = {first: listener.port}
         for link in others:
-            heartbeat()
-            ends[link] = _free_port() if link.here else tunnels.there(link.machine.name, via)
+            agents.heartbeat()
             if link.here:
+                with socket.create_server((LOOPBACK, 0)) as free:
+                    ends[link] = free.getsockname()[1]
                 tunnels.here(first.machine.name, f"{LOOPBACK}:{ends[link]}", store)
-        places = dict(zip(agents.links, addresses, strict=True))
-        asked = {link.machine.name: _reach(ends[link], places[link].address, ear.token) for link in others}
-        for name, answer in agents.ask_some(asked, ASK_S).items():
+            else:
+                ends[link] = tunnels.there(link.machine.name, via)
+        asked: dict[str, Request[tuple[Attempt, ...]]] = {}
+        for link, place in zip(agents.links, addresses, strict=True):
+            # The machine's address for others must lead nowhere.
+            targets = tuple(Listener(at, ends[link], listener.token) for at in (LOOPBACK, place.address))
+            asked[link.machine.name] = call(Agent.connect, targets, STORE_CONNECT_S)
+        del asked[first.machine.name]
+        for name, answer in agents.ask_some(asked, STORE_S).items():
             if isinstance(answer, RunError):
                 raise answer
-            _refuse_open(name, *(attempt.result for attempt in answer.attempts))
-        first.ask(Unlisten(), ASK_S, agents.links)
-        first.ask(Bind(LOOPBACK, ear.port), ASK_S, agents.links)
+            loopback, outside = answer
+            if loopback.result != "ok":
+                raise TunnelError(f"ssh port forwarding to {name} does not work (check PermitOpen in sshd_config)")
+            if outside.result == "ok":
+                exposed = f"the ssh server of {name} exposes forwarded ports (set GatewayPorts no in sshd_config)"
+                raise TunnelError(exposed)
+        first.ask(call(Agent.unlisten), STORE_S, agents.links)
+        first.ask(call(Agent.bind, LOOPBACK, listener.port), STORE_S, agents.links)
         return tuple((LOOPBACK, ends[link]) for link in agents.links)
-
-    def close(self) -> None:
-        """Ends the ways of the last start."""
-        self._of_this_start.close()
-
-
-@contextlib.contextmanager
-def store_tunnel(options: ClusterOptions) -> Iterator[StoreTunnel]:
-    """A way to the store that goes with the block."""
-    way = StoreTunnel(options)
-    try:
-        yield way
-    finally:
-        way.close()
-
-
-def _reach(port: int, address: str, token: str) -> Connect:
-    """Loopback, and the machine's address for others, which must lead nowhere."""
-    return Connect((Listener(LOOPBACK, port, token), Listener(address, port, token)), CONNECT_S)
-
-
-def _refuse_open(name: str, loopback: str, outside: str) -> None:
-    if loopback != "ok":
-        raise TunnelError(f"ssh port forwarding to {name} does not work (check PermitOpen in sshd_config)")
-    if outside == "ok":
-        raise TunnelError(f"the ssh server of {name} exposes forwarded ports (set GatewayPorts no in sshd_config)")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manyhands.cluster.agents.connection import SILENT_S, AgentConnection, close_all, stir
+from manyhands.cluster.agents.agent import Agent
+from manyhands.cluster.agents.connection import AgentConnection, close_all, stir
 from manyhands.cluster.agents.ending import Ending, how_it_ended, how_worker_ended
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
@@ -15,7 +16,6 @@ from manyhands.cluster.agents.protocol import (
     KillWorker,
     KillWorkers,
     PeersFailed,
-    StartWorkers,
     StillLeaving,
     StopWorkers,
     TunnelEnded,
@@ -25,26 +25,21 @@ from manyhands.cluster.agents.protocol import (
     WorkersStarted,
 )
 from manyhands.cluster.agents.stall import Stalls
-from manyhands.cluster.messages import Message, Misunderstood, RequestFailed
+from manyhands.cluster.messages import Message, Misunderstood, RequestFailed, call
 from manyhands.core.errors import EXIT_USAGE, UserError
 from manyhands.core.stops import handled
+from manyhands.core.timeouts import (
+    AWAITED_S,
+    HUNG_S,
+    KILL_S,
+    LEAVE_LOST_S,
+    LEAVE_OTHERS_S,
+    PAUSED_S,
+    SILENT_S,
+    START_WORKERS_S,
+)
 
 POLL_S = 0.1
-# An agent that starts its workers may be busy with importing torch, from a cold disk perhaps.
-START_S = 300.0
-# After a second Ctrl-C the agents have this long to kill their workers.
-KILL_S = 10.0
-# A process that hangs is known by then; one that is well has heard the wish to stop, and is given the time it needs.
-HEAR_S = 2.0
-# The launcher looks ten times a second; after a longer gap it was itself stopped, or its machine slept.
-PAUSED_S = 3.0
-# Who is silent for so long when the user waits for the end is named.
-AWAITED_S = 4.0
-# When one machine's processes have failed the others' see it by themselves. They are killed so long after their agents,
-# who let them save and leave, have last said that they are at it.
-LEAVE_OTHERS_S = 6.0
-# The peers of a machine that is lost may wait for it in silence.
-LEAVE_LOST_S = 2.0
 
 
 @dataclass
@@ -94,7 +89,7 @@ def supervise_once(links: Sequence[AgentConnection], orders: Sequence[Orders], w
         with handled(lambda number, _frame: signals.append(number)):
             for link, order in zip(links, orders, strict=True):
                 link.last_received = time.monotonic()
-                link.post(StartWorkers(order))
+                link.post(call(Agent.start_workers, order))
             while head.running:
                 ready = stir(links, POLL_S)
                 head.notice_pause()
@@ -196,7 +191,7 @@ class _Head:
             self._cut_off(what)
         if self._watch.evicts and not self.ending.interrupted:
             self._evict()
-        if self.ending.interrupted == 1 and not self.ending.hung and now - self._asked_at > HEAR_S:
+        if self.ending.interrupted == 1 and not self.ending.hung and now - self._asked_at > HUNG_S:
             self.ending.hung = self._stalls.hung()
             self._kill_at = now if self.ending.hung else self._kill_at
         if now > self._kill_at:
@@ -222,7 +217,9 @@ class _Head:
             self._lose(link, f"no message for {now - link.last_received:.0f} s")
 
     def _long_silent(self, now: float) -> list[AgentConnection]:
-        patience_s = {link: SILENT_S if link in self._started else START_S for link in self.running if not link.here}
+        patience_s = {
+            link: SILENT_S if link in self._started else START_WORKERS_S for link in self.running if not link.here
+        }
         return [link for link, longest_s in patience_s.items() if now - link.last_received > longest_s]
 
     def _silent(self, now: float) -> list[AgentConnection]:

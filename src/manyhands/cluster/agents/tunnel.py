@@ -1,40 +1,151 @@
-"""Forwards over the system's own ssh: what listens on loopback of one machine is reached on loopback of another.
+"""Processes that carry ssh tunnels, and the tunnels that they carry.
 
     tunnels = SshTunnels(machines, options, folder, lambda: None)   # one connection to each, all begun at once
     port = tunnels.there("n2", "127.0.0.1:5000")    # who connects to loopback's `port` on n2 comes to 5000 here
     tunnels.here("n2", f"{folder}/x", "127.0.0.1:7")  # who opens that socket here comes to port 7 of n2's loopback
-    tunnels.close()                                 # no process, port or socket is left
+    tunnels.close()                                 # no process and no port is left
 
-A place is ADDRESS:PORT, or the path of a Unix socket, which is this user's alone. A head uses it towards its machines,
-and an agent may towards others that it can log in to. Each connection is a process of its own beside the agent's, so
-bulk doesn't keep heartbeats waiting; it ends with whoever made it, also where that is killed, once nobody uses what it
-forwards.
+A place is ADDRESS:PORT, or the path of a Unix socket, which is this user's alone. Each connection is a process of its
+own beside the agent's, so bulk does not delay heartbeats; it ends with the process that started it, also where that is
+killed, once nobody uses what it forwards.
 """
 
 import contextlib
-import select
+import os
+import selectors
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from manyhands.cluster.agents.ssh import port_words, ssh_words
+from manyhands.cluster.agents import switchboard
+from manyhands.cluster.agents.ssh import ssh_command
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.job import ClusterOptions
+from manyhands.core.errors import RunError
+from manyhands.core.scratch import scratch
+from manyhands.core.timeouts import SWITCHBOARD_S, TUNNEL_ASK_S, TUNNEL_CLOSE_S, TUNNEL_OPEN_S
+from manyhands.parallel.tunnel_ends import TunnelEnds, fits
 
 LOOPBACK = "127.0.0.1"
-# Logging in takes a second or so, and longer where many machines share a busy processor.
-OPEN_S = 20.0
-# A question to the connection's own process, which may ask the other machine.
-ASK_S = 10.0
-# What is told to end has this long, all connections together; one that stands still is killed.
-CLOSE_S = 5.0
+# What the other end of a tunnel says, once it stands.
+STANDS = "this tunnel of manyhands stands"
 # Ends with its standard input, so that nothing stays once its owner is gone; a csh understands it too.
 _STAY = "echo ready; exec cat"
 
 
 class TunnelError(Exception):
-    """There is no way through ssh to a machine; why, in a sentence."""
+    """There is no tunnel through ssh to a machine; why, in a sentence."""
+
+
+@dataclass(frozen=True)
+class _Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def last_words(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return lines[-1].strip() if lines else ""
+
+
+class Children:
+    """Processes that say a word once they are ready, and end with their standard input."""
+
+    def __init__(self) -> None:
+        self._ready: list[_Child] = []
+
+    def start(
+        self,
+        commands: Mapping[str, Sequence[str]],
+        word: str,
+        folder: Path,
+        patience_s: float,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> dict[str, str]:
+        """Starts processes and waits until they are ready.
+
+        Args:
+            commands: by a name for each.
+            word: what each writes on a line of its own once it is ready; a login shell may greet first.
+            folder: for their standard error.
+            patience_s: for all of them together.
+            meanwhile: called a few times a second while they are waited for.
+
+        Returns:
+            The last words of those that did not get ready, by name; these have ended.
+        """
+        waiting: list[_Child] = []
+        try:
+            for name, words in commands.items():
+                descriptor, log = tempfile.mkstemp(suffix=".log", dir=folder)
+                with os.fdopen(descriptor, "wb") as file:
+                    pipe = subprocess.PIPE
+                    process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=file, start_new_session=True)
+                waiting.append(_Child(name, process, Path(log)))
+            ready = _wait_for(waiting, word, patience_s, meanwhile)
+        except BaseException:
+            _end(waiting)
+            raise
+        self._ready += ready
+        failed = [child for child in waiting if child not in ready]
+        _end(failed)
+        return {child.name: child.last_words() for child in failed}
+
+    def ended(self) -> str:
+        """Describes the first that has ended by itself; empty while all run."""
+        for child in self._ready:
+            if (code := child.process.poll()) is not None:
+                return f"the ssh tunnel to {child.name} ended ({child.last_words() or f'exit code {code}'})"
+        return ""
+
+    def close(self) -> None:
+        """Ends all."""
+        _end(self._ready)
+        self._ready.clear()
+
+
+def _wait_for(
+    children: Sequence[_Child], word: str, patience_s: float, meanwhile: Callable[[], object]
+) -> list[_Child]:
+    """Returns those that have said the word before their output, or the time, was over."""
+    until, said = time.monotonic() + patience_s, dict.fromkeys(children, b"")
+    ready: list[_Child] = []
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            assert child.process.stdout is not None
+            selector.register(child.process.stdout.fileno(), selectors.EVENT_READ, child)
+        while selector.get_map() and time.monotonic() < until:
+            meanwhile()
+            for key, _ in selector.select(min(0.2, until - time.monotonic())):
+                received = os.read(key.fd, 1 << 12)
+                said[key.data] = (said[key.data] + received)[-(1 << 16) :]
+                if word.encode() in said[key.data].splitlines():
+                    ready.append(key.data)
+                    selector.unregister(key.fd)
+                elif not received:
+                    selector.unregister(key.fd)
+    return ready
+
+
+def _end(children: Sequence[_Child]) -> None:
+    for child in children:
+        assert child.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.process.stdin.close()
+        child.process.terminate()
+    until = time.monotonic() + TUNNEL_CLOSE_S
+    for child in children:
+        assert child.process.stdout is not None
+        try:
+            child.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+            child.process.wait()
+        child.process.stdout.close()
 
 
 class SshTunnels:
@@ -51,59 +162,23 @@ class SshTunnels:
     """
 
     def __init__(
-        self,
-        machines: Sequence[Machine],
-        options: ClusterOptions,
-        folder: Path,
-        meanwhile: Callable[[], object],
+        self, machines: Sequence[Machine], options: ClusterOptions, folder: Path, meanwhile: Callable[[], object]
     ) -> None:
-        self._words, self._folder = ssh_words(options), folder
-        self._machines = {machine.name: machine for machine in machines}
-        self._logs = {name: folder / f"{number}.log" for number, name in enumerate(self._machines)}
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        try:
-            for name in self._machines:
-                self._processes[name] = self._open(name)
-            until = time.monotonic() + OPEN_S
-            for name, process in self._processes.items():
-                self._wait(name, process, until, meanwhile)
-        except BaseException:
+        self._options, self._folder, self._children = options, folder, Children()
+        self._machines = {machine.name: (number, machine) for number, machine in enumerate(machines)}
+        own = ("-o", "ControlMaster=yes", "-o", "ControlPersist=no", "-o", "ClearAllForwardings=yes", "-a", "-x")
+        commands = {name: [*self._command(name, *own), _STAY] for name in self._machines}
+        for name, said in self._children.start(commands, "ready", folder, TUNNEL_OPEN_S, meanwhile).items():
             self.close()
-            raise
+            raise TunnelError(f"can't open a second ssh connection to {name}{said and f': {said}'}")
 
     def _command(self, name: str, *words: str) -> list[str]:
-        machine = self._machines[name]
+        number, machine = self._machines[name]
         # ssh replaces what follows a % in this path.
-        socket = str(self._logs[name].with_suffix("")).replace("%", "%%")
-        return [*self._words, "-S", socket, *words, *port_words(machine), "--", machine.host]
-
-    def _open(self, name: str) -> subprocess.Popen[bytes]:
-        own = ("-o", "ControlMaster=yes", "-o", "ControlPersist=no", "-o", "ClearAllForwardings=yes", "-a", "-x")
-        with self._logs[name].open("wb") as log:
-            return subprocess.Popen(
-                [*self._command(name, *own), _STAY],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
-            )  # fmt: skip
-
-    def _wait(self, name: str, process: subprocess.Popen[bytes], until: float, meanwhile: Callable[[], object]) -> None:
-        assert process.stdout is not None
-        # A login shell may greet first.
-        while time.monotonic() < until:
-            meanwhile()
-            if select.select([process.stdout], [], [], 0.2)[0]:
-                line = process.stdout.readline()
-                if line == b"ready\n":
-                    return
-                if not line:
-                    break
-        raise TunnelError(f"can't open a second ssh connection to {name}{self._said(name)}")
-
-    def _said(self, name: str) -> str:
-        lines = self._logs[name].read_text(errors="replace").splitlines()
-        return f": {lines[-1]}" if lines else ""
+        return ssh_command(machine, self._options, "-S", f"{self._folder}/{number}".replace("%", "%%"), *words)
 
     def there(self, name: str, to: str) -> int:
-        """Has a free port of the machine's loopback lead to a place here; gives the port.
+        """Has a free port of the machine's loopback lead to a place here; returns the port.
 
         Raises:
             TunnelError: the machine's ssh server doesn't forward.
@@ -125,10 +200,10 @@ class SshTunnels:
         try:
             done = subprocess.run(
                 self._command(name, "-O", "forward", way, what),
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_S, check=False,
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TUNNEL_ASK_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise TunnelError(f"{name} did not answer a port forwarding request within {ASK_S:.0f} s") from None
+            raise TunnelError(f"{name} did not answer a port forwarding request within {TUNNEL_ASK_S:.0f} s") from None
         if done.returncode:
             line = next(iter(done.stderr.splitlines()), "").rpartition("failed: ")[2]
             raise TunnelError(f"{name} refuses port forwarding (set AllowTcpForwarding yes in sshd_config): {line}")
@@ -136,21 +211,47 @@ class SshTunnels:
 
     def close(self) -> None:
         """Ends all connections, and with them what they forward."""
-        for process in self._processes.values():
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            process.terminate()
-        until = time.monotonic() + CLOSE_S
-        for process in self._processes.values():
-            assert process.stdout is not None
-            try:
-                process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
-        self._processes.clear()
-        for path in self._folder.iterdir():
-            if path.is_socket():
-                path.unlink()
+        self._children.close()
+
+
+class Tunnels:
+    """A machine's own ssh tunnels to others for one start, and the switchboard that its processes reach them through.
+
+    Attributes:
+        ends: where they end on this machine.
+        ended: describes the first that has ended by itself.
+    """
+
+    def __init__(self) -> None:
+        self.ends = TunnelEnds("", "")
+        self._folder = contextlib.ExitStack()
+        self._children = Children()
+        self.ended = self._children.ended
+
+    def open(self, address: str) -> str:
+        """Makes a folder for the tunnels' ends, with a switchboard where this machine's processes have an address."""
+        self.close()
+        folder = self._folder.enter_context(scratch("way"))
+        if not fits(folder):
+            hints = ("set a shorter path on this machine: export TMPDIR=/tmp",)
+            raise RunError(f"the path {folder} is too long for Unix sockets", "TMPDIR", hints)
+        self.ends = TunnelEnds(address, str(folder))
+        if address:
+            words = [sys.executable, "-P", "-m", switchboard.__name__, address, str(folder)]
+            for said in self._children.start(
+                {"the switchboard": words}, switchboard.READY, folder, SWITCHBOARD_S
+            ).values():
+                raise RunError(f"the process that connects ssh tunnels did not start: {said}")
+        return str(folder)
+
+    def open_tunnels(
+        self, commands: Mapping[str, Sequence[str]], patience_s: float, meanwhile: Callable[[], object] = lambda: None
+    ) -> dict[str, str]:
+        """Starts ssh commands that make tunnels; see `Children.start`."""
+        return self._children.start(commands, STANDS, Path(self.ends.folder), patience_s, meanwhile)
+
+    def close(self) -> None:
+        """Ends all, and removes the sockets."""
+        self._children.close()
+        self._folder.close()
+        self.ends = TunnelEnds("", "")

@@ -1,4 +1,4 @@
-"""What is found out about machines, and what is said about it.
+"""Examines machines and reports problems.
 
-Not here: how machines are reached and asked (`agents`), and anything that changes one of them.
+Not here: connections to other machines (`agents`), and anything that changes a machine.
 """

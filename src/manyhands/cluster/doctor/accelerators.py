@@ -1,12 +1,36 @@
-"""What torch says of this machine's accelerators, asked in a process of its own: as slow as torch's import."""
+"""Accelerators of this machine, as the vendors' tools and torch report them, and why torch can't use one."""
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import RunError
 
+PATIENCE_S = 8.0
+# Files that name the version of a driver or toolkit, and the pattern of the version.
+DRIVER_FILES = {
+    "nvidia": ("/proc/driver/nvidia/version", r"\b(\d+\.\d+(?:\.\d+)?)\b"),
+    "ascend": ("/usr/local/Ascend/driver/version.info", r"(?m)^Version=(\S+)"),
+    "cann": ("/usr/local/Ascend/ascend-toolkit/latest/version.cfg", r"\[([\d.]+\w*)"),
+}
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+# Of each vendor the classes on the PCI bus of the cards that compute (03xx: display, 12xx: processing accelerator).
+CARDS = {"0x10de": ("NVIDIA", ("0x0300", "0x0302")), "0x1002": ("AMD", ("0x0380", "0x1200")),
+         "0x19e5": ("Huawei", ("0x1200",))}  # fmt: skip
+# Variables that hide devices from a process.
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+DRIVERS = {
+    "NVIDIA": "install the NVIDIA driver, then check that nvidia-smi lists the card",
+    "AMD": "install the AMD driver (ROCm), then check that rocm-smi lists the card",
+    "Huawei": "install the Ascend driver and firmware, then check that npu-smi info lists the card",
+}
+HIDDEN = {"", "-1", "NoDevFiles"}
 _ASK = """
 import json, warnings
 with warnings.catch_warnings(record=True) as said:
@@ -22,10 +46,14 @@ print("manyhands-accelerators", json.dumps(found))
 
 
 def ask_torch() -> dict[str, Any]:
-    """What torch sees.
+    """Asks torch in a process of its own, which takes as long as torch's import.
 
-    count: accelerators that this user's processes see; built_for: "CUDA 13.0", empty for CPUs alone; version: torch's;
-    said: its own warning, if it gave one. Raises RunError: torch can't be imported.
+    Returns:
+        count: accelerators that this user's processes see; built_for: "CUDA 13.0", empty for a CPU build; version:
+        torch's; said: torch's own warning, if any.
+
+    Raises:
+        RunError: torch can't be imported.
     """
     done = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
@@ -37,5 +65,117 @@ def ask_torch() -> dict[str, Any]:
 
 
 def count_accelerators() -> int:
-    """Accelerators that this user's processes see; 0 where there is none."""
+    """Returns the number of accelerators that this user's processes see."""
     return int(ask_torch()["count"])
+
+
+def driver_versions() -> dict[str, str]:
+    """Versions of NVIDIA's driver, Ascend's driver and CANN, of those that are installed."""
+    found: dict[str, str] = {}
+    for name, (file, pattern) in DRIVER_FILES.items():
+        if match := re.search(pattern, _text(Path(file))):
+            found[name] = match[1]
+    return found
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace").strip() if path.is_file() else ""
+
+
+def cards(bus: Path = PCI_DEVICES) -> list[dict[str, str]]:
+    """Accelerator cards that are plugged in, whether or not a driver works: "vendor" and "address" on the PCI bus."""
+    found: list[dict[str, str]] = []
+    for device in sorted(bus.iterdir()) if bus.is_dir() else []:
+        vendor, classes = CARDS.get(_text(device / "vendor"), ("", ()))
+        if vendor and _text(device / "class").startswith(classes):
+            found.append({"vendor": vendor, "address": device.name})
+    return found
+
+
+def accelerators() -> list[dict[str, Any]]:
+    """Each accelerator with its name, memory and processes. Raises RuntimeError: the vendor's tool fails.
+
+    Ascend's are found by their device files alone: the output of npu-smi isn't made for programs.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    if shutil.which("nvidia-smi"):
+        fields = "index,uuid,name,memory.total,memory.used,utilization.gpu"
+        for index, uuid, name, *numbers in _ask_nvidia("gpu", fields):
+            found[uuid] = _accelerator("cuda", int(index), name, *map(_number, numbers))
+        for uuid, pid, used, name in _ask_nvidia("compute-apps", "gpu_uuid,pid,used_memory,process_name"):
+            if uuid in found:
+                found[uuid]["processes"].append({"pid": _number(pid), "used_mib": _number(used), "name": name})
+    indices = sorted(int(path.name[7:]) for path in Path("/dev").glob("davinci[0-9]*") if path.name[7:].isdecimal())
+    return [*found.values(), *(_accelerator("npu", index, "Ascend") for index in indices)]
+
+
+def _accelerator(kind: str, index: int, name: str, memory: int = 0, used: int = 0, busy: int = 0) -> dict[str, Any]:
+    return {"kind": kind, "index": index, "name": name, "memory_mib": memory, "used_mib": used, "busy_percent": busy,
+            "processes": []}  # fmt: skip
+
+
+def _ask_nvidia(what: str, fields: str) -> list[list[str]]:
+    command = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    if done.returncode:
+        raise RuntimeError(f"nvidia-smi failed: {(done.stderr or done.stdout).strip()}")
+    rows = [line.split(", ", fields.count(",")) for line in done.stdout.splitlines() if line.strip()]
+    return [row for row in rows if len(row) == fields.count(",") + 1]
+
+
+def _number(text: str) -> int:
+    return int(text) if text.strip().isdecimal() else 0  # "[N/A]" for an unknown value
+
+
+def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str, ...]] | None:
+    """Explains in one sentence why torch sees no accelerator on a machine that has one, with hints.
+
+    Returns None if torch sees one, if there is none, or if the user hid the devices. Uses the facts "cards",
+    "accelerators", "torch_devices" and "environment"; missing ones are unknown.
+    """
+    environment = facts.get("environment", {})
+    seen = facts.get("torch_devices")
+    hidden = any(environment.get(name, "unset").strip() in HIDDEN for name in HIDING)
+    if hidden or seen is None or seen.get("count"):
+        return None
+    working, installed = facts.get("accelerators", ()), facts.get("cards", ())
+    if not working and installed:
+        vendors = sorted({card["vendor"] for card in installed})
+        where = ", ".join(f"{card['vendor']} at PCI {card['address']}" for card in installed)
+        what = f"{host} has {len(installed)} accelerator card(s) ({where}) without a working driver"
+        return what, tuple(DRIVERS[vendor] for vendor in vendors)
+    if not working:
+        return None
+    names = ", ".join(sorted({device["name"] for device in working}))
+    what = f"{host} has {len(working)} accelerator(s) ({names}) that torch can't use"
+    if all(device["kind"] == "npu" for device in working):
+        release = seen.get("version", "").partition("+")[0]
+        hints = (
+            f"install torch-npu for torch {release}: pip install torch-npu",
+            "if torch-npu is installed, check that CANN fits: python -c 'import torch_npu'",
+        )
+    elif not seen.get("built_for"):
+        what += f": torch {seen.get('version', '')} is a CPU build"
+        hints = ("install a torch build for these accelerators: https://pytorch.org/get-started/locally",)
+    else:
+        built = seen["built_for"]
+        hints = (
+            f"update the driver until nvidia-smi shows {built} or later, or install a torch build for an older version",
+            "in a container, pass the devices to the container (--gpus all)",
+        )
+    if seen.get("built_for") and seen.get("said"):
+        what += f" ({seen['said']})"
+    return what, hints
+
+
+def unused_here() -> tuple[str, tuple[str, ...]] | None:
+    """Runs `explain_unused` on this machine; asks torch only if there is an accelerator."""
+    try:
+        working: list[dict[str, Any]] = accelerators()
+    except (OSError, RuntimeError) as error:
+        hints = ("test the driver: nvidia-smi", "reload the driver")
+        return f"the accelerators of this machine do not respond: {error}", hints
+    facts = {"accelerators": working, "cards": cards(), "environment": dict(os.environ)}
+    if not working and not facts["cards"]:
+        return None
+    return explain_unused({**facts, "torch_devices": ask_torch()}, "this machine")

@@ -1,9 +1,9 @@
-"""Which address each machine is to be reached at: one that all the others did reach."""
+"""Selects the address that each machine is reached at: one that all the others did reach."""
 
 import ipaddress
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from manyhands.cluster.doctor.findings import Attempt, Facts
 
@@ -12,18 +12,14 @@ VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "l
 TUNNELS = ("tun", "tap", "wg", "tailscale", "zt", "utun")
 
 
-@dataclass(frozen=True)
-class AddressCandidate:
+class AddressCandidate(NamedTuple):
     """One address of a machine."""
 
     interface: str  # its name
     address: str  # as text
+    ip: ipaddress.IPv4Address | ipaddress.IPv6Address
     network: str  # the subnet, as text
-    speed_mbps: int  # what the interface says of itself; 0 where it doesn't
-
-    @property
-    def version(self) -> int:
-        return ipaddress.ip_address(self.address).version
+    speed_mbps: int  # as the interface reports it; 0 where it doesn't
 
 
 def choose_addresses(
@@ -34,20 +30,23 @@ def choose_addresses(
     Where several would do: the same family on all machines (IPv4 first), no bridges for containers, no tunnels, the
     subnet that most machines share, private before public, the faster interface.
     """
-    candidates = {host: list(_reached_candidates(host, facts, reach)) for host in facts}
-    candidates = {host: found for host, found in candidates.items() if found}
-    everywhere = [
-        version for version in (4, 6) if all(any(c.version == version for c in found) for found in candidates.values())
-    ]
-    shared = Counter(network for found in candidates.values() for network in {c.network for c in found})
+    candidates: dict[str, list[AddressCandidate]] = {}
+    for host in facts:
+        tries = [reach[other, host] for other in facts if (other, host) in reach]
+        reached = [{attempt.address for attempt in tried if attempt.result == "ok"} for tried in tries]
+        found = [each for each in _candidates(facts[host]) if all(each.address in addresses for addresses in reached)]
+        if found:
+            candidates[host] = found
+    families = [{each.ip.version for each in found} for found in candidates.values()]
+    everywhere = [version for version in (4, 6) if all(version in family for family in families)]
+    shared = Counter(network for found in candidates.values() for network in {each.network for each in found})
 
     def order(candidate: AddressCandidate) -> tuple[object, ...]:
-        address = ipaddress.ip_address(candidate.address)
         return (
-            candidate.version != everywhere[0] if everywhere else candidate.version,
+            candidate.ip.version != everywhere[0] if everywhere else candidate.ip.version,
             unlikely(candidate.interface),
             -shared[candidate.network],
-            not address.is_private,
+            not candidate.ip.is_private,
             -candidate.speed_mbps,
             candidate.network,
             candidate.address,
@@ -59,7 +58,7 @@ def choose_addresses(
 
 def local_candidates(facts: Facts) -> list[str]:
     """A machine's addresses that others might reach it at: those of interfaces that are up, without loopback."""
-    return [address for _, address, _, _ in _addresses(facts)]
+    return [candidate.address for candidate in _candidates(facts)]
 
 
 def unlikely(interface: str) -> int:
@@ -69,20 +68,11 @@ def unlikely(interface: str) -> int:
     return 1 if interface.startswith(TUNNELS) else 0
 
 
-def _reached_candidates(
-    host: str, facts: Mapping[str, Facts], reach: Mapping[tuple[str, str], Sequence[Attempt]]
-) -> Iterator[AddressCandidate]:
-    tries = [reach[other, host] for other in facts if (other, host) in reach]
-    for interface, address, network, speed in _addresses(facts[host]):
-        if all(any(a.address == address and a.result == "ok" for a in tried) for tried in tries):
-            yield AddressCandidate(interface, address, network, speed)
-
-
-def _addresses(facts: Facts) -> Iterator[tuple[str, str, str, int]]:
+def _candidates(facts: Facts) -> Iterator[AddressCandidate]:
     for interface in facts.get("interfaces", ()):
         for entry in interface.get("addresses", ()) if interface.get("up") else ():
-            address = ipaddress.ip_address(entry["address"])
+            ip = ipaddress.ip_address(entry["address"])
             # A link-local address means nothing without the interface that it is seen from.
-            if not (address.is_loopback or address.is_link_local or address.is_unspecified):
-                network = ipaddress.ip_network(f"{address}/{entry['prefix']}", strict=False)
-                yield str(interface["name"]), str(address), str(network), int(interface.get("speed_mbps") or 0)
+            if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified):
+                network = str(ipaddress.ip_network(f"{ip}/{entry['prefix']}", strict=False))
+                yield AddressCandidate(interface["name"], str(ip), ip, network, interface.get("speed_mbps") or 0)

@@ -2,14 +2,23 @@
 
 import socket
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import psutil
-
-from manyhands.cluster.doctor.questions import OpenPort
 
 # An address that stands for all of a machine's own, and one of those.
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 ANSWER_S = 0.5
+
+
+@dataclass(frozen=True)
+class OpenPort:
+    """A port on which a process of manyhands listens."""
+
+    address: str  # of this machine; 0.0.0.0 or :: for all of them
+    port: int
+    pid: int
+    lets_in: bool  # whether a connection to it was answered just now
 
 
 def open_ports() -> tuple[OpenPort, ...]:

@@ -1,13 +1,36 @@
-"""Facts about the machines of a job, and the doctor's findings."""
+"""Survey of a job's machines, and the doctor's findings: runs all checks and keeps one finding for each cause."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from manyhands.core.choices import load_choice, module_names
+
+CHECKS = "manyhands.cluster.doctor.checks"
 
 # Plain JSON data about one machine; `facts` says what is in it. A fact that couldn't be found is missing.
 Facts = Mapping[str, Any]
 Severity = Literal["fail", "warn", "ok"]
 Reached = Literal["ok", "refused", "timeout", "unreachable", "other"]
+Value = TypeVar("Value", bound=Hashable)
+
+WORST_FIRST: tuple[Severity, ...] = ("fail", "warn", "ok")
+# Of equally bad findings, what must be fixed before the rest can be seen.
+ORDER = ("contact", "twice", "reach", "interface", "port", "accelerators", "versions", "data", "code", "memory", "disk",
+         "collective", "links", "names", "jobs", "cpu", "clock", "facts")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FactsWanted:
+    """What a machine is asked for beside the general facts."""
+
+    workdir: str = ""  # of the job; empty for where the agent is
+    runs: str = ""  # folder in which run folders will lie; empty for the usual one
+    data: str = ""  # as the job names it; empty for none
+    data_dir: str = ""  # where the job says that data lies
+    torch: bool = False  # where there is an accelerator torch is asked too, which takes seconds
+    only: tuple[str, ...] = ()  # names of the facts that are wanted; empty for all
 
 
 @dataclass(frozen=True)
@@ -15,7 +38,7 @@ class Attempt:
     """One attempt of a machine to reach another at one of its addresses."""
 
     address: str  # that was tried
-    # refused: nothing listens there or a firewall rejects; timeout: no answer at all; unreachable: no way leads there;
+    # refused: nothing listens there or a firewall rejects; timeout: no answer at all; unreachable: no route;
     # other: something answers that isn't our machine
     result: Reached
     local: str = ""  # the address that the attempt left from; empty where it didn't
@@ -34,23 +57,23 @@ class Contact:
 
 @dataclass(frozen=True)
 class AllReduceTest:
-    """How a real all-reduce over all machines went."""
+    """The result of a real all-reduce over all machines."""
 
     result: Literal["ok", "failed", "skipped"]  # skipped: not all machines could take part
     said: str = ""  # the first cause, where it failed
-    seconds: float = 0.0  # it took to meet and to add up, without torch's import
+    seconds: float = 0.0  # for the rendezvous and the all-reduce, without torch's import
     missing: tuple[str, ...] = ()  # hosts that did not arrive
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What the job asks of the machines."""
+    """The job's requirements."""
 
     processes: Mapping[str, int] = field(default_factory=dict)  # on each host; a host that isn't named runs one
     threads: int = 0  # of each process; 0: cores divided by processes
     port: int = 0  # that the job names; 0: any
     interface: str = ""  # that the job names; empty: found by trying
-    through_ssh: bool = False  # the machines need no way to each other beside ssh
+    through_ssh: bool = False  # the machines connect through ssh alone
     data: str = ""  # what the user called the data; empty: nothing to compare
     download: bool = True  # a named data set may be fetched where it is missing
     code: bool = False  # the job uses the user's own Python files
@@ -62,7 +85,7 @@ class Needs:
 
 @dataclass
 class Survey:
-    """All that was found out, for the checks to judge."""
+    """Everything that was found out about the machines, for the checks."""
 
     hosts: tuple[str, ...]  # in the order of their ranks; one alone means this machine
     facts: dict[str, Facts] = field(default_factory=dict)  # of each machine that could be asked
@@ -81,12 +104,27 @@ class Survey:
     collective: AllReduceTest | None = None  # the real one; None where it wasn't tried
     needs: Needs = field(default_factory=Needs)  # of the job
 
+    def fact(self, *path: str) -> dict[str, Any]:
+        """Returns one fact of each machine that has it, in the order of the hosts."""
+        found: dict[str, Any] = {}
+        for host in self.hosts:
+            value: Any = self.facts.get(host)
+            for key in path:
+                value = value.get(key) if isinstance(value, Mapping) else None
+            if value is not None:
+                found[host] = value
+        return found
+
+    def on_host(self, host: str, command: str) -> str:
+        """Returns the command line that runs a command on a host from here."""
+        return command if len(self.hosts) == 1 else f"{self.needs.reach.get(host, f'ssh {host}')} {command}"
+
 
 @dataclass(frozen=True)
 class DoctorFinding:
     """A problem, or the result of a passed check."""
 
-    check: str  # the module in `cluster/doctor/checks/`
+    check: str  # its name, for scripts
     severity: Severity  # fail: training would fail; warn: training would be slower or less reliable
     hosts: tuple[str, ...]  # the machines with the problem
     what: str  # the fact in one sentence
@@ -96,3 +134,43 @@ class DoctorFinding:
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "hosts": list(self.hosts), "hints": list(self.hints), "explains": list(self.explains)}
+
+
+def examine(survey: Survey) -> list[DoctorFinding]:
+    """Runs all checks."""
+    return sort_out([finding for name in module_names(CHECKS) for finding in load_choice(CHECKS, name).run(survey)])
+
+
+def sort_out(found: list[DoctorFinding]) -> list[DoctorFinding]:
+    """Keeps one finding for each cause and none that another one explains, the worst first."""
+
+    def weight(finding: DoctorFinding) -> tuple[int, int]:
+        place = ORDER.index(finding.check) if finding.check in ORDER else len(ORDER)
+        return WORST_FIRST.index(finding.severity), place
+
+    explained = {cause for finding in found if finding.severity != "ok" for cause in finding.explains}
+    by_cause: dict[str, DoctorFinding] = {}
+    for finding in sorted(found, key=weight):
+        cause = finding.cause or f"{finding.check}:{finding.what}"
+        if cause not in explained:
+            by_cause.setdefault(cause, finding)
+    return list(by_cause.values())
+
+
+def fails(found: list[DoctorFinding]) -> bool:
+    return any(finding.severity == "fail" for finding in found)
+
+
+def odd_ones(values: Mapping[str, Value]) -> tuple[Value | None, dict[str, Value]]:
+    """Returns the most common value (of equally common ones, the first host's), and the hosts with other values."""
+    if not values:
+        return None, {}
+    counts = Counter(values.values())
+    common = max(values.values(), key=lambda value: counts[value])
+    return common, {host: value for host, value in values.items() if value != common}
+
+
+def who(hosts: Iterable[str]) -> str:
+    """Joins names: n1; n1 and n2; n1, n2 and n3."""
+    names = list(hosts)
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]])) if names else ""

@@ -14,27 +14,13 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
 
-from manyhands.cluster.doctor.exposure import open_ports
+from manyhands.cluster.doctor.exposure import OpenPort, open_ports
 from manyhands.cluster.doctor.findings import Attempt, Reached
-from manyhands.cluster.doctor.questions import (
-    AskClock,
-    AskPorts,
-    Attempted,
-    ClockTime,
-    Connect,
-    Listen,
-    Listener,
-    Listening,
-    Measure,
-    Measured,
-    OpenPorts,
-    Unlisten,
-)
-from manyhands.cluster.messages import Done, Message
+from manyhands.cluster.messages import remote
 from manyhands.parallel.ports import holder_of
 
 TOKEN_BYTES = 16
@@ -48,6 +34,30 @@ SEND_BUFFER_BYTES = 512 * 1024
 WARM_UP = 0.25
 PEER_PATIENCE_S = 5.0
 OPEN_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Where a machine listens, or why it can't."""
+
+    address: str  # its own
+    port: int = 0  # of the listener
+    token: str = ""  # a peer that does not know it gets no answer
+    error: str = ""  # why nothing listens there; empty where something does
+    holder: str = ""  # the process that holds the port, if that is why
+
+    @property
+    def trouble(self) -> str:
+        """The error and the process to blame; empty where it listens."""
+        return self.error + (f", by {self.holder}" if self.holder else "")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The bandwidth to a listener; None where it couldn't be measured."""
+
+    mbps: float | None = None
+    error: str = ""
 
 
 class Listeners:
@@ -158,28 +168,6 @@ def _connect(target: Listener, timeout_s: float) -> Attempt:
     return Attempt(target.address, result, local, latency_ms, target.port)
 
 
-def _connect_all(request: Connect) -> Attempted:
-    with ThreadPoolExecutor(min(len(request.targets), OPEN_AT_ONCE) or 1) as pool:
-        return Attempted(tuple(pool.map(lambda target: _connect(target, request.timeout_s), request.targets)))
-
-
-def _measure(request: Measure) -> Measured:
-    try:
-        with _open_connection(request.target, PEER_PATIENCE_S, SEND_BUFFER_BYTES) as connection:
-            connection.sendall(COUNT + struct.pack("!d", request.seconds))
-            _pour(connection, request.seconds + PEER_PATIENCE_S)
-            count, taken = struct.unpack("!dd", _exactly(connection, 16))
-            # What is still in the buffer is not sent any more.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    except _OtherError:
-        return Measured(error="another program answered")
-    except OSError as error:
-        return Measured(error=error.strerror or str(error))
-    if not (count and taken):
-        return Measured(error="not enough data was received")
-    return Measured(count * 8 / taken / 1e6)
-
-
 def _pour(connection: socket.socket, seconds: float) -> None:
     """Sends until the receiver has something to say."""
     block, deadline = memoryview(bytes(BLOCK_BYTES)), time.monotonic() + seconds
@@ -246,28 +234,53 @@ def _kind(error: OSError) -> Reached:
 
 
 class Probe:
-    """What a remote end keeps between questions: its listeners."""
+    """What a launcher can have a machine try; keeps its listeners between calls."""
 
     def __init__(self) -> None:
         self._open: list[Listeners] = []
-        # what answers each kind of question
-        self.answers: dict[type[Message], Callable[[Any], Message]] = {
-            Listen: self._listen,
-            Connect: _connect_all,
-            Measure: _measure,
-            Unlisten: self._unlisten,
-            AskClock: lambda _request: ClockTime(time.time()),
-            AskPorts: lambda _request: OpenPorts(open_ports()),
-        }
 
-    def _listen(self, request: Listen) -> Listening:
-        self._open.append(Listeners(request.addresses, request.port, seconds=request.seconds))
-        return Listening(self._open[-1].opened)
+    @remote
+    def listen(self, addresses: tuple[str, ...], port: int = 0, seconds: float = 60.0) -> tuple[Listener, ...]:
+        """Listens on exactly these addresses, for so long at most; port 0 is any free one."""
+        self._open.append(Listeners(addresses, port, seconds=seconds))
+        return self._open[-1].opened
 
-    def _unlisten(self, _request: Unlisten) -> Done:
-        self.close()
-        return Done()
-
-    def close(self) -> None:
+    @remote
+    def unlisten(self) -> None:
+        """Closes all listeners."""
         while self._open:
             self._open.pop().close()
+
+    @remote
+    def connect(self, targets: tuple[Listener, ...], timeout_s: float) -> tuple[Attempt, ...]:
+        """Connects to other machines' listeners, all at once; returns the attempts in the order of the targets."""
+        with ThreadPoolExecutor(min(len(targets), OPEN_AT_ONCE) or 1) as pool:
+            return tuple(pool.map(lambda target: _connect(target, timeout_s), targets))
+
+    @remote
+    def measure(self, target: Listener, seconds: float) -> Measured:
+        """Sends to a listener for about so long, as fast as possible."""
+        try:
+            with _open_connection(target, PEER_PATIENCE_S, SEND_BUFFER_BYTES) as connection:
+                connection.sendall(COUNT + struct.pack("!d", seconds))
+                _pour(connection, seconds + PEER_PATIENCE_S)
+                count, taken = struct.unpack("!dd", _exactly(connection, 16))
+                # What is still in the buffer is not sent any more.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        except _OtherError:
+            return Measured(error="another program answered")
+        except OSError as error:
+            return Measured(error=error.strerror or str(error))
+        if not (count and taken):
+            return Measured(error="not enough data was received")
+        return Measured(count * 8 / taken / 1e6)
+
+    @remote
+    def clock(self) -> float:
+        """Returns the time of this machine's clock."""
+        return time.time()
+
+    @remote
+    def open_ports(self) -> tuple[OpenPort, ...]:
+        """Returns the ports that manyhands has open on this machine."""
+        return open_ports()

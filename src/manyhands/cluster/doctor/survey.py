@@ -7,8 +7,8 @@ from typing import Protocol
 
 from manyhands.cluster.doctor.addresses import choose_addresses, local_candidates
 from manyhands.cluster.doctor.findings import Attempt, Contact, Facts, Needs, Survey
-from manyhands.cluster.doctor.questions import AskClock, Connect, Listen, Listener, Measure, Unlisten
-from manyhands.cluster.messages import A, Request
+from manyhands.cluster.doctor.probe import Listener, Probe
+from manyhands.cluster.messages import R, Request, call
 from manyhands.core.errors import RunError
 
 # Longer than a measurement may take where every word of it comes at the last moment.
@@ -26,7 +26,7 @@ LISTEN_S = 120.0
 class AskMachines(Protocol):
     """Asks several machines at once, by name, each its own question."""
 
-    def __call__(self, requests: Mapping[str, Request[A]], timeout_s: float) -> Mapping[str, A | RunError]:
+    def __call__(self, requests: Mapping[str, Request[R]], timeout_s: float) -> Mapping[str, R | RunError]:
         """For each machine its answer, or the error that stands in its place."""
         ...
 
@@ -50,7 +50,7 @@ def take_survey(
         survey.chosen = choose_addresses(_narrowed(survey), survey.reach)
         if measure:
             _measure_all(talk, survey, targets)
-        talk.ask(dict.fromkeys(talk.hosts, Unlisten()))
+        talk.ask(dict.fromkeys(talk.hosts, call(Probe.unlisten)))
     _try_port(talk, survey)
     return survey
 
@@ -62,10 +62,10 @@ class _Talk:
         self.hosts = list(survey.facts)
         self._ask, self._survey = ask, survey
 
-    def ask(self, requests: Mapping[str, Request[A]], timeout_s: float = ANSWER_S) -> dict[str, A]:
+    def ask(self, requests: Mapping[str, Request[R]], timeout_s: float = ANSWER_S) -> dict[str, R]:
         """Asks several machines at once; those that fail are noted, and not asked again."""
         asked = {host: request for host, request in requests.items() if host in self.hosts}
-        answers: dict[str, A] = {}
+        answers: dict[str, R] = {}
         for host, reply in self._ask(asked, timeout_s).items() if asked else ():
             if isinstance(reply, RunError):
                 self.hosts.remove(host)
@@ -83,10 +83,10 @@ def _compare_clocks(talk: _Talk, survey: Survey) -> None:
         tries: list[tuple[float, float]] = []
         for _ in range(CLOCK_QUESTIONS):
             before = time.time()
-            answer = talk.ask({host: AskClock()}).get(host)
+            shown = talk.ask({host: call(Probe.clock)}).get(host)
             after = time.time()
-            if answer:
-                tries.append(((after - before) / 2, answer.time - (before + after) / 2))
+            if shown is not None:
+                tries.append(((after - before) / 2, shown - (before + after) / 2))
         if tries:
             uncertain, offset = min(tries)
             survey.clock_s[host] = (offset, uncertain)
@@ -105,11 +105,9 @@ def _narrowed(survey: Survey) -> dict[str, Facts]:
 def _listen(talk: _Talk, survey: Survey) -> dict[str, list[Listener]]:
     """Has each machine listen on each of its addresses; gives what others need to reach it."""
     facts = _narrowed(survey)
-    requests = {host: Listen(tuple(local_candidates(facts[host])), seconds=LISTEN_S) for host in talk.hosts}
-    return {
-        host: [listener for listener in answer.listeners if not listener.error]
-        for host, answer in talk.ask(requests).items()
-    }
+    addresses = {host: tuple(local_candidates(facts[host])) for host in talk.hosts}
+    answers = talk.ask({host: call(Probe.listen, own, seconds=LISTEN_S) for host, own in addresses.items()})
+    return {host: [one for one in listeners if not one.error] for host, listeners in answers.items()}
 
 
 def ways_tried(hosts: Sequence[str]) -> dict[str, list[str]]:
@@ -124,10 +122,12 @@ def ways_tried(hosts: Sequence[str]) -> dict[str, list[str]]:
 def _try_all(talk: _Talk, survey: Survey, targets: Mapping[str, list[Listener]]) -> None:
     others = {host: [other for other in found if other in targets] for host, found in ways_tried(talk.hosts).items()}
     asked = {host: [(other, target) for other in others[host] for target in targets[other]] for host in talk.hosts}
-    requests = {host: Connect(tuple(target for _, target in tried), CONNECT_S) for host, tried in asked.items()}
-    for host, answer in talk.ask(requests).items():
+    requests = {
+        host: call(Probe.connect, tuple(target for _, target in tried), CONNECT_S) for host, tried in asked.items()
+    }
+    for host, attempts in talk.ask(requests).items():
         survey.reach.update({(host, other): () for other in others[host]})
-        for (other, _), attempt in zip(asked[host], answer.attempts, strict=True):
+        for (other, _), attempt in zip(asked[host], attempts, strict=True):
             survey.reach[host, other] = (*survey.reach[host, other], attempt)
 
 
@@ -147,7 +147,7 @@ def _measure_all(talk: _Talk, survey: Survey, targets: Mapping[str, list[Listene
 
 def _measure(talk: _Talk, survey: Survey, targets: Mapping[str, list[Listener]], pairs: list[tuple[str, str]]) -> None:
     ways = {pair: way for pair in pairs if (way := _way(survey, targets, pair))}
-    answers = talk.ask({pair[0]: Measure(target, MEASURE_S) for pair, (target, _) in ways.items()})
+    answers = talk.ask({pair[0]: call(Probe.measure, target, MEASURE_S) for pair, (target, _) in ways.items()})
     for pair, (_, attempt) in ways.items():
         answer = answers.get(pair[0])
         if answer and answer.mbps is not None:
@@ -174,17 +174,17 @@ def _try_port(talk: _Talk, survey: Survey) -> None:
     address = survey.chosen.get(host, ("", ""))[1]
     if not (port and address and host in talk.hosts):
         return
-    answer = talk.ask({host: Listen((address,), port)}).get(host)
-    (listener,) = answer.listeners if answer else (None,)
+    (listener,) = talk.ask({host: call(Probe.listen, (address,), port)}).get(host, (None,))
     if listener and listener.error:
         survey.port_errors[host] = listener.trouble
     elif listener:
-        answers = talk.ask({other: Connect((listener,), CONNECT_S) for other in talk.hosts if other != host})
-        results = {other: answer.attempts[0].result for other, answer in answers.items()}
+        connect = call(Probe.connect, (listener,), CONNECT_S)
+        answers = talk.ask({other: connect for other in talk.hosts if other != host})
+        results = {other: attempt.result for other, (attempt,) in answers.items()}
         lost = [f"{other} can't connect ({result})" for other, result in results.items() if result != "ok"]
         if lost:
             survey.port_errors[host] = "; ".join(lost)
-    talk.ask({host: Unlisten()})
+    talk.ask({host: call(Probe.unlisten)})
 
 
 def matrix(survey: Survey, values: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:

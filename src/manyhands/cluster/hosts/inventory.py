@@ -9,6 +9,8 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?")
 # Placeholder in a command for the scheduler's number or name of the job.
 JOB = "@JOB@"
+# Variable with the number of a worker's device.
+DEVICE_INDEX = "MANYHANDS_DEVICE_INDEX"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 
 
@@ -16,12 +18,11 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_
 class Machine:
     """One machine of a cluster."""
 
-    host: str  # the name or address that it is reached by; for ssh it may be user@name
-    slots: int = 0  # processes on it; 0 for one per accelerator, or one where there is none
-    # numbers of the devices that its processes use, in the order of their ranks; empty for 0, 1, 2 …
+    host: str  # name or address; for ssh it may be user@name
+    slots: int = 0  # number of processes; 0 for one per accelerator, or one without accelerators
+    # numbers of its processes' devices, in the order of their ranks; empty for 0, 1, 2 …
     devices: tuple[int, ...] = ()
-    # that its ssh listens on; 0 for what ssh itself takes. Behind one address several machines may be told apart by it,
-    # as rented ones are.
+    # of its ssh server; 0 for ssh's default. Rented machines behind one address differ by their ports.
     port: int = 0
 
     @property
@@ -31,21 +32,19 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """What it is called, and told apart from others by: its address, and its port where it was given one."""
+        """The unique name of a machine: its address, and its port if it has one."""
         return f"{in_brackets(self.address)}:{self.port}" if self.port else self.address
 
     @property
     def target(self) -> str:
-        """As a user writes it: a host, or an ssh address with its port."""
+        """The host as users write it, or an ssh address with its port."""
         user = self.host[: -len(self.address)] if self.address else self.host
         return f"ssh://{user}{self.name}" if self.port else self.host
 
 
 def is_host(text: str) -> bool:
     """Returns True for a valid host name or IP address."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
+    if not is_address(text):
         return _HOST_NAME.fullmatch(text) is not None and not text.isdecimal()
     # Behind % Python takes whatever stands there for an interface's name.
     return _ADDRESS.fullmatch(text) is not None
@@ -75,29 +74,23 @@ class Cluster:
     """All machines of a job, in the order of their ranks."""
 
     machines: tuple[Machine, ...]  # the first one has rank 0
-    master_address: str = ""  # where rank 0's store listens; empty for the first machine's own address
-    master_port: int = 0  # of that store; 0 for one that is free
+    master_port: int = 0  # of rank 0's store, which listens on the first machine; 0 for one that is free
     machine: int | None = None  # index of this machine in `machines`; None if the description doesn't have it
     source: str = field(default="", compare=False)  # file or variables that the cluster was read from, for messages
     # settings of the job in the same file: the line, and the matching option and value, or empty strings
     requests: tuple[tuple[str, str, str], ...] = field(default=(), compare=False)
 
-    @property
-    def size(self) -> int:
-        """Processes over all machines, machines of unknown size counted as one process."""
-        return sum(machine.slots or 1 for machine in self.machines)
-
 
 @dataclass(frozen=True)
 class LauncherPlace:
-    """The one process that a launcher's environment says this is."""
+    """This process's rank, as read from a launcher's environment."""
 
     rank: int  # among all processes
     size: int  # number of processes
     local_rank: int = 0  # on this machine
     local_size: int = 1  # processes on this machine
-    master_address: str = ""  # where rank 0's store listens; empty where the environment doesn't say
-    master_port: int = 0  # of that store; 0 where the environment doesn't say
+    master_address: str = ""  # of rank 0's store
+    master_port: int = 0  # of rank 0's store
     device: int | None = None  # number of this process's device; None for the local rank's
     started_by: str = ""  # the launcher, for the user: "Slurm", "OpenMPI" …
     # field name to the variable (or the rule) that its value came from, for `manyhands explain`
@@ -106,7 +99,7 @@ class LauncherPlace:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A machine among those whose processes train together."""
+    """This machine's processes among those of all machines."""
 
     sizes: tuple[int, ...]  # processes on each machine, in the order of their ranks
     machine: int = 0  # this machine's place in `sizes`
@@ -118,27 +111,27 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a machine is reached by the others."""
+    """The address of a machine for the other machines."""
 
-    interface: str  # its name there; empty where all processes are on one machine
+    interface: str  # its name; empty if all processes are on one machine
     address: str  # of that interface
 
     def environment(self) -> dict[str, str]:
-        """Variables that have the backends' own searches for an interface end there."""
+        """Variables that set this interface for the backends."""
         return dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {}
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What a scheduler is asked to start, and on what."""
+    """A job for a scheduler."""
 
-    name: str  # of the job, for the scheduler's lists
-    command: tuple[str, ...]  # what each process runs; a word may hold JOB
+    name: str  # of the job, in the scheduler's lists
+    command: tuple[str, ...]  # of each process; a word may contain JOB
     nodes: int = 1  # machines
     processes: int = 1  # on each machine
     accelerators: int = 0  # on each machine; 0 for none
     threads: int = 0  # CPU cores for each process; 0 for the scheduler's own default
-    time_limit: str = ""  # in the scheduler's own words; empty for its default
+    time_limit: str = ""  # in the scheduler's format; empty for its default
     options: tuple[str, ...] = ()  # further words for the scheduler, such as "--partition=gpu"
     image: str = ""  # the container image
     kind: str = "TrainJob"  # of Kubernetes' manifest

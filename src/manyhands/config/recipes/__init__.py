@@ -38,8 +38,8 @@ def recipe_for(data: str, model: str) -> Recipe:
 
 def recipe_named(name: str, model: str) -> Recipe:
     """The recipe that a user asks for. Raises UserError: there is none of that name."""
-    if name not in _names():
-        known = sorted(_names())
+    known = sorted(_names())
+    if name not in known:
         hints = tuple(filter(None, (did_you_mean(name, known), f"choose one of: {', '.join(known)}")))
         raise UserError(f"there is no recipe {shortened(name)}", "--recipe", hints)
     return _read(name, model)

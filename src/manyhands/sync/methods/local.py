@@ -47,17 +47,17 @@ class Options(RankOptions):
     """How often processes agree, and how that is sent."""
 
     codec: Literal["auto", "none", "bf16", "int8", "int4", "lowrank"] = Field(
-        default="auto", description="local: compression of the exchange"
+        default="auto", description="for local: compression of the exchange"
     )
-    every: int = Field(default=0, ge=0, description="local: steps between exchanges; 0: chosen by link speed")
+    every: int = Field(default=0, ge=0, description="for local: steps between exchanges; 0: chosen by link speed")
     delay: int = Field(
-        default=-1, ge=-1, description="local: steps that may overlap an exchange; 0: none; -1: by link speed"
+        default=-1, ge=-1, description="for local: steps that may overlap an exchange; 0: none; -1: by link speed"
     )
     outer_lr: float = Field(
-        default=1.0, gt=0, le=10, description="with --sync local: learning rate of the averaged parameter change"
+        default=1.0, gt=0, le=10, description="for local: learning rate of the averaged parameter change"
     )
     outer_momentum: float = Field(
-        default=0.0, ge=0, lt=1, description="local: Nesterov momentum of the averaged parameter changes"
+        default=0.0, ge=0, lt=1, description="for local: Nesterov momentum of the averaged parameter changes"
     )
 
 

@@ -12,9 +12,9 @@ from manyhands.sync.costs import Cost, LinkCase, RankOptions
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
 
-DESCRIPTION = "averages low-rank gradients in every update; the residual is sent later"
+DESCRIPTION = "averages low-rank approximations of the gradients; the residual is added to the next gradients"
 EXACT = False
-EXCEPTION = "Compressed gradients (sync.method = powersgd): results depend on the number of senders."
+EXCEPTION = "Compressed gradients (sync.method = powersgd): results depend on the number of processes or machines."
 PRECEDENCE = 20
 NEEDS = (WHOLE_GRADIENTS, OWN_AVERAGE, FINITE_GRADIENTS, OWN_STATISTICS)
 

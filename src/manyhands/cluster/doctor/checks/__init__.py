@@ -1,5 +1,5 @@
-"""Checks of the doctor, one module each; no module imports another.
+"""Checks of the doctor by topic; no module imports another.
 
-Each module defines a pure function `run(survey) -> list[DoctorFinding]`. The function skips machines without the facts
-of the check, because another check reports missing facts. Without problems, it may return one finding "ok".
+Each module defines a pure generator `run(survey) -> Iterator[DoctorFinding]`. It skips machines without the facts of a
+check, because another check reports missing facts. Without problems, it may yield findings "ok".
 """

@@ -6,12 +6,12 @@ unknown: all machines may share one file.
 
 import re
 from collections.abc import Iterator
-from difflib import get_close_matches
 from typing import Any
 
 import yaml
 
 from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, is_host
+from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 from manyhands.core.files import UnreadableError, parse_yaml
 
@@ -40,32 +40,48 @@ def recognise(_path: str, text: str) -> bool:
 def read(text: str, where: str) -> Cluster:
     """Reads accelerate's configuration. Raises UserError: a key is unknown, or a value is wrong or missing."""
     values = _Values(text, where)
-    machines: int = values.number("num_machines", 1, _MAX_PROCESSES, 1)
-    size: int = values.number("num_processes", -1, _MAX_PROCESSES, 1 if values.kind == "NO" else -1)
+    machines = values.number("num_machines", 1, _MAX_PROCESSES) or 1
+    size = values.number("num_processes", -1, _MAX_PROCESSES)
+    size = (1 if values.kind == "NO" else -1) if size is None else size
     if size == 0 or (size > 0 and size % machines):
-        multiple = machines * max(1, size // machines)
-        hint = f"set num_processes to the total over all machines, such as {multiple}"
-        values.refuse("num_processes", f"num_processes ({size}) is not a multiple of num_machines ({machines})", hint)
+        hint = f"set num_processes to the total over all machines, such as {machines * max(1, size // machines)}"
+        message = f"num_processes ({size}) is not a multiple of num_machines ({machines})"
+        raise values.error("num_processes", message, hint)
     slots = max(size, 0) // machines
-    rank = values.number("machine_rank", 0, machines - 1, None)
+    rank = values.number("machine_rank", 0, machines - 1)
     address = values.text("main_process_ip")
     if machines > 1 and not address:
         message = f"num_machines is {machines}, but main_process_ip is missing"
         key = "main_process_ip" if "main_process_ip" in values.lines else "num_machines"
-        values.refuse(key, message, "add the first machine's address, such as main_process_ip: 10.0.0.1")
+        raise values.error(key, message, "add the first machine's address, such as main_process_ip: 10.0.0.1")
     if address and not is_host(address):
         message = f"main_process_ip is {address}; expected the first machine's name or address"
-        values.refuse("main_process_ip", message, "write an address such as 10.0.0.1")
-    devices = _devices(values, slots)
-    own = 0 if machines == 1 else rank
+        raise values.error("main_process_ip", message, "write an address such as 10.0.0.1")
+    devices, own = _devices(values, slots), 0 if machines == 1 else rank
     hosts = [address or "localhost", *[""] * (machines - 1)]
     return Cluster(
         tuple(Machine(host, slots, devices if index == own else ()) for index, host in enumerate(hosts)),
-        master_port=values.number("main_process_port", 0, 65535, 0),
+        master_port=values.number("main_process_port", 0, 65535) or 0,
         machine=rank,
         source=f"accelerate {where}".rstrip(),
         requests=tuple(_requests(values)),
     )
+
+
+def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
+    """Returns the numbers of this machine's devices, by rank; empty for 0, 1, 2 and so on."""
+    text = values.text("gpu_ids").strip()
+    if text in {"", "all"}:
+        return ()
+    words = [word.strip() for word in text.strip("[]").split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,4}", word) for word in words) or len(set(words)) < len(words):
+        message = f'gpu_ids is "{text}"; expected all, or numbers such as 0,1'
+        raise values.error("gpu_ids", message, "correct this value")
+    if slots > len(words):
+        message = f"gpu_ids has {len(words)} numbers for {slots} processes on this machine"
+        raise values.error("gpu_ids", message, "list one device for each process, or write all")
+    devices = tuple(int(word) for word in words[:slots] or words)
+    return () if devices == tuple(range(slots)) else devices
 
 
 def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
@@ -98,23 +114,22 @@ class _Values:
         for key, value in node.value:
             self.lines[key.value] = key.start_mark.line + 1
             if given.setdefault(key.value, value.value) != value.value:
-                self.refuse(key.value, f"{key.value} is given twice, with different values", "remove one of the lines")
+                message = f"{key.value} is given twice, with different values"
+                raise self.error(key.value, message, "remove one of the lines")
             if key.value not in _KEYS:
-                near = get_close_matches(key.value, _KEYS, n=1)
-                hint = f'did you mean "{near[0]}"?' if near else "remove this line"
-                self.refuse(key.value, f'accelerate has no key "{key.value}"', hint)
+                hint = did_you_mean(key.value, _KEYS) or "remove this line"
+                raise self.error(key.value, f'accelerate has no key "{key.value}"', hint)
         environment, self.kind = self.text("compute_environment"), self.text("distributed_type")
         if environment not in {"", "LOCAL_MACHINE"}:
             message = f"compute_environment is {environment}; only LOCAL_MACHINE is supported"
-            self.refuse("compute_environment", message, 'run `accelerate config` and choose "This machine"')
+            raise self.error("compute_environment", message, 'run `accelerate config` and choose "This machine"')
         if self.kind not in (known := (*PLAIN_TYPES, *OTHER_TYPES)):
-            near = get_close_matches(self.kind.upper(), known, n=1)
-            hint = f'did you mean "{near[0]}"?' if near else f"write one of {', '.join(known)}"
             message = f'distributed_type "{self.kind}" is unknown' if self.kind else "distributed_type is missing"
-            self.refuse("distributed_type", message, hint)
+            hint = did_you_mean(self.kind, known) or f"write one of {', '.join(known)}"
+            raise self.error("distributed_type", message, hint)
 
-    def refuse(self, key: str, message: str, hint: str) -> Any:
-        raise UserError(message, at_line(self.where, self.lines.get(key, 1)), (hint,))
+    def error(self, key: str, message: str, hint: str) -> UserError:
+        return UserError(message, at_line(self.where, self.lines.get(key, 1)), (hint,))
 
     def text(self, key: str) -> str:
         value = self._values.get(key)
@@ -125,29 +140,12 @@ class _Values:
     def switch(self, key: str) -> bool:
         word = self.text(key).lower()
         if word not in {"", "true", "false", "yes", "no"}:
-            self.refuse(key, f'{key} is "{self.text(key)}"; expected true or false', "correct this value")
+            raise self.error(key, f'{key} is "{self.text(key)}"; expected true or false', "correct this value")
         return word in {"true", "yes"}
 
-    def number(self, key: str, least: int, most: int, otherwise: int | None) -> Any:
+    def number(self, key: str, least: int, most: int) -> int | None:
         text = self.text(key)
-        if not text:
-            return otherwise
-        if not re.fullmatch(r"-?[0-9]{1,9}", text) or not least <= int(text) <= most:
+        if text and (not re.fullmatch(r"-?[0-9]{1,9}", text) or not least <= int(text) <= most):
             hint = "number the machines from 0" if "rank" in key else "correct this value"
-            self.refuse(key, f"{key} is {text}; expected a number from {least} to {most}", hint)
-        return int(text)
-
-
-def _devices(values: _Values, slots: int) -> tuple[int, ...]:
-    """Returns the numbers of this machine's devices, by rank; empty for 0, 1, 2 and so on."""
-    text = values.text("gpu_ids").strip()
-    if text in {"", "all"}:
-        return ()
-    words = [word.strip() for word in text.strip("[]").split(",")]
-    if not all(re.fullmatch(r"[0-9]{1,4}", word) for word in words) or len(set(words)) < len(words):
-        values.refuse("gpu_ids", f'gpu_ids is "{text}"; expected all, or numbers such as 0,1', "correct this value")
-    if slots > len(words):
-        message = f"gpu_ids has {len(words)} numbers for {slots} processes on this machine"
-        values.refuse("gpu_ids", message, "list one device for each process, or write all")
-    devices = tuple(int(word) for word in words[:slots] or words)
-    return () if devices == tuple(range(slots)) else devices
+            raise self.error(key, f"{key} is {text}; expected a number from {least} to {most}", hint)
+        return int(text) if text else None

@@ -1,12 +1,10 @@
 """Hostfiles: OpenMPI's, Horovod's and DeepSpeed's ("n1 slots=4"), MPICH's ("n1:4"), and lists ("n1:4,user@n2").
 
-A machine without a number has one process for each accelerator, or one where there is none. As with OpenMPI, a machine
-that is named again gets more processes: one more, or as many as its slots say. An ssh on a port of its own is
-ssh://user@host:port, or port= behind the host; a bare number behind a colon counts processes, so one that may be a port
-is refused until the user has said which of the two it is.
+A machine without a number has one process for each accelerator, or one without accelerators. As with OpenMPI, a machine
+that is listed again gets more processes: its slots, or one. An ssh port is written as ssh://user@host:port, or as port=
+behind the host. A number behind a colon counts processes; if it may be an ssh port, it is refused with both options.
 """
 
-import ipaddress
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +20,13 @@ _BARE_SIX = re.compile(rf"{_USER}(?P<six>[0-9A-Fa-f:.%]*:[0-9A-Fa-f:.%]*:[0-9A-Z
 _SSH = re.compile(rf"ssh://{_USER}(\[(?P<six>[^\[\]]*)\]|(?P<name>{_NAME}))(:(?P<port>[0-9]*))?/?")
 _SETTINGS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots", "port": "port"}
 _MOST = {"slots": 1024, "max_slots": 1024, "port": 65535}
-# No machine has so many processors that a bare number beyond could only mean processes.
+# A larger number behind a colon may be an ssh port.
 _LIKE_A_PORT = 128
 _SSH_PORTS = {22, 222}
 
 
 def recognise(path: str, text: str) -> bool:
-    """Whether it has slots; or only hosts, and numbers behind them or a name like a hostfile's."""
+    """Returns True for lines with slots, or for lines of hosts with numbers or in a file with a hostfile's name."""
     lines = [line.split() for line in map(_without_comment, text.splitlines()) if line]
     name = Path(path).name.lower()
     if not lines or lines[0][0].startswith(("{", "[")):
@@ -40,29 +38,34 @@ def recognise(path: str, text: str) -> bool:
 
 
 def read(text: str, where: str) -> Cluster:
-    """Reads a hostfile. Raises UserError: a line is not a host with its slots; or there is no host at all."""
-    found: list[tuple[Machine, str]] = []
+    """Reads a hostfile. Raises UserError: a line is not a host with its slots, or there are no hosts."""
+    found: dict[str, Machine] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        words = _without_comment(line).split()
-        if words:
-            place = at_line(where, number)
-            machine = _machine(words[0], place)
-            found.append((_with_settings(machine, words[1:], place), place))
+        words, place = _without_comment(line).split(), at_line(where, number)
+        if not words:
+            continue
+        machine = _with_settings(_machine(words[0], place), words[1:], place)
+        known = found.setdefault(machine.name, machine)
+        if known.host != machine.host:
+            message = f"{machine.name} is listed with two users: {known.host} and {machine.host}"
+            raise UserError(message, place, (f"use the same user on all lines of {machine.name}",))
+        if known is not machine:
+            found[machine.name] = replace(known, slots=(known.slots or 1) + (machine.slots or 1))
     if not found:
         raise UserError("the hostfile lists no hosts", where, ("write one line for each machine, such as n1 slots=4",))
-    return Cluster(_joined(found), source=f"hostfile {where}".rstrip())
+    return Cluster(tuple(found.values()), source=f"hostfile {where}".rstrip())
 
 
 def read_list(text: str, where: str) -> Cluster:
-    """Reads "n1:4,user@n2,[fd00::1]:2,ssh://n3:2222,n4 slots=200". Raises UserError: no host, or one there twice."""
+    """Reads "n1:4,user@n2,[fd00::1]:2,ssh://n3:2222,n4 slots=200". Raises UserError: invalid or repeated hosts."""
     machines: list[Machine] = []
     for part in (word.strip() for word in text.split(",")):
         if not part:
             hints = ("write a list such as n1,n2 or n1:4,n2:4",)
             raise UserError(f'the list of hosts "{text}" has an empty entry', where, hints)
         if _BARE_SIX.fullmatch(part):
-            what = f'"{part}" is ambiguous: the last part may belong to the address or be a number of processes'
-            raise UserError(what, where, ("put the address in brackets: [fd00::1] or [fd00::1]:4",))
+            message = f'"{part}" is ambiguous: the last part may belong to the address or be a number of processes'
+            raise UserError(message, where, ("put the address in brackets: [fd00::1] or [fd00::1]:4",))
         first, *settings = part.split()
         machine = _with_settings(_machine(first, where), settings, where)
         if machine.name in {known.name for known in machines}:
@@ -78,8 +81,8 @@ def write(cluster: Cluster) -> tuple[str, list[str]]:
     notes: list[str] = []
     if any(machine.devices for machine in cluster.machines):
         notes.append("device numbers are omitted: hostfiles don't have device numbers")
-    if cluster.master_address or cluster.master_port:
-        notes.append("the master's address and port are omitted: hostfiles don't have a master")
+    if cluster.master_port:
+        notes.append("the master's port is omitted: hostfiles don't have a port for the master")
     lines = [
         m.host + (f" slots={m.slots}" if m.slots else "") + (f" port={m.port}" if m.port else "")
         for m in cluster.machines
@@ -103,91 +106,61 @@ def _machine(word: str, where: str) -> Machine:
     bare = None if address else _BARE_SIX.fullmatch(word)
     matched = _SSH.fullmatch(word) if address else bare or _HOST.fullmatch(word)
     if matched is None and address:
+        without_password = re.sub(r"(?<=://)([^@/:]*):[^@]*@", r"\1:…@", word)
         hints = ("write ssh://user@host:31234, without a password and without a path",)
-        raise UserError(f'"{_without_password(word)}" is not an ssh address', where, hints)
+        raise UserError(f'"{without_password}" is not an ssh address', where, hints)
     if matched is None:
         hints = "write a name or an address, with or without a number of processes: n1, user@n1, 10.0.0.1, [fd00::1]:4"
         raise UserError(f'"{word}" is not a host', where, (hints,))
-    name = matched["six"] if matched["six"] is not None else matched["name"]
-    if matched["six"] is not None:
-        try:
-            known = is_host(str(ipaddress.IPv6Address(name)))
-        except ValueError:
-            known = False
-        if not known:
-            raise UserError(f'"{name}" is not an IPv6 address', where, ("write an address such as [fd00::1]:4",))
-    machine = Machine(f"{matched['user'] or ''}{name}")
-    if address:
-        port = _number(matched["port"], "port", "the port", where) if matched["port"] else 0
-        return replace(machine, port=port)
-    if bare or matched["slots"] is None:
+    found = matched.groupdict()
+    name = found["six"] if found["six"] is not None else found["name"]
+    if found["six"] is not None and not (":" in name and is_host(name)):
+        raise UserError(f'"{name}" is not an IPv6 address', where, ("write an address such as [fd00::1]:4",))
+    machine = Machine(f"{found['user'] or ''}{name}")
+    if found.get("port"):
+        return replace(machine, port=_number(found["port"], "port", "the port", where))
+    if found.get("slots") is None:
         return machine
-    _refuse_what_may_be_a_port(machine, matched["slots"], where)
-    return replace(machine, slots=_number(matched["slots"], "slots", "the number of processes", where))
-
-
-def _without_password(word: str) -> str:
-    return re.sub(r"(?<=://)([^@/:]*):[^@]*@", r"\1:…@", word)
+    _refuse_what_may_be_a_port(machine, found["slots"], where)
+    return replace(machine, slots=_number(found["slots"], "slots", "the number of processes", where))
 
 
 def _refuse_what_may_be_a_port(machine: Machine, text: str, where: str) -> None:
-    """Behind a colon ssh users write ports, and MPI's processes. Raises UserError: it may be either; asks which."""
-    if not re.fullmatch(r"[0-9]{1,5}", text):
-        return
-    number = int(text)
+    """Raises UserError for a number behind a colon that may be an ssh port or a number of processes."""
+    number = int(text) if re.fullmatch(r"[0-9]{1,5}", text) else 0
     if number in _SSH_PORTS or _LIKE_A_PORT < number <= _MOST["port"]:
-        hints = [f"for an ssh port, write {replace(machine, port=number).target}"]
+        hint = "for an ssh port and a number of processes, write a hostfile line such as n1 slots=4 port=31234"
         if number <= _MOST["slots"]:
-            hints.append(f'for a number of processes, write "{machine.host} slots={number}"')
-        else:
-            hints.append(
-                "for an ssh port and a number of processes, write a hostfile line such as n1 slots=4 port=31234"
-            )
-        what = f"{machine.host}:{number} is ambiguous: {number} may be an ssh port or a number of processes"
-        raise UserError(what, where, tuple(hints))
+            hint = f'for a number of processes, write "{machine.host} slots={number}"'
+        hints = (f"for an ssh port, write {replace(machine, port=number).target}", hint)
+        message = f"{machine.host}:{number} is ambiguous: {number} may be an ssh port or a number of processes"
+        raise UserError(message, where, hints)
 
 
 def _number(text: str, setting: str, name: str, where: str) -> int:
     most = _MOST[setting]
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
-        what = f'{name} is "{text}"; expected a number from 1 to {most}'
+        message = f'{name} is "{text}"; expected a number from 1 to {most}'
         form = "n1 slots=4 port=31234, or ssh://n1:31234" if setting == "port" else "n1 slots=4, or n1:4"
-        raise UserError(what, where, (f"write {form}",))
+        raise UserError(message, where, (f"write {form}",))
     return int(text)
 
 
 def _with_settings(machine: Machine, words: list[str], where: str) -> Machine:
-    given = {"slots": machine.slots, "port": machine.port}
-    found = {name: value for name, value in given.items() if value}
+    found = {name: value for name, value in (("slots", machine.slots), ("port", machine.port)) if value}
     for word in words:
         key, equals, value = word.partition("=")
         if key not in _SETTINGS or not equals:
-            known = "write settings without spaces around =: slots=4, max_slots=8, port=31234"
-            hint = known if key in _SETTINGS else did_you_mean(key, _SETTINGS) or known
+            hint = did_you_mean(key, _SETTINGS) if key not in _SETTINGS else ""
             hint = f"write slots={word}" if word.isdecimal() else hint
-            raise UserError(f'"{word}" is not a hostfile setting', where, (hint,))
+            known = "write settings without spaces around =: slots=4, max_slots=8, port=31234"
+            raise UserError(f'"{word}" is not a hostfile setting', where, (hint or known,))
         name = _SETTINGS[key]
         if name in found:
             raise UserError(f"{name} is given twice on one line", where, (f"remove one of the {name} settings",))
         found[name] = _number(value, name, name, where)
     slots = found.get("slots", 0)
     if found.get("max_slots", slots) < slots:
-        what = f"max_slots ({found['max_slots']}) is less than slots ({slots})"
-        raise UserError(what, where, ("correct slots or max_slots",))
+        message = f"max_slots ({found['max_slots']}) is less than slots ({slots})"
+        raise UserError(message, where, ("correct slots or max_slots",))
     return Machine(machine.host, slots, port=found.get("port", 0))
-
-
-def _joined(found: list[tuple[Machine, str]]) -> tuple[Machine, ...]:
-    """Adds up the lines of each machine, in the order in which they first came."""
-    first: dict[str, Machine] = {}
-    slots: dict[str, list[int]] = {}
-    for machine, where in found:
-        known = first.setdefault(machine.name, machine).host
-        if known != machine.host:
-            what = f"{machine.name} is listed with two users: {known} and {machine.host}"
-            raise UserError(what, where, (f"use the same user on all lines of {machine.name}",))
-        slots.setdefault(machine.name, []).append(machine.slots)
-    return tuple(
-        replace(first[name], slots=given[0] if len(given) == 1 else sum(number or 1 for number in given))
-        for name, given in slots.items()
-    )

@@ -1,29 +1,35 @@
-"""The place that mpirun gives a process: OpenMPI, MVAPICH, and MPICH with its relatives (PMI)."""
+"""Reads the rank that mpirun gives a process: OpenMPI, MVAPICH, and MPICH and others with PMI."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from manyhands.cluster.hosts.inventory import LauncherPlace
-from manyhands.cluster.hosts.variables import check_rank, first_set, number, port, port_from_name
+from manyhands.cluster.hosts.variables import (
+    DEFAULT_PORT,
+    check_rank,
+    first_set,
+    master_address,
+    master_port,
+    number,
+    port_from_name,
+)
 from manyhands.core.errors import UserError
 
-# Before Slurm: inside a batch job mpirun's daemons are tasks of srun, and Slurm's variables are theirs.
+# Before Slurm: in a batch job, mpirun's daemons are tasks of srun, and Slurm's variables belong to the daemons.
 PRECEDENCE = 1
-DEFAULT_PORT = 29500
 # Equal for all processes of one mpirun.
 JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
 
 
-@dataclass(frozen=True)
-class _Family:
-    """The names that one kind of MPI uses, and how it hands a variable on."""
+class _Family(NamedTuple):
+    """Variables of one kind of MPI, and the command that passes a variable to all processes."""
 
     name: str
     rank: str
     size: str
     local_ranks: tuple[str, ...]
     local_sizes: tuple[str, ...]
-    hand_on: str
+    passing: str
 
 
 _FAMILIES = (
@@ -37,7 +43,7 @@ _FAMILIES = (
 
 
 def place(environment: Mapping[str, str]) -> LauncherPlace | None:
-    """One process of several. Raises UserError: variables lack, such as MASTER_ADDR over several machines."""
+    """Returns the rank; None for a single process. Raises UserError: a variable is missing, such as MASTER_ADDR."""
     family = next((family for family in _FAMILIES if family.rank in environment), None)
     if family is None or number(environment, family.size) == 1 or _is_slurms_own(environment, family):
         return None
@@ -47,37 +53,27 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
     local_rank, local_size = number(environment, local_rank_name), number(environment, local_size_name)
     check_rank(rank, size, family.rank, family.size)
     check_rank(local_rank, local_size, local_rank_name, local_size_name)
-    address, address_origin = _master(environment, family, alone=size == local_size)
-    master_port, port_origin = _port(environment)
+    master = master_address(environment, alone=size == local_size)
+    if not master:
+        message = f"{family.name} started processes on several machines without the address of rank 0"
+        hints = (f"pass an address of rank 0's machine, usually the first host: {family.passing}",)
+        raise UserError(message, "MASTER_ADDR", hints)
+    # The port comes from the job's name if it has one, so that two jobs on one machine don't connect.
+    job = first_set(environment, JOB_NAMES)
+    default = (port_from_name(environment[job]), f"from {job}") if job else (DEFAULT_PORT, "default")
+    port, port_origin = master_port(environment, *default)
     origins = {
         "rank": family.rank, "size": family.size, "local_rank": local_rank_name, "local_size": local_size_name,
-        "master_address": address_origin, "master_port": port_origin,
+        "master_address": master[1], "master_port": port_origin,
     }  # fmt: skip
-    return LauncherPlace(rank, size, local_rank, local_size, address, master_port, None, family.name, origins)
+    return LauncherPlace(rank, size, local_rank, local_size, master[0], port, None, family.name, origins)
 
 
 def _is_slurms_own(environment: Mapping[str, str], family: _Family) -> bool:
-    """True where srun itself set PMI's variables for its tasks; Slurm's own say more."""
+    """Returns True if srun set PMI's variables; Slurm's own variables have more information."""
     return (
         family.name == "MPICH"
         and not first_set(environment, family.local_ranks)
         and environment.get("SLURM_PROCID") == environment[family.rank]
         and environment.get("SLURM_STEP_NUM_TASKS") == environment.get(family.size)
     )
-
-
-def _master(environment: Mapping[str, str], family: _Family, *, alone: bool) -> tuple[str, str]:
-    if environment.get("MASTER_ADDR"):
-        return environment["MASTER_ADDR"], "MASTER_ADDR"
-    if alone:
-        return "127.0.0.1", "all processes are on one machine"
-    what = f"{family.name} started processes on several machines without the address of rank 0"
-    hints = (f"pass an address of rank 0's machine, usually the first host: {family.hand_on}",)
-    raise UserError(what, "MASTER_ADDR", hints)
-
-
-def _port(environment: Mapping[str, str]) -> tuple[int, str]:
-    """Two mpiruns on one machine must not meet, so the port comes from the job's name where there is one."""
-    name = first_set(environment, JOB_NAMES)
-    found = port(environment, port_from_name(environment[name]) if name else DEFAULT_PORT)
-    return found, "MASTER_PORT" if environment.get("MASTER_PORT") else f"from {name}" if name else "default"

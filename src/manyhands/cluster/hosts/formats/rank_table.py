@@ -4,34 +4,36 @@ The cards of a server become a machine's devices in rank order. If ranks 0, 1, 2
 left empty, as in other formats. Unknown fields are ignored, as HCCL does, unless they look like misspelled known ones.
 """
 
-import difflib
 import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line, is_address
+from manyhands.cluster.hosts.variables import DEFAULT_PORT, master_address, master_port, number
 from manyhands.core.errors import UserError
-from manyhands.core.files import RepeatedNameError, UnreadableError, parse_json
+from manyhands.core.files import RepeatedNameError, UnreadableError, parse_json, typed_number
 from manyhands.core.terminal import say
 
-DEFAULT_PORT = 29500
 POLL_S = 1.0
 HCCN = Path("/etc/hccn.conf")
 Version = Literal["1.0", "1.2"]
 Keys = tuple[str | int, ...]  # the path of a value in the file
+Mistake = tuple[Keys, str, *tuple[str, ...]]  # the path of a wrong value, the error message, and hints
 
 _TABLE_NAME = re.compile(r"(rank_?table|^hccl).*\.json$")
 _PLACEHOLDER = re.compile(r"[*<>?…\s]|\.\.\.|^$|(?i:(^|[._-])x{2,}([._-]|$)|^[\dx.]*x[\dx.]*$)")
 _VERSIONS = " or ".join(f'"{word}"' for word in get_args(Version))
 _OTHER_LAYOUTS = {"group_list": 'of MindSpore before 1.0 ("group_list")', "rank_list": 'of version 2.0 ("rank_list")'}
 _SIMILAR = 0.85
-_GROUP_SIZES = (1, 2, 4, 8)
 # Fields that only machines newer than Ascend 910 have; these connect their cards in another way.
 _NEWER = {"device_port", "super_device_id", "backup_device_ip"}
 
@@ -42,14 +44,8 @@ def _filled_in(word: str) -> str:
     return word
 
 
-def _number(word: str) -> str:
-    if not re.fullmatch(r"0|[1-9][0-9]{0,8}", word):
-        raise ValueError('expected a number in quotes, "0" or higher')
-    return word
-
-
 def _port(word: str) -> str:
-    if not 1 <= int(_number(word)) <= 65535:
+    if not 0 < (typed_number(word) or 0) < 65536:
         raise ValueError('expected a port from "1" to "65535"')
     return word
 
@@ -67,7 +63,7 @@ def _identity(word: str) -> str:
     return word
 
 
-Number = Annotated[str, AfterValidator(_number)]
+Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Port = Annotated[str, AfterValidator(_port)]
 Address = Annotated[str, AfterValidator(_address)]
 Identity = Annotated[str, AfterValidator(_identity)]
@@ -75,6 +71,17 @@ Identity = Annotated[str, AfterValidator(_identity)]
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_misspelled(cls, value: Any) -> Any:
+        """Refuses unknown fields whose names are similar to known ones."""
+        for key in value if isinstance(value, dict) else ():
+            near = [] if key in cls.model_fields else get_close_matches(key, cls.model_fields, n=1, cutoff=_SIMILAR)
+            if near:
+                found = {"key": key, "near": near[0]}
+                raise PydanticCustomError("misspelled", 'a rank table has no field "{key}"', found)
+        return value
 
 
 class Device(_Part):
@@ -169,24 +176,22 @@ def read_table(text: str, where: str) -> RankTable:
         UserError: The table is not JSON, has a wrong or missing field, or breaks a rule of HCCL. Names line and field.
     """
     value = _parse(text, where)
-    table: RankTable | None = None
-    mistake = next(_wrong_layout(value), None) or next(_misspelled(value, (), RankTable), None)
-    try:
-        table = None if mistake else RankTable.model_validate(value)
-    except ValidationError as error:
-        lines = _lines(text)
-        mistake = _wrong_value(dict(min(error.errors(), key=lambda one: lines.get(one["loc"], 10**9))))
-    if mistake or (table and (mistake := next(_broken_rules(table), None))):
-        path, message, *hints = mistake
-        lines = _lines(text)
-        line = next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), 1)
-        raise UserError(message, ": ".join(filter(None, (at_line(where, line), _dotted(path)))), tuple(hints))
-    assert table
-    return table
-
-
-# The path of a wrong value, the error message, and hints.
-Mistake = tuple[Keys, str, *tuple[str, ...]]
+    mistake = next(_wrong_layout(value), None)
+    if not mistake:
+        try:
+            table = RankTable.model_validate(value)
+        except ValidationError as error:
+            lines = dict(_lines(text))
+            mistake = _wrong_value(dict(min(error.errors(), key=lambda one: lines.get(one["loc"], 10**9))))
+        else:
+            rules = (_broken_lists, _repeated, _broken_ranks, _broken_groups)
+            mistake = next(chain.from_iterable(rule(table) for rule in rules), None)
+            if not mistake:
+                return table
+    path, message, *hints = mistake
+    lines = dict(_lines(text))
+    line = next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), 1)
+    raise UserError(message, ": ".join(filter(None, (at_line(where, line), _dotted(path)))), tuple(hints))
 
 
 def _dotted(path: Sequence[str | int]) -> str:
@@ -199,38 +204,34 @@ def _parse(text: str, where: str) -> Any:
     try:
         return parse_json(text, once_each=True)
     except UnreadableError as error:
-        path: Keys = ()
-        line, twice = error.line or 1, list[tuple[Keys, int]]()
-        if isinstance(error, RepeatedNameError):
-            _lines(text, twice)
-            path, line = twice[0]
-        message = f"{_dotted(path)} is given twice" if path else f"the rank table is not valid JSON: {error.problem}"
+        line, message = error.line or 1, f"the rank table is not valid JSON: {error.problem}"
+        seen = set[Keys]()
+        for path, at in _lines(text) if isinstance(error, RepeatedNameError) else ():
+            if path in seen:
+                line, message = at, f"{_dotted(path)} is given twice"
+                break
+            seen.add(path)
         hints = ("correct the file at this line; JSON allows neither comments nor trailing commas",)
         raise UserError(message, at_line(where, line), hints) from None
 
 
-def _lines(text: str, twice: list[tuple[Keys, int]] | None = None) -> dict[Keys, int]:
-    """Returns the line of each value, by path. Appends each repeated key's path and line to `twice`."""
-    lines: dict[Keys, int] = {}
+def _lines(text: str) -> Iterator[tuple[Keys, int]]:
+    """Yields each value's path and line, in the order of the file. The path of a repeated key comes twice."""
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # JSON is YAML, but for tabs and some escapes
     composed: Any = yaml
     try:
         waiting: list[tuple[Any, Keys]] = [(composed.compose(text.replace("\t", " "), Loader=loader), ())]
     except (yaml.YAMLError, RecursionError):
-        return {(): 1}
+        return
     while waiting:
         node, path = waiting.pop()
-        lines[path] = node.start_mark.line + 1
+        yield path, node.start_mark.line + 1
+        inner: list[tuple[str | int, Any]] = []
         if isinstance(node, yaml.MappingNode):
-            seen: set[str] = set()
-            for key, value in node.value:
-                if key.value in seen and twice is not None:
-                    twice.append(((*path, key.value), key.start_mark.line + 1))
-                seen.add(key.value)
-                waiting.append((value, (*path, key.value)))
+            inner = [(str(key.value), value) for key, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
-            waiting += [(value, (*path, index)) for index, value in enumerate(node.value)]
-    return lines
+            inner = list(enumerate(node.value))
+        waiting += [(value, (*path, key)) for key, value in reversed(inner)]
 
 
 def _wrong_layout(value: Any) -> Iterator[Mistake]:
@@ -252,31 +253,19 @@ def _wrong_layout(value: Any) -> Iterator[Mistake]:
         yield ("status",), 'the rank table is incomplete: its status is "initializing"', hint
 
 
-def _misspelled(value: Any, path: Keys, part: type[BaseModel]) -> Iterator[Mistake]:
-    """Yields unknown fields whose names are similar to known ones."""
-    if not isinstance(value, dict):
-        return
-    known = part.model_fields
-    for key in value:
-        near = [] if key in known else difflib.get_close_matches(key, known, n=1, cutoff=_SIMILAR)
-        if near:
-            yield (*path, key), f'a rank table has no field "{key}"', f'did you mean "{near[0]}"?'
-    for key, inner in {"server_list": Server, "device": Device, "super_pod_list": SuperPod}.items():
-        children = value.get(key) if key in known and part is not SuperPod else None
-        for index, child in enumerate(children if isinstance(children, list) else []):
-            yield from _misspelled(child, (*path, key, index), inner)
-
-
 def _wrong_value(error: dict[str, Any]) -> Mistake:
     """Converts an error of pydantic."""
     path: Keys = error["loc"]
     name, field = _dotted(path) or "the rank table", str(path[-1]) if path else ""
     if error["type"] == "missing":
         return path, f"{name} is missing", f'add "{field}" at this place'
+    if error["type"] == "misspelled":
+        return (*path, error["ctx"]["key"]), error["msg"], f'did you mean "{error["ctx"]["near"]}"?'
     kinds = {
         "string_type": "expected a string in double quotes",
         "list_type": "expected a list, [ … ]",
         "model_type": "expected an object, { … }",
+        "string_pattern_mismatch": 'expected a number in quotes, "0" or higher',
         "too_short": "expected at least one entry",
         "literal_error": f"expected {error.get('ctx', {}).get('expected', '')}".replace("'", '"'),
     }
@@ -292,93 +281,86 @@ def _wrong_value(error: dict[str, Any]) -> Mistake:
     return path, f"{name} is {found if len(found) < 80 else found[:77] + '…'}; {kind}", hint
 
 
-def _broken_rules(table: RankTable) -> Iterator[Mistake]:
-    """Yields values that contradict each other or break a rule of HCCL."""
-    servers = table.server_list
-    cards = [(at, index, device) for at, server in enumerate(servers) for index, device in enumerate(server.device)]
-    if table.server_count is not None and int(table.server_count) != len(servers):
+def _broken_lists(table: RankTable) -> Iterator[Mistake]:
+    """Yields a wrong count of servers, and members of super pods that are not in the list."""
+    ids = [server.server_id for server in table.server_list]
+    if table.server_count is not None and int(table.server_count) != len(ids):
         message = (
-            f'server_count is "{table.server_count}", but server_list has {len(servers)} servers; '
-            f'expected "{len(servers)}"'
+            f'server_count is "{table.server_count}", but server_list has {len(ids)} servers; expected "{len(ids)}"'
         )
         yield ("server_count",), message, "correct the count, or add the missing servers"
-    yield from _repeated(servers, cards)
-    yield from _broken_ranks(servers, cards)
-    known = {server.server_id for server in servers}
     for at, pod in enumerate(table.super_pod_list or []):
         for index, server in enumerate(pod.server_list):
-            if server.server_id not in known:
+            if server.server_id not in ids:
                 message = f'server_id "{server.server_id}" of a super pod is not in server_list'
                 yield ("super_pod_list", at, "server_list", index, "server_id"), message, "correct this server_id"
-    newer = any(_NEWER & device.model_fields_set for _, _, device in cards)
-    if not (newer or table.version == "1.2" or any(server.hardware_type for server in servers)):
-        yield from _broken_groups(servers, len(cards))
 
 
-def _repeated(servers: Sequence[Server], cards: Sequence[tuple[int, int, Device]]) -> Iterator[Mistake]:
+def _repeated(table: RankTable) -> Iterator[Mistake]:
     """Yields server IDs, device IDs and addresses that two servers or cards share."""
-    seen: dict[tuple[object, ...], tuple[int, int]] = {}
-    for at, server in enumerate(servers):
-        first, _ = seen.setdefault(("server_id", server.server_id), (at, 0))
-        if first != at:
-            message = f'server_id "{server.server_id}" repeats the server_id of server_list[{first}]'
-            yield ("server_list", at, "server_id"), message, "list all cards of one machine under one server"
-    for at, index, device in cards:
-        path: Keys = ("server_list", at, "device", index)
-        _, first = seen.setdefault(("device_id", at, device.device_id), (at, index))
-        if first != index:
-            message = f'device_id "{device.device_id}" repeats the device_id of device[{first}] of this server'
-            yield (
-                (*path, "device_id"),
-                message,
-                "list each card once; `ls /dev/davinci*` shows the numbers of the cards",
-            )
-        before, first = seen.setdefault(("device_ip", device.device_ip, device.device_port), (at, index))
-        if (before, first) != (at, index) and device.device_ip not in {"", "reserve"}:
-            message = f'device_ip "{device.device_ip}" repeats the device_ip of server_list[{before}].device[{first}]'
-            hint = "take each card's own address from /etc/hccn.conf on the server"
-            yield (*path, "device_ip"), message, hint
+    entries: list[tuple[Keys, str, object, str]] = []  # path, value, what must be unique, hint
+    for at, server in enumerate(table.server_list):
+        path: Keys = ("server_list", at)
+        hint = "list all cards of one machine under one server"
+        entries.append(((*path, "server_id"), server.server_id, server.server_id, hint))
+        for index, card in enumerate(server.device):
+            path = ("server_list", at, "device", index)
+            hint = "list each card once; `ls /dev/davinci*` shows the numbers of the cards"
+            entries.append(((*path, "device_id"), card.device_id, (at, card.device_id), hint))
+            if card.device_ip not in {"", "reserve"}:
+                hint = "take each card's own address from /etc/hccn.conf on the server"
+                entries.append(((*path, "device_ip"), card.device_ip, (card.device_ip, card.device_port), hint))
+    seen = dict[object, Keys]()
+    for path, value, unique, hint in entries:
+        first = seen.setdefault((path[-1], unique), path)
+        if first != path:
+            yield path, f'{path[-1]} "{value}" repeats the {path[-1]} of {_dotted(first[:-1])}', hint
 
 
-def _broken_ranks(servers: Sequence[Server], cards: Sequence[tuple[int, int, Device]]) -> Iterator[Mistake]:
+def _broken_ranks(table: RankTable) -> Iterator[Mistake]:
     """Yields ranks that repeat, are out of range, or don't follow the text order of server_id."""
-    size, seen = len(cards), set[str]()
-    missing = sorted(set(range(size)) - {int(device.rank_id) for _, _, device in cards})
-    hint = f"missing: {', '.join(map(str, missing[:8]))}"
-    expected = dict[int, range]()
-    lowest = 0
-    for at in sorted(range(len(servers)), key=lambda at: servers[at].server_id):
-        expected[at] = range(lowest, lowest := lowest + len(servers[at].device))
-    before = dict(zip(list(expected)[1:], expected, strict=False))
-    for at, index, device in cards:
-        path, rank = ("server_list", at, "device", index, "rank_id"), device.rank_id
-        if rank in seen:
-            yield path, f'rank_id "{rank}" is given twice; expected 0 … {size - 1}, each once', hint
-        if int(rank) >= size:
-            yield path, f'rank_id is "{rank}", but the table has {size} cards; expected 0 … {size - 1}, each once', hint
-        seen.add(rank)
-    for at, index, device in sorted(cards, key=lambda card: expected[card[0]].start):
-        if int(device.rank_id) not in (wanted := expected[at]):
-            message = (
-                f'rank_id is "{device.rank_id}"; expected {wanted[0]} … {wanted[-1]} on server '
-                f'"{servers[at].server_id}", because ranks follow the text order of server_id'
-                + (f' and "{servers[before[at]].server_id}" comes first' if at in before else "")
-            )
-            hint = 'number the ranks in the text order of server_id; "10.0.0.10" comes before "10.0.0.9"'
-            yield ("server_list", at, "device", index, "rank_id"), message, hint
+    servers = table.server_list
+    ranks = [int(card.rank_id) for server in servers for card in server.device]
+    missing = sorted({*range(len(ranks))} - {*ranks})
+    hint, expected = f"missing: {', '.join(map(str, missing[:8]))}", f"expected 0 … {len(ranks) - 1}, each once"
+    seen = set[str]()
+    for at, server in enumerate(servers):
+        for index, card in enumerate(server.device):
+            path: Keys = ("server_list", at, "device", index, "rank_id")
+            if card.rank_id in seen:
+                yield path, f'rank_id "{card.rank_id}" is given twice; {expected}', hint
+            if int(card.rank_id) >= len(ranks):
+                yield path, f'rank_id is "{card.rank_id}", but the table has {len(ranks)} cards; {expected}', hint
+            seen.add(card.rank_id)
+    lowest, before = 0, ""
+    hint = 'number the ranks in the text order of server_id; "10.0.0.10" comes before "10.0.0.9"'
+    for at, server in sorted(enumerate(servers), key=lambda entry: entry[1].server_id):
+        wanted = range(lowest, lowest := lowest + len(server.device))
+        for index, card in enumerate(server.device):
+            if int(card.rank_id) not in wanted:
+                message = (
+                    f'rank_id is "{card.rank_id}"; expected {wanted[0]} … {wanted[-1]} on server '
+                    f'"{server.server_id}", because ranks follow the text order of server_id{before}'
+                )
+                yield ("server_list", at, "device", index, "rank_id"), message, hint
+        before = f' and "{server.server_id}" comes first'
 
 
-def _broken_groups(servers: Sequence[Server], size: int) -> Iterator[Mistake]:
+def _broken_groups(table: RankTable) -> Iterator[Mistake]:
     """Yields card groups that HCCL can't form on Ascend 910.
 
     A server has 1, 2, 4 or 8 cards; 2 or 4 cards are within 0-3 or 4-7. Several servers have a multiple of 8 cards.
     """
+    servers, size = table.server_list, sum(len(server.device) for server in table.server_list)
+    newer = any(_NEWER & card.model_fields_set for server in servers for card in server.device)
+    if newer or table.version == "1.2" or any(server.hardware_type for server in servers):
+        return
     other = 'for servers newer than Ascend 910, add the type next to server_id, such as "hardware_type": "800T-A2"'
     for at, server in enumerate(servers):
         path: Keys = ("server_list", at, "device")
         cards = sorted(int(device.device_id) for device in server.device)
         listed = ", ".join(map(str, cards))
-        if len(cards) not in _GROUP_SIZES:
+        if len(cards) not in (1, 2, 4, 8):
             message = f"the server has {len(cards)} cards; HCCL supports 1, 2, 4 or 8 cards on one server"
             yield path, message, "list 1, 2, 4 or 8 cards", other
         if cards[-1] > 7:
@@ -416,14 +398,14 @@ def wait(
         try:
             value = json.loads(text.removeprefix("\ufeff"))
             initializing = isinstance(value, dict) and value.get("status") == "initializing"
-            written = not initializing
+            state = 'its status is "initializing"' if initializing else ""
         except (ValueError, RecursionError):
-            initializing, written = False, text.rstrip().endswith("}")
-        if written or clock() >= ends:
+            initializing = False
+            state = "" if text.rstrip().endswith("}") else "the end of the file is missing"
+        if not state or clock() >= ends:
             break
         if not announced:
             announced = True
-            state = 'its status is "initializing"' if initializing else "the end of the file is missing"
             say(f"waiting up to {timeout_s:g} s for the rank table {path} to be completed: {state}")
         sleep(POLL_S)
     if initializing:
@@ -446,8 +428,8 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str,
         notes.append("user names are omitted: rank tables don't have user names")
     if any(machine.port for machine in cluster.machines):
         notes.append("ssh ports are omitted: only hostfiles have ssh ports")
-    if cluster.master_address or cluster.master_port:
-        notes.append("the master's address and port are omitted: HCCL uses the first server")
+    if cluster.master_port:
+        notes.append("the master's port is omitted: rank tables don't have a port")
     addresses = (read_hccn() if hccn is None else hccn) if len(cluster.machines) == 1 else {}
     if not addresses:
         notes.append("device_ip is omitted: for card N, add address_N from /etc/hccn.conf on the card's machine")
@@ -494,12 +476,12 @@ def read_hccn(path: Path = HCCN) -> dict[int, str]:
     if not path.exists():
         return {}
     found: dict[int, str] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for at, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         matched = re.fullmatch(r"\s*address_(\d+)\s*=\s*(\S*)\s*", line)
         if matched and not is_address(matched[2]):
             message = f'address_{matched[1]} is "{matched[2]}"; expected an IP address'
             hints = ("set the address with hccn_tool, or correct the file",)
-            raise UserError(message, at_line(str(path), number), hints)
+            raise UserError(message, at_line(str(path), at), hints)
         if matched:
             found[int(matched[1])] = matched[2]
     return found
@@ -518,35 +500,23 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
     if not path.is_file():
         raise UserError(f"there is no file {where}", "RANK_TABLE_FILE", ("export the path of the rank table",))
     servers = read_table(path.read_text(encoding="utf-8", errors="replace"), where).by_rank
-    size, rank = sum(len(server.device) for server in servers), _variable(environment, "RANK_ID")
+    cards = [(server, local_rank) for server in servers for local_rank in range(len(server.device))]
+    size, rank = len(cards), number(environment, "RANK_ID")
     if rank >= size:
-        _contradict("RANK_ID", rank, f"0 … {size - 1}, the ranks in the table", where)
-    server = next(server for server in servers if str(rank) in {device.rank_id for device in server.device})
-    local_rank = [device.rank_id for device in server.by_rank].index(str(rank))
+        raise _contradiction("RANK_ID", rank, f"0 … {size - 1}, the ranks in the table", where)
+    server, local_rank = cards[rank]
     card = int(server.by_rank[local_rank].device_id)
-    if environment.get("RANK_SIZE") and _variable(environment, "RANK_SIZE") != size:
-        _contradict("RANK_SIZE", environment["RANK_SIZE"], f"{size}, the number of cards in the table", where)
-    if environment.get("DEVICE_ID") and _variable(environment, "DEVICE_ID") != card:
-        _contradict("DEVICE_ID", environment["DEVICE_ID"], f"{card}, the card of rank {rank} in the table", where)
-    address, address_origin = "127.0.0.1", "the rank table has one server"
-    if environment.get("MASTER_ADDR"):
-        address, address_origin = environment["MASTER_ADDR"], "MASTER_ADDR"
-    elif len(servers) > 1:
-        address, address_origin = servers[0].host, f"server_id {servers[0].server_id} of rank 0"
-    port = _variable(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else DEFAULT_PORT
-    port_origin = "MASTER_PORT" if environment.get("MASTER_PORT") else "default"
-    origins = dict.fromkeys(("size", "local_rank", "local_size", "device"), f"rank table {where}")
-    origins |= {"rank": "RANK_ID", "master_address": address_origin, "master_port": port_origin}
+    if (given := number(environment, "RANK_SIZE", size)) != size:
+        raise _contradiction("RANK_SIZE", given, f"{size}, the number of cards in the table", where)
+    if (given := number(environment, "DEVICE_ID", card)) != card:
+        raise _contradiction("DEVICE_ID", given, f"{card}, the card of rank {rank} in the table", where)
+    origins = dict.fromkeys(("size", "local_rank", "local_size", "device"), f"rank table {where}") | {"rank": "RANK_ID"}
+    first = servers[0].host, f"server_id {servers[0].server_id} of rank 0"
+    address, origins["master_address"] = master_address(environment, alone=len(servers) == 1) or first
+    port, origins["master_port"] = master_port(environment, DEFAULT_PORT, "default")
     return LauncherPlace(rank, size, local_rank, len(server.device), address, port, card, "rank table", origins)
 
 
-def _variable(environment: Mapping[str, str], name: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", environment[name]):
-        message = f'{name} is "{environment[name]}"; expected a number, 0 or higher'
-        raise UserError(message, "environment", (f"export {name}=0, 1, 2 …",))
-    return int(environment[name])
-
-
-def _contradict(name: str, found: object, expected: str, where: str) -> NoReturn:
+def _contradiction(name: str, found: int, expected: str, where: str) -> UserError:
     hints = (f"correct {name}, or export the RANK_TABLE_FILE of this job",)
-    raise UserError(f"{name} is {found}; expected {expected}", f"environment, and {where}", hints)
+    return UserError(f"{name} is {found}; expected {expected}", f"environment, and {where}", hints)

@@ -28,25 +28,20 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
         message = f'PET_NNODES is "{nodes}"; a variable number of machines is not supported'
         raise UserError(message, WHERE, (f"set a fixed number of machines: PET_NNODES={most}",))
     count = _number("PET_NNODES", least, 1, _MAX_MACHINES)
-    slots = _slots(environment.get("PET_NPROC_PER_NODE") or "1")
+    slots = environment.get("PET_NPROC_PER_NODE") or "1"
+    if slots == "cpu":
+        message = 'PET_NPROC_PER_NODE is "cpu"; expected a number or "auto"'
+        raise UserError(message, WHERE, ("set a number; each process uses its share of the cores as threads",))
+    one_per_device = slots in {"auto", "gpu", "xpu"}
+    size = 0 if one_per_device else _number("PET_NPROC_PER_NODE", slots, 1, _MAX_SLOTS)
     rank = environment.get("PET_NODE_RANK")
     machine = _number("PET_NODE_RANK", rank, 0, count - 1) if rank else None
     address, port = _master(environment)
     if count > 1 and not address:
         message = f"PET_NNODES is {count}, but the address of the first machine is missing"
         raise UserError(message, WHERE, ("set PET_MASTER_ADDR to the first machine's address",))
-    machines = (Machine(address or "localhost", slots), *(Machine("", slots) for _ in range(count - 1)))
+    machines = (Machine(address or "localhost", size), *[Machine("", size)] * (count - 1))
     return Cluster(machines, master_port=port, machine=machine, source="PET_* in the environment")
-
-
-def _slots(text: str) -> int:
-    """Processes on each machine; 0 for one per accelerator, or one where there is none."""
-    if text in {"auto", "gpu", "xpu"}:
-        return 0
-    if text == "cpu":
-        message = 'PET_NPROC_PER_NODE is "cpu"; expected a number or "auto"'
-        raise UserError(message, WHERE, ("set a number; each process uses its share of the cores as threads",))
-    return _number("PET_NPROC_PER_NODE", text, 1, _MAX_SLOTS)
 
 
 def _master(environment: Mapping[str, str]) -> tuple[str, int]:

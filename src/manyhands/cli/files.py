@@ -1,0 +1,182 @@
+"""The commands about files on disk: checkpoint, pack and clean."""
+
+import shlex
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import cyclopts
+
+from manyhands.cli.flags import Help, Int, Json
+from manyhands.cli.printing import align, answer, size_text
+from manyhands.core.errors import EXIT_FAILED, EXIT_OK
+from manyhands.core.terminal import plain, say, show, show_json
+
+Source = Annotated[
+    str,
+    Help("a run (folder, part of its name, last), a checkpoint, a .pth.tar, .pth, .pt or .safetensors file"),
+]  # fmt: skip
+Target = Annotated[Path, Help("a new checkpoint folder")]
+MergeTarget = Annotated[
+    Path, Help("a new checkpoint folder, or a new .safetensors, .pth or .pt file for the weights alone")
+]
+Plan = Annotated[Path, Help("a plan.json with the mesh and the layout of each sharded tensor")]
+Which = Annotated[Literal["best", "last"], Help("the checkpoint to use if SRC is a run")]
+
+checkpoint = cyclopts.App(
+    name="checkpoint",
+    help="Inspect, merge and reshard checkpoints.",
+    help_format="plaintext",
+    result_action="return_value",
+)
+
+
+@checkpoint.command
+def info(src: Source, /, *, which: Which = "last", as_json: Json = False) -> int:
+    """Print the format, step and mesh of a checkpoint, and the shape, dtype, size and sharding of each tensor."""
+    from manyhands.run.find import find_reference
+    from manyhands.run.tasks import describe_checkpoint
+
+    found = describe_checkpoint(find_reference(src), which=which)
+    if as_json:
+        show_json(found)
+        return 0
+    sizes: dict[str, int] = found["mesh"] or {}
+    mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
+    over, step = f" over {mesh}" if mesh else "", "" if found["step"] is None else f"   step {found['step']}"
+    lines = [f"{found['checkpoint']}   {found['format']}{over}{step}"]
+    for kind in ("model", "optimizer"):
+        if kind in found:
+            lines += ["", f"{kind}: {len(found[kind])} tensors, {size_text(found['size_bytes'][kind])}"]
+            lines += [f"  {line}" for line in align([_tensor_row(name, entry) for name, entry in found[kind].items()])]
+    show(map(plain, [*lines, *(f"note: {note}" for note in found["notes"])]))
+    return 0
+
+
+def _tensor_row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
+    shape, view = ("x".join(map(str, entry[key])) or "scalar" for key in ("shape", "view"))
+    cuts = " ".join(f"{dim}@{','.join(axes)}" for dim, axes in entry["cuts"].items())
+    as_view = f"as {view}: " if shape != view else ""
+    return (name, shape, entry["dtype"], size_text(entry["size_bytes"]), as_view + cuts if cuts else "unsharded")
+
+
+@checkpoint.command
+def merge(src: Source, dst: MergeTarget, /, *, which: Which = "best") -> int:
+    """Write a checkpoint unsharded, as a folder or one file."""
+    from manyhands.run.find import find_reference
+    from manyhands.run.tasks import rewrite_checkpoint
+
+    return _say_written(dst, rewrite_checkpoint(find_reference(src), dst, which=which))
+
+
+@checkpoint.command
+def split(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -> int:
+    """Shard an unsharded checkpoint or file by a plan."""
+    from manyhands.run.find import find_reference
+    from manyhands.run.tasks import rewrite_checkpoint
+
+    return _say_written(dst, rewrite_checkpoint(find_reference(src), dst, plan=plan, which=which))
+
+
+checkpoint.command(split, name="reshard", help="Reshard a checkpoint for another plan or number of processes.")
+
+
+def _say_written(dst: Path, notes: tuple[str, ...]) -> int:
+    for note in notes:
+        say(plain(note), "note")
+    say(f"wrote {dst}")
+    return 0
+
+
+def pack(  # noqa: PLR0913 - one argument for each flag
+    folder: Annotated[Path, Help("a folder of class folders, or one with train/ and val/")],
+    /,
+    *,
+    size: Annotated[Int, Help("shrink pictures: pixels of the shorter side; 0: keep the original size")] = 0,
+    quality: Annotated[Int, Help("JPEG quality of pictures that --size shrinks, 1 to 95; 0: 90")] = 0,
+    to: Annotated[Path | None, Help("packed copy to write; default: FOLDER.pack, found by train")] = None,
+    processes: Annotated[Int, Help("parallel packing processes; 0: one per core")] = 0,
+    check: Annotated[bool, Help("read an existing packed copy and verify its digests")] = False,
+    replace: Annotated[bool, Help("overwrite an existing packed copy")] = False,
+    as_json: Json = False,
+) -> int:
+    """Pack a folder of pictures into tar files, which train then reads in place of the pictures.
+
+    An interrupted pack resumes.
+    """
+    from manyhands.run.pack import check_pack, request_of
+    from manyhands.run.pack import pack as make
+
+    folder, to = folder.expanduser(), to and to.expanduser()
+    request = None if check else request_of(folder, to, size, quality)
+    began = said = time.perf_counter()
+
+    def say_progress(done: int, total: int) -> None:
+        nonlocal said
+        if time.perf_counter() - said > 5:
+            said = time.perf_counter()
+            say(f"{done:,} of {total:,} {'shard' if total == 1 else 'shards'}")
+
+    outcome = request and make(request, processes=processes, replaced=replace, progress=say_progress)
+    found = outcome.packed if outcome else check_pack(folder, to)
+    pictures, shards = len(found.names), len(found.shards)
+    of_shards = f"{shards:,} {'shard' if shards == 1 else 'shards'}"
+    counts = f"{pictures:,} pictures in {of_shards}, {size_text(found.size_bytes)}"
+    content: dict[str, Any] = {
+        "pack": str(found.folder),
+        "pictures": pictures,
+        "shards": shards,
+        "bytes": found.size_bytes,
+        "digest": found.digest,
+    }
+    if outcome:
+        bad = outcome.bad
+        content |= {"made": outcome.made, "bad": bad}
+        how = f", in {time.perf_counter() - began:.1f} s" if outcome.made else " is up to date"
+        lines = [f"{counts}: {found.folder}{how}"]
+        if bad:
+            lines += [
+                f"{len(bad):,} of {pictures:,} pictures can't be read: "
+                f"{', '.join(bad[:3])}{' …' if len(bad) > 3 else ''}",
+                "repair or remove these pictures and pack again, or train with --data.skip-corrupt to skip them",
+            ]
+        lines.append(f"to train on the copy: manyhands train {shlex.quote(str(folder if to is None else to))}")
+    else:
+        lines = [f"{found.folder} is intact: {counts}"]
+    answer(content, lines, json=as_json)
+    return 0
+
+
+def clean(
+    *runs: Annotated[str, Help("runs to remove too: a folder, a name, the start of a name, or last")],
+    yes: Annotated[bool, Help("remove the files; without --yes only print their sizes")] = False,
+    as_json: Json = False,
+) -> int:
+    """List the disk space that old copies, caches and leftovers take; remove them with --yes, and runs by name."""
+    from manyhands.run.clean import find_leftovers, remove
+
+    found, kept = find_leftovers(runs)
+    total = sum(leftover.size_bytes for leftover in found)
+    if not as_json:
+        for leftover in found:
+            count = f"{len(leftover.paths)}  " if leftover.kind != "run" else ""
+            show(f"{size_text(leftover.size_bytes):>9}  {count}{leftover.what}")
+        for line in kept:
+            show(f"     kept  {line}")
+    complete = remove(found, say) if yes else True
+    if as_json:
+        content = {
+            leftover.kind: {"paths": [str(path) for path in leftover.paths], "bytes": leftover.size_bytes}
+            for leftover in found
+            if leftover.kind != "run"
+        }
+        named = [str(path) for leftover in found if leftover.kind == "run" for path in leftover.paths]
+        show_json({"found": content, "runs": named, "kept": kept, "bytes": total, "removed": yes and complete})
+    elif not found:
+        show("nothing to clean")
+    elif yes:
+        show(f"{size_text(total)} freed" if complete else "some files could not be removed")
+    else:
+        again = shlex.join(["manyhands", "clean", *runs, "--yes"])
+        show(f"{size_text(total)} can be freed; to remove the files, run {again}")
+    return EXIT_OK if complete else EXIT_FAILED

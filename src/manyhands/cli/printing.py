@@ -1,0 +1,49 @@
+"""Columns, sizes and the values of a job as text."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from manyhands.core.terminal import as_json, show, show_json
+
+if TYPE_CHECKING:
+    from manyhands.config.load import LoadedJob
+
+
+def answer(content: Any, lines: Iterable[str], *, json: bool) -> None:
+    """Prints one JSON object, or lines for people."""
+    if json:
+        show_json(content)
+    else:
+        show(lines)
+
+
+def align(rows: Sequence[Sequence[str]], *, left: int | None = None) -> list[str]:
+    """Rows as lines of equal columns, of which the first `left` are aligned left (None: all) and the rest right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<" if left is None or place < left else ">" for place in range(len(widths))]
+    styles = [f"{side}{width}" for side, width in zip(sides, widths, strict=True)]
+    return ["  ".join(map(format, row, styles)).rstrip() for row in rows]
+
+
+def size_text(size_bytes: float) -> str:
+    """A size on disk: 512 B, 1.5 kB, 11.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.1f} TB"
+
+
+def print_config(loaded: "LoadedJob") -> int:
+    """Prints every value of the job and its origin, as TOML with comments (`--show-config`)."""
+    from manyhands.config.load import known_keys
+
+    values = loaded.job.model_dump(mode="json")
+    section = ""
+    for key in known_keys():
+        name, _, option = key.partition(".")
+        if name != section:
+            show(f"{'' if not section else chr(10)}[{name}]")
+            section = name
+        show(f"{f'{option} = {as_json(values[name][option])}':<40} # {loaded.origins.get(key, 'default')}")
+    return 0

@@ -1,0 +1,160 @@
+"""The commands about runs: ps, logs, why, stop, report and join."""
+
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from manyhands.cli.flags import Help, Int, Json, RunName, Settings, settings
+from manyhands.cli.printing import align, answer
+from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.terminal import plain, say, show, show_json
+
+if TYPE_CHECKING:
+    from manyhands.core.records import Running
+    from manyhands.report.follow import Now
+
+NO_LAUNCHER = "no launcher"
+# The launcher on another machine may be down if it has recorded nothing for longer than this.
+SILENT_S = 60.0
+
+
+def ps(*, as_json: Annotated[bool, Parameter(name="--json", help="print one JSON array")] = False) -> int:
+    """List active runs: machine, running time and progress."""
+    from manyhands.report.follow import as_object, look
+    from manyhands.run.registry import headless, registry_folder, running
+
+    found = [(record, look(record)) for record in running()]
+    left = [(record, replace(look(record), state=NO_LAUNCHER)) for record in headless()]
+    found += left
+    if as_json:
+        show_json([as_object(record, now) for record, now in found])
+        return 0
+    if not found:
+        show("no run is active")
+        return 0
+    head = ("run", "state", "pid", "on", "for", "progress", "top-1")
+    show(align([head, *(_row(record, now) for record, now in found)]))
+    if any(not record.here for record, _ in found):
+        say(f"to remove the runs of a dead machine from this list, delete their entries: files in {registry_folder()}")
+    if left:
+        say(f"{NO_LAUNCHER}: to save and stop the processes, run manyhands stop RUN; for details, manyhands why RUN")
+    return 0
+
+
+def _row(record: "Running", now: "Now") -> tuple[str, ...]:
+    from manyhands.report.follow import as_object
+    from manyhands.report.summary import duration, percent, place
+    from manyhands.run.logs import read_places
+
+    about = as_object(record, now)
+    run = Path(record.run)
+    state = now.state
+    if not record.here:
+        silent_s = time.time() - now.heard if now.heard else 0.0
+        state = f"on {plain(record.host)}" + (f", silent for {duration(silent_s)}" if silent_s > SILENT_S else "")
+    try:
+        # Of the last start, where the run folder names them: a machine may have joined, or be lost.
+        hosts = [each.host for each in read_places(RunFolder(run))] or record.hosts
+    except UserError:
+        hosts = record.hosts
+    progress = "-"
+    if now.step:
+        epoch, done = place(now.step)
+        progress = f"epoch {epoch}/{about['epochs']}, step {done}/{now.step.steps_per_epoch}"
+    return (
+        plain(str(run.relative_to(Path.cwd())) if run.is_relative_to(Path.cwd()) else record.run),
+        state,
+        "-" if now.state == NO_LAUNCHER else str(record.pid),
+        (f"{now.processes} x " if now.processes else "") + plain(",".join(hosts)),
+        duration(about["age_s"]),
+        progress,
+        percent(now.top1) if now.top1 is not None else "-",
+    )
+
+
+def logs(
+    run: RunName,
+    /,
+    *,
+    rank: Annotated[Int | None, Help("show only this rank, without the rank before each line")] = None,
+    follow: Annotated[bool, Parameter(name=["-f", "--follow"], help="follow until the run ends")] = False,
+    last: Annotated[Int, Help("number of last lines to show of each process; 0: all")] = 0,
+    set_: Settings = None,
+) -> int:
+    """Show the output of the processes of a run."""
+    from manyhands.run.find import find_run
+    from manyhands.run.logs import show_logs
+
+    if last < 0:
+        raise UserError(f"--last must be 0 or more, found {last}", "--last", ("use --last 20, for example",))
+    try:
+        show_logs(find_run(run), rank, last=last, follow=follow, show=show, say=say, settings=settings(set_))
+    except KeyboardInterrupt:
+        return 0  # the usual way out of -f
+    return 0
+
+
+def why(run: RunName, /, *, as_json: Json = False) -> int:
+    """Explain why a run ended, or show its progress: rank, machine, step and file; what was and can be done."""
+    from manyhands.run.why import why as find_why
+
+    found = find_why(run)
+    answer(asdict(found), found.lines(), json=as_json)
+    return 0
+
+
+def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, without saving")] = False) -> int:
+    """Ask an active run to save and stop, and wait for its end."""
+    from manyhands.checkpoint.saved import saved_step
+    from manyhands.core.resuming import resume_command
+    from manyhands.run.find import find_run, head_of_active
+    from manyhands.run.stop import stop_headless, stop_run
+
+    folder = find_run(run, active=True)
+    try:
+        headless = stop_headless(folder, say, now=now)
+        end = None if headless else stop_run(head_of_active(folder), say, now=now)
+    except KeyboardInterrupt:
+        say("the run still ends; only this command stops waiting")
+        raise
+    path, saved = folder.path, saved_step(folder)
+    if headless and saved is None and not now:
+        show(f"the processes of {path} have saved and stopped; their checkpoint is on other machines of the run")
+        return EXIT_OK
+    kept = "nothing was saved" if saved is None else f"the last checkpoint, of step {saved}, is intact"
+    show(f"{path} {end.message or end.kind}" if end else f"{path} has ended{' here' if headless else ''}; {kept}")
+    if saved is None:
+        show("there is no checkpoint to resume; run the same command to start from scratch")
+    elif end is None or end.kind != "finished":
+        show(f"to resume: {resume_command(path)}")
+    return EXIT_FAILED if end and end.kind == "failed" else EXIT_OK
+
+
+def report(run: RunName, /) -> int:
+    """Write the report.html of a run and its pictures again; the run may be active or have failed."""
+    from manyhands.report.page import write_report
+    from manyhands.run.find import find_reference
+
+    show(str(write_report(find_reference(run))))
+    return 0
+
+
+def join(
+    run: Annotated[str, Help("a run launched from here: folder, part of its name, or last")],
+    /,
+    *,
+    host: Annotated[
+        str | None, Help("the machine to add, as ssh on this machine reaches it: n4, user@n4, ssh://n4:31234")
+    ] = None,
+) -> int:
+    """Add a machine to an active run. Run join on the machine that launched the run."""
+    from manyhands.run.join import join_here
+
+    if not host:
+        raise UserError("no machine is named", "manyhands join", ("name the machine: --host n4",))
+    show(join_here(run, host))
+    return EXIT_OK

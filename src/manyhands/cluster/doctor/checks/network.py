@@ -1,0 +1,139 @@
+"""Machines that can't reach each other, unsuitable interfaces, a port in use, and a failed all-reduce."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from manyhands.cluster.doctor.addresses import unlikely
+from manyhands.cluster.doctor.findings import DoctorFinding, Survey, who
+from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
+
+Pair = tuple[str, str]
+# Results of attempts, the most informative first.
+MEANINGS = {
+    "refused": "refuses the connection: a firewall rejects it",
+    "timeout": "does not respond: a firewall drops the packets, or the route is missing",
+    "other": "is answered by another machine or program: the address may be in use twice",
+    "unreachable": "is unreachable: the route is missing, or a firewall rejects the connection",
+}
+
+
+def run(survey: Survey) -> Iterator[DoctorFinding]:
+    """One finding for a machine that nobody reaches or that reaches nobody; one for each pair beside these."""
+    failing = {pair for pair, tries in survey.reach.items() if not any(a.result == "ok" for a in tries)}
+    if not failing:
+        yield from _common_address(survey)
+    while failing:
+        host, way, pairs = _worst(survey, failing)
+        yield _unreachable(survey, host, way, sorted(pairs))
+        failing -= pairs
+        if way == "both":
+            failing -= {pair for pair in failing if host in pair}
+    yield from _interfaces(survey)
+    port = survey.needs.port
+    for host, error in survey.port_errors.items():
+        hints = (f"choose another port, such as {port + 1}, or remove the port to use a free one",
+                 "or end the process that uses the port")  # fmt: skip
+        what = f"port {port} of {host} can't be used: {error}"
+        yield DoctorFinding("port", "fail", (host,), what, hints, f"port:{host}", ("collective",))
+    tried = survey.collective
+    if tried and tried.result == "ok":
+        what = f"an all-reduce over {len(survey.hosts)} machines took {tried.seconds:.1f} s"
+        yield DoctorFinding("collective", "ok", survey.hosts, what, cause="collective")
+    elif tried and tried.result == "failed":
+        lost = f"; missing: {who(tried.missing)}" if tried.missing else ""
+        what = f"the machines reach each other, but an all-reduce failed: {tried.said}{lost}"
+        hints = ("try gloo: --backend gloo", "with NCCL, set NCCL_DEBUG=INFO on the machines for details")
+        yield DoctorFinding("collective", "fail", tried.missing or survey.hosts, what, hints, "collective")
+
+
+def _worst(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
+    """Returns the machine that explains most failing pairs: as their target, as their source, or as both."""
+    candidates: list[tuple[int, int, str, str, set[Pair]]] = []
+    for host in survey.hosts:
+        to, back = ({pair for pair in failing if pair[side] == host} for side in (1, 0))
+        all_to, all_back = (sum(pair[side] == host for pair in survey.reach) for side in (1, 0))
+        rules = bool(survey.facts.get(host, {}).get("firewall"))
+        if to and back and len(to) == all_to and len(back) == all_back:
+            candidates.append((len(to) + len(back), rules, host, "both", to | back))
+        for way, pairs in (("to", to), ("from", back)):
+            # Usually the target is at fault, unless the source has firewall rules.
+            candidates.append((len(pairs), 2 * rules + (way == "to"), host, way, pairs))
+    _, _, host, way, pairs = max(candidates, key=lambda candidate: candidate[:2])
+    return host, way, pairs
+
+
+def _unreachable(survey: Survey, host: str, way: str, pairs: list[Pair]) -> DoctorFinding:
+    others = [other for other in survey.hosts if other != host and any(other in pair for pair in pairs)]
+    # Attempts to reach the machine are more informative than its own attempts.
+    pairs.sort(key=lambda pair: pair[1] != host)
+    attempts = [attempt for pair in pairs for attempt in survey.reach[pair]]
+    attempt = min(attempts, key=lambda attempt: [*MEANINGS].index(attempt.result), default=None)
+    place = f"{attempt.address} port {attempt.port}" if attempt else "any address"
+    meaning = MEANINGS[attempt.result] if attempt else "can't be tested: the machine has only loopback addresses"
+    what = {
+        "to": f"{who(others)} can't reach {host}: {place} {meaning}",
+        "from": f"{host} can't reach {who(others)}: {place} {meaning}",
+        "both": f"{host} and {who(others)} can't reach each other: {place} {meaning}",
+    }[way]
+    rules = [rule for name in (host, *others) for rule in survey.facts.get(name, {}).get("firewall", ())]
+    hints = [f"check the firewall rule: {rule}" for rule in rules[:2]]
+    if attempt and attempt.local:
+        hints.append(f"check the route from {attempt.local}, the source address of the attempt")
+    closed = host if way != "from" else who(others)
+    hints += [
+        f"open all ports in the firewall of {closed} for the other machines' addresses",
+        "or use ssh tunnels: `manyhands launch` opens tunnels if the machines can log in to each other, or --relay",
+    ]
+    cause, explains = f"reach:{host}:{way}", ("collective", "chosen")
+    return DoctorFinding("reach", "fail", (host, *others), what, tuple(hints), cause, explains)
+
+
+def _common_address(survey: Survey) -> Iterator[DoctorFinding]:
+    known = [host for host in survey.hosts if host in survey.facts]
+    if len(known) < 2 or not survey.reach:
+        return
+    lost = [host for host in known if host not in survey.chosen]
+    bridges = [host for host in known if unlikely(survey.chosen.get(host, ("", ""))[0]) == 2]
+    if lost:
+        what = f"{who(lost)} has no address that all other machines can reach"
+        hints = ("connect all machines to one network", "or remove machines in other networks from the run")
+        yield DoctorFinding("reach", "fail", tuple(lost), what, hints, "chosen", ("collective",))
+    elif bridges:
+        what = f"{who(bridges)} can only be reached over a container bridge ({survey.chosen[bridges[0]][0]})"
+        hints = ("check that the network interface of each machine is up",)
+        yield DoctorFinding("reach", "warn", tuple(bridges), what, hints, "bridge")
+    else:
+        places = ", ".join(f"{host} {survey.chosen[host][0]} {survey.chosen[host][1]}" for host in known)
+        yield DoctorFinding("reach", "ok", tuple(known), f"all machines reach each other: {places}", cause="reach")
+
+
+def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
+    """The job's own interface, then variables, then the default route."""
+    wanted = "" if survey.needs.through_ssh else survey.needs.interface
+    interfaces = survey.fact("interfaces") if wanted else {}
+    lost = [host for host, found in interfaces.items() if not any(i["name"] == wanted and i["up"] for i in found)]
+    if lost:
+        up = ", ".join(i["name"] for i in interfaces[lost[0]] if i["up"] and i["name"] != "lo")
+        what = f"the interface {wanted} is missing or down on {who(lost)}; {lost[0]} has {up or 'no interface'}"
+        hints = ("remove cluster.interface; manyhands then tests all interfaces",
+                 "or set an interface of every machine")  # fmt: skip
+        yield DoctorFinding("interface", "fail", tuple(lost), what, hints, "interface", ("chosen", "collective"))
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for host, (chosen, _) in survey.chosen.items():
+        facts = survey.facts.get(host, {})
+        for name in INTERFACE_VARIABLES:
+            given = facts.get("environment", {}).get(name, "")
+            # NCCL's own rules: ^ leaves out, = is exact, several with commas, otherwise a beginning.
+            fits = given.startswith("^") or any(map(chosen.startswith, given.lstrip("=").split(",")))
+            if given and not fits:
+                what = f"{name}={given} is set on {host}, but other machines are reachable only on {chosen}"
+                hints = (f"remove {name} from ~/.bashrc and /etc/environment on {host}",)
+                yield DoctorFinding("interface", "warn", (host,), what, hints, f"variable:{host}:{name}")
+        default = facts.get("default_interface")
+        if len(survey.hosts) > 1 and default and default != chosen:
+            alike[default, chosen].append(host)
+    for (default, chosen), hosts in alike.items():
+        route = f"the default route of {who(hosts)} uses {default}, but other machines are reachable on {chosen}"
+        hints = (f"for other tools, export GLOO_SOCKET_IFNAME={chosen} NCCL_SOCKET_IFNAME={chosen}",)
+        cause = f"default-route:{default}:{chosen}"
+        yield DoctorFinding("interface", "warn", tuple(hosts), f"{route}; manyhands uses {chosen}", hints, cause)

@@ -1,0 +1,417 @@
+"""Determines how this process takes part: on its own, as a launcher's worker, or with `--init` from the user.
+
+The flags --init, --rank and --world-size win over what torchrun and its like set for each worker, that over other
+launchers' variables, those over descriptions of a cluster, and without any of these manyhands starts the processes.
+"""
+
+import ipaddress
+import os
+import socket
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from manyhands.cluster.hosts.inventory import (
+    DEVICE_INDEX,
+    Cluster,
+    LauncherPlace,
+    Machine,
+    Rendezvous,
+    in_brackets,
+    is_address,
+    is_host,
+)
+from manyhands.cluster.hosts.machines import described_cluster, given_cluster, modules_with
+from manyhands.cluster.hosts.variables import DEFAULT_PORT, check_rank, master_port, number
+from manyhands.config.job import ClusterOptions
+from manyhands.core.errors import UserError
+from manyhands.core.world import ProcessInfo
+from manyhands.parallel.ports import local_addresses, outer_addresses
+
+# What torchrun, torch.distributed.launch and compatible launchers set for each of their workers.
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class RankOutsideError(UserError):
+    """A rank outside the number of processes. The other ranks may already be waiting at the rendezvous."""
+
+    process_info: ProcessInfo  # the requested place, with the address of the other ranks
+
+
+@dataclass(frozen=True)
+class LaunchDecision:
+    """Which processes this command starts, or which rank it is."""
+
+    process_info: ProcessInfo | None  # this process's rank in an existing group; None if manyhands starts the processes
+    processes: int = 0  # number that manyhands starts on this machine; 0 for one per accelerator
+    rendezvous: Rendezvous | None = None  # with the processes that other machines start; None for this machine alone
+    # variable, flag or file of each value, for `manyhands explain`; "overridden" names what was not followed
+    origins: Mapping[str, str] = field(default_factory=dict)
+    requests: tuple[tuple[str, str, str], ...] = ()  # `Cluster.requests`
+
+
+def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
+    """Reads flags first, then launchers' variables, then cluster files.
+
+    Raises:
+        UserError: the flags or variables contradict each other or leave something out.
+    """
+    variables = os.environ if environment is None else environment
+    if options.init and not options.init.startswith("env://"):
+        return _by_hand(options, variables)
+    if options.init:
+        return _from_environment(options, variables)
+    if options.rank >= 0 or options.world_size:
+        raise UserError(
+            "--rank and --world-size require --init",
+            "--init",
+            ("add the address of rank 0: --init tcp://ADDRESS:23456", "or start N processes on this machine: -n N"),
+        )
+    launched = _launched(options, variables) or _described(options, variables)
+    if launched:
+        return launched
+    if not options.processes and not (options.hosts or options.hostfile):
+        for module in modules_with("alone"):
+            # A scheduler's job has several tasks, and this process was started without its launcher.
+            if error := module.alone(variables):
+                raise error
+    return LaunchDecision(None, options.processes, origins={"processes": "-n" if options.processes else "default"})
+
+
+def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
+    """Raises UserError where a flag names processes or machines, and a launcher's variables or a file name others."""
+    member, origins = found.process_info, found.origins
+    if member and member.started_by == "--init":
+        return
+    here = {member.local_size if member else found.processes}
+    # Older launchers don't set LOCAL_WORLD_SIZE; LOCAL_RANK is not set where each machine has one process.
+    unknown = member and origins["local_size"] == "default"
+    if member and unknown and origins["local_rank"] != "default":
+        here.add(member.size)
+    words = {"file": "--cluster", "hosts": "--hosts", "hostfile": "--hostfile"} if member else {}
+    if member and origins["rank"] == "RANK":
+        words["rank_table"] = "--rank-table"
+    unfollowed = [word for name, word in words.items() if name in options.flags]
+    if "processes" in options.flags and options.processes not in {0, *here}:
+        unfollowed.insert(0, f"-n {options.processes}")
+    if not unfollowed:
+        return
+    names = [name for name in dict.fromkeys(origins.values()) if name in os.environ]
+    place = f"this process has rank {member.rank} of {member.size}" if member else f"{found.processes} on this machine"
+    if member and not unknown:
+        place += f", and this machine has {member.local_size} process(es)"
+    raise UserError(
+        f"{unfollowed[0]} contradicts {', '.join(names) or origins['size']}: {place}",
+        "environment" if names else origins["size"],
+        (
+            f"remove {' and '.join(unfollowed)}",
+            *([f"or unset variables left over from another launcher: unset {' '.join(names)}"] if names else []),
+        ),
+    )
+
+
+def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
+    """Returns the rank that a launcher's variables give this process; None without such variables."""
+    # Kubeflow sets RANK for each machine, beside PET_… for torchrun; torchrun's own workers have LOCAL_RANK.
+    counts_machines = "LOCAL_RANK" not in variables and described_cluster(variables)
+    if all(variables.get(name) for name in LAUNCHER_VARIABLES) and not counts_machines:
+        return _from_environment(options, variables)
+    if options.rank_table:
+        variables = {**variables, "RANK_TABLE_FILE": options.rank_table}
+    for module in modules_with("place"):
+        if place := module.place(variables):
+            return _at_place(options, place, variables)
+    if not counts_machines and (variables.get("RANK") or number(variables, "WORLD_SIZE", 1) > 1):
+        raise _incomplete("the launcher did not set", variables)
+    return None
+
+
+def _described(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
+    """Returns this machine's processes in a cluster file or in PET_*; None without either."""
+    found = given_cluster(options, variables)
+    if not found:
+        cluster = described_cluster(variables)
+        found = (cluster, cluster.source or "environment") if cluster else None
+    if not found:
+        return None
+    rendezvous, origins = rendezvous_in(*found, options, variables)
+    own = rendezvous.sizes[rendezvous.machine]
+    alone = len(rendezvous.sizes) == 1 and rendezvous.devices in {(), tuple(range(own))}
+    return LaunchDecision(None, own, None if alone else rendezvous, origins, found[0].requests)
+
+
+def rendezvous_in(
+    cluster: Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]
+) -> tuple[Rendezvous, dict[str, str]]:
+    """Returns the rendezvous of this machine's processes, and each value's origin. Raises UserError."""
+    here = find_machine(cluster)
+    if not 0 <= here < len(cluster.machines):
+        message = f"machine {here} is out of range; expected 0 … {len(cluster.machines) - 1}"
+        raise UserError(message, origin)
+    own, first, several = cluster.machines[here], cluster.machines[0].address, len(cluster.machines) > 1
+    if first and not is_host(first):
+        message = f'"{first}" is not a host name or an IP address'
+        raise UserError(message, origin, ("write the name or the address of rank 0's machine, such as 10.0.0.1",))
+    address = reachable(first) if several else "127.0.0.1"
+    port, port_origin = cluster.master_port, origin
+    if not port:
+        port, port_origin = master_port(variables, DEFAULT_PORT, "default")
+    origins = {
+        "machine": origin if cluster.machine is not None else "this machine's names and addresses",
+        "processes": "-n" if options.processes and not own.slots else origin,
+        "size": origin,
+        "master_address": "the first machine" if several else "one machine alone",
+        "master_port": port_origin,
+        "device": origin if own.devices else "",
+    }
+    if options.processes and own.slots not in {0, options.processes}:
+        origins["overridden"] = f"-n {options.processes}"
+    sizes = tuple(machine.slots or options.processes for machine in cluster.machines)
+    return Rendezvous(sizes, here, address, port, own.devices), origins
+
+
+def _by_hand(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision:
+    if options.processes > 1:
+        raise UserError(
+            "-n and --init contradict each other: -n starts several processes, and --init joins only one",
+            "-n",
+            ("remove -n and start each process with its own --rank", "or remove --init"),
+        )
+    if options.world_size < 1 or options.rank < 0:
+        raise UserError(
+            "--init requires --world-size and --rank",
+            "--init",
+            (
+                "set --world-size to the number of processes on all machines",
+                "set --rank to 0 for the first process, 1 for the second, and so on",
+            ),
+        )
+    place = {"rank": options.rank, "size": options.world_size}
+    process_info = _process_info(options, _reachable_url(options), "--init", **place)
+    _check_rank(process_info, "--rank", "--world-size")
+    origins = {
+        "rank": "--rank", "size": "--world-size", "master_address": "--init", "master_port": "--init",
+        "local_rank": "determined at rendezvous", "local_size": "determined at rendezvous",
+    }  # fmt: skip
+    return _decision(process_info, origins, variables)
+
+
+def _check_rank(process_info: ProcessInfo, rank_word: str, size_word: str) -> None:
+    try:
+        check_rank(process_info.rank, process_info.size, rank_word, size_word)
+    except UserError as error:
+        outside = RankOutsideError(error.message, error.where, error.hints)
+        outside.process_info = process_info
+        raise outside from None
+
+
+def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision:
+    return _decision(*_environment_info(options, variables), variables, options)
+
+
+def _environment_info(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[ProcessInfo, dict[str, str]]:
+    """This process's place by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and each value's origin."""
+    if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
+        raise _incomplete("env:// requires", variables)
+    names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
+    defaults = {"local_rank": 0, "local_size": 1}
+    place = {key: number(variables, name, defaults.get(key)) for key, name in names.items()}
+    address, (port, _) = variables["MASTER_ADDR"], master_port(variables, DEFAULT_PORT, "")
+    served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    init = "env://"
+    if place["size"] > place["local_size"] and not served:
+        # Without LOCAL_WORLD_SIZE, the processes may all be on one machine and connect over loopback.
+        known = "LOCAL_WORLD_SIZE" not in variables and _is_loopback(address)
+        found = address if known else reachable(address)
+        init = init if found == address else f"tcp://{in_brackets(found)}:{port}"
+    started_by = "torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment"
+    attempt = number(variables, "TORCHELASTIC_RESTART_COUNT", 0)
+    process_info = _process_info(options, init, started_by, **place, agent_store=served, attempt=attempt)
+    _check_rank(process_info, "RANK", "WORLD_SIZE")
+    names |= {"master_address": "MASTER_ADDR", "master_port": "MASTER_PORT"}
+    return process_info, {key: name if name in variables else "default" for key, name in names.items()}
+
+
+def _incomplete(problem: str, variables: Mapping[str, str]) -> UserError:
+    missing = [name for name in LAUNCHER_VARIABLES if not variables.get(name)]
+    there = [name for name in LAUNCHER_VARIABLES if variables.get(name)]
+    hints = [f"export {' '.join(missing)}", "or start with torchrun, or give --init tcp://…"]
+    hints += [f"or unset variables left over from another launcher: unset {' '.join(there)}"] if there else []
+    found = f" (set: {', '.join(there)})" if there else ""
+    return UserError(f"{problem} {', '.join(missing)}{found}", "environment", tuple(hints))
+
+
+def _at_place(options: ClusterOptions, place: LauncherPlace, variables: Mapping[str, str]) -> LaunchDecision:
+    """Returns the rank that a launcher's own variables give; several machines need an address that all reach."""
+    check_rank(place.rank, place.size, *(place.origins.get(key, key) for key in ("rank", "size")))
+    address = place.master_address if place.size == place.local_size else reachable(place.master_address)
+    process_info = _process_info(
+        options,
+        f"tcp://{in_brackets(address)}:{place.master_port}",
+        place.started_by,
+        rank=place.rank,
+        size=place.size,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        device_index=place.device,
+    )
+    return _decision(process_info, {key: value for key, value in place.origins.items() if value}, variables, options)
+
+
+def _process_info(options: ClusterOptions, init: str, started_by: str, **place: Any) -> ProcessInfo:
+    """Adds the options of the job to a rank."""
+    return ProcessInfo(
+        init=init,
+        started_by=started_by,
+        backend=options.backend,
+        device=options.device,
+        join_warn_s=options.join_warn_s,
+        join_timeout_s=options.join_timeout_s,
+        **place,
+    )
+
+
+def _decision(
+    process_info: ProcessInfo,
+    origins: dict[str, str],
+    variables: Mapping[str, str],
+    options: ClusterOptions | None = None,
+) -> LaunchDecision:
+    """Records in the origins what else named a place for this process and was not followed."""
+    chosen, others = (process_info.rank, process_info.size), list[str]()
+    for module in modules_with("place"):
+        try:
+            place: LauncherPlace | None = module.place(variables)
+        except UserError:
+            continue  # variables of a launcher that is not used may be incomplete
+        if place and (place.rank, place.size) != chosen:
+            rank, size = place.origins.get("rank", "rank"), place.origins.get("size", "size")
+            others.append(f"{place.started_by}: {rank} {place.rank}, {size} {place.size}")
+    if "RANK" in variables and origins["rank"] != "RANK":
+        theirs = variables["RANK"], variables.get("WORLD_SIZE", "")
+        if theirs != tuple(map(str, chosen)):
+            others.append(f"RANK {theirs[0]}, WORLD_SIZE {theirs[1] or 'not set'}")
+    if options and options.processes:
+        others.append(f"-n {options.processes}")
+    if options and options.file:
+        others.append(f"--cluster {options.file}")
+    if others:
+        origins["overridden"] = "; ".join(others)
+    return LaunchDecision(process_info, origins=origins)
+
+
+def worker_process_info(options: ClusterOptions, variables: Mapping[str, str], file: str = "") -> ProcessInfo:
+    """Returns the rank of a process that our agent started. The agent serves the store, unless `file` is one."""
+    variables = {**variables, "MASTER_PORT": str(DEFAULT_PORT)} if file else variables
+    process_info, _ = _environment_info(options, variables)
+    device = number(variables, DEVICE_INDEX, -1)
+    return replace(
+        process_info,
+        started_by="manyhands",
+        init=file or "env://",
+        agent_store=process_info.agent_store and not file,
+        device_index=device if device >= 0 else None,
+    )
+
+
+def _reachable_url(options: ClusterOptions) -> str:
+    """Replaces a host name that resolves to loopback here by an address that other machines can reach."""
+    init = options.init
+    try:
+        url = urlsplit(init)
+        host, port = url.hostname, url.port
+    except ValueError as error:
+        hints = ("write a URL such as --init tcp://10.0.0.1:23456",)
+        raise UserError(f'"{init}" is not a URL: {error}', "--init", hints) from None
+    if url.scheme != "tcp" or not host or not port:
+        return init  # torch.distributed reports what is wrong with it
+    if options.rank > 0 and host in {"0.0.0.0", "::"}:
+        message = f"{host} means all addresses of rank 0's machine; other ranks can't connect to {host}"
+        raise UserError(message, "--init", ("write rank 0's address",))
+    # An explicit loopback address stays: the processes may all be on one machine.
+    return f"tcp://{in_brackets(host if _is_loopback(host) else reachable(host))}:{port}"
+
+
+def find_machine(cluster: Cluster) -> int:
+    """Returns this machine's index, as given or by its names and addresses. Raises UserError: none or several fit."""
+    if cluster.machine is not None:
+        return cluster.machine
+    names, mine = [machine.address for machine in cluster.machines], set(local_addresses())
+    here = [place for place, name in enumerate(names) if is_local_name(name, mine)]
+    here = here or [
+        place
+        for place, name in enumerate(names)
+        if any(address in mine and not _is_loopback(address) for address in _resolve(name))
+    ]
+    if len(here) == 1:
+        return here[0]
+    own = f"host name {socket.gethostname()}, addresses {', '.join(outer_addresses()) or 'only loopback'}"
+    found = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
+    if not here:
+        message = f"this machine ({own}) is not in the list of machines: {found}"
+        raise UserError(message, cluster.source, ("add one of this machine's names or addresses to the list",))
+    twice = " and ".join(names[place] for place in here)
+    message = f"this machine ({own}) is listed {len(here)} times: {twice}"
+    raise UserError(message, cluster.source, ("keep only one of these entries",))
+
+
+def is_here(machine: Machine) -> bool:
+    """Returns True if a host that the user names is or resolves to one of this machine's addresses."""
+    if "@" in machine.host or machine.port:
+        return False  # another user's account, or a container or a tunnel, if it is here at all
+    own = set(local_addresses())
+    return any(address in own or _is_loopback(address) for address in _resolve(machine.address))
+
+
+def is_local_name(name: str, addresses: Collection[str]) -> bool:
+    """Returns True for this machine's addresses and names that are known without a name server."""
+    if is_address(name):
+        return name in addresses
+    mine = socket.gethostname().lower()
+    if "." in name and "." in mine:
+        return name.lower() == mine
+    return name == "localhost" or name.partition(".")[0].lower() == mine.partition(".")[0]
+
+
+def reachable(address: str) -> str:
+    """Replaces a name that resolves to loopback here by this machine's address; returns other hosts unchanged.
+
+    Debian maps a machine's own name to 127.0.1.1.
+
+    Raises:
+        UserError: it is a loopback address, or it resolves to loopback and this machine has several addresses or none.
+    """
+    if address in {"0.0.0.0", "::"}:
+        return address
+    if _is_loopback(address):
+        message = f"the processes are on several machines, but {address} is a loopback address"
+        hints = ("set MASTER_ADDR to an address of rank 0's machine that all machines can reach",)
+        raise UserError(message, "MASTER_ADDR", hints)
+    found = [] if is_address(address) else _resolve(address)
+    if not (found and all(map(_is_loopback, found))):
+        return address
+    candidates = [found for found in outer_addresses() if ":" not in found] or outer_addresses()
+    if len(candidates) == 1:
+        return candidates[0]
+    has = f"has the addresses {' and '.join(candidates)}" if candidates else "has no other address"
+    raise UserError(
+        f"the name {address} resolves to loopback on this machine, which {has}; other machines can't reach rank 0",
+        "/etc/hosts",
+        (
+            f"in /etc/hosts, map {address} to the address that the other machines reach",
+            "or set MASTER_ADDR to the address that the other machines reach",
+        ),
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "localhost" or (is_address(address) and ipaddress.ip_address(address).is_loopback)
+
+
+def _resolve(name: str) -> list[str]:
+    try:
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []  # only other machines know the name, or it is wrong
+    return [str(entry[4][0]).partition("%")[0] for entry in entries]

@@ -1,0 +1,61 @@
+"""Messages about code that a run folder or a plan names, before it runs.
+
+Code named on the command line runs without a message. A run folder or a plan may belong to somebody else.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from manyhands.checkpoint.trained import TrainedNetwork
+from manyhands.core.errors import UserError
+from manyhands.core.terminal import say
+from manyhands.core.user_code import code_digests, code_file
+
+
+def announce(words: Iterable[str], said_by: Path, record: TrainedNetwork | None, instead: str) -> None:
+    """Prints which code a run is about to execute, and whether it has changed since training.
+
+    Args:
+        words: names in the run, such as net.py:Net; names that aren't code are skipped.
+        said_by: the folder or file that contains the names.
+        record: the digests of the code that was trained; None if unknown.
+        instead: how the user names the code on the command line.
+
+    Raises:
+        UserError: the folder or the code is another user's.
+    """
+    for word, file in _files(words, said_by, instead):
+        known = record.code if record else {}
+        unchanged = all(known.get(name, digest) == digest for name, digest in code_digests([word]).items())
+        trained = "unchanged since training" if unchanged else "CHANGED since training"
+        if word not in known:
+            trained = "the version used in training is unknown"
+        say(f"running code from {file}, as {said_by} requests; {trained}")
+
+
+def announce_planned(word: str, plan: Path, instead: str) -> None:
+    """Prints which code is about to run because a plan.json names it; the digest of the graph detects changes.
+
+    Raises:
+        UserError: the plan or the code is another user's.
+    """
+    for _, file in _files([word], plan, instead):
+        say(f"running code from {file}, as {plan} requests")
+
+
+def _files(words: Iterable[str], said_by: Path, instead: str) -> Iterator[tuple[str, Path]]:
+    """Yields words that name existing code, and their files; see `announce`."""
+    for word in dict.fromkeys(words):
+        file = code_file(word)
+        if file is not None and file.is_file():
+            for place in (said_by, file):
+                refuse_other_users(word, place, said_by, instead.format(word))
+            yield word, file
+
+
+def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> None:
+    """Raises UserError if a file or folder that makes `word` run belongs to another user than root."""
+    if place.exists() and (owner := place.stat().st_uid) not in {0, os.geteuid()}:
+        what = f"{said_by} requests to run {word}, but {place} belongs to another user (uid {owner})"
+        raise UserError(what, str(place), (f"check {word}, then name it yourself: {instead}",))

@@ -1,0 +1,330 @@
+"""The pictures of a report: training along the run, where the time goes, and which classes are mistaken for which."""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from manyhands.core.phases import PHASES
+from manyhands.core.quantities import percentage
+from manyhands.core.records import EvaluationDetail
+from manyhands.core.terminal import plain
+from manyhands.report.drawing import BLUE, GREEN, GREY, INK, VERMILION, epochs_axis, log_axis, new_figure, smooth, thin
+from manyhands.report.read import RunData
+from manyhands.report.summary import best_evaluation, images_per_s, percent, rate, shorten, steps_per_epoch, time_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Colours of Okabe and Ito. Computation is at the bottom, what delays it above.
+_PHASE_COLOURS = {
+    "compute": BLUE, "update": "#56B4E9", "communication": "#E69F00", "data": VERMILION, "evaluation": GREEN,
+    "saving": "#CC79A7", "records": "#F0E442", "other": GREY,
+}  # fmt: skip
+_MOST_BARS = 60
+# A phase with a smaller share of the time wouldn't be visible.
+_LEAST_SHARE = 0.002
+# The confusion matrix has its counts written in up to the first number of classes, and is drawn up to the second.
+_WITH_COUNTS, _AS_MATRIX = 12, 50
+_WORST_CLASSES, _PAIRS = 20, 30
+
+
+def curves(run: RunData) -> "Figure | None":
+    """Loss and accuracy, in training and in evaluation."""
+    if not run.steps and not run.evaluations:
+        return None
+    figure = new_figure(6)
+    loss, accuracy = figure.subplots(2, 1)
+    losses = [step.loss for step in run.steps], [evaluation.loss for evaluation in run.evaluations]
+    _training_and_evaluation(loss, run, *losses)
+    loss.set_title("loss")
+    finite = [value for values in losses for value in values if math.isfinite(value)]
+    if finite and min(finite) > 0 and max(finite) / min(finite) > 100:
+        log_axis(loss, "g")
+    evaluated = [100 * evaluation.top1 for evaluation in run.evaluations]
+    _training_and_evaluation(accuracy, run, [100 * step.top1 for step in run.steps], evaluated)
+    accuracy.set_title("top-1 accuracy, %")
+    if best := best_evaluation(run):
+        at = best.step / (steps_per_epoch(run) or 1)
+        accuracy.plot(at, 100 * best.top1, "o", markersize=9, fillstyle="none", color=VERMILION, label="best")
+    handles, labels = accuracy.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _training_and_evaluation(axes: "Axes", run: RunData, training: list[float], evaluated: list[float]) -> None:
+    length = steps_per_epoch(run) or 1
+    if training:
+        training = [value if math.isfinite(value) else math.nan for value in training]
+        epochs = [step.step / length for step in run.steps]
+        axes.plot(*thin(epochs, training), color=BLUE, alpha=0.25, linewidth=0.8)
+        smoothed = thin(epochs, smooth(training, [max(1, step.samples) for step in run.steps]))
+        label = "training, smoothed" if len(training) >= 10 else "training"
+        axes.plot(*smoothed, color=BLUE, marker="o" if len(training) == 1 else None, label=label)
+    if evaluated:
+        epochs = [evaluation.step / length for evaluation in run.evaluations]
+        size = 4.5 if len(epochs) <= 60 else 2
+        axes.plot(epochs, evaluated, "o-", color=VERMILION, markersize=size, linewidth=1.2, label="evaluation")
+    epochs_axis(axes, run)
+
+
+def learning_rate(run: RunData) -> "Figure | None":
+    if not run.steps:
+        return None
+    figure = new_figure(2.4)
+    axes = figure.subplots()
+    length = steps_per_epoch(run) or 1
+    points = thin([step.step / length for step in run.steps], [step.learning_rate for step in run.steps])
+    axes.plot(*points, color=GREEN, marker="o" if len(run.steps) == 1 else None)
+    axes.set_ylabel("learning rate")
+    axes.set_ylim(bottom=0)
+    epochs_axis(axes, run)
+    return figure
+
+
+def throughput(run: RunData) -> "Figure | None":
+    """Images per second over the training time, with the share of it that waited for data."""
+    if not run.steps:
+        return None
+    unit, unit_s = time_unit(sum(session.seconds for session in run.sessions))
+    times, speeds, waits = _along_time(run, unit_s)
+    shows_waits = any(wait >= 1 for wait in waits)
+    figure = new_figure(3.9 if shows_waits else 2.7)
+    ratios = (3, 1) if shows_waits else None
+    rows = figure.subplots(2 if shows_waits else 1, 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+    speed, typical = rows[0], images_per_s(run)
+    speed.plot(*thin(times, speeds), color=BLUE, linewidth=1, marker="o" if len(times) == 1 else None)
+    if typical is not None:
+        speed.axhline(typical, color=VERMILION, linewidth=1.2, linestyle="--", label=f"median {rate(typical)}")
+        speed.legend(loc="lower right")
+    speed.set_title("images per second")
+    speed.set_ylim(bottom=0)
+    speed.grid(axis="y")
+    if shows_waits:
+        rows[1].fill_between(*thin(times, waits), color=VERMILION, alpha=0.5, linewidth=0)
+        rows[1].set_ylim(0, max(20.0, min(100.0, 110 * max(step.data_share for step in run.steps))))
+        rows[1].set_title("waiting for data, % of the time")
+        rows[1].grid(axis="y")
+    rows[-1].set_xlabel(f"training time, {unit}")
+    rows[-1].set_xlim(0, max(times) * 1.01 or 1)
+    return figure
+
+
+def _along_time(run: RunData, unit_s: float) -> tuple[list[float], list[float], list[float]]:
+    """Times, speeds and percentages of waiting, with a gap after each pause between sessions."""
+    points: list[tuple[float, float, float]] = []
+    last = None
+    for step in run.steps:
+        worked, current = 0.0, None
+        for session in run.sessions:
+            if session.start <= step.time <= session.end:
+                worked, current = worked + step.time - session.start, session
+                break
+            worked += session.seconds
+        if points and current is not last:
+            points.append((worked / unit_s, math.nan, math.nan))
+        speed = step.images_per_s if math.isfinite(step.images_per_s) else math.nan
+        points.append((worked / unit_s, speed, 100 * step.data_share))
+        last = current
+    times, speeds, waits = map(list, zip(*points, strict=True))
+    return times, speeds, waits
+
+
+def time_stack(run: RunData) -> "Figure | None":
+    """A bar for each epoch, or the mean of neighbours: its seconds by phase, the mean over processes."""
+    epochs: dict[int, dict[str, float]] = {}
+    for record in run.phases:
+        seconds = epochs.setdefault(record.epoch, dict.fromkeys(PHASES, 0.0))
+        for phase in PHASES:
+            seconds[phase] += statistics.fmean(record.seconds.get(phase) or [0.0])
+    epochs = {epoch: seconds for epoch, seconds in epochs.items() if sum(seconds.values())}
+    if not epochs:
+        return None
+    from matplotlib.ticker import MaxNLocator
+
+    size = -(-len(epochs) // _MOST_BARS)
+    numbers = sorted(epochs)
+    bars = [numbers[at : at + size] for at in range(0, len(numbers), size)]
+    total = sum(sum(seconds.values()) for seconds in epochs.values())
+    unit, unit_s = time_unit(max(sum(seconds.values()) for seconds in epochs.values()))
+    figure = new_figure(3.6)
+    axes = figure.subplots()
+    centres, widths = [(bar[0] + bar[-1]) / 2 for bar in bars], [0.8 * len(bar) for bar in bars]
+    bottoms = [0.0] * len(bars)
+    for phase, colour in _PHASE_COLOURS.items():
+        if sum(seconds[phase] for seconds in epochs.values()) < _LEAST_SHARE * total:
+            continue
+        heights = [statistics.fmean(epochs[one][phase] for one in bar) / unit_s for bar in bars]
+        axes.bar(centres, heights, widths, bottoms, color=colour, label=phase)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(f"{unit} per epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(numbers[0] - 0.6, numbers[-1] + 0.6)
+    axes.grid(axis="y")
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+@dataclass(frozen=True)
+class ClassScore:
+    """The recognition of one class."""
+
+    name: str
+    count: int  # samples of the class
+    right: int  # of these, recognised
+    predicted: int  # all samples recognised as this class
+
+    @property
+    def recall(self) -> float:
+        """The share of the class's samples that was recognised; NaN without samples."""
+        return self.right / self.count if self.count else math.nan
+
+    @property
+    def precision(self) -> float:
+        """The share of the samples recognised as this class that belongs to it; NaN without such samples."""
+        return self.right / self.predicted if self.predicted else math.nan
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Samples of one class that were recognised as another."""
+
+    true: str
+    guess: str
+    count: int
+    share: float  # of the class's samples
+
+
+def shown_detail(run: RunData) -> EvaluationDetail | None:
+    """The counts to show: those of the best evaluation, else of the newest."""
+    detail = run.best or run.last
+    return detail if detail and detail.classes and detail.confusion else None
+
+
+def _names_and_counts(detail: EvaluationDetail) -> tuple[list[str], list[tuple[int, int, int]]]:
+    """Names of the classes, and valid entries of the sparse confusion matrix."""
+    size = range(len(detail.classes))
+    cells = [(true, guess, count) for true, guess, count in detail.confusion if true in size and guess in size]
+    return [plain(name) or f"class {index}" for index, name in enumerate(detail.classes)], cells
+
+
+def class_scores(detail: EvaluationDetail) -> list[ClassScore]:
+    """Every class, the worst first; classes without samples at the end."""
+    names, cells = _names_and_counts(detail)
+    count, right, predicted = ([0] * len(names) for _ in range(3))
+    for true, guess, number in cells:
+        count[true] += number
+        predicted[guess] += number
+        right[true] += number if true == guess else 0
+    scores = map(ClassScore, names, count, right, predicted)
+    return sorted(scores, key=lambda score: (score.count == 0, score.recall if score.count else 0.0))
+
+
+def confused_pairs(detail: EvaluationDetail, most: int = _PAIRS) -> list[Pair]:
+    """The most frequent mistakes, by their number and then by their share of the class."""
+    names, cells = _names_and_counts(detail)
+    totals = [0] * len(names)
+    for true, _, number in cells:
+        totals[true] += number
+    wrong = [
+        Pair(names[true], names[guess], number, number / totals[true])
+        for true, guess, number in cells
+        if true != guess and number > 0
+    ]
+    return sorted(wrong, key=lambda pair: (-pair.count, -pair.share))[:most]
+
+
+def confusion(run: RunData) -> "Figure | None":
+    """The confusion matrix, or the most frequent mistakes if there are too many classes for a matrix."""
+    detail = shown_detail(run)
+    if detail is None:
+        return None
+    if len(detail.classes) <= _AS_MATRIX:
+        return _matrix(detail)
+    pairs = confused_pairs(detail)
+    if not pairs:
+        return None
+    names = [f"{shorten(pair.true, 22)} → {shorten(pair.guess, 22)}" for pair in pairs]
+    notes = [f"{pair.count}  ({percent(pair.share)})" for pair in pairs]
+    return _bars(names, [float(pair.count) for pair in pairs], notes, "samples (share of the class)")
+
+
+def _matrix(detail: EvaluationDetail) -> "Figure":
+    from matplotlib.colors import LinearSegmentedColormap
+
+    names, cells = _names_and_counts(detail)
+    size = len(names)
+    counts = [[0] * size for _ in range(size)]
+    for true, guess, number in cells:
+        counts[true][guess] += number
+    shares = [[number / (sum(row) or 1) for number in row] for row in counts]
+    side = 2.6 + 0.22 * size if size <= _WITH_COUNTS else min(9.5, 4.0 + 0.13 * size)
+    figure = new_figure(side, side + 0.6)
+    axes = figure.subplots()
+    # From transparent, so that an empty cell has the page's colour.
+    blues = LinearSegmentedColormap.from_list("blues", [BLUE + "00", BLUE + "ff"])
+    image = axes.imshow(shares, cmap=blues, vmin=0, vmax=1)
+    small = 10 if size <= _WITH_COUNTS else (8.5 if size <= 25 else 7)
+    names = [shorten(name, 18) for name in names]
+    axes.set_xticks(range(size), names, rotation=90 if max(map(len, names)) > 2 else 0, fontsize=small)
+    axes.set_yticks(range(size), names, fontsize=small)
+    axes.set(xlabel="recognised as", ylabel="is")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    for true, row in enumerate(counts if size <= _WITH_COUNTS else []):
+        for guess, number in enumerate(row):
+            if number:
+                colour = "white" if shares[true][guess] > 0.55 else INK
+                axes.text(guess, true, str(number), ha="center", va="center", fontsize=9, color=colour)
+    bar = figure.colorbar(image, ax=axes, shrink=0.7, aspect=30, ticks=[0, 0.5, 1], label="share of the class")
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue] -- matplotlib declares it as a callable
+    bar.ax.set_yticklabels(["0", "50 %", "100 %"])
+    return figure
+
+
+def per_class(run: RunData) -> "Figure | None":
+    """Recall of the worst classes."""
+    detail = shown_detail(run)
+    worst = [score for score in class_scores(detail) if score.count][:_WORST_CLASSES] if detail else []
+    if not detail or not worst:
+        return None
+    names = [shorten(score.name, 26) for score in worst]
+    notes = [f"{percentage(score.recall)}  ({score.right} of {score.count})" for score in worst]
+    figure = _bars(names, [100 * score.recall for score in worst], notes, "recall, %", limit=140)
+    axes, top1 = figure.axes[0], detail.top1
+    axes.set_xticks(range(0, 101, 20))
+    axes.axvline(100 * top1, color=VERMILION, linewidth=1.2, linestyle="--", label=f"top-1: {percent(top1)}")
+    figure.legend(loc="outside lower right")
+    return figure
+
+
+def _bars(names: list[str], values: list[float], notes: list[str], label: str, limit: float = 0.0) -> "Figure":
+    figure = new_figure(1.3 + 0.27 * len(names))
+    axes = figure.subplots()
+    axes.barh(range(len(names)), values, color=BLUE, height=0.68)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set_xlim(0, limit or 1.25 * (max(values) or 1.0))
+    box: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    place: dict[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+    for at, (value, note) in enumerate(zip(values, notes, strict=True)):
+        axes.annotate(note, (value, at), fontsize=9, color=GREY, bbox=box, **place)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(label)
+    axes.grid(axis="x")
+    return figure
+
+
+# File name, title on the page, and the function that draws the picture; it returns None if records are missing.
+PICTURES: tuple[tuple[str, str, "Callable[[RunData], Figure | None]"], ...] = (
+    ("curves", "Loss and accuracy", curves),
+    ("learning-rate", "Learning rate", learning_rate),
+    ("throughput", "Speed", throughput),
+    ("time", "Where the time goes", time_stack),
+    ("confusion", "Confusion matrix", confusion),
+    ("classes", "Recall by class", per_class),
+)

@@ -1,0 +1,235 @@
+"""The run folder of a launcher: opened, locked and removed, and followed while its run trains."""
+
+import contextlib
+import fcntl
+import os
+import re
+import shlex
+import shutil
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import tomli_w
+from filelock import FileLock, Timeout
+
+from manyhands.cluster.agents.claim import Term, claim, new_holder, raise_term, run_id, set_run_id, term_in
+from manyhands.cluster.folders import holds_run, use_run_folder, write_job, writing_into
+from manyhands.cluster.hosts.machines import machines_of
+from manyhands.config.job import Job
+from manyhands.config.load import read_toml
+from manyhands.core.errors import EXIT_DOCTOR, EXIT_USAGE, ManyhandsError, UserError
+from manyhands.core.files import free_name, private_files
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.stops import ended_like_ctrl_c, request_stop
+from manyhands.core.timeouts import MAKE_WAY_S
+from manyhands.run.registry import headed_here, registered
+
+RUNS = Path("runs")
+# Seconds between two looks, and how long a job file may be missing while it is replaced.
+POLL_S, REPLACING_S = 1.0, 0.05
+
+
+@contextlib.contextmanager
+def run_folder(job: Job) -> Iterator[RunFolder]:
+    """Opens the run folder; removes a new one if a user's mistake ends the run before its first update."""
+    base = Path(job.run.out).expanduser() if job.run.out else RUNS
+    missing = topmost_missing(base)
+    with private_files():
+        folder, lock = _open_folder(job)
+        topmost = missing or (folder.path if not job.run.out else None)
+        try:
+            names = [machine.name for machine in machines_of(job.cluster)]
+            with registered(folder.path, names), ended_like_ctrl_c():
+                yield folder
+        except ManyhandsError as error:
+            if error.exit_code in {EXIT_USAGE, EXIT_DOCTOR} and topmost and not folder.metrics.exists():
+                remove_new(folder.path, topmost)
+            raise
+        finally:
+            if lock:
+                lock.release()
+
+
+def folder_to_be(job: Job) -> Path:
+    """Returns the folder that a run of this job would use if it started now."""
+    return Path(job.run.out) if job.run.out else free_run_folder(RUNS, *_name_of(job), datetime.now())
+
+
+def _name_of(job: Job) -> tuple[str, str]:
+    return (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)
+
+
+def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
+    """Opens a new or resumed run folder, writes the job into it, and locks it against other runs.
+
+    Raises:
+        UserError: it can't be used, or holds a run that the user doesn't want to resume.
+    """
+    if not job.run.out:
+        folder = new_run_folder(RUNS, *_name_of(job), datetime.now())
+    else:
+        folder = use_run_folder(Path(job.run.out).expanduser())
+        if folder.exists() and job.checkpoint.resume == "never":
+            raise UserError(f"{folder.path} already holds a run", "--out", ("use --resume auto", "or another --out"))
+    with writing_into(folder.path):
+        # `resume --no-detach` takes a detached run over too.
+        detached = "detach" in job.cluster.flags and folder.exists() and read_toml(folder.job).get("cluster", {})
+        lock = _lock(folder, takes_over=job.cluster.detach or bool(detached and detached.get("detach")))
+    if not folder.exists() or job.run.script:
+        # An earlier run's job file is replaced only once everything is known to fit (see worker/run_metadata.py).
+        write_job(folder, tomli_w.dumps(job.model_dump(mode="json")))
+    return folder, lock
+
+
+def already_running(folder: RunFolder, *more: str) -> UserError:
+    """Returns the error for a folder whose run is active."""
+    hints = (f"wait for its end, or stop the run: manyhands stop {shlex.quote(str(folder.path))}", *more)
+    return UserError(f"a run is active in {folder.path}", "--out" if more else str(folder.path), hints)
+
+
+def _lock(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
+    folder.ranks.mkdir(exist_ok=True)
+    takes_over = takes_over and not headed_here(folder.path)
+    try:
+        if takes_over:
+            raise_term(folder.ranks, Term(term_in(folder.ranks).head + 1))
+        lock = claim(folder, new_holder(), *((MAKE_WAY_S, MAKE_WAY_S) if takes_over else ()))
+    except Timeout:
+        raise already_running(folder, "or choose another --out") from None
+    if not run_id(folder):
+        set_run_id(folder)
+    folder.failures.mkdir(exist_ok=True)
+    for stale in folder.failures.glob("*.json"):
+        stale.unlink()
+    return lock
+
+
+def free_run_folder(base: Path, data: str, model: str, now: datetime) -> Path:
+    """Returns the first of runs/<date>-<data>-<model>, …-2, …-3 that doesn't exist yet."""
+    plain = [word.removeprefix("torchvision:").split(":")[0] for word in (data, model)]
+    words = [re.sub(r"[^\w.-]+", "-", Path(word).stem).strip("-") or "run" for word in plain]
+    stem = f"{now:%Y-%m-%d}-{words[0]}-{words[1]}"
+    for number in range(1, 10_000):
+        path = base / (stem if number == 1 else f"{stem}-{number}")
+        if not os.path.lexists(path):
+            return path
+    raise UserError(f"{base} has 10,000 runs of this name for today", str(base), ("choose a run folder: --out DIR",))
+
+
+def new_run_folder(base: Path, data: str, model: str, now: datetime) -> RunFolder:
+    """Creates the folder that `free_run_folder` names."""
+    while True:
+        path = free_run_folder(base, data, model, now)
+        with writing_into(path), contextlib.suppress(FileExistsError):  # another run has just created it
+            path.mkdir(parents=True)
+            return RunFolder(path)
+
+
+def topmost_missing(path: Path) -> Path | None:
+    """Returns the missing folder closest to the root among `path` and its parents; None if `path` exists."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    return missing[-1] if missing else None
+
+
+def remove_new(folder: Path, topmost: Path) -> None:
+    """Removes a new folder, and the empty ones above it up to `topmost`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for place in folder.parents:
+            if place == topmost.parent:
+                break
+            place.rmdir()
+
+
+class FolderWatch:
+    """Detects that a run folder was renamed or deleted.
+
+    A renamed folder gets a link in its old place, so that all processes write into the new one. A deleted folder is
+    made again with the same small files and the run is asked to stop, so that it saves and can be resumed.
+
+    Args:
+        path: the run folder.
+        warn: receives a sentence about each change.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], object]) -> None:
+        self._name, self._path, self._warn = path, path.absolute(), warn
+        self._contents: dict[Path, bytes] = {}
+        self._look_at = 0.0
+        self._deleted = self._stop_is_due = False
+        self._open_folder()
+
+    def look(self) -> None:
+        """Compares the path with the opened folder, at most once a second; retries if the file system fails."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + POLL_S
+        with contextlib.suppress(OSError):
+            self._compare()
+        if self._stop_is_due and request_stop():
+            self._stop_is_due = False
+
+    def _compare(self) -> None:
+        folder = RunFolder(self._path)
+        missing = self._missing(folder)
+        if missing == [folder.job]:
+            time.sleep(REPLACING_S)
+            missing = self._missing(folder)
+        if not {folder.job, folder.ranks} <= set(missing):
+            for path in missing:
+                if path == folder.ranks:
+                    folder.failures.mkdir(parents=True)
+                elif path in self._contents:
+                    path.write_bytes(self._contents[path])
+                else:
+                    continue
+                if not self._deleted:
+                    self._warn(f"{self._name / path.name} was deleted and has been restored")
+            files = (folder.job, folder.plan, folder.network, folder.environment)
+            self._contents |= {file: file.read_bytes() for file in files if file.is_file()}
+        elif place := self._new_place():
+            self._link_to(place)
+        else:
+            self._make_again(folder)
+
+    def _missing(self, folder: RunFolder) -> list[Path]:
+        """Returns files and folders that have disappeared; all of them if the path leads elsewhere."""
+        known = [*self._contents, *({folder.job, folder.ranks} - self._contents.keys())]
+        here = self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._descriptor))
+        return [path for path in known if not (here and path.exists())]
+
+    def _link_to(self, place: Path) -> None:
+        if self._path.is_symlink():
+            self._path.unlink()
+        elif self._path.exists():  # made again by a process that was saving, or by another run
+            self._path.rename(free_name(place, "written-while-moved"))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.symlink_to(place)
+        self._warn(f"{self._name} was moved to {place}; the run continues there, with a link at the old path")
+
+    def _make_again(self, folder: RunFolder) -> None:
+        folder.failures.mkdir(parents=True, exist_ok=True)
+        for file, content in self._contents.items():
+            file.write_bytes(content)
+        self._close()
+        self._open_folder()
+        if not self._deleted:  # a deletion may take several looks
+            self._deleted = self._stop_is_due = True
+            self._warn(f"{self._name} was deleted: its records and checkpoints are lost. Saving and stopping")
+
+    def _open_folder(self) -> None:
+        self._descriptor = os.open(self._path, os.O_RDONLY)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+
+    def _new_place(self) -> Path | None:
+        """Where the opened folder is now; None if it was deleted or emptied."""
+        on_macos: int | None = getattr(fcntl, "F_GETPATH", None)
+        if on_macos is not None:
+            found = Path(os.fsdecode(fcntl.fcntl(self._descriptor, on_macos, bytes(1024)).rstrip(b"\0")))
+        else:
+            found = Path(f"/proc/self/fd/{self._descriptor}").readlink()
+        holds = found != self._path and holds_run(found)
+        return found if holds and os.path.samestat(found.stat(), os.fstat(self._descriptor)) else None

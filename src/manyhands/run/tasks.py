@@ -1,0 +1,313 @@
+"""Short tasks on what a run has trained: evaluate, predict, and describe, merge or reshard its checkpoints.
+
+A task runs in this process, in the group that a launcher has formed, or on processes started here.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from manyhands.checkpoint.describe import is_pickled, open_description
+from manyhands.checkpoint.folders import choose
+from manyhands.cluster.agents.assemble import open_here
+from manyhands.cluster.agents.orders import orders_for
+from manyhands.cluster.agents.ssh import copied_by
+from manyhands.cluster.agents.supervise import Watch, supervise
+from manyhands.cluster.failures import Failed, as_error
+from manyhands.cluster.hosts.inventory import Rendezvous
+from manyhands.cluster.hosts.this_process import participate
+from manyhands.config.job import OBJECT, Job
+from manyhands.config.load import load_job
+from manyhands.config.named_code import announce
+from manyhands.core.errors import UserError
+from manyhands.core.plan_record import read_plan_record
+from manyhands.core.resuming import OBJECTS
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.scratch import scratch
+from manyhands.core.terminal import say
+from manyhands.parallel.options import MODE_OF_PLANS, USUAL_MODE, ParallelOptions
+from manyhands.run.logs import read_places
+from manyhands.run.outcome import failure_of
+from manyhands.run.resume import record_of
+from manyhands.run.train import place_of
+
+Guesses = list[tuple[str, float]]
+
+
+def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluates a run's checkpoint, or a file, on the run's evaluation split or on the data that `flags` name.
+
+    A plain folder of class folders is evaluated entirely.
+
+    Args:
+        reference: a run folder, a checkpoint, or a .pth.tar, .pth or .safetensors file.
+        which: "best" or "last", for a run folder.
+        flags: changes to the run's job, by dotted key.
+
+    Returns:
+        checkpoint, data, count, loss, top1, top5, per_class and confusion, as plain data.
+
+    Raises:
+        ManyhandsError: there is no such run, or the evaluation failed.
+    """
+    from manyhands.worker.check import is_plain_folder
+
+    job, path = job_of(reference, flags), resolve_checkpoint(reference, which)
+    given = [key for key, value in flags.items() if value is not None]
+    _announce_code(job, path, given)
+    if job.data.name == OBJECTS:
+        hints = ("name a folder of pictures: manyhands eval RUN FOLDER", "or call manyhands.evaluate(MODEL, TEST_SET)")
+        raise UserError("the data of this run was a Python object of its own program", str(reference), hints)
+    whole = "data.name" in given and is_plain_folder(job.data.name)
+    trained_on = load_job({}, file=run.job).job.data.name if whole and (run := run_of(reference)) else ""
+    if trained_on and Path(trained_on).expanduser().resolve() == Path(job.data.name).expanduser().resolve():
+        say(f"{job.data.name} contains training pictures of this run; to evaluate held-back pictures only, omit DATA")
+    found = _evaluate(job, path, {"given": given, "whole": whole})
+    return {**found, "data": job.data.name if whole else f"the evaluation split of {job.data.name}"}
+
+
+def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
+    """Announces code that the run's records name; code that the user has named now is not announced."""
+    record = record_of(path)
+    if "model.name" not in given:
+        announce([record.name if record else job.model.name], path, record, "manyhands eval RUN DATA {}")
+    if "data.name" not in given:
+        announce([job.data.name], path, record, "manyhands eval RUN {}")
+    if "train.metrics" not in given:
+        announce(job.train.metrics, path, record, "manyhands eval RUN --set train.metrics={}")
+    for word in job.train.metrics:
+        if word.startswith(f"{OBJECT}:"):
+            say(f"skipping the metric {word.removeprefix(f'{OBJECT}:')}, which was a Python object")
+
+
+def evaluate_job(job: Job, path: Path | None) -> dict[str, Any] | None:
+    """Evaluates a checkpoint, or the untrained network of the job, on the processes that the job names.
+
+    Returns:
+        What `evaluate_run` returns; None on processes other than the first.
+
+    Raises:
+        ManyhandsError: the evaluation failed.
+    """
+    found = _evaluate(job, path, {})
+    return {**found, "data": f"the evaluation split of {job.data.name}"} if found else None
+
+
+def _evaluate(job: Job, path: Path | None, more: dict[str, Any]) -> dict[str, Any]:
+    """Returns the results; empty on processes other than the first."""
+    found = _in_group_or_started(job, "evaluate", {"checkpoint": str(path.resolve()) if path else "", **more})
+    return {"checkpoint": str(path or ""), **found} if found else {}
+
+
+def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
+    """Returns the job that a checkpoint belongs to, with changes; for a lone file the flags must name the data.
+
+    Machines and processes are those that the flags name now: the run's own may be out of reach.
+    """
+    if not reference.exists():
+        hints = ("name a run folder, a checkpoint, or a .pth.tar file",)
+        raise UserError(f"there is nothing at {reference}", "", hints)
+    run = run_of(reference)
+    if not run:
+        if not flags.get("data.name"):
+            hints = ("name data and network: manyhands eval FILE DATA MODEL",)
+            raise UserError(f"{reference} is in no run folder", "", hints)
+        return load_job(dict(flags)).job
+    job = load_job(dict(flags), file=run.job).job
+    changes: dict[str, Any] = {
+        "cluster": load_job({key: value for key, value in flags.items() if key.startswith("cluster.")}).job.cluster,
+        # The held-out set is not evaluated here, and may be missing.
+        "data": job.data.model_copy(update={"held_out": ""}),
+    }
+    if job.parallel.searches and run.plan.is_file():  # follow the plan that the run's processes found
+        unsharded = read_plan_record(run.plan).mode == USUAL_MODE
+        found = {"mode": USUAL_MODE} if unsharded else {"mode": MODE_OF_PLANS, "plan": str(run.plan)}
+        options = ParallelOptions().model_dump(include={"mesh", "pin", "fill"}) | found
+        changes["parallel"] = job.parallel.model_copy(update=options)
+    return job.model_copy(update=changes)
+
+
+def run_of(reference: Path) -> RunFolder | None:
+    """Returns the run folder that `reference` is, or that holds this checkpoint."""
+    folders = map(RunFolder, (reference, *reference.absolute().parents[:2]))
+    return next((folder for folder in folders if folder.exists()), None)
+
+
+def resolve_checkpoint(reference: Path, which: str) -> Path:
+    """Returns the checkpoint folder or file that a reference means, and names damaged ones that were skipped.
+
+    Raises:
+        UserError: there is none, or it is on another machine.
+    """
+    folder = RunFolder(reference)
+    if folder.exists() and not folder.has_checkpoints():
+        away = next((place for place in read_places(folder) if place.has(0) and not place.local), None)
+        if away:
+            raise UserError(
+                f"the checkpoints of {reference} are on {away.machine.name}, where rank 0 ran",
+                f"{away.host}:{away.folder}/checkpoints",
+                (copied_by(away.machine, f"{away.folder}/checkpoints", f"{reference}/"),),
+            )
+    path, passed_over = choose(reference, which)  # pyright: ignore[reportArgumentType]
+    for note in passed_over:
+        say(note)
+    return path
+
+
+def predict_files(
+    reference: Path,
+    pictures: Sequence[Path],
+    *,
+    which: str = "best",
+    model: str | None = None,
+    processes: int | None = None,
+    device: str | None = None,
+) -> Iterator[tuple[Path, Guesses | str]]:
+    """Yields the most likely classes of each picture, with their probabilities; needs the checkpoint only.
+
+    A picture that can't be read gives a text that says why.
+
+    Args:
+        reference: a run folder, or a checkpoint.
+        pictures: files, and folders whose pictures are all predicted.
+        which: "best" or "last", for a run folder.
+        model: the network's name, if the run doesn't record it.
+        processes: number of processes that share the pictures; None: this one, or those of a launcher.
+        device: torch device; None: the CPU, or what several processes select automatically.
+
+    Raises:
+        UserError: a picture is missing, or the checkpoint can't be used without more.
+    """
+    files = list_pictures(pictures)
+    path = resolve_checkpoint(reference, which)
+    record = record_of(path)
+    if model is None and record:
+        announce([record.name], path, record, "--model {}")
+    job = load_job({"cluster.processes": processes, "cluster.device": device}).job
+    if (processes or 1) > 1 or participate(job.cluster).process_info:
+        named = [str(file.resolve()) for file in files]
+        argument = {"checkpoint": str(path.resolve()), "pictures": named, "model": model}
+        found = _in_group_or_started(job, "predict", argument)
+        yield from zip(files, found["guesses"], strict=True) if found else ()
+        return
+    from manyhands.worker.own_process import guess_files
+
+    device = "cpu" if job.cluster.device == "auto" else job.cluster.device
+    yield from zip(files, guess_files(path, files, model, device), strict=True)
+
+
+def list_pictures(named: Iterable[Path]) -> list[Path]:
+    """Returns the named files, and all pictures in named folders at any depth, by name.
+
+    Raises:
+        UserError: there is no such file, or a folder holds no picture.
+    """
+    from manyhands.data.decode import PICTURE_SUFFIXES
+    from manyhands.data.walk import is_junk
+
+    found: list[Path] = []
+    for path in named:
+        if path.is_dir():
+            inside = sorted(
+                file for file in path.rglob("*") if file.suffix.lower() in PICTURE_SUFFIXES and file.is_file()
+            )
+            inside = [file for file in inside if not any(map(is_junk, file.relative_to(path).parts))]
+            if not inside:
+                hints = (f"name a folder with pictures that end in {', '.join(sorted(PICTURE_SUFFIXES))}",)
+                raise UserError(f"there is no picture in {path}", str(path), hints)
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise UserError(f"there is no picture {path}", "", ("name picture files or folders of pictures",))
+    return found
+
+
+def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
+    """Describes a checkpoint: format, step, mesh, and the shape, dtype, sharding and size of each tensor.
+
+    Args:
+        reference: a run folder, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file.
+        which: "best" or "last", for a run folder.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    path = resolve_checkpoint(reference, which)
+    if not is_pickled(path):
+        return open_description(path, verified=path.is_dir()).as_plain()
+    from manyhands.worker.checkpoints import describe_file
+
+    return describe_file(path)
+
+
+def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path | None = None) -> tuple[str, ...]:
+    """Writes a checkpoint unsharded, as a new folder or one file of weights, or as a folder sharded by a plan.
+
+    Returns:
+        What was left out, as sentences.
+
+    Raises:
+        ManyhandsError: the target exists, the plan doesn't fit, the source is damaged, or the disk is full.
+    """
+    from manyhands.worker.checkpoints import merge_file, read_network_layout, refuse_existing, reshard_file
+
+    refuse_existing(target)
+    layout = read_network_layout(plan) if plan else None
+    path = resolve_checkpoint(reference, which)
+    return reshard_file(path, target, layout) if layout else merge_file(path, target)
+
+
+def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
+    """Runs a worker's task in this process, if a launcher made it one of a group, else on processes started here.
+
+    Returns:
+        What the task returned; nothing on processes of a group other than the first.
+
+    Raises:
+        ManyhandsError: the task failed.
+    """
+    process_info = place_of(job).process_info
+    if process_info is None:
+        return run_by_agent(job, {"task": task, **argument})
+    from manyhands.worker.entry import TASKS
+
+    with _private_folder() as folder:
+        try:
+            found = TASKS[task](job, process_info, folder, argument, say)
+        except Failed as failed:
+            raise as_error(failed.record) from failed.__cause__
+    return found if process_info.rank == 0 else {}
+
+
+def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
+    """Runs a worker's task on the processes that the job names, on this machine, and deletes its run folder.
+
+    Args:
+        job: the job of the task.
+        argument: "task", and what it needs besides the job; plain data.
+
+    Returns:
+        What the first process returned.
+
+    Raises:
+        ManyhandsError: the task failed.
+        KeyboardInterrupt: the user stopped it.
+    """
+    with _private_folder() as folder:
+        orders = orders_for(job, folder=str(folder.path), rendezvous=Rendezvous((job.cluster.processes,)), **argument)
+        ending = supervise([open_here(folder.ranks / "agent.log")], [orders], Watch())
+        if ending.interrupted:
+            raise KeyboardInterrupt  # there is nothing to save, and what a signal ended is no failure
+        if not ending.ok:
+            raise failure_of(folder, ending)
+        return ending.returned[0]
+
+
+@contextmanager
+def _private_folder() -> Iterator[RunFolder]:
+    with scratch("private") as private:
+        folder = RunFolder(private)
+        folder.failures.mkdir(parents=True)
+        yield folder

@@ -1,0 +1,96 @@
+"""A cost model of collectives from the latency and the bandwidth of a link.
+
+For p processes in a ring, an all-reduce is a reduce-scatter and an all-gather of p - 1 messages each, of a p-th of the
+bytes (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). gloo and NCCL
+do the same with long messages.
+"""
+
+from dataclasses import dataclass, replace
+
+from manyhands.core.quantities import parse_bandwidth
+
+Points = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """The speed of a link between two processes."""
+
+    bytes_per_s: float  # in one direction, with long messages
+    latency_s: float  # until the first byte of a message arrives
+    work_s_per_byte: float = 0.0  # that the cores of a process are busy with each byte that it sends
+    work_s_per_message: float = 0.0  # that they are busy with each message
+
+    def with_work_of(self, other: "LinkSpeed") -> "LinkSpeed":
+        """Returns this link with the core time of the other's messages."""
+        return replace(self, work_s_per_byte=other.work_s_per_byte, work_s_per_message=other.work_s_per_message)
+
+
+# Processes of one machine exchange tensors through memory; machines are assumed to have Gigabit Ethernet.
+WITHIN_A_MACHINE = LinkSpeed(4e9, 20e-6)
+BETWEEN_MACHINES = LinkSpeed(125e6, 100e-6)
+# The share of a line without the headers of Ethernet, IP and TCP: 1448 of 1514 bytes.
+_PAYLOAD = 0.956
+# Largest throughput of ssh and the latency it adds, measured between two hosts that share two cores
+# (docs/experiments/through-ssh.md).
+_SSH = LinkSpeed(2.2e8, 300e-6)
+
+
+def named_link(text: str, where: str = "--link") -> LinkSpeed:
+    """Returns the link on a line of a nominal speed, such as 10mbit.
+
+    Raises:
+        UserError: the text is not a speed.
+    """
+    return LinkSpeed(parse_bandwidth(text, where) * _PAYLOAD, BETWEEN_MACHINES.latency_s)
+
+
+def through_ssh(link: LinkSpeed) -> LinkSpeed:
+    """Returns the link if its traffic is tunnelled through ssh."""
+    return replace(link, bytes_per_s=min(link.bytes_per_s, _SSH.bytes_per_s), latency_s=link.latency_s + _SSH.latency_s)
+
+
+def rounds(kind: str, processes: int) -> tuple[int, float]:
+    """Returns (sequential messages, bytes that each process sends per byte of the tensor) of a collective.
+
+    The tensor is the unsharded one: what is reduced, gathered or scattered, or the one of a process for all_to_all.
+    """
+    ring = processes - 1
+    if processes == 1:
+        return 0, 0.0
+    if kind == "all_reduce":
+        return 2 * ring, 2 * ring / processes
+    return ring, ring / processes
+
+
+def sent_bytes(kind: str, processes: int, size_bytes: float) -> float:
+    """Returns the bytes that a process sends, as the mean over the group."""
+    return size_bytes * rounds(kind, processes)[1]
+
+
+def link_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) -> float:
+    """Returns the seconds of a collective, at least the time that cores are busy with it."""
+    messages, share = rounds(kind, processes)
+    sending_s = messages * link.latency_s + share * size_bytes / link.bytes_per_s
+    return max(sending_s, work_seconds(kind, processes, size_bytes, link))
+
+
+def work_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) -> float:
+    """Returns the seconds that the cores of a process are busy with a collective."""
+    messages, share = rounds(kind, processes)
+    return messages * link.work_s_per_message + share * size_bytes * link.work_s_per_byte
+
+
+def fitted_link(kind: str, processes: int, points: Points) -> LinkSpeed:
+    """Fits a link to the first and the last of measured points (bytes, seconds), for groups that weren't measured.
+
+    If noise makes the last point no slower than the first, all of its time counts for its bytes.
+    """
+    (small, first_s), (large, last_s) = points[0], points[-1]
+    messages, share = rounds(kind, processes)
+    if messages == 0 or share * large == 0 or last_s <= 0:
+        raise ValueError(f"can't fit a link to {kind} over {processes} processes with {large} bytes")
+    if last_s <= first_s or large <= small:
+        return LinkSpeed(share * large / last_s, 0.0)
+    bytes_per_s = share * (large - small) / (last_s - first_s)
+    return LinkSpeed(bytes_per_s, max(0.0, first_s - share * small / bytes_per_s) / messages)

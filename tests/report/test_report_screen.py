@@ -1,0 +1,293 @@
+"""The screen: one line that fits on a terminal, plain lines elsewhere."""
+
+import io
+import re
+
+import pytest
+from fake_run import FakeRun
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from manyhands.cli.evaluate import line_of
+from manyhands.core.quantities import percentage
+from manyhands.core.terminal import plain
+from manyhands.report.read import read_run
+from manyhands.report.screen import (
+    Screen,
+    ScreenProgress,
+    epoch_line,
+    evaluation_line,
+    live_line,
+    step_line,
+)
+from manyhands.report.summary import duration, shorten
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def watched(path, stream, *, last=250, **options):
+    """A run of some steps before a screen, with one update for each 50 steps."""
+    run = FakeRun(path)
+    screen = Screen(path, stream=stream, clock=lambda: run.time, **options)
+    run.begin()
+    for first in range(0, last, 50):
+        run.train(first, first + 50)
+        screen.update()
+    run.event("warning", message="disk is \x1b[31mnearly\x1b[0m full\r\nfree some")
+    run.event("warning", message="disk is \x1b[31mnearly\x1b[0m full\r\nfree some")
+    screen.update()
+    screen.close()
+    return stream.getvalue()
+
+
+def test_a_log_has_whole_plain_lines(tmp_path):
+    text = watched(tmp_path, io.StringIO(), last=800)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", text)
+    stamp = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ (INFO|WARNING) "
+    assert all(re.match(stamp, line) for line in text.splitlines())
+    assert re.search(r"INFO epoch=\d+ step=\d+/100 loss=\d\.\d{3} acc=[\d.]+ img_s=\d+ data_pct=\d+\n", text)
+    assert text.count("disk is nearly full | free some") == 1
+
+
+def test_a_log_speaks_every_half_minute(tmp_path):
+    now = [0.0]
+    stream = io.StringIO()
+    screen = Screen(tmp_path, stream=stream, clock=lambda: now[0])
+    run = FakeRun(tmp_path).begin()
+    for second in range(100):
+        run.step(second % 99 + 1)
+        now[0] = float(second)
+        screen.update()
+    assert stream.getvalue().count("img_s=") == 3
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_the_training_loss_of_each_epoch_is_told_once(tmp_path, stream):
+    """With the evaluation where one follows, else in a line of its own."""
+    run, stream = FakeRun(tmp_path), stream()
+    screen = Screen(tmp_path, stream=stream, clock=lambda: run.time)
+    run.begin()
+    run.step(100, epoch_loss=1.25, epoch_top1=0.5)
+    screen.update()
+    run.evaluate(100)
+    run.step(200, epoch_loss=0.75, epoch_top1=0.8)
+    run.step(250)
+    screen.update()
+    run.step(300, epoch_loss=0.5, epoch_top1=0.9)
+    screen.close()
+    text = re.sub(r"train[ _]loss[ =]", "train ", plain(stream.getvalue()))
+    assert [text.count(f"train {loss}") for loss in ("1.25", "0.75", "0.5")] == [1, 1, 1]
+    lines = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]|\r", "\n", stream.getvalue()).splitlines()
+    assert [bool(re.search("top-?1.*1.25", line)) for line in lines if "1.25" in line] == [True]
+
+
+def test_a_terminal_is_left_clean(tmp_path):
+    text = watched(tmp_path, Terminal())
+    assert "━" in text
+    assert text.endswith(("\r\x1b[2K", "\n"))
+    assert "\x1b[31m" not in text
+    assert "\x1b[?25l" not in text, "the cursor is never hidden, so a killed launcher leaves a sound terminal"
+    assert "epoch 1: top-1" in text
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colours_can_be_refused(tmp_path, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    text = watched(tmp_path, Terminal())
+    assert not re.search(r"\x1b\[[\d;]*[34]\dm", text)
+    assert ("\x1b" in text) == (name == "NO_COLOR")
+
+
+def test_forced_colour_never_moves_the_cursor(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = watched(tmp_path, io.StringIO())
+    assert "\x1b[33mWARNING" in text
+    assert "\r" not in text
+    assert "\x1b[2K" not in text
+
+
+def test_quiet_leaves_warnings(tmp_path):
+    lines = watched(tmp_path, Terminal(), quiet=True).splitlines()
+    assert len(lines) == 1
+    assert "WARNING" in lines[0]
+
+
+SETUP = "data: digits, 10 classes: 0, 1\nnetwork: mlp, 5 parameters\ntraining: batch 64, processes 2, device cpu"
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_the_setup_is_shown_in_three_lines_and_once(tmp_path, stream):
+    run, stream = FakeRun(tmp_path), stream()
+    screen = Screen(tmp_path, stream=stream)
+    run.begin()
+    for _ in range(2):  # the second comes from a restart
+        run.event("setup", message=SETUP)
+        screen.update()
+    screen.close()
+    shown = plain(stream.getvalue().replace("\x1b[2K", "").replace("\r", ""))
+    assert [shown.count(line) for line in SETUP.split("\n")] == [1, 1, 1]
+    lines = [
+        line for line in re.split(r"[\r\n]+", stream.getvalue()) if any(part in line for part in SETUP.split("\n"))
+    ]
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_quiet_shows_the_setup_in_one_line_and_once(tmp_path, stream):
+    run, stream = FakeRun(tmp_path), stream()
+    screen = Screen(tmp_path, stream=stream, quiet=True)
+    run.begin()
+    for _ in range(2):
+        run.event("setup", message=SETUP)
+        screen.update()
+    screen.close()
+    (line,) = stream.getvalue().splitlines()
+    assert SETUP.replace("\n", " | ") in line
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_setup_comes_before_the_warnings_of_a_start(tmp_path, quiet):
+    run, stream = FakeRun(tmp_path), io.StringIO()
+    screen = Screen(tmp_path, stream=stream, quiet=quiet)
+    run.begin().event("warning", message="labels.csv isn't read")
+    screen.update()
+    assert stream.getvalue() == ""
+    run.event("setup", message=SETUP)
+    run.event("warning", message="the loss grows")
+    screen.update()
+    first, *_, unused, grows = stream.getvalue().splitlines()
+    assert SETUP.split("\n")[0] in first
+    assert unused.endswith("WARNING labels.csv isn't read")
+    assert grows.endswith("WARNING the loss grows")
+
+
+def test_the_warnings_of_a_start_that_fails_are_shown(tmp_path):
+    run, stream = FakeRun(tmp_path), io.StringIO()
+    screen = Screen(tmp_path, stream=stream)
+    run.begin().event("warning", message="labels.csv isn't read")
+    screen.close()
+    assert stream.getvalue().endswith("WARNING labels.csv isn't read\n")
+
+
+def test_an_earlier_session_is_not_told_again(tmp_path):
+    FakeRun(tmp_path).begin().train(0, 200)
+    stream = io.StringIO()
+    Screen(tmp_path, stream=stream).close()
+    assert stream.getvalue() == ""
+
+
+def test_saving_on_a_stop_is_told(tmp_path):
+    stream = io.StringIO()
+    screen = Screen(tmp_path, stream=stream)
+    run = FakeRun(tmp_path).begin()
+    run.save(100)
+    run.event("stopping", message="Ctrl-C: saving")
+    run.save(150)
+    screen.close()
+    assert "saved at step 100" not in stream.getvalue()
+    assert "saved at step 150" in stream.getvalue()
+
+
+def test_a_narrow_encoding_is_no_obstacle(tmp_path):
+    buffer = io.BytesIO()
+    stream = io.TextIOWrapper(buffer, encoding="ascii", errors="strict", write_through=True)
+    screen = Screen(tmp_path, stream=stream)
+    FakeRun(tmp_path).begin().event("note", message="数据集在内存里")
+    screen.close()
+    assert rb"\u6570" in buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    return read_run(FakeRun(tmp_path_factory.mktemp("run")).begin().train(0, 500).path).steps
+
+
+@settings(max_examples=200)
+@given(width=st.integers(1, 200), count=st.integers(0, 50), late=st.floats(0, 1e6), ascii_only=st.booleans())
+def test_the_line_always_fits(steps, width, count, late, ascii_only):
+    progress = ScreenProgress()
+    for record in steps[:count]:
+        progress.take(record)
+    now = (progress.heard or 0.0) + late
+    line = live_line(progress, now, width, ascii_only=ascii_only)
+    assert cell_len(line.plain) <= width
+    if ascii_only:
+        assert line.plain.isascii()
+
+
+def test_what_matters_most_stays_longest(steps):
+    progress = ScreenProgress()
+    for record in steps:
+        progress.take(record)
+    now = progress.heard or 0.0
+    shown = {width: live_line(progress, now, width).plain for width in (48, 60, 80, 120)}
+    assert "loss" in shown[48]
+    assert "left" in shown[60]
+    assert "img/s" in shown[80]
+    assert "saved" not in shown[80] or "img/s" in shown[80]
+    assert "epoch 5/30" in shown[120]
+
+
+@given(st.text(max_size=80))
+def test_plain_text_commands_nothing(text):
+    shown = plain(text)
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", shown)
+    assert plain(shown) == shown
+
+
+@given(st.text(max_size=60), st.integers(3, 30))
+def test_shortened_text_is_short(text, width):
+    assert len(shorten(text, width)) == min(len(text), width)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0s"), (59.6, "1m00s"), (125, "2m05s"), (7860, "2h11m"), (273600, "3d04h"), (float("nan"), "?")],
+)
+def test_durations(seconds, words):
+    assert duration(seconds) == words
+
+
+@given(total=st.integers(1, 2_000_000), data=st.data(), digits=st.integers(0, 3))
+def test_a_hundred_per_cent_is_all_and_nothing_else(total, data, digits):
+    right = data.draw(st.one_of(st.integers(0, total), st.integers(max(0, total - 3), total)))
+    shown = percentage(right / total, digits)
+    assert (float(shown) == 100) == (right == total)
+    assert abs(float(shown) - 100 * right / total) <= 10**-digits
+    assert len(shown.partition(".")[2]) == digits
+
+
+@pytest.mark.parametrize("right", [9996, 9999, 10000])
+def test_a_figure_just_below_all_is_nowhere_shown_as_all(tmp_path, right):
+    run = FakeRun(tmp_path).begin()
+    run.train(0, 100)
+    run.evaluate(100)
+    evaluation = read_run(tmp_path).evaluations[-1].model_copy(update={"top1": right / 10000, "top5": right / 10000})
+    step = (
+        read_run(tmp_path)
+        .steps[-1]
+        .model_copy(update={"top1": right / 10000, "epoch_top1": right / 10000, "epoch_loss": 0.5})
+    )
+    progress = ScreenProgress()
+    progress.take(step)
+    shown = [
+        evaluation_line(evaluation, None), evaluation_line(evaluation, None, log=True),
+        epoch_line(step), epoch_line(step, log=True),
+        step_line(step), live_line(progress, step.time, 300).plain.partition("acc")[2],
+        line_of(tmp_path, [("a", right / 10000)]),
+    ]  # fmt: skip
+    assert [bool(re.search(r"\b100(\.0+)?\b", line.replace("100/100", ""))) for line in shown] == [right == 10000] * 7
