@@ -7,6 +7,7 @@ import torch
 
 from manyhands.checkpoint.trained import Pictures, TrainedNetwork, find_record, parse_record
 from manyhands.core.errors import UserError
+from manyhands.data.on_demand import read_own
 from manyhands.data.splits import ImagesInMemory, UserSamples, by_names
 
 PICTURES = Pictures(size=8, resize=9, channels=1, mean=(0.5,), std=(0.25,))
@@ -58,5 +59,9 @@ def test_labels_follow_the_names_of_their_classes():
     assert by_names(source([0, 1]), ("cat", "dog"), ("0", "1", "2"), "").labels.tolist() == [0, 1]
     with pytest.raises(UserError, match='no class "wolf"'):
         by_names(source([0, 1]), ("dog", "wolf"), ("cat", "dog"), "")
-    with pytest.raises(UserError, match="a different order"):
-        by_names(UserSamples([0, 1]), ("dog", "cat"), ("cat", "dog"), "")
+    own = by_names(UserSamples([("x", 0), ("y", 1)]), ("dog", "owl"), ("cat", "dog", "owl"), "")
+    assert [read_own(own, sample) for sample in range(2)] == [("x", 1), ("y", 2)]
+    again = by_names(own, ("cat", "dog", "owl"), ("owl", "dog", "cat"), "")
+    assert [read_own(again, sample) for sample in range(2)] == [("x", 1), ("y", 0)]
+    with pytest.raises(UserError, match="the label of sample 0 is 2, but the data set names 2 classes"):
+        read_own(by_names(UserSamples([("x", 2)]), ("dog", "cat"), ("cat", "dog"), ""), 0)

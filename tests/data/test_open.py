@@ -150,6 +150,44 @@ def test_classes_are_found():
     assert from_objects(Pictures(num_classes=4), None, PLAIN).classes == ("0", "1", "2", "3")
 
 
+def served(source):
+    loader = open_loader(source, from_objects(Pictures(), None, PLAIN).pixels, train=False, seed=0, classes=3)
+    return next(loader.batches(0, [torch.arange(len(source))])).labels.tolist()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_classes_of_an_evaluated_set_follow_their_names(known):
+    def of(classes, **more):
+        labels = [index % 3 for index in range(12)]
+        return Pictures(classes=classes, **({"targets": labels} if known else {}), **more)
+
+    train = of(["ant", "bee", "cow"])
+    for test, expected in [
+        (of(["bee", "cow", "ant"]), [1, 2, 0]),
+        (Subset(of(["cow", "bee", "ant"]), [0, 1, 2]), [2, 1, 0]),
+        (ConcatDataset([of(["bee", "cow", "ant"])] * 2), [1, 2, 0]),
+        (Subset(of(["cow", "ant"]), [0, 1, 3]), [2, 0, 2]),
+        (Subset(of(["cow"]), [0, 3, 6]), [2, 2, 2]),
+        (of(["0", "1", "2"]), [0, 1, 2]),
+        (of(["bee", "cow", "ant"], target_transform=abs), [0, 1, 2]),
+    ]:
+        splits = from_objects(train, test, PLAIN, test)
+        assert splits.classes == ("ant", "bee", "cow")
+        for source in (splits.test, splits.held_out):
+            assert served(source)[:3] == expected
+            assert source.labels is None or source.labels.tolist()[:3] == expected
+    for test, held_out in [(of(["bee", "cow", "dog"]), None), (None, of(["bee", "cow", "dog"]))]:
+        with pytest.raises(UserError, match='the run has no class "dog"') as raised:
+            from_objects(train, test, PLAIN, held_out)
+        assert raised.value.where == ("the test set" if test else "the held-out set")
+    with pytest.raises(UserError, match="the label of sample 2 is 2, but"):
+        served(from_objects(train, of(["bee", "cow"]), PLAIN).test)
+
+
+def test_a_held_out_set_may_have_one_class():
+    assert from_objects(tensors(), None, PLAIN, tensors(classes=1)).held_out.labels.tolist() == [0] * 20
+
+
 def test_labels_are_known_without_reading():
     numbers = [0, 1, 2] * 4
     assert known_labels(Pictures()) is None
@@ -182,6 +220,8 @@ class Stream(IterableDataset):
         (tensors(), tensors(0), "the test set is empty"),
         (tensors(classes=1), None, "only one class"),
         (TensorDataset(torch.zeros(3, 1), torch.tensor([0, -1, 1])), None, "the label of sample 1 is -1"),
+        (TensorDataset(torch.zeros(3, 1), torch.tensor([0, -1, 0])), None, "the label of sample 1 is -1"),
+        (tensors(), TensorDataset(torch.zeros(3, 1), torch.tensor([0, 1, -1])), "the label of sample 2 is -1"),
         (tensors(1, classes=2), None, "one class"),
     ],
 )

@@ -1,7 +1,9 @@
 """A run folder and another job: what is finished isn't relabelled, and what changes is told. All in this process."""
 
 import functools
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
@@ -19,7 +22,10 @@ from manyhands.checkpoint.write import save
 from manyhands.cli.main import main
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece
+from manyhands.config.named_code import announce
 from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.user_code import code_digests
+from manyhands.run.resume import record_of
 from manyhands.train.objects import digest_objects as digest
 from tests.docs.pages import ROOT
 from tests.e2e.command import assert_one_screen, events, run
@@ -128,6 +134,88 @@ def test_a_finished_run_of_other_objects_is_not_returned(changes, told):
     assert of_objects(**changes, epochs=2).status == "finished"
 
 
+def seeded(seed=0, frozen=False):
+    torch.manual_seed(seed)
+    model = Small()
+    model.layers[1].bias.requires_grad_(not frozen)
+    return model
+
+
+def right(output, labels):
+    return output.argmax(1) == labels
+
+
+def wrong(output, labels):
+    return output.argmax(1) != labels
+
+
+@pytest.mark.parametrize(
+    ("first", "changes", "told"),
+    [
+        ({}, {"seed": 1}, "initial weights changed"),
+        ({}, {"frozen": True}, "trainable parameters changed"),
+        ({}, {"metrics": {"m": right}}, 'train.metrics is ["object:m"], and was []'),
+        ({"metrics": {"m": right}}, {"metrics": {"m": wrong}}, "metric m changed"),
+        ({}, {"held_out_set": samples(10)}, "held-out data changed"),
+        ({"held_out_set": samples(10)}, {"held_out_set": samples(10, flipped=1)}, "held-out data changed"),
+    ],
+)
+def test_a_finished_run_with_other_weights_or_metrics_is_not_returned(first, changes, told):
+    def again(seed=0, frozen=False, **given):
+        return of_objects(seeded(seed, frozen), **given)
+
+    again(**first)
+    assert again(**first).status == "finished"
+    with pytest.raises(UserError, match=re.escape(told)) as raised:
+        again(**{**first, **changes})
+    assert "test" not in raised.value.message.replace(str(RUN.resolve()), "")
+    if "seed" in changes:
+        assert raised.value.hints[2] == 'to return the finished run, pass checkpoint__resume="auto"'
+        assert again(**changes, checkpoint__resume="auto").status == "finished"
+
+
+def test_a_finished_run_is_returned_for_weights_that_it_trained_or_that_are_random():
+    model = seeded()
+    of_objects(model)
+    assert of_objects(model).status == "finished"
+    torch.seed()
+    assert of_objects(Small()).status == "finished"
+
+
+def test_a_record_without_digests_of_weights_refuses_nothing():
+    of_objects(seeded())
+    file = RUN / "network.json"
+    record = json.loads(file.read_text())
+    for name in ("initial weights", "trainable parameters", "held-out data"):
+        del record["digests"][name]
+    file.write_text(json.dumps(record))
+    assert of_objects(seeded(1, frozen=True)).status == "finished"
+
+
+@pytest.mark.parametrize("helper", ["hp.py", "parts/__init__.py", "parts/more.py"])
+def test_a_finished_run_of_a_changed_helper_module_is_not_returned(helper, capsys):
+    Path("code/parts").mkdir(parents=True)
+    Path("code/hp.py").write_text("from parts.more import OUTPUTS\nimport torch\n")
+    Path("code/parts/__init__.py").write_text("from . import more\n")
+    Path("code/parts/more.py").write_text("OUTPUTS = 3\n")
+    Path("code/unused.py").write_text("")
+    net = "from torch import nn\nimport hp\nnet = nn.Sequential(nn.Flatten(), nn.Linear(64, hp.OUTPUTS))\n"
+    Path("code/c.py").write_text(net)
+    assert set(code_digests(["code/c.py:net"])) == {
+        "code/c.py:net", "code/hp.py", "code/parts/__init__.py", "code/parts/more.py",
+    }  # fmt: skip
+    words = ["train", "synthetic:60x1x8x8x3", "code/c.py:net", "--epochs", "1", "--batch", "20", "--out", RUN]
+    assert call(capsys, *words)[0] == 0
+    assert call(capsys, *words)[0] == 0
+    with Path("code", helper).open("a") as file:
+        file.write("# changed\n")
+    code, err = call(capsys, *words)
+    assert code == 2
+    assert f"code/{helper} changed" in err
+    announce(["code/c.py:net"], RUN, record_of(RUN / "checkpoints/any"), "{}")
+    assert "CHANGED since training" in capsys.readouterr().err
+
+
 def test_an_unfinished_run_goes_on_with_changed_objects():
     def failing(end):
         raise RuntimeError(str(end.epoch))
@@ -135,6 +223,123 @@ def test_an_unfinished_run_goes_on_with_changed_objects():
     with pytest.raises(ManyhandsError):
         of_objects(epochs=2, at_epoch_end=failing)
     assert of_objects(Small(2.0), epochs=2).status == "finished"
+
+
+class Named(torch.utils.data.TensorDataset):
+    """A data set with class names."""
+
+    def __init__(self, labels, classes, images=None):
+        given = torch.linspace(-1, 1, 40).repeat_interleave(36).view(40, 1, 6, 6) if images is None else images
+        super().__init__(given, labels)
+        self.classes, self.targets = classes, labels
+
+
+def interrupted(train_set, **changes):
+    def failing(end):
+        raise RuntimeError(str(end.epoch))
+
+    with pytest.raises(ManyhandsError, match="RuntimeError"):
+        of_objects(train_set=train_set, epochs=2, at_epoch_end=failing, **changes)
+
+
+def warnings():
+    return [event["message"] for event in events(RUN, "warning")]
+
+
+HALVES = (torch.arange(40) >= 20).long()
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["dog", "cat"], 'the classes of the data are in another order: "dog", "cat", and were "cat", "dog"'),
+        (["cat", "owl"], 'the classes of the data changed: "dog" removed, "owl" added'),
+        (["cafe\u0301", "dog"], 'the classes of the data changed: "cat" removed, "cafe\u0301" added'),
+    ],
+)
+@pytest.mark.parametrize("epochs", [2, 1])
+def test_a_run_is_not_resumed_with_other_class_names(epochs, names, told):
+    if epochs == 2:
+        interrupted(Named(HALVES, ["cat", "dog"]), test_set=Named(HALVES, ["cat", "dog"]))
+    else:
+        of_objects(train_set=Named(HALVES, ["cat", "dog"]), test_set=Named(HALVES, ["cat", "dog"]))
+    before = contents()
+    other = {"train_set": Named(HALVES, names), "test_set": Named(HALVES, names)}
+    with pytest.raises(UserError) as raised:
+        of_objects(**other, epochs=2, checkpoint__resume="auto")
+    assert told in raised.value.message
+    assert raised.value.hints[0] == "undo the change of the class names"
+    assert 'out="NEW"' in raised.value.hints[1]
+    assert {path: content for path, content in contents().items() if path.suffix == ".safetensors"} == {
+        path: content for path, content in before.items() if path.suffix == ".safetensors"
+    }
+    # Numbers are no names.
+    assert of_objects(train_set=samples(40), epochs=2, checkpoint__resume="auto").status == "finished"
+
+
+def test_a_renamed_class_folder_refuses_the_resume(capsys):
+    for level, name in enumerate(("ant", "bee", "cow")):
+        picture_files(Path("pets") / name, 6, 60 * level)
+    words = ["pets", "mlp", "--batch", "5", "--data.image-size", "6", "--out", RUN]
+    assert call(capsys, "train", *words, "--epochs", "1")[0] == 0
+    Path("pets/ant").rename("pets/zebra")
+    code, err = call(capsys, "train", *words, "--epochs", "2", "--resume", "auto")
+    assert code == 2
+    assert_one_screen(err)
+    assert '"ant" removed, "zebra" added' in err
+    assert "--out NEW" in err
+    Path("pets/zebra").rename("pets/ant")
+    picture_files(Path("pets/ant"), 10, 0)
+    code, err = call(capsys, "train", *words, "--epochs", "2", "--resume", "auto", "-q")
+    assert code == 0
+    assert "the data changed since the checkpoint was saved: training data (20 samples, was 16)" in err
+
+
+def picture_files(folder, count, level):
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        Image.new("RGB", (6, 6), (level, level, number)).save(folder / f"{number}.png")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"train_set": samples(flipped=1)}, "training data (labels)"),
+        ({"train_set": samples(120)}, "training data (120 samples, was 60)"),
+        ({"test_set": samples(20, sign=-1)}, "test samples"),
+        ({"held_out_set": samples(10)}, "held-out data (10 samples, was 0)"),
+    ],
+)
+def test_an_unfinished_run_says_which_data_changed(changes, told, capsys):
+    interrupted(samples())
+    assert not any("the data changed" in line for line in warnings())
+    of_objects(**changes, epochs=2)
+    found = [line for line in warnings() if line.startswith("the data changed since the checkpoint was saved: ")]
+    assert len(found) == 1
+    assert told in found[0]
+    assert found[0] in capsys.readouterr().err
+
+
+def test_a_session_is_not_resumed_with_other_class_names(capsys):
+    def train(train_set, epochs):
+        with manyhands.session(out=RUN) as here:
+            model = Small()
+            call, optimizer, batches = here.prepare(
+                model, torch.optim.SGD(model.parameters(), 0.1), train_set, batch=20
+            )
+            for _ in here.epochs(epochs):
+                for x, y in batches:
+                    here.backward(torch.nn.functional.cross_entropy(call(x), y))
+                    optimizer.step()
+
+    train(Named(HALVES, ["cat", "dog"]), 1)
+    with pytest.raises(UserError, match="are in another order"):
+        train(Named(HALVES, ["dog", "cat"]), 2)
+    train(Named(1 - HALVES, ["cat", "dog"]), 2)
+    assert (
+        "the data changed since the checkpoint was saved: training data (labels), training samples\n"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_finished_run_of_another_file_of_code_is_not_returned(capsys):

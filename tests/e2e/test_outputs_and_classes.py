@@ -81,3 +81,27 @@ def test_a_network_that_returns_something_else_besides_is_told_what_is_wanted():
 
     with pytest.raises(UserError, match=r"returns a tuple of a tensor \[2, 10\], a tensor \[2, 1, 4, 4\]"):
         manyhands.fit(Two(10, 0), tens(), epochs=1, **QUIET)
+
+
+@pytest.mark.parametrize(("outputs", "first"), [(2, 1), (1, 0)])
+@pytest.mark.parametrize("loss", [None, lambda output, labels: nn.functional.cross_entropy(output, labels) * 2])
+def test_labels_beyond_the_outputs_are_refused_before_training(outputs, first, loss):
+    data = TensorDataset(torch.rand(20, 1, 4, 4), first + (torch.arange(20) + 1) % 2)
+    shown = rf"the shape \[\d, {outputs}\] for \d pictures and {2 + first} classes"
+    with pytest.raises(UserError, match=shown) as raised:
+        manyhands.fit(Fixed(outputs, 0), data, epochs=1, loss=loss, **QUIET)
+    assert ("or number the labels from 0 to 1" in raised.value.hints) == (outputs == 2)
+
+
+def test_swapped_samples_are_described_in_a_few_words():
+    swapped = TensorDataset(torch.arange(20) % 2, torch.rand(20, 1, 16, 16))
+    with pytest.raises(UserError, match=r"sample 0 is of shape \[1, 16, 16\] and type float32, not a") as raised:
+        manyhands.fit(Fixed(2, 0), swapped, epochs=1, **QUIET)
+    assert raised.value.hints == ("return (x, y): the label comes second",)
+    assert len(str(raised.value)) < 300
+
+
+def test_negative_labels_are_named():
+    data = TensorDataset(torch.rand(20, 1, 4, 4), -(torch.arange(20) % 2))
+    with pytest.raises(UserError, match="the label of sample 1 is -1"):
+        manyhands.fit(Fixed(2, 0), data, epochs=1, **QUIET)

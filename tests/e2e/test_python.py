@@ -433,6 +433,47 @@ def test_evaluation_normalizes_as_the_training_did(processes, tmp_path):
         assert [here.evaluate(each, BRIGHT).top1 for each in (model, copy.deepcopy(net))] == [1, 1]
 
 
+class Shades(torch.utils.data.Dataset):
+    """Dark and bright pictures with class names."""
+
+    def __init__(self, names, classes=None, count=40):
+        self.names, self.classes, self.count = names, classes or names, count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        name = ("dark", "bright")[index % 2] if len(self.names) > 1 else self.names[0]
+        noise = torch.rand(1, 6, 6, generator=torch.Generator().manual_seed(index))
+        return noise - (1.0 if name == "dark" else 0.0), self.names.index(name)
+
+
+@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_evaluation_follows_the_names_of_classes(processes):
+    def made():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
+
+    net, there, back = made(), Shades(["dark", "bright"]), Shades(["bright", "dark"])
+    fitted = manyhands.fit(
+        net, there, back, held_out_set=back, epochs=3, batch=10, lr=0.1, processes=processes, **QUIET
+    )
+    assert (fitted.final.top1, fitted.test.top1) == (1, 1)
+    loaded = manyhands.load(fitted.path, model=made()).network
+    for each in (net, fitted, loaded):
+        assert [manyhands.evaluate(each, data).top1 for data in (there, back, Shades(["dark"]))] == [1, 1, 1]
+        with pytest.raises(UserError, match='the run has no class "cat", "dog"'):
+            manyhands.evaluate(each, Shades(["dark", "bright"], ["cat", "dog"]))
+    with manyhands.session() as here:
+        model, _, _ = here.prepare(net, torch.optim.SGD(net.parameters(), 0.1), there, batch=10)
+        assert [here.evaluate(each, back).top1 for each in (model, copy.deepcopy(net))] == [1, 1]
+
+
+def test_evaluation_of_one_class_needs_no_other():
+    one = TensorDataset(torch.rand(12, 1, 8, 8), torch.zeros(12, dtype=torch.int64))
+    assert manyhands.evaluate(nets.Net(), one).count == 12
+
+
 def test_evaluation_of_pictures_whose_normalization_is_unknown_is_refused():
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
     with pytest.raises(UserError, match=r"pictures are unknown[\s\S]*evaluate\(run, test_set\)"):

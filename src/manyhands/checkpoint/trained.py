@@ -7,7 +7,7 @@ without the training data.
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,6 +17,8 @@ from manyhands.core.files import parse_json, read_bytes
 # The key in a checkpoint's state, and the file in the run folder.
 STATE_KEY, FILE = "trained", "network.json"
 VERSION = 1
+# Names in `TrainedNetwork.digests`.
+INITIAL_WEIGHTS, TRAINABLE = "initial weights", "trainable parameters"
 
 
 class Pictures(BaseModel):
@@ -44,21 +46,28 @@ class Pictures(BaseModel):
         return self
 
 
-# By the network's id, because a class may compare or hash its objects by value.
-_PICTURES: dict[int, Pictures] = {}
+# What networks of this process were trained on.
+_TRAINED_ON: dict[int, "TrainedOn"] = {}  # by the network's id: a class may compare or hash its objects by value
 
 
-def note_pictures(network: Any, pictures: Pictures) -> None:
-    """Remembers, in this process, the input of a network that is trained."""
-    if id(network) not in _PICTURES:
-        weakref.finalize(network, _PICTURES.pop, id(network))
-    _PICTURES[id(network)] = pictures
+def note_trained_on(network: Any, pictures: Pictures, classes: tuple[str, ...]) -> None:
+    """Remembers, for this process, a network's preprocessing and the names of its outputs."""
+    if id(network) not in _TRAINED_ON:
+        weakref.finalize(network, _TRAINED_ON.pop, id(network))
+    _TRAINED_ON[id(network)] = TrainedOn(pictures, classes)
 
 
-def noted_pictures(network: Any) -> Pictures | None:
-    """Returns what `note_pictures` was given for a network, or for the one that DDP or torch.compile has wrapped."""
+def noted_trained_on(network: Any) -> "TrainedOn | None":
+    """Returns what was noted for a network, or for the one that DDP or torch.compile has wrapped in it."""
     inner = (network, *(getattr(network, name, None) for name in ("module", "_orig_mod")))
-    return next((_PICTURES[id(each)] for each in inner if id(each) in _PICTURES), None)
+    return next((_TRAINED_ON[id(each)] for each in inner if id(each) in _TRAINED_ON), None)
+
+
+class TrainedOn(NamedTuple):
+    """The data that a network of this process was trained on."""
+
+    pictures: Pictures
+    classes: tuple[str, ...]  # a name for each output
 
 
 class TrainedNetwork(BaseModel):
@@ -78,6 +87,7 @@ class TrainedNetwork(BaseModel):
     classes: tuple[str, ...] = Field(min_length=1, description="a name for each output")
     code: dict[str, str] = Field(default={}, description="SHA-256 of each code file of the run: net.py:Net …")
     digests: dict[str, str] = Field(default={}, description="of its data, and of objects passed in Python")
+    samples: dict[str, int] = Field(default={}, description="number of samples of each split, by its name")
 
     def changed(self, now: Mapping[str, str]) -> list[str]:
         """Returns the names of code, objects and data whose digests are known and have changed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from manyhands.checkpoint.trained import TrainedNetwork
 from manyhands.core.errors import UserError
 from manyhands.core.terminal import say
-from manyhands.core.user_code import code_digest, code_file
+from manyhands.core.user_code import code_digests, code_file
 
 
 def announce(words: Iterable[str], said_by: Path, record: TrainedNetwork | None, instead: str) -> None:
@@ -26,9 +26,10 @@ def announce(words: Iterable[str], said_by: Path, record: TrainedNetwork | None,
         UserError: the folder or the code is another user's.
     """
     for word, file in _files(words, said_by, instead):
-        known = record.code.get(word) if record else None
-        trained = "unchanged since training" if known == code_digest(file) else "CHANGED since training"
-        if known is None:
+        known = record.code if record else {}
+        unchanged = all(known.get(name, digest) == digest for name, digest in code_digests([word]).items())
+        trained = "unchanged since training" if unchanged else "CHANGED since training"
+        if word not in known:
             trained = "the version used in training is unknown"
         say(f"running code from {file}, as {said_by} requests; {trained}")
 

@@ -1,13 +1,15 @@
 """The user's own code: digests and loading of `file.py:object`, and the user's lines of a traceback."""
 
+import ast
 import functools
 import hashlib
 import importlib.util
+import itertools
 import site
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 
+# Local modules of a file of code whose digests are recorded.
+_MOST_FILES = 500
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _STANDARD = {*map(sysconfig.get_path, ("stdlib", "platstdlib")), f"{sysconfig.get_path('platstdlib')}/lib-dynload"}
 
@@ -40,9 +44,51 @@ def code_digest(file: Path) -> str:
 
 
 def code_digests(words: Iterable[str]) -> dict[str, str]:
-    """Returns the digest of each "file.py:object" whose file can be read; other words are left out."""
-    files = {word: code_file(word) for word in words}
-    return {word: digest for word, file in files.items() if file and (digest := code_digest(file))}
+    """Returns the digest of each "file.py:object" whose file can be read, and of the local modules that it imports.
+
+    Other words are left out. A module's name is its path relative to where the words' paths are.
+    """
+    found: dict[str, Path] = {}
+    for word in words:
+        if file := code_file(word):
+            found[word] = file
+            folder = Path(word.rpartition(":")[0]).parent
+            found |= {str(folder / each.relative_to(file.parent)): each for each in imported_files(file)}
+    return {name: digest for name, file in found.items() if (digest := code_digest(file))}
+
+
+def imported_files(file: Path) -> list[Path]:
+    """Returns the modules below a file's folder that it imports, directly or through each other, by its text alone."""
+    found, waiting = dict.fromkeys([file]), [file]
+    while waiting and len(found) < _MOST_FILES:
+        module = waiting.pop()
+        try:
+            tree = ast.parse(module.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        paths = itertools.chain.from_iterable(_module_paths(node, module, file.parent) for node in imports)
+        new = [path for path in paths if path not in found and path.is_relative_to(file.parent) and path.is_file()]
+        found.update(dict.fromkeys(new))
+        waiting += new
+    return [path for path in found if path != file]
+
+
+def _module_paths(node: ast.Import | ast.ImportFrom, module: Path, root: Path) -> Iterator[Path]:
+    """Yields the files that an import statement of a module may run, its packages among them."""
+    names = [name.name for name in node.names]
+    level = 0
+    if isinstance(node, ast.ImportFrom):
+        level, prefix = node.level, node.module or ""
+        names = [f"{prefix}.{name}".strip(".") for name in names]
+    base = module.parents[min(level, len(module.parents)) - 1] if level else root
+    for name in names:
+        parts = name.split(".")
+        if not level and parts[0] in sys.stdlib_module_names:
+            continue
+        for count in range(1, len(parts) + 1):
+            place = base.joinpath(*parts[:count])
+            yield from (place.with_name(f"{place.name}.py"), place / "__init__.py")
 
 
 def refuse_no_code(word: str, where: str) -> None:

@@ -19,7 +19,17 @@ from manyhands.data.on_demand import (
 )
 from manyhands.data.options import DataOptions
 from manyhands.data.random import spread
-from manyhands.data.splits import ImagesInMemory, Source, Splits, UserSamples, check_labels, describe, take
+from manyhands.data.splits import (
+    ImagesInMemory,
+    Source,
+    Splits,
+    UserSamples,
+    by_names,
+    check_labels,
+    describe,
+    only_numbers,
+    take,
+)
 from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels
 
 _PROBES = 8
@@ -38,19 +48,39 @@ def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title:
         _check(dataset, word)
     datasets = [dataset for _, dataset in given]
     labels = [known_labels(dataset) for dataset in datasets]
-    classes = _named_classes(datasets)
+    classes = next((names for names in map(_classes_of, datasets) if len(names) > 1), ())
     if not classes:
         # Each sample's must be read to count them; what has been read is known.
         labels = [_read_labels(one) if known is None else known for one, known in zip(datasets, labels, strict=True)]
         classes = _counted_classes([found for found in labels if found is not None])
-    sources = [
-        _source(dataset, known, len(classes), f"the {word} set")
-        for (word, dataset), known in zip(given, labels, strict=True)
-    ]
-    if test is None:
-        sources = _split(sources[0], options.validation)
+    source = _source(train, labels[0], len(classes), "the train set")
+    evaluated = None if test is None else source_to_evaluate(test, labels[1], classes, "the test set")
+    sources = _split(source, options.validation) if evaluated is None else [source, evaluated]
     text = describe(title or f"your {type(train).__name__}", sources[0], sources[1])
     return Splits(sources[0], sources[1], classes, text, _pixels(sources[0]))
+
+
+def splits_to_evaluate(dataset: Any, known: tuple[str, ...], place: str = "the data set") -> Splits:
+    """Wraps a data set that is only evaluated, by a network with the classes `known`; both splits are all of it.
+
+    Raises:
+        UserError: the object is no data set, is empty, or has other classes.
+    """
+    _check(dataset, place.removeprefix("the ").removesuffix(" set"))
+    source = source_to_evaluate(dataset, known_labels(dataset), known, place)
+    return Splits(source, source, known, describe(f"your {type(dataset).__name__}", source, source), _pixels(source))
+
+
+def source_to_evaluate(dataset: Any, labels: Tensor | None, known: tuple[str, ...], place: str) -> Source:
+    """A data set with its labels turned into numbers of the classes `known`, by name where both have names.
+
+    Names aren't compared where the data set has a target_transform, which may have changed the numbers already.
+    """
+    names = _classes_of(dataset)
+    transformed = getattr(dataset, "target_transform", None) is not None
+    if only_numbers(names) or only_numbers(known) or transformed:
+        return _source(dataset, labels, len(known), place)
+    return by_names(_source(dataset, labels, len(names), place), names, known, place)
 
 
 def has_targets(dataset: Any) -> bool:
@@ -81,7 +111,7 @@ def _check(dataset: Any, word: str) -> None:
 
 
 def _source(dataset: Any, labels: Tensor | None, classes: int, place: str) -> Source:
-    if labels is not None:
+    if labels is not None and classes:
         labels = check_labels(labels, classes, place)
     if type(dataset) is TensorDataset and labels is not None:
         images = dataset.tensors[0]
@@ -125,22 +155,23 @@ def _as_labels(found: Any, count: int) -> Tensor | None:
     return torch.from_numpy(values.astype(numpy.int64).reshape(count)) if known else None
 
 
-def _named_classes(datasets: list[Any]) -> tuple[str, ...]:
-    """The data sets' own names of the classes, or numbers where they say how many; else none."""
-    for dataset in datasets:
-        base = dataset
-        while isinstance(base, Subset):
-            base = base.dataset
-        names, number = getattr(base, "classes", None), getattr(base, "num_classes", None)
-        if isinstance(names, list | tuple) and len(names) > 1:
-            return tuple(" ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in names)
-        if isinstance(number, int) and number > 1:
-            return tuple(str(label) for label in range(number))
-    return ()
+def _classes_of(dataset: Any) -> tuple[str, ...]:
+    """The data set's own names of its classes, or numbers where it says how many; else none."""
+    if isinstance(dataset, Subset):
+        return _classes_of(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        parts = {_classes_of(part) for part in dataset.datasets}
+        return parts.pop() if len(parts) == 1 else ()
+    names, number = getattr(dataset, "classes", None), getattr(dataset, "num_classes", None)
+    if isinstance(names, list | tuple) and names:
+        return tuple(" ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in names)
+    return tuple(map(str, range(number))) if isinstance(number, int) and number > 1 else ()
 
 
 def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
     greatest = max(int(labels.max()) for labels in found)
+    for labels in found:
+        check_labels(labels, max(2, greatest + 1), "the data set")  # refuses negative labels
     if greatest < 1:
         raise UserError("the data has only one class", "train", ("give labels of two or more classes, from 0 on",))
     return tuple(str(label) for label in range(greatest + 1))

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
-from manyhands.core.errors import ManyhandsError, RunError, UserError
+from manyhands.core.errors import ManyhandsError, RunError, UserError, shortened
 from manyhands.core.seeds import derive
 from manyhands.core.user_code import users_line, users_traceback
 from manyhands.data.decode import CorruptImageError, to_mode
@@ -31,6 +31,8 @@ _TARGET = ("give y as numbers or tensors of one shape",)
 Request = tuple[int, list[int]]
 # Images, labels, and the pictures that couldn't be read and were replaced.
 Answer = tuple[Tensor, Tensor, list[str]]
+# Values of a tensor that an error shows.
+_MOST_SHOWN = 4
 # So many others are tried in the place of a picture.
 _TRIES = 100
 
@@ -90,7 +92,8 @@ class CustomSamples:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
         self._classes = classes
         # Plain tensors hold no chance and need no loop.
-        self._tensors = source.dataset.tensors if type(source.dataset) is TensorDataset else None
+        plain = type(source.dataset) is TensorDataset and source.numbers is None
+        self._tensors = source.dataset.tensors if plain else None
 
     @property
     def cheap(self) -> bool:
@@ -152,8 +155,23 @@ def read_own(source: UserSamples, sample: int) -> tuple[Any, Any]:
         return image, label
     number = whole_number(label)
     if number is None:
-        raise UserError(f"the label of sample {sample:,} is {label!r}, not a whole number", "the data set", _PAIR)
-    return image, number
+        swapped = whole_number(image) is not None and getattr(label, "ndim", 0)
+        hints = ("return (x, y): the label comes second",) if swapped else _PAIR
+        shown = _shown(label)
+        raise UserError(f"the label of sample {sample:,} is {shown}, not a whole number", "the data set", hints)
+    if source.numbers is None:
+        return image, number
+    if not 0 <= number < len(source.numbers):
+        what = f"the label of sample {sample:,} is {number}, but the data set names {len(source.numbers)} classes"
+        raise UserError(what, "the data set", (f"labels are whole numbers from 0 to {len(source.numbers) - 1}",))
+    return image, source.numbers[number]
+
+
+def _shown(label: Any) -> str:
+    """A label in a few words: its value, or the shape and type of a larger tensor or array."""
+    if isinstance(label, Tensor | numpy.ndarray) and math.prod(label.shape) > _MOST_SHOWN:
+        return f"of shape {list(label.shape)} and type {str(label.dtype).removeprefix('torch.')}"
+    return shortened(repr(label))
 
 
 def whole_number(label: Any) -> int | None:

@@ -12,7 +12,7 @@ from manyhands.data.gallery import open_whole_folder
 from manyhands.data.known import CHOICES, find_choice, named
 from manyhands.data.layout import read_layout
 from manyhands.data.listed import is_divided_pack
-from manyhands.data.objects import splits_of_objects, splits_of_targets
+from manyhands.data.objects import splits_of_objects, splits_of_targets, splits_to_evaluate
 from manyhands.data.options import DataOptions
 from manyhands.data.packed import is_pack
 from manyhands.data.places import data_folder
@@ -51,12 +51,11 @@ def with_named_held_out(splits: Splits, options: DataOptions) -> Splits:
         return splits
     own = options.model_copy(update={"name": options.held_out, "held_out": "", "train_samples": 0, "test_samples": 0})
     opened = open_whole(own) if is_plain_folder(own.name) else open_data(own)
-    return with_held_out(splits, opened, options.held_out)
+    source = by_names(opened.test, opened.classes, splits.classes or opened.classes, options.held_out)
+    return _with_held_out(splits, source, options.held_out)
 
 
-def with_held_out(splits: Splits, opened: Splits, place: str) -> Splits:
-    """With another's evaluation split, by classes' names, for the end. Raises UserError: it has other classes."""
-    source = by_names(opened.test, opened.classes, splits.classes or opened.classes, place)
+def _with_held_out(splits: Splits, source: Source, place: str) -> Splits:
     text = f"{splits.description}; {len(source):,} more of {place} are held out"
     return replace(splits, held_out=source, description=text)
 
@@ -83,7 +82,8 @@ def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: A
     splits = with_named_held_out(_limited(splits_of_objects(train, test, options), options), options)
     if held_out is None:
         return splits
-    return with_held_out(splits, splits_of_objects(held_out, held_out, options), "the held-out set")
+    place = "the held-out set"
+    return _with_held_out(splits, splits_to_evaluate(held_out, splits.classes, place).test, place)
 
 
 def from_targets(train: Any, options: DataOptions) -> Splits:

@@ -61,6 +61,9 @@ class UserSamples:
     dataset: Any
     labels: Tensor | None = None  # int64 [N], or None where they can't be known without reading every sample
     targets: bool = False  # y is whatever torch's default_collate makes a tensor of, for a loss of the user's own
+    # the class of each y, for a data set that numbers its classes differently; None where y is the class. `labels` are
+    # classes already.
+    numbers: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -117,21 +120,29 @@ def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], pla
     if names == known[: len(names)]:
         return source
     unknown = [name for name in names if name not in known]
-    if unknown and len(names) <= len(known) and (_only_numbers(names) or _only_numbers(known)):
+    if unknown and len(names) <= len(known) and (only_numbers(names) or only_numbers(known)):
         return source
     if unknown:
         shown = ", ".join(f'"{name}"' for name in unknown[:5]) + (" …" if len(unknown) > 5 else "")
         classes = ", ".join(known[:8]) + (f" … ({len(known)} in all)" if len(known) > 8 else "")
         alike = filter(None, (lookalike_difference(name, known) for name in unknown))
-        hints = (*alike, f"the run's classes: {classes}", "give the folder that holds the class folders")
-        raise UserError(f"the run has no class {shown}", place, hints)
-    if source.labels is None or isinstance(source, UserSamples):
-        hints = (f"sort the classes as the run does: {', '.join(known[:8])}",)
-        raise UserError("the data set has the run's classes in a different order", place, hints)
-    return replace(source, labels=torch.tensor([known.index(name) for name in names])[source.labels])
+        own = isinstance(source, UserSamples)
+        what = (
+            "correct the class names in the data set's attribute classes"
+            if own
+            else "give the folder that holds the class folders"
+        )
+        raise UserError(f"the run has no class {shown}", place, (*alike, f"the run's classes: {classes}", what))
+    numbers = [known.index(name) for name in names]
+    labels = None if source.labels is None else torch.tensor(numbers)[source.labels]
+    if isinstance(source, UserSamples):
+        now = tuple(numbers[number] for number in source.numbers or range(len(numbers)))
+        return replace(source, labels=labels, numbers=now)
+    return replace(source, labels=labels)
 
 
-def _only_numbers(names: tuple[str, ...]) -> bool:
+def only_numbers(names: tuple[str, ...]) -> bool:
+    """True for classes named by their numbers, which are no names."""
     return names == tuple(str(number) for number in range(len(names)))
 
 

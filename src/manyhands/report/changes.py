@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from manyhands.checkpoint.trained import find_record
+from manyhands.checkpoint.trained import INITIAL_WEIGHTS, find_record
 from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, MEASURED, Job
 from manyhands.config.load import LoadedJob, written_values
 from manyhands.core.errors import UserError
@@ -38,7 +38,9 @@ class Change(NamedTuple):
 
     @property
     def decides(self) -> bool:
-        """True if the change affects the result."""
+        """True if the change affects the result, or adds metrics."""
+        if self.key == "train.metrics" and self.old is not None:
+            return not set(self.new) <= set(self.old)
         return self.old is None or (self.key.partition(".")[0] in _DECIDING and self.key not in _NOT_DECIDING)
 
     def __str__(self) -> str:
@@ -84,22 +86,24 @@ def refuse_changes(
         return
     found = [change for change in changes_since(folder, job) if change.decides]
     if not found:
-        options = job.train
-        named = (job.model.name, job.data.name, job.data.held_out, options.loss, options.optimizer, options.schedule)
+        named = (job.model.name, job.data.name, job.data.held_out, *job.train.custom_code)
         try:
             record = find_record(folder.checkpoints / "any", {})
         except UserError:
             record = None  # without a readable record nothing can be compared
         changed = record.changed({**code_digests(named), **digests()}) if record else ()
         found = [Change(name, None, None) for name in changed]
+    if "checkpoint.resume" in loaded.origins:
+        found = [change for change in found if change.key != INITIAL_WEIGHTS]  # a resumed run has its own
     if not found:
         return
     if not resume_hint and "checkpoint.resume" not in loaded.origins:
         another = free_name(folder.path.parent, folder.path.name, first=2)
+        hints = [*_train_longer(folder, job, found), f"to train from scratch, use --out {shlex.quote(str(another))}"]
+        if [change.key for change in found] == [INITIAL_WEIGHTS]:
+            hints.append('to return the finished run, pass checkpoint__resume="auto"')
         raise UserError(
-            f"the run in {folder.path} has finished, but the job has changed: {_listed(found)}",
-            "--out",
-            (*_train_longer(folder, job, found), f"to train from scratch, use --out {shlex.quote(str(another))}"),
+            f"the run in {folder.path} has finished, but the job has changed: {_listed(found)}", "--out", tuple(hints)
         )
     longer = any(
         change.key in {"train.max_steps", "train.batch"} or (change.key == "train.epochs" and change.new > change.old)

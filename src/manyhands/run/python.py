@@ -213,7 +213,12 @@ def fit(  # noqa: PLR0913 - all but three are named
     else:
         _refuse_ignored_sets(test_set, held_out_set)
     buffers: Any = getattr(loss, "buffers", tuple)
-    objects.digests = digest_objects(**live, network=objects.model, loss_weights=tuple(buffers()))
+    measured = {f"metric {name}": one for name, one in (objects.metrics or {}).items()}
+    objects.digests = digest_objects(**live, network=objects.model, loss_weights=tuple(buffers()), **measured)
+    if objects.model is not None:
+        from manyhands.worker.own_process import digest_of_network
+
+        objects.digests |= digest_of_network(objects.model)
 
     def digests() -> dict[str, str]:
         from manyhands.worker.own_process import digest_of_objects

@@ -3,15 +3,17 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
 
+from manyhands.checkpoint.trained import find_record
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import TensorLayout
 from manyhands.core.quantities import short_time
-from manyhands.core.resuming import resume_command
+from manyhands.core.resuming import OBJECTS, resume_command
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain
 from manyhands.core.world import World
@@ -45,6 +47,7 @@ from manyhands.train.recover import (
     refuse_later_checkpoints,
     training_digest,
 )
+from manyhands.train.same_data import data_changes, refuse_other_classes
 from manyhands.train.scheduler_state import reading_of
 from manyhands.train.sharing import kept_most, order_and_sharing, previous_shares, refuse_small_micro_batches
 from manyhands.train.state import Progress, restore
@@ -282,6 +285,7 @@ def resume(trainer: Trainer, found: Resumable) -> None:
     names = [name for name, parameter in trainer.network.inner.named_parameters() if parameter.requires_grad]
     where = str(found.path)
     check_same_training(trainer.job, found.snapshot, where)
+    refuse_other_classes(found.snapshot.state.get("classes") or (), trainer.classes, where)
     check_position(found.snapshot, trainer.digest, trainer.feed.order.steps_per_epoch, names, where)
     if trainer.world.is_main:
         refuse_later_checkpoints(trainer.folder.checkpoints, int(found.snapshot.state.get("step", 0)))
@@ -293,7 +297,7 @@ def resume(trainer: Trainer, found: Resumable) -> None:
     if isinstance(trainer.update.set_rates, CustomScheduler) and found.snapshot.state.get("schedule"):
         with reading_of(where):
             trainer.update.set_rates.resume(found.snapshot.state["schedule"], trainer.progress.step)
-    for note in (*found.notes, *found.snapshot.notes, *filter(None, [anew])):
+    for note in (*found.notes, *found.snapshot.notes, *filter(None, [anew, _data_changes(trainer, found)])):
         trainer.journal.event("warning", note, trainer.progress.step)
     step = trainer.progress.step
     message = f"resuming from step {step} of {where}"
@@ -303,3 +307,15 @@ def resume(trainer: Trainer, found: Resumable) -> None:
         more = resume_command(trainer.folder.path, f"--epochs {epochs}", in_python)
         message = f"all {trainer.total_steps:,} updates of this run are complete (to train longer: {more})"
     trainer.journal.event("resumed", message, step, path=where, processes=trainer.world.size)
+
+
+def _data_changes(trainer: Trainer, found: Resumable) -> str:
+    """A sentence on data that changed since the checkpoint was saved; empty if nothing did."""
+    with suppress(UserError):  # without a readable record nothing can be compared
+        record = find_record(found.path, found.snapshot.state)
+        # Of a folder the contents aren't compared: packing it changes nothing for the run.
+        contents = trainer.job.data.name == OBJECTS
+        words = ("training",) if trainer.custom_loop else ()  # its loop chooses what is evaluated
+        if record and (changes := data_changes(record, trainer.trained, words, contents=contents)):
+            return f"the data changed since the checkpoint was saved: {changes}"
+    return ""

@@ -39,6 +39,7 @@ from manyhands.train.own_optimizer import make_custom, mark_own
 from manyhands.train.own_schedule import CustomScheduler, make_schedule
 from manyhands.train.prepared import take_groups
 from manyhands.train.recover import Resumable, find_state, training_digest
+from manyhands.train.same_data import digest_trainable
 from manyhands.train.scheduler_state import reading_of, restore_scheduler
 from manyhands.train.sharing import order_and_sharing, refuse_small_micro_batches
 from manyhands.train.state import Progress
@@ -121,7 +122,7 @@ def prepare_trainer(
     # Layers that the user has frozen, such as a pretrained network's BatchNorm.
     frozen = [module for module in own.model.modules() if not module.training] if own.model.training else []
     model, job = _placed(own.model, job, world)
-    digests = digest_objects(network=model)
+    digests = digest_objects(network=model) | digest_trainable(model)
     objects = Objects(model, own.train_set, own.train_set, targets=has_targets(own.train_set), digests=digests)
     found = find_state(job, folder, world, in_pieces=plan is not None) if folder else None
     splits, grid = open_splits(job, world, objects), grid_of(job, world, mode)

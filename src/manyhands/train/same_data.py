@@ -6,25 +6,28 @@ over the split: all of a small one.
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from manyhands.checkpoint.trained import INITIAL_WEIGHTS, TRAINABLE, TrainedNetwork, noted_trained_on
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.data.on_demand import read_own, restored_generators, seed_generators
 from manyhands.data.random import spread
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples
+from manyhands.data.walk import lookalike_difference
 from manyhands.parallel.apply import compare_replicas
 
 # Bytes of each split that are compared, fewer where all read the same disk; and of a user's own data set the samples
 # whose labels are, and whose x is.
 MOST_BYTES, MOST_HERE, LABELS, INPUTS = 32 << 20, 2 << 20, 16, 4
+HELD_OUT = "held-out"
 
 
 def refuse_other_data(splits: Splits, world: World) -> None:
@@ -49,7 +52,99 @@ def refuse_other_data(splits: Splits, world: World) -> None:
 
 def digest_data(splits: Splits) -> dict[str, str]:
     """Digests of a run's data by name: lengths, shapes, labels, names of files, and some of the samples."""
-    return {name: _digest(content).hex() for name, content in _parts(splits, elsewhere=False)}
+    found = {name: _digest(content).hex() for name, content in _parts(splits, elsewhere=False)}
+    return found if splits.held_out is not None else {**found, f"{HELD_OUT} data": ""}
+
+
+def digest_trainable(model: nn.Module) -> dict[str, str]:
+    """A digest of the names of the parameters that are trained."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return {TRAINABLE: _digest(name.encode() for name in names).hex()}
+
+
+def digest_weights(model: nn.Module) -> dict[str, str]:
+    """A digest of a network's initial weights; empty if they can't be compared with those of another start.
+
+    A program that doesn't seed torch (with a number below 2^32) has other random weights at each start. A network that
+    this process has trained or loaded before has no initial weights.
+    """
+    if torch.initial_seed() >= 1 << 32 or noted_trained_on(model) is not None:
+        return {}
+    try:
+        state = {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+        parts = [part for name, one in state.items() for part in (name.encode(), _bytes_of(one))]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return {}  # parameters that get their shapes later, or are not plain tensors
+    return {INITIAL_WEIGHTS: _digest(parts).hex()}
+
+
+def split_names(splits: Splits) -> Iterator[tuple[str, Source]]:
+    """Yields each split with its name in digests and messages; the held-out set has the same name in all runs."""
+    for word, source in splits.named():
+        yield HELD_OUT if source is splits.held_out else word, source
+
+
+def class_changes(old: Sequence[str], new: Sequence[str]) -> str:
+    """Describes how class names differ, their order included; empty if they are equal or unknown on one side.
+
+    A class named like its number has no known name.
+    """
+    then, now = map(_known_names, (old, new))
+    if not then or not now or then == now:
+        return ""
+    gone, added = [name for name in then if name not in now], [name for name in now if name not in then]
+    if not gone and not added:
+        return f"the classes of the data are in another order: {_quoted(now)}, and were {_quoted(then)}"
+    found = [f"{_quoted(names)} {word}" for names, word in ((gone, "removed"), (added, "added")) if names]
+    return f"the classes of the data changed: {', '.join(found)}"
+
+
+def _known_names(names: Sequence[str]) -> list[str]:
+    """The names without those at the end that are only numbers of outputs."""
+    count = len(names)
+    while count and names[count - 1] == str(count - 1):
+        count -= 1
+    return list(names[:count])
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names[:5]) + (" …" if len(names) > 5 else "")
+
+
+def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> None:
+    """Refuses to resume with other class names than the checkpoint has: the outputs would change their meaning.
+
+    Raises:
+        UserError: the names or their order changed.
+    """
+    if changes := class_changes(old, new):
+        alike = [difference for name in new if name not in old and (difference := lookalike_difference(name, old))]
+        hints = (*alike[:3], "undo the change of the class names", "or start a new run in another folder: --out NEW")
+        raise UserError(f"{changes}, so the network's outputs would change their meaning", where, hints)
+
+
+def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[str] = (), *, contents: bool) -> str:
+    """Names the data sets whose labels, number of samples or, with `contents`, samples changed; empty if none did.
+
+    With `words`, only the splits of these names are compared.
+    """
+    found = list[str]()
+    for name in then.changed(now.digests):
+        word, _, kind = name.rpartition(" ")
+        counts = [each.samples.get(word, 0 if word == HELD_OUT else -1) for each in (then, now)]
+        if word.startswith("metric ") or name not in then.digests or kind not in {"data", "samples", "pictures"}:
+            continue
+        if words and word not in words:
+            continue
+        if kind != "data":
+            found += [name] if contents else []
+        elif -1 in counts:
+            found.append(f"{name} (labels or number of samples)")
+        else:
+            found.append(
+                f"{name} ({'labels' if counts[0] == counts[1] else f'{counts[1]:,} samples, was {counts[0]:,}'})"
+            )
+    return ", ".join(found)
 
 
 def _compare(parts: Mapping[str, Iterable[bytes]], world: World) -> tuple[str, list[int]] | None:
@@ -72,7 +167,7 @@ def _digest(parts: Iterable[bytes]) -> bytes:
 def _parts(splits: Splits, *, elsewhere: bool) -> Iterator[tuple[str, Iterable[bytes]]]:
     """What is compared, by its name in an error; `elsewhere`: some processes read other disks."""
     yield "classes", [name.encode(errors="surrogateescape") for name in splits.classes]
-    for word, source in splits.named():
+    for word, source in split_names(splits):
         labels = [] if source.labels is None else [source.labels.numpy().tobytes()]
         yield f"{word} data", [str(len(source)).encode(), *labels]
         if isinstance(source, ImageFiles):

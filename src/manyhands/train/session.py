@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
-from manyhands.checkpoint.trained import noted_pictures
+from manyhands.checkpoint.trained import TrainedOn, noted_trained_on
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.phases import CLOCK, EVALUATION
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
-from manyhands.data.objects import has_targets
-from manyhands.data.open import from_objects, resolve_pixels
+from manyhands.data.objects import has_targets, splits_to_evaluate
+from manyhands.data.open import resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.splits import ImagesInMemory, Splits, check_labels
 from manyhands.data.transforms import Pixels
@@ -329,7 +329,8 @@ class Session(Subgroup):
         if has_targets(data):
             hints = ("add up your own metric with session.all_reduce(sums)",)
             raise UserError("evaluate needs class numbers, but y is not a whole number", "session.evaluate", hints)
-        splits = from_objects(data, data, DataOptions(name="objects"))
+        trained_on = self._trained_on(model)
+        splits = splits_to_evaluate(data, trained_on.classes if trained_on else ())
         if classes and splits.train.labels is not None:
             check_labels(splits.train.labels, classes, "the data set")
         pixels = self._pixels(splits, model)
@@ -337,6 +338,11 @@ class Session(Subgroup):
         train = self.job.train.model_copy(update={"precision": "fp64" if double else "fp32"})
         job = self.job.model_copy(update={"train": train})
         return make_loader(job, splits.train, pixels, self.world, train=False, classes=classes)
+
+    def _trained_on(self, model: nn.Module) -> TrainedOn | None:
+        """The data of a network that was trained in this process, else that of the prepared network."""
+        trained = self._trainer.trained if self._trainer else None
+        return noted_trained_on(model) or (TrainedOn(trained.pictures, trained.classes) if trained else None)
 
     def _pixels(self, splits: Splits, model: nn.Module) -> Pixels:
         """How pictures become numbers: as the job says, as the network was trained, or as `prepare`'s training set.
@@ -346,9 +352,9 @@ class Session(Subgroup):
         """
         own, pixels = DataOptions(**{key: getattr(self.job.data, key) for key in PICTURES}), splits.pixels
         if not pixels.own:
-            noted = noted_pictures(model) or (self._trainer.trained.pictures if self._trainer else None)
-            if noted and not noted.own:
-                pixels = pixels_of(noted)
+            trained_on = self._trained_on(model)
+            if trained_on and not trained_on.pictures.own:
+                pixels = pixels_of(trained_on.pictures)
             elif isinstance(splits.test, ImagesInMemory) and not (own.mean and own.std):
                 what = "the mean and standard deviation of the network's pictures are unknown"
                 hints = (

@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from manyhands.checkpoint.trained import Pictures, TrainedNetwork, find_record, note_pictures
+from manyhands.checkpoint.trained import Pictures, TrainedNetwork, find_record, note_trained_on
 from manyhands.config.job import Job
 from manyhands.core.devices import require_device
 from manyhands.core.errors import UserError
@@ -28,7 +28,7 @@ from manyhands.train.data_setup import DataSetup
 from manyhands.train.journal import Journal
 from manyhands.train.network import make_model, read_any
 from manyhands.train.objects import Objects
-from manyhands.train.same_data import digest_data
+from manyhands.train.same_data import digest_data, split_names
 from manyhands.train.state import load_snapshot
 
 # Options that say what pictures become.
@@ -58,7 +58,7 @@ def describe_trained(
         std=pixels.std,
     )
     if objects.model is not None:
-        note_pictures(objects.model, pictures)
+        note_trained_on(objects.model, pictures, classes)
     model = job.model if objects.model is not None else resolve_model(job.model, pixels.size)
     mesh = (parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", size),))) if takes_mesh(mode) else None
     return TrainedNetwork(
@@ -74,6 +74,7 @@ def describe_trained(
         classes=classes,
         code=code_digests((model.name, job.data.name, job.data.held_out, *job.train.custom_code)),
         digests={**objects.digests, **digest_data(samples.splits)},
+        samples={word: len(source) for word, source in split_names(samples.splits)},
     )
 
 
@@ -146,7 +147,7 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
     grid = Grid(Mesh(tuple((name, 1) for name in record.axes)), world) if record.axes else None
     network = make_model(job_of_record(Job(), record), pixels, record.num_classes, world, objects, silent(), grid)
     load_snapshot(snapshot, network, where)
-    note_pictures(network, record.pictures)
+    note_trained_on(network, record.pictures, record.classes)
     dtype = torch.float64 if record.double else torch.float32
     return Trained(network.eval(), Transform(pixels, device, dtype), record.classes)
 

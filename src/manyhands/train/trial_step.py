@@ -71,19 +71,23 @@ def run_trial(trial_step: TrialStep, classes: int, count: int, world: World) -> 
     seed, device = derive(trial_step.job.train.seed, "rehearse"), batch.labels.device.type
 
     def check(found: MicroBatchResult) -> None:
-        shape = found.logits.shape
-        if len(shape) != 2 or shape[0] != count or shape[1] < classes:
-            raise UserError(
-                f"the network's output has the shape {list(shape)} for {count} pictures and {classes} classes",
-                "model.name",
-                (f"return outputs of shape [{count}, {classes}]", f"or add --set model.num_classes={shape[-1]}"),
-            )
+        _check_outputs(found.logits.shape, count, classes)
+
+    def check_first(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        # A loss of labels beyond the outputs fails with an error of torch's, on an accelerator for good.
+        main = output[0] if isinstance(output, tuple | list) and output else output
+        if isinstance(main, Tensor) and main.ndim == 2 and len(main) == count:
+            _check_outputs(main.shape, count, classes)
 
     with left_as_it_was(model, trial_step.groups), drawing(seed, device) as drawn:
-        with watching(trial_step.groups.layers) as seen:
-            given = trial_step.gradients(world).forward_backward(
-                full_batch(batch.images, batch.labels), count, on_result=check
-            )
+        hook = model.register_forward_hook(check_first)
+        try:
+            with watching(trial_step.groups.layers) as seen:
+                given = trial_step.gradients(world).forward_backward(
+                    full_batch(batch.images, batch.labels), count, on_result=check
+                )
+        finally:
+            hook.remove()
         trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
         unused = [name for name, gradient in trained.items() if gradient is None]
         # Of an output of the user's own kind, in which no tensors are found, nothing is learnt.
@@ -91,6 +95,21 @@ def run_trial(trial_step: TrialStep, classes: int, count: int, world: World) -> 
         found = TrialResult(unused, drawn(), given.logits.shape[1], count)
         set_rows_per_sample(model, seen, batch.images)
         return found
+
+
+def _check_outputs(shape: torch.Size, count: int, classes: int) -> None:
+    """Raises UserError for outputs that aren't one row for each sample with a number for each class."""
+    if len(shape) != 2 or shape[0] != count or shape[1] < classes:
+        counts = len(shape) == 2 and shape[0] == count and shape[1] > 1
+        raise UserError(
+            f"the network's output has the shape {list(shape)} for {count} pictures and {classes} classes",
+            "model.name",
+            (
+                f"return outputs of shape [{count}, {classes}]",
+                f"or add --set model.num_classes={shape[-1]}",
+                *([f"or number the labels from 0 to {shape[1] - 1}"] if counts else []),
+            ),
+        )
 
 
 def time_sample(model: nn.Module, images: Tensor, world: World) -> float:

@@ -9,7 +9,7 @@ from torch import nn
 
 from manyhands.checkpoint.folders import resolve
 from manyhands.checkpoint.read import load
-from manyhands.checkpoint.trained import find_record, note_pictures
+from manyhands.checkpoint.trained import find_record, note_trained_on
 from manyhands.cluster.failures import as_error
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_SAVED
@@ -22,7 +22,7 @@ from manyhands.parallel.standing import existing_process_info
 from manyhands.train.data_setup import open_splits
 from manyhands.train.objects import Objects
 from manyhands.train.predict import Guesses, guess
-from manyhands.train.same_data import digest_data
+from manyhands.train.same_data import digest_data, digest_trainable, digest_weights
 from manyhands.train.session import Session
 from manyhands.train.state import load_snapshot
 from manyhands.train.stopping import StopSignal, listening
@@ -94,7 +94,12 @@ def load_weights(model: nn.Module, run: Path) -> None:
     snapshot = load(path)
     load_snapshot(snapshot, model, str(path))
     if record := find_record(path, snapshot.state):
-        note_pictures(model, record.pictures)
+        note_trained_on(model, record.pictures, record.classes)
+
+
+def digest_of_network(model: nn.Module) -> dict[str, str]:
+    """Digests of a network that a user gives as an object: which parameters are trained, and its initial weights."""
+    return digest_trainable(model) | digest_weights(model)
 
 
 def digest_of_objects(job: Job, objects: Objects) -> dict[str, str]:
