@@ -176,3 +176,7 @@ def test_a_named_set_is_fetched_into_its_folder(server, tmp_path, monkeypatch):
     open_data(DataOptions(name="mnist", download=False))
     with pytest.raises(UserError, match=r"has no train-images-idx3-ubyte\.gz"):
         open_data(DataOptions(name="fashion-mnist", download=False))
+
+
+def test_an_address_without_a_scheme_is_a_reason_and_no_traceback(tmp_path):
+    assert "unknown url type" in download("//localhost/x", tmp_path / "x", None)

@@ -123,3 +123,11 @@ def test_a_machine_that_has_joined_is_among_those_that_the_job_names(joined, nam
     assert with_machines(before, ()) == before
     found = machines_of(with_machines(before, machines))
     assert found == ((*machines_of(before), *machines) if named != "file" else ())
+
+
+def test_a_socket_that_can_not_be_made_is_a_warning(tmp_path):
+    (tmp_path / SOCKET).mkdir()
+    said = []
+    with join_listener(tmp_path, pytest.fail, lambda text, level: said.append((text, level))) as tick:
+        tick()
+    assert [level for _, level in said] == ["WARNING"]

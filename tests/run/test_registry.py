@@ -382,3 +382,9 @@ def test_a_stop_is_requested_of_the_innermost_block_from_any_thread_and_of_none_
             thread.start()
             thread.join()
     assert asked == [signal.SIGTERM]
+
+
+def test_a_record_with_an_impossible_path_hides_no_other():
+    put(record("a\0b", host="n7"))
+    put(record("/nowhere/run"))
+    assert [each.run for each in running()] == ["/nowhere/run"]

@@ -27,7 +27,8 @@ def announce(words: Iterable[str], said_by: Path, record: TrainedNetwork | None,
     """
     for word, file in _files(words, said_by, instead):
         known = record.code if record else {}
-        unchanged = all(known.get(name, digest) == digest for name, digest in code_digests([word]).items())
+        digests = code_digests([word])
+        unchanged = word in digests and all(known.get(name, digest) == digest for name, digest in digests.items())
         trained = "unchanged since training" if unchanged else "CHANGED since training"
         if word not in known:
             trained = "the version used in training is unknown"

@@ -42,7 +42,10 @@ def download(url: str, into: Path, digest: Digest | None) -> str:
             return "the server's name can't be resolved on this machine (no network?)"
     except ValueError:  # its message may contain the password
         return "invalid URL; in a user name or password write / as %2F, # as %23, ? as %3F, @ as %40, : as %3A"
-    request = urllib.request.Request(address.geturl(), headers={"User-Agent": "manyhands"})
+    try:
+        request = urllib.request.Request(address.geturl(), headers={"User-Agent": "manyhands"})
+    except ValueError as error:
+        return str(error)
     if at:  # an unredirected header goes to this server alone
         words = urllib.parse.unquote(user if ":" in user else f"{user}:")
         request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(words.encode()).decode()}")

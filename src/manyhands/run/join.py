@@ -4,7 +4,7 @@ import os
 import shlex
 import socket
 from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,16 +45,19 @@ def join_listener(
         say: tells the user, a sentence and its level.
     """
     path, clients = folder / SOCKET, dict[socket.socket, Lines]()
-    path.unlink(missing_ok=True)
-    with closing(socket.socket(socket.AF_UNIX)) as listener:
-        listener.setblocking(False)
+    with ExitStack() as stack:
         try:
+            path.unlink(missing_ok=True)
+            listener = stack.enter_context(closing(socket.socket(socket.AF_UNIX)))
+            listener.setblocking(False)
             with _short(path) as short:
                 listener.bind(short)
             path.chmod(0o600)
             listener.listen()
         except OSError as error:
             say(f"manyhands join can't add machines to this run: {error.strerror} ({path})", "WARNING")
+            listener = None
+        if listener is None:
             yield lambda: None
             return
 

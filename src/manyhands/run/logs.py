@@ -122,7 +122,7 @@ def show_logs(
             lines = log.new_lines(rest=not follow)
             for line in deque(lines, last) if last else lines:
                 show(prefix.format(log.rank) + line)
-        head, over = head_of(folder.path), not follow
+        head, over = head_of(folder.path) if follow else None, not follow
         while not over:
             # Checked before the files are read, so that nothing written before the end is missed.
             over = not (head and is_running(head))

@@ -116,7 +116,10 @@ def _listed() -> tuple[list[Running], list[Running]]:
         if (record := _load(Running, path)) is None:
             continue
         # A run folder that was moved has left a link in its old place.
-        record = record.model_copy(update={"run": str(Path(record.run).resolve())})
+        try:
+            record = record.model_copy(update={"run": str(Path(record.run).resolve())})
+        except (OSError, ValueError):
+            continue
         if is_running(record):
             headed.append(record)
         elif agents_work(Path(record.run) / "ranks"):

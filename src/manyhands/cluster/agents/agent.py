@@ -55,6 +55,7 @@ from manyhands.cluster.messages import (
     Message,
     Misunderstood,
     RequestFailed,
+    encode,
     perform,
     remote,
 )
@@ -365,7 +366,9 @@ def set_threads(threads: int, size: int) -> None:
 
 def _answer(agent: Agent, call: Call) -> Message:
     try:
-        return CallResult(perform(agent, call))
+        answer = CallResult(perform(agent, call))
+        encode(answer)  # what can't be sent is the call's failure, not the agent's end
+        return answer
     except InvalidCallError as error:
         return Misunderstood(f"invalid message: {error}", hints=HINTS)
     except ManyhandsError as error:

@@ -42,7 +42,7 @@ TRAINERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "ac
 AGENTS = ("manyhands.cluster.agents.agent", "manyhands.cluster.agents.elastic")
 SHM = Path("/dev/shm")
 PACKAGES = ("torch", "torchvision", "numpy", "torch-npu", "mindspore")
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 # NCCL comes as a package of its own, named after the CUDA that it is for.
 NCCL = tuple(f"nvidia-nccl-cu{version}" for version in (11, 12, 13, 14))
 
@@ -124,6 +124,15 @@ def interfaces() -> list[dict[str, Any]]:
 
 def default_interface() -> str:
     """The interface of the default route; empty where there is none."""
+    routes = Path("/proc/net/route")
+    rows = [line.split() for line in routes.read_text().splitlines()[1:]] if routes.exists() else []
+    found = [(int(words[6]), words[0]) for words in rows if words[1] == words[7] == "00000000"]
+    routes = Path("/proc/net/ipv6_route")
+    rows = [line.split() for line in routes.read_text().splitlines()] if routes.exists() and not found else []
+    found += [(int(words[5], 16), words[9]) for words in rows if words[0] == "0" * 32 and words[1] == "00"]
+    if found := [each for each in found if each[1] != "lo"]:
+        return min(found)[1]
+    # Other systems have no such table.
     for family, address in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing, but selects the route
