@@ -397,7 +397,7 @@ def test_what_came_while_the_head_stood_still_keeps_a_machine_from_being_given_u
 
 
 def test_a_memory_kill_is_read_from_the_cgroups_counter(tmp_path, monkeypatch):
-    monkeypatch.setattr(leaving, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(leaving, "CGROUPS", tmp_path)
     counter = "low 0\nhigh 0\nmax 7\noom {0}\noom_kill {0}\noom_group_kill 0\n"
     (tmp_path / "memory.events").write_text(counter.format(1))
     (tmp_path / "memory.max").write_text("67108864\n")

@@ -2,7 +2,7 @@
 
 The launcher calls methods of an agent, those that are marked `remote`:
 
-    port = link.ask(call(Agent.bind, "127.0.0.1"), ASK_S)   # an int, as the method's annotation says
+    port = link.ask(call(Agent.bind, "127.0.0.1"), STORE_S)   # an int, as the method's annotation says
 
 The packages that send events define their kinds. Nothing is unpickled, and a value of another type is refused.
 """

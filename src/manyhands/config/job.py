@@ -200,8 +200,8 @@ class ClusterOptions(Options):
     on: Literal["", "slurm", "kubernetes"] = Field(default="", description="submit the job to this scheduler")
     shares: Literal["machines", "equal", "auto"] | tuple[int, ...] = Field(
         default="machines",
-        description="samples of each update per process, by rank: [24, 8], with the sum train.batch; auto: in "
-        "proportion to the measured speeds; machines: auto if machines differ in kind, else equal",
+        description="samples of each update per process: a list by rank that adds up to train.batch, such as [24, 8]; "
+        "auto: in proportion to the measured speeds; machines: auto if machines differ in kind, else equal",
     )
     interface: str = Field(
         default="",

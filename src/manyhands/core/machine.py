@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
-_CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 # Instruction sets for bfloat16 as Linux names them: vectors and matrices on x86, the extension of ARM.
 _BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
@@ -30,8 +30,8 @@ def memory() -> tuple[int, int]:
     system = psutil.virtual_memory()
     total, free = system.total, system.available
     with contextlib.suppress(OSError, ValueError):
-        limit, used = (int((_CGROUPS / name).read_text()) for name in ("memory.max", "memory.current"))
-        lines = (line.split() for line in (_CGROUPS / "memory.stat").read_text().splitlines())
+        limit, used = (int((CGROUPS / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (line.split() for line in (CGROUPS / "memory.stat").read_text().splitlines())
         cached = sum(int(value) for name, value in lines if name == "inactive_file")
         total, free = min(total, limit), min(free, limit - used + cached)
     return total, max(0, free)
@@ -48,14 +48,14 @@ def _cgroups() -> Iterator[Path]:
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-    yield from (_CGROUPS, _CGROUPS / "cpu")
+    yield from (CGROUPS, CGROUPS / "cpu")
     for line in lines:
         _, names, path = line.split(":", 2)
         if names and "cpu" not in names.split(","):
             continue
         inner = Path(path.lstrip("/"))
         for part in (inner, *inner.parents):
-            yield from (_CGROUPS / ("cpu" if names else "") / part, *([] if names else [_CGROUPS / "unified" / part]))
+            yield from (CGROUPS / ("cpu" if names else "") / part, *([] if names else [CGROUPS / "unified" / part]))
 
 
 def _quota_of(folder: Path) -> float:

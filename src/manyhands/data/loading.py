@@ -42,7 +42,7 @@ class Loader(ABC):
     """Serves one split of a data set.
 
     Attributes:
-        replaced: paths of unreadable pictures that were replaced by others; whoever reports them empties the list.
+        replaced: paths of unreadable pictures that were replaced by others; emptied by the caller that reports them.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class MemoryLoader(Loader):
 
     A request of 32 small pictures costs a dozen tensor operations, more time than its pixels need. Batches are views of
     the larger result. The values are the same, because augmentation is a pure function of the sample, and each pixel is
-    normalized by itself.
+    normalized separately.
     """
 
     def __init__(self, source: ImagesInMemory, pixels: Pixels, normalise: Normalise, *, train: bool, seed: int) -> None:

@@ -128,7 +128,7 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
             f"replicas have drifted apart: {name} on rank {shown} differs from {other} at step {step}",
             f"rank {shown}, {name}",
             (
-                "check that forward changes no buffer or parameter from one rank's samples",
+                "check that forward doesn't update a buffer or parameter with the samples of one rank only",
                 "or leave out a machine with faulty memory or processor",
             ),
         )

@@ -118,7 +118,7 @@ class Subgroup:
         return result
 
     def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
-        """Returns row `rank` of member `source`'s `tensors` [size, …]. The others pass a tensor of the same shape."""
+        """Returns row `rank` of `tensors` [size, …] of member `source`; the others pass one of the same shape as that."""
         self._require_member()
         self._require_rows(tensors, "scatter")
         return self.broadcast(tensors, source)[self.rank].clone()

@@ -39,7 +39,7 @@ class ParallelOptions(Options):
     )
     fill: Literal["data", "search"] = Field(
         default="data",
-        description="for semi: ops without a pin; data: shard the samples; search: find the fastest strategy",
+        description="for semi: strategy of ops without a pin: data shards the samples, search finds the fastest",
     )
     memory: str = Field(default="", description="for auto: memory limit per process, such as 14GiB")
     link: str = Field(default="", description="for auto: bandwidth between machines, such as 1gbit; empty: measured")

@@ -18,7 +18,7 @@ from manyhands.cluster.agents.ssh import copied_by
 from manyhands.cluster.agents.store_tunnel import StoreTunnel
 from manyhands.cluster.agents.supervise import supervise_once
 from manyhands.cluster.doctor.findings import DoctorFinding, Facts, examine
-from manyhands.cluster.hosts.inventory import Address, Machine
+from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine
 from manyhands.cluster.messages import call
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
@@ -36,7 +36,7 @@ from manyhands.run.pending import PendingMachines, RefusedError
 from manyhands.run.recovery import Recovery
 from manyhands.run.registry import remember_reach
 from manyhands.run.script import shown
-from manyhands.run.train import LOOPBACK, check_names, watch_on
+from manyhands.run.train import check_names, watch_on
 
 NOT_BEGUN = "stopping before training has begun"
 # Checks of the doctor whose findings may have changed by the next minute.

@@ -17,7 +17,7 @@ from manyhands.cluster.agents.open_tunnels import NoTunnelError, TunnelRoutes, j
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.store_tunnel import StorePlaces, StoreTunnel
 from manyhands.cluster.agents.tunnel import Tunnels
-from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
+from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import with_machines
 from manyhands.cluster.messages import call
 from manyhands.config.job import Job
@@ -39,7 +39,6 @@ from manyhands.run.recovery import (
     gone_on_with,
     worth_a_start,
 )
-from manyhands.run.train import LOOPBACK
 from manyhands.run.who_where import describe, write_places
 
 

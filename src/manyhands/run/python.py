@@ -53,7 +53,7 @@ class Run:
     Attributes:
         path: the run folder.
         status: "finished"; `fit` raises an exception for a stopped run.
-        model: the trained network, if `fit` was given an object.
+        model: the trained network, if `fit` was given a module; None if it was given a name.
     """
 
     path: Path

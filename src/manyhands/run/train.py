@@ -52,7 +52,6 @@ from manyhands.run.script import shown, stopping
 from manyhands.sync.choose import check_method
 
 STOPPING = "stopping after the current update; press Ctrl-C again to end at once without saving"
-LOOPBACK = "127.0.0.1"
 
 
 def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Rendezvous | None = None) -> Outcome:

@@ -115,7 +115,7 @@ def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[i
     sizes = [stop - start for start, stop in itertools.pairwise(edges)]
     whole = _dealt(speeds_s, sizes, most) if len(sizes) >= len(speeds_s) else fine
     costs_little = _longest(speeds_s, whole) <= ALIGNED_SHARE_LIMIT * _longest(speeds_s, fine)
-    # Groups differ by one sample, so that whoever is at its limit may get one more than was counted.
+    # Groups differ by one sample, so that a process at its limit may get one more than was counted.
     fits = all(count <= limit for count, limit in zip(whole, most, strict=True))
     return whole if costs_little and fits and sum(whole) == batch else fine
 

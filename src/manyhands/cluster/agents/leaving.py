@@ -8,13 +8,13 @@ from pathlib import Path
 
 import psutil
 
+from manyhands.core.machine import CGROUPS
 from manyhands.core.records import PROCESS_ENDED, Failure
 from manyhands.core.timeouts import LEAVE_S, SAVE_MOST_S, SAVE_QUIET_S
 from manyhands.parallel.heartbeat import Heartbeat, rescue_path
 
 # Until the next collective they compute, for so many times as long as an update takes.
 UPDATES = 2.0
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Leaving:
@@ -106,7 +106,7 @@ def _own_group() -> Path:
     """The folder of this process's cgroup; in a container, whose path may be that on the host, the topmost visible."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            group = _CGROUPS / line.removeprefix("0::/")
+            group = CGROUPS / line.removeprefix("0::/")
             if line.startswith("0::") and (group / "memory.events").is_file():
                 return group
-    return _CGROUPS
+    return CGROUPS

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks
-from manyhands.cluster.agents.tunnel import LOOPBACK, SshTunnels, TunnelError
+from manyhands.cluster.agents.tunnel import SshTunnels, TunnelError
 from manyhands.cluster.doctor.findings import Attempt
 from manyhands.cluster.doctor.probe import Listener
-from manyhands.cluster.hosts.inventory import Address
+from manyhands.cluster.hosts.inventory import LOOPBACK, Address
 from manyhands.cluster.messages import Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError

@@ -23,14 +23,13 @@ from pathlib import Path
 
 from manyhands.cluster.agents import switchboard
 from manyhands.cluster.agents.ssh import ssh_command
-from manyhands.cluster.hosts.inventory import Machine
+from manyhands.cluster.hosts.inventory import LOOPBACK, Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
 from manyhands.core.scratch import scratch
 from manyhands.core.timeouts import SWITCHBOARD_S, TUNNEL_ASK_S, TUNNEL_CLOSE_S, TUNNEL_OPEN_S
 from manyhands.parallel.tunnel_ends import TunnelEnds, fits
 
-LOOPBACK = "127.0.0.1"
 # What the other end of a tunnel says, once it stands.
 STANDS = "this tunnel of manyhands stands"
 # Ends with its standard input, so that nothing stays once its owner is gone; a csh understands it too.
@@ -96,7 +95,7 @@ class Children:
         return {child.name: child.last_words() for child in failed}
 
     def ended(self) -> str:
-        """Describes the first that has ended by itself; empty while all run."""
+        """Describes the first child that ended unasked; empty while all run."""
         for child in self._ready:
             if (code := child.process.poll()) is not None:
                 return f"the ssh tunnel to {child.name} ended ({child.last_words() or f'exit code {code}'})"
@@ -219,7 +218,7 @@ class Tunnels:
 
     Attributes:
         ends: where they end on this machine.
-        ended: describes the first that has ended by itself.
+        ended: describes the first child that ended unasked.
     """
 
     def __init__(self) -> None:

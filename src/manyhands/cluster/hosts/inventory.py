@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?")
+LOOPBACK = "127.0.0.1"
 # Placeholder in a command for the scheduler's number or name of the job.
 JOB = "@JOB@"
 # Variable with the number of a worker's device.
