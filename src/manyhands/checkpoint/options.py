@@ -4,7 +4,7 @@ from manyhands.core.options import Options, option
 
 
 class CheckpointOptions(Options):
-    """Checkpoint intervals and retention."""
+    """Options of checkpoint intervals and retention."""
 
     every: str = option(
         "auto",

@@ -117,22 +117,22 @@ class TrainOptions(Options):
 
     @property
     def built_in(self) -> bool:
-        """True for a built-in optimizer."""
+        """True if the optimizer is a built-in one."""
         return self.optimizer in BUILT_IN_OPTIMIZERS
 
     @property
     def measured_precision(self) -> bool:
-        """True if precision or memory format is chosen by measurement."""
+        """True if measurements choose the precision or the memory format."""
         return "auto" in (self.precision, self.channels_last)
 
     @property
     def custom_code(self) -> tuple[str, ...]:
-        """The values that may name objects in the user's code, as file.py:object."""
+        """The values of the options that may refer to user code, written file.py:object."""
         return (self.loss, self.optimizer, self.schedule, *self.metrics)
 
     @property
     def custom_schedule(self) -> bool:
-        """True if the schedule is an object in the user's code."""
+        """True if the schedule is user code."""
         return self.schedule not in BUILT_IN_SCHEDULES
 
     @field_validator("optimizer", "schedule")
@@ -179,7 +179,7 @@ class TrainOptions(Options):
 
 
 class ClusterOptions(Options):
-    """Processes and machines of a run, and how they connect."""
+    """Options of the processes and machines of a run, and of their connections."""
 
     processes: int = option(
         0, "processes on this machine; 0: one per accelerator, or one without accelerators", ge=0, le=1024
@@ -245,12 +245,12 @@ class ClusterOptions(Options):
 
     @property
     def debugging(self) -> bool:
-        """True if a debugger can suspend a rank."""
+        """True if a rank is started under a debugger."""
         return self.debug_rank >= 0
 
     @property
     def peer_timeout_s(self) -> float:
-        """The timeout of collectives, in seconds."""
+        """The timeout of collectives in seconds, longer under a debugger."""
         return _DEBUG_TIMEOUT_S if self.debugging else self.collective_timeout_s
 
     @property
@@ -260,7 +260,7 @@ class ClusterOptions(Options):
 
     @property
     def machines_wanted(self) -> range:
-        """The numbers of machines with which the run may start or continue."""
+        """The range of the number of machines with which the run may start or continue."""
         least, _, most = self.elastic.partition(":")
         return range(int(least) if least.isdecimal() else 1, int(most or 10_000) + 1)
 
@@ -286,7 +286,7 @@ class ClusterOptions(Options):
 
 
 class SubmitOptions(Options):
-    """Resources requested from a scheduler (`launch --on`)."""
+    """Resources to request from a scheduler (`launch --on`)."""
 
     nodes: int = option(1, "number of machines", ge=1, le=100_000)
     accelerators: int = option(
@@ -310,7 +310,7 @@ class SubmitOptions(Options):
 
 
 class RunOptions(Options):
-    """Run folder, progress records and report."""
+    """Options of the run folder, the progress records and the report."""
 
     out: str = option("", "run folder; empty: runs/<date>-<data>-<model>")
     log_every_s: float = option(
@@ -333,7 +333,7 @@ class RunOptions(Options):
 class Job(Options):
     """The complete configuration of a run.
 
-    Flags win over the environment, the environment over job.toml, job.toml over a recipe, a recipe over defaults.
+    Precedence, from highest to lowest: flags, environment variables, job.toml, the recipe, the defaults.
     """
 
     data: DataOptions = Field(default_factory=DataOptions)

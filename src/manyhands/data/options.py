@@ -6,7 +6,7 @@ from manyhands.core.options import Options, option
 
 
 class DataOptions(Options):
-    """The data set and the preprocessing."""
+    """Options of the data set and its preprocessing."""
 
     name: str = option(
         "digits", "name of a data set, folder of pictures, or file.py:function that returns your own data"

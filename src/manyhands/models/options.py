@@ -8,7 +8,7 @@ from manyhands.core.options import Options, option
 
 
 class ModelOptions(Options):
-    """The network."""
+    """Options of the network."""
 
     name: str = option(
         "cnn", "name of a network (mlp, cnn, resnet18 …), torchvision:NAME, or file.py:object for a network of your own"

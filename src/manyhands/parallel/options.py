@@ -19,7 +19,7 @@ def check_mode(mode: str) -> None:
 
 
 class ParallelOptions(Options):
-    """The parallel mode, the mesh and the plan."""
+    """Options of the parallel mode, the mesh and the plan."""
 
     mode: str = option(
         USUAL_MODE,

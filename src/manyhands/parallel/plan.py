@@ -26,7 +26,7 @@ class Plan:
         ops: strategies by op, module path or glob; the last match applies.
         default: the strategy of other ops; if empty, `fallback` shards the samples over all axes.
         pinned: the keys of `ops` that the user set.
-        layouts: the layout of each tensor, filled in from the network for tools that don't load it.
+        layouts: the layout of each tensor, filled in from the network for tools that read the plan alone.
         about: other fields of plan.json, such as predicted, measured, reason and graph; see `PlanRecord`.
     """
 

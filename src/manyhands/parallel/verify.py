@@ -40,8 +40,8 @@ class Finding:
 
     Attributes:
         name: the parameter, or "output".
-        cause: "missing": a sum is missing; "doubled": a sum is made twice; "replicas": replicas differ; "cut": the
-            output is sharded; "mark": a sharded parameter has no mark; "wrong": any other.
+        cause: "missing": an all-reduce is missing; "doubled": an all-reduce is done twice; "replicas": replicas differ;
+            "cut": the output is sharded; "mark": a sharded parameter has no mark; "wrong": any other.
         axes: names of the mesh axes concerned.
         what: the observation, with the rank that has the largest error.
         hints: a likely correction.
@@ -108,13 +108,13 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
     Args:
         net: a function of a mesh that makes the network, such as its class; or the network. A copy of the network runs
             on a mesh of one process, so its forward must ask axes for their sizes and not store them.
-        sample: a batch [n, …]; rank 0's is used, and as much of it as the processes can share equally.
-        labels: of the samples, for cross-entropy or the loss.
+        sample: a batch [n, …]. The batch of rank 0 is used, truncated so that processes get equal shares.
+        labels: the labels of the samples, for `loss` or the default, cross-entropy.
         mesh: required with a function, and with a network that has no axis of a mesh.
-        loss: a function (output, labels) of the mean loss or of one loss per sample. Without loss and labels, a
+        loss: a function of (output, labels) that returns the mean loss or one loss per sample. Without both, a
             weighted sum of all outputs is used, so that a wrong output does not make all gradients wrong.
-        samples: names of the axes over which samples are shared; None: all that shard no parameter.
-        tolerance: relative to the largest value of what is compared.
+        samples: names of the axes that shard the batch; None: all axes that shard no parameter.
+        tolerance: the largest error allowed, relative to the largest value of the compared tensor.
         check: raise an error if there are findings.
 
     Raises:

@@ -17,7 +17,7 @@ def _names() -> str:
 
 
 class CommonOptions(Options):
-    """Gradient synchronization."""
+    """Options of gradient synchronization."""
 
     method: str = option("allreduce", f"gradient synchronization: {_names()}; {AUTO}: chosen by network speed")
     within: Literal["auto", "machine", "process"] = option(
