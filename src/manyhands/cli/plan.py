@@ -85,7 +85,7 @@ def plan(
     if other_model:
         raise UserError(f"unexpected argument {other_model}", "", ("use manyhands plan DATA MODEL",))
     if flags.measure:
-        raise UserError("--measure needs a plan.json; a search always measures", "--measure", ("remove --measure",))
+        raise UserError("--measure times a plan.json; a search always measures", "--measure", ("remove --measure",))
     first, last = _counts(flags.processes)
     if first != last:
         alone = {"--mesh": flags.mesh, "--pin": flags.pin, "--memory": flags.memory, "--verify": flags.verify}

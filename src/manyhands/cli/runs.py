@@ -37,7 +37,7 @@ def ps(*, as_json: Annotated[bool, Help("print one JSON array", "--json")] = Fal
     head = ("run", "state", "pid", "on", "for", "progress", "top-1")
     show(align([head, *(_row(record, now) for record, now in found)]))
     if any(not record.here for record, _ in found):
-        say(f"to remove the runs of a dead machine from this list, delete their entries: files in {registry_folder()}")
+        say(f"to remove the runs of a dead machine from this list, delete their files in {registry_folder()}")
     if left:
         say(f"{NO_LAUNCHER}: to save and stop the processes, run manyhands stop RUN; for details, manyhands why RUN")
     return 0
@@ -117,7 +117,7 @@ def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, wit
         headless = stop_headless(folder, say, now=now)
         end = None if headless else stop_run(head_of_active(folder), say, now=now)
     except KeyboardInterrupt:
-        say("the run still ends; only this command stops waiting")
+        say("this command no longer waits; the run is still stopping")
         raise
     path, saved = folder.path, saved_step(folder)
     if headless and saved is None and not now:

@@ -158,7 +158,7 @@ class TrainOptions(Options):
             if not is_object_reference(word) and not (kind == OBJECT and name.isidentifier()):
                 raise ValueError("should be a list of file.py:function")
             if name in names:
-                raise ValueError(f"the name {name} belongs to another metric")
+                raise ValueError(f"the name {name} is already in use")
             names.append(name)
         return words
 
@@ -355,5 +355,5 @@ class Job(Options):
                 f"{optimizer} with {schedule}; to write no such files, add --set 'checkpoint.pth_tar=\"\"'"
             )
         if self.checkpoint.pth_tar and self.train.best != BY_TOP1:
-            raise ValueError(f"checkpoint.pth_tar writes files for main.py, whose best is the {BY_TOP1}; remove best")
+            raise ValueError(f"checkpoint.pth_tar writes files for main.py, whose criterion is {BY_TOP1}; remove best")
         return self

@@ -315,7 +315,7 @@ class Axis:
             )
         total = sum(lengths) if length is None else length
         if lengths != _lengths(total, self.size):
-            what = f"pieces of lengths {lengths} in dimension {dim} don't match {_lengths(total, self.size)}"
+            what = f"shards have lengths {lengths} in dimension {dim}, expected {_lengths(total, self.size)}"
             raise UserError(what, f"gather over {','.join(self.names)}", ("use shard, scatter or reduce_scatter",))
         return total
 

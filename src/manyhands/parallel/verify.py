@@ -198,7 +198,7 @@ class _Check:
         for number, (output, due_output) in enumerate(zip(outputs, due_outputs, strict=True)):
             name = OUTPUT if len(due_outputs) == 1 else f"{OUTPUT} {number}"
             if any(gather_plain(output.shape != due_output.shape, self.grid.world)):
-                what = f"rank 0 has shape {tuple(output.shape)}, where {tuple(due_output.shape)} is expected"
+                what = f"rank 0 has shape {tuple(output.shape)}, expected {tuple(due_output.shape)}"
                 hints = "check for a missing gather or scatter, or a wrong axis"
                 return [*found, Finding(name, "cut", (), broadcast_plain(what, self.grid.world), hints)], 0.0
             error, rank = self._compare(output, due_output)
@@ -353,7 +353,7 @@ class _Check:
         if name.startswith(OUTPUT):
             subject = "the output"
             hints = "check for a missing collective, a wrong axis, or a bias added before an all_reduce"
-        return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}, which no single sum explains", hints)
+        return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}; no single sum explains the error", hints)
 
     def _finding(self, name: str, cause: Cause, sets: list[tuple[int, ...]], rank: int) -> Finding:
         names = [[self.grid.mesh.names[axis] for axis in over] for over in sets]
