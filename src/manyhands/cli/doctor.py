@@ -95,7 +95,7 @@ def explain(
     processes: Annotated[Int | None, Help("number of processes on this machine", "-n", "--processes")] = None,
     flags: ExplainFlags = ExplainFlags(),
     write: Annotated[
-        Path | None, Help("new file to list the machines in, then exit: a rank table if *.json, else a hostfile")
+        Path | None, Help("write the machines to this new file and exit; *.json: a rank table; else: a hostfile")
     ] = None,
     as_json: Json = False,
 ) -> int:

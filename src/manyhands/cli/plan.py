@@ -85,7 +85,8 @@ def plan(
     if other_model:
         raise UserError(f"unexpected argument {other_model}", "", ("use manyhands plan DATA MODEL",))
     if flags.measure:
-        raise UserError("--measure times a plan.json; a search always measures", "--measure", ("remove --measure",))
+        hints = ("remove --measure: a search for a plan always measures",)
+        raise UserError("--measure applies only to an existing plan.json", "--measure", hints)
     first, last = _counts(flags.processes)
     if first != last:
         alone = {"--mesh": flags.mesh, "--pin": flags.pin, "--memory": flags.memory, "--verify": flags.verify}

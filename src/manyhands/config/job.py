@@ -65,7 +65,7 @@ class TrainOptions(Options):
     warmup_epochs: float = option(0.0, "number of epochs of linear learning rate warm-up", ge=0.0)
     step_epochs: int = option(30, "epochs between drops of the learning rate; used only with schedule step", ge=1)
     step_factor: float = option(
-        0.1, "factor of the learning rate at each drop; used only with schedule step", gt=0.0, le=1.0
+        0.1, "multiplier of the learning rate at each drop; used only with schedule step", gt=0.0, le=1.0
     )
     loss: str = option("cross-entropy", "loss function: cross-entropy, nll, or file.py:function of outputs and labels")
     label_smoothing: float = option(0.0, "label smoothing of the cross-entropy loss", ge=0.0, lt=1.0)
@@ -94,8 +94,8 @@ class TrainOptions(Options):
     drop_last: bool = option(False, "drop the last batch of each epoch if it is incomplete")
     metrics: tuple[str, ...] = option(
         (),
-        "additional evaluation metrics, each as file.py:name of a function of outputs and labels that returns one "
-        "value per sample, or of an object with the methods update and compute",
+        "additional evaluation metrics, written file.py:name; each is a function of outputs and labels that returns "
+        "one value per sample, or an object with the methods update and compute",
     )
     best: str = option(
         BY_TOP1,
@@ -227,7 +227,7 @@ class ClusterOptions(Options):
     join_timeout_s: float = option(600.0, "seconds to wait for all processes to join before giving up", gt=0.0)
     collective_timeout_s: float = option(600.0, "timeout of collectives in seconds", gt=0.0)
     debug_rank: int = option(-1, "rank to start under debugpy; -1: none", ge=-1)
-    debug_port: int = option(5678, "port on which debugpy listens on 127.0.0.1", ge=1, le=65535)
+    debug_port: int = option(5678, "port for debugpy on 127.0.0.1", ge=1, le=65535)
 
     def mark_flags(self, names: Iterable[str]) -> None:
         """Records which options were given by a flag or a Python argument; not part of the stored job."""

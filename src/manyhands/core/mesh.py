@@ -33,7 +33,7 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes, major to minor."""
+        """The names of the axes, the slowest varying axis first."""
         return tuple(name for name, _ in self.axes)
 
     @cached_property
@@ -63,18 +63,18 @@ class Mesh:
         return number
 
     def parts(self, axes: Iterable[int]) -> int:
-        """Returns the number of processes in a group along the axes, which are given by number."""
+        """Returns the number of processes in a group along the axes with the indices `axes`."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place(self, axes: Iterable[int], rank: int) -> int:
-        """Returns the index of a rank in its group along `axes`, given in ascending order; the first varies slowest."""
+        """Returns the index of a rank in its group along the axes with the (ascending) indices `axes`."""
         place, coordinates = 0, self.coordinates(rank)
         for axis in axes:
             place = place * self.sizes[axis] + coordinates[axis]
         return place
 
     def peers(self, axes: Iterable[int], rank: int) -> list[int]:
-        """Returns the ranks of the group along the axes that contains `rank`, in ascending order."""
+        """Returns the ranks in the group of `rank` along the axes with the indices `axes`, in ascending order."""
         free, here = set(axes), self.coordinates(rank)
         choices = [range(size) if axis in free else (here[axis],) for axis, size in enumerate(self.sizes)]
         return [self.rank(place) for place in itertools.product(*choices)]

@@ -42,13 +42,13 @@ class DataOptions(Options):
     )
     held_out: str = option(
         "",
-        "data set for a final test, evaluated once at the end and used for no decision: a folder of class folders, a "
-        "data set's name or file.py:function; empty: the test/ folder of data that also has val/",
+        "data set for a final test at the end, never used to select a checkpoint: a folder of class folders, the name "
+        "of a data set or file.py:function; empty: the test/ folder of data that also has val/",
     )
     skip_corrupt: bool = option(
         False,
-        "skip pictures that are unreadable at startup, and replace training pictures that become unreadable later; at "
-        "most 10, or 0.1 % of the pictures if that is more; evaluation never replaces pictures",
+        "skip pictures that are unreadable at startup, and replace training pictures that become unreadable later; the "
+        "run ends if more than 10 pictures, and more than 0.1 % of all, are unreadable; evaluation replaces none",
     )
     packed: bool = option(True, "read the packed copy of a folder (FOLDER.pack) if it is up to date")
     workers: int = option(-1, "decoding processes per rank; -1: derived from the number of CPU cores", ge=-1, le=256)

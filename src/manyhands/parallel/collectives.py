@@ -124,7 +124,7 @@ class Subgroup:
         return self.broadcast(tensors, source)[self.rank].clone()
 
     def reduce_scatter(self, tensors: Tensor, operation: Operation = "sum") -> Tensor:
-        """Combines the members' `tensors` [size, …] by `operation` and returns row `rank`."""
+        """Combines the members' `tensors` [size, …] by `operation` and returns row `rank` of the result."""
         self._require_rows(tensors, "reduce_scatter")
         return self.all_reduce(tensors, operation)[self.rank].clone()
 

@@ -99,7 +99,7 @@ def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None)
     """Arranges all processes as a mesh; a collective.
 
     Args:
-        sizes: the axes, major to minor: "dp=2,tp=2" or {"dp": 2, "tp": 2}.
+        sizes: the axes: "dp=2,tp=2" or {"dp": 2, "tp": 2}. The last axis varies fastest.
         world: the processes; None: the default group of torch.distributed, or this process alone without one.
 
     Raises:
@@ -141,7 +141,7 @@ class Axis:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes, major to minor."""
+        """The names of the axes, the slowest varying axis first."""
         return tuple(self._grid.mesh.names[axis] for axis in self._axes)
 
     @property
@@ -263,10 +263,10 @@ class Axis:
     def all_to_all(self, x: Tensor, cut: int, joined: int, length: int | None = None) -> Tensor:
         """Moves the sharding from one dimension to another: all-to-all in forward and backward.
 
-        Equal to `gather` in `joined` followed by `scatter` in `cut`, with a fraction of the traffic.
+        Equal to `gather` along `joined` followed by `scatter` along `cut`, with a fraction of the traffic.
 
         Args:
-            x: this process's shard in dimension `joined`.
+            x: this process's shard, sharded in dimension `joined`.
             cut: the dimension to shard.
             joined: the dimension to concatenate.
             length: the full length of `joined`; None: the processes exchange their lengths in a small collective.

@@ -241,7 +241,7 @@ def _chosen(kind: str, index: int, count: int) -> str:
     if index >= count:
         what = f"this process is assigned {kind} device {index}, but the devices here are 0 to {count - 1}"
         hints = ("number the devices from 0 within the visible ones (CUDA_VISIBLE_DEVICES)",)
-        raise UserError(what, "DEVICE_ID, or the description of the cluster", hints)
+        raise UserError(what, "DEVICE_ID, or the cluster file", hints)
     return f"{kind}:{index}"
 
 

@@ -34,7 +34,7 @@ class ParallelOptions(Options):
     plan: str = option("", "plan.json with the sharding of each op; used only with modes semi and auto")
     samples: str = option(
         "",
-        "mesh axes that shard the batch, such as dp; empty: all axes that shard no tensor; used only with mode hybrid",
+        "mesh axes that shard the batch, such as dp; empty: axes that shard no parameter; used only with mode hybrid",
     )
     fill: Literal["data", "search"] = option(
         "data",

@@ -278,7 +278,7 @@ def _opened(offer: dict[str, Any]) -> Any:
     path = Path(f"/proc/{offer['pid']}/fd/{offer['file']}")
     # Looked at before it is opened: it might be anything of anybody's.
     if offer["name"] not in str(path.readlink()):
-        raise ValueError(f"{path} is another file")
+        raise ValueError(f"{path} is not the shared memory of this run")
     return path.open("r+b", buffering=0)
 
 

@@ -36,13 +36,13 @@ _MOST_SHOWN = 12
 
 @dataclass(frozen=True)
 class Finding:
-    """One error in a network that is sharded by hand.
+    """One error that `verify_gradients` found in a network that is sharded by hand.
 
     Attributes:
         name: the parameter, or "output".
         cause: "missing": an all-reduce is missing; "doubled": an all-reduce is done twice; "replicas": replicas differ;
-            "cut": the output is sharded; "mark": a sharded parameter has no mark; "wrong": any other.
-        axes: names of the mesh axes concerned.
+            "cut": the output is sharded; "mark": a shard is not a manyhands.Parameter; "wrong": any other.
+        axes: the names of the mesh axes over which the error occurs.
         what: the observation, with the rank that has the largest error.
         hints: a likely correction.
     """

@@ -67,7 +67,7 @@ class Run:
 
     @property
     def best(self) -> EvaluationMetrics:
-        """The best evaluation by the criterion train.best."""
+        """The best evaluation according to train.best."""
         noted = [record for record in self._evaluated() if record.best]
         return noted[-1] if noted else max(self._evaluated(), key=lambda record: record.top1)
 
@@ -162,7 +162,7 @@ def fit(  # noqa: PLR0913 - all but three are named
     Args:
         model: a torch.nn.Module, or the name of a network such as "resnet18"; None: the network of the job.
         train_set: a torch Dataset of (x, y), or a name or folder such as "cifar10"; None: the data of the job.
-        test_set: a Dataset to evaluate on, which also selects the best epoch; None: a tenth of train_set, held back.
+        test_set: a Dataset to evaluate on, which also selects the best epoch; None: a tenth of train_set, held out.
         job: a Job or the path of a job.toml. Other arguments override the values of the job.
         held_out_set: a Dataset for the final test, evaluated once at the end, with the best and with the last weights.
         processes: number of processes to start on this machine; None: the number in the job. Without a number, this
@@ -172,8 +172,8 @@ def fit(  # noqa: PLR0913 - all but three are named
         optimizer: function of the list of parameters that returns a torch.optim.Optimizer, such as torch.optim.RMSprop,
             or a value of train.optimizer. The schedule scales the learning rate of the optimizer.
         schedule: function of the update number, from 0, that returns the fraction of the peak learning rate, or
-            function of one parameter named optimizer that returns a torch scheduler. Both may take total_steps and
-            steps_per_epoch by these names. Or a value of train.schedule.
+            function of one parameter named optimizer that returns a torch scheduler. Both may have parameters
+            named total_steps and steps_per_epoch. Or a value of train.schedule.
         metrics: additional evaluation metrics by name: functions of (outputs [n, C], labels [n]) that return one value
             per sample, or objects with update(outputs, labels), which returns sums, and compute(sums). Or a value of
             train.metrics.

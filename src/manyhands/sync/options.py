@@ -22,7 +22,7 @@ class CommonOptions(Options):
     method: str = option("allreduce", f"gradient synchronization: {_names()}; {AUTO}: chosen by network speed")
     within: Literal["auto", "machine", "process"] = option(
         "auto",
-        "which processes communicate over the network; process: every process; machine: one process for each machine, "
+        "which processes communicate over the network; process: every process; machine: one process per machine, "
         "after averaging within the machine; auto: machine if there are several machines, else process",
     )
     link: str = option("", "bandwidth between machines, such as 10mbit; empty: measured")

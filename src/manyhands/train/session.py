@@ -236,7 +236,7 @@ class Session(Subgroup):
             print(*words, flush=True)  # noqa: T201 - the user's own words
 
     def save(self) -> None:
-        """Saves a checkpoint of the model, optimizer, scheduler and position to the run folder; a collective.
+        """Saves the model, optimizer, scheduler and data position as a checkpoint in the run folder; a collective.
 
         Does nothing at the end of an epoch, because `epochs` saves there.
 
@@ -286,7 +286,7 @@ class Session(Subgroup):
             return trainer.network.full_state_dict()
 
     def finish(self) -> None:
-        """Synchronizes the model and saves a checkpoint; a collective that the session calls when it ends."""
+        """Synchronizes the model and saves a checkpoint; a collective. The session calls it when it ends."""
         trainer = self._trainer
         if not trainer or self._owed:
             return

@@ -56,12 +56,12 @@ class Options(RankOptions):
     )
     outer_lr: float = option(
         1.0,
-        "learning rate of the averaged parameter changes; used only with method local",
+        "outer learning rate, applied to the averaged parameter changes; used only with method local",
         gt=0,
         le=10,
     )
     outer_momentum: float = option(
-        0.0, "Nesterov momentum of the averaged parameter changes; used only with method local", ge=0, lt=1
+        0.0, "outer Nesterov momentum, applied to averaged parameter changes; used only with method local", ge=0, lt=1
     )
 
 
