@@ -26,6 +26,6 @@ class CheckpointOptions(Options):
     )
     pth_tar: str = option(
         "",
-        "folder for checkpoint.pth.tar and model_best.pth.tar, written after each epoch in the format of the ImageNet "
-        'example of PyTorch, main.py; such as "."; empty: not written',
+        'folder for checkpoint.pth.tar and model_best.pth.tar, such as "."; both are written after each epoch in the '
+        "format of main.py, the ImageNet example of PyTorch; empty: not written",
     )
