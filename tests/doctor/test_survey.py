@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import AgentLinks, open_here
+from manyhands.cluster.agents.assemble import open_here
+from manyhands.cluster.agents.machines import Machines, RunMachine, State
 from manyhands.cluster.doctor.addresses import local_candidates
 from manyhands.cluster.doctor.findings import FactsWanted, Needs, examine
 from manyhands.cluster.doctor.survey import take_survey
@@ -28,6 +29,10 @@ def agents(tmp_path):
         link.close()
 
 
+def machines_of(links):
+    return Machines([RunMachine(link.machine, State.RUNNING, link=link) for link in links])
+
+
 def facts_of(links):
     facts = {link.machine.name: link.ask(call(Agent.hello, FactsWanted()), 30) for link in links}
     if not local_candidates(facts["a"]):
@@ -41,7 +46,7 @@ def failing(survey):
 
 
 def test_every_way_is_tried_and_measured(agents):
-    survey = take_survey(AgentLinks(agents, []).ask_some, facts_of(agents), "abc", Needs())
+    survey = take_survey(machines_of(agents).ask_named, facts_of(agents), "abc", Needs())
     pairs = {(one, two) for one in "abc" for two in "abc" if one != two}
     assert set(survey.reach) == set(survey.mbps) == set(survey.latency_ms) == pairs
     assert set(survey.chosen) == set("abc")
@@ -52,7 +57,7 @@ def test_every_way_is_tried_and_measured(agents):
 def test_a_machine_that_goes_while_it_is_asked_is_the_one_finding(agents):
     facts = facts_of(agents)
     agents[1].process.kill()
-    survey = take_survey(AgentLinks(agents, []).ask_some, facts, "abc", Needs())
+    survey = take_survey(machines_of(agents).ask_named, facts, "abc", Needs())
     assert set(survey.errors) == {"b"}
     assert set(survey.mbps) == {("a", "c"), ("c", "a")}
     assert failing(survey) == [("b",)]

@@ -87,7 +87,7 @@ MAKE_WAY_S = 90.0
 # The new launcher waits for that.
 TAKE_OVER_S = 200.0
 # A machine that fails again soon is excluded: for this long at first, and at most.
-ASIDE_S, ASIDE_MOST_S = 5.0, 60.0
+EXCLUDED_S, EXCLUDED_MOST_S = 5.0, 60.0
 # The same error this often (see run/recovery.py) within this time ends the run.
 ALIKE_S = 600.0
 # Time of a restart; a run that would end sooner is not restarted for a machine that could join.

@@ -1,8 +1,8 @@
 """Watches the agents of all machines from their head: passes on Ctrl-C, and waits for the end."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from manyhands.cluster.agents.agent import Agent
@@ -51,7 +51,6 @@ class Watch:
         on_stop: called at the first wish to stop.
         on_warning: told how the first process failed, as soon as that is known, and that the run stands still, and why.
         on_file: given each piece of the run's records that comes from another machine.
-        clock_offsets_s: machine's name to how far its clock is ahead of ours.
         stalls: a run that stalls is reported.
         evicts: a process that hangs is ended, so that the run can go on without it.
         cut: asked now and then what is told of a tunnel of the head's own that has ended.
@@ -62,36 +61,35 @@ class Watch:
     on_stop: Callable[[], None] = lambda: None
     on_warning: Callable[[str], None] = lambda _text: None
     on_file: Callable[[FilePiece], None] = lambda _piece: None
-    clock_offsets_s: Mapping[str, float] = field(default_factory=dict[str, float])
     stalls: bool = True
     evicts: bool = False
     cut: Callable[[], str] = str
     regroups: Callable[[], bool] = lambda: False
 
 
-def supervise(links: Sequence[AgentConnection], orders: Sequence[Orders], watch: Watch) -> Ending:
-    """Gives each agent its orders, waits for the end of all as `supervise_once` does, and closes the links."""
+def supervise(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:
+    """Gives each agent its orders, waits for the end of all as `supervise_once` does, and closes the connections."""
     try:
-        return supervise_once(links, orders, watch)
+        return supervise_once(orders, watch)
     finally:
-        close_all(links)
+        close_all(orders)
         watch.on_tick()
 
 
-def supervise_once(links: Sequence[AgentConnection], orders: Sequence[Orders], watch: Watch) -> Ending:
+def supervise_once(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:
     """Gives each agent its orders and waits for the end of all; agents that are still there can take new ones.
 
     The first signal that asks for a stop has the workers save and leave, the second kills them. When one machine's
     processes fail, or the machine is lost, the other machines' are ended too.
     """
-    head, signals = _Head(links, watch), list[int]()
+    head, signals = _Head(orders, watch), list[int]()
     try:
         with handled(lambda number, _frame: signals.append(number)):
-            for link, order in zip(links, orders, strict=True):
+            for link, order in orders.items():
                 link.last_received = time.monotonic()
                 link.post(call(Agent.start_workers, order))
             while head.running:
-                ready = stir(links, POLL_S)
+                ready = stir(orders, POLL_S)
                 head.notice_pause()
                 for link in ready:
                     head.receive(link)
@@ -101,7 +99,7 @@ def supervise_once(links: Sequence[AgentConnection], orders: Sequence[Orders], w
                 if watch.regroups():
                     head.regroup()
     except BaseException:
-        close_all(links)
+        close_all(orders)
         raise
     watch.on_tick()
     return head.ending
@@ -110,7 +108,7 @@ def supervise_once(links: Sequence[AgentConnection], orders: Sequence[Orders], w
 class _Head:
     """The state of one generation on all machines."""
 
-    def __init__(self, links: Sequence[AgentConnection], watch: Watch) -> None:
+    def __init__(self, links: Collection[AgentConnection], watch: Watch) -> None:
         self.ending = Ending()
         self._links, self.running = links, set(links)
         self._started: set[AgentConnection] = set()
@@ -312,9 +310,8 @@ class _Head:
         ending.failed.update(ended.failed)
         ending.words.update(ended.words)
         ending.hosts.update(dict.fromkeys(ended.failed, ended.host))
-        offset_s = self._watch.clock_offsets_s.get(link.machine.name, 0.0)
         for record in ended.records:
-            ending.records[record.rank] = record.model_copy(update={"time": record.time - offset_s})
+            ending.records[record.rank] = record.model_copy(update={"time": record.time - link.clock_offset_s})
         if ended.broken:
             ending.broken = ended.broken
         elif not ended.returned and not ended.failed and not (ending.interrupted or ending.regrouped):
