@@ -12,12 +12,12 @@ from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import open_here
 from manyhands.cluster.agents.machines import Machines, RunMachine, State
 from manyhands.cluster.doctor.addresses import local_candidates
-from manyhands.cluster.doctor.findings import FactsWanted, Needs, examine
+from manyhands.cluster.doctor.findings import Contact, FactsWanted, Needs, examine
 from manyhands.cluster.doctor.survey import take_survey
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call
 from manyhands.config.load import load_job
-from manyhands.run.doctor import diagnose
+from manyhands.run.doctor import diagnose, survey_agents
 
 
 @pytest.fixture
@@ -61,6 +61,18 @@ def test_a_machine_that_goes_while_it_is_asked_is_the_one_finding(agents):
     assert set(survey.errors) == {"b"}
     assert set(survey.mbps) == {("a", "c"), ("c", "a")}
     assert failing(survey) == [("b",)]
+
+
+def test_a_machine_that_does_not_take_part_is_no_finding(agents):
+    """Such as one that doesn't answer when a run is resumed without it."""
+    facts = facts_of(agents)
+    machines = machines_of(agents)
+    for machine in machines.all:
+        machine.facts = facts[machine.name]
+    machines.all.append(RunMachine(Machine("d"), State.LOST, problem=Contact("other", "d does not answer", ())))
+    job, named = load_job({}, environment={}).job, [machine.spec for machine in machines.running]
+    assert not survey_agents(job, machines, named, measure=False).errors
+    assert set(survey_agents(job, machines, [*named, Machine("d")], measure=False).errors) == {"d"}
 
 
 def command(*arguments, cwd, **environment):

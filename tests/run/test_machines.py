@@ -15,7 +15,7 @@ from manyhands.core.records import StepMetrics, append
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import CONTACT_S, EXCLUDED_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run import machines as module
-from manyhands.run.machines import LaunchedMachines
+from manyhands.run.machines import Membership
 
 FACTS = {"name": "n3"}
 
@@ -67,19 +67,19 @@ class Scene:
         self.clock, self.said, self.opened = Clock(), [], []
         monkeypatch.setattr(time, "monotonic", self.clock)
         monkeypatch.setattr(module, "open_agent", self.open)
-        monkeypatch.setattr(LaunchedMachines, "_judge", lambda *_: None)
+        monkeypatch.setattr(Membership, "_judge", lambda *_: None)
         self.folder = RunFolder(path)
         self.folder.failures.mkdir(parents=True)
         self.n1, self.n2, self.n3 = (self.machine(name) for name in ("n1", "n2", "n3"))
         job = load_job(settings or {}, environment={}).job
         self.machines = Machines([self.n1, self.n2, self.n3])
-        self.run = LaunchedMachines(job, self.machines, self.folder, lambda *said: self.said.append(said))
-        self.run.begin(0)
+        self.run = Membership(job, self.machines, self.folder, lambda *said: self.said.append(said))
+        self.run.record_start(0)
 
     def machine(self, name):
         opened = RunOpened(f"/runs/{name}", shared=False, checkpoints=True, own=True)
         return RunMachine(
-            Machine(name), State.RUNNING, link=FakeLink(name), facts=dict(FACTS), processes=2, opened=opened
+            Machine(name), State.RUNNING, link=FakeLink(name), facts=dict(FACTS), processes=2, opened_folder=opened
         )
 
     def open(self, machine, *_):
@@ -110,10 +110,10 @@ class Scene:
         self.ready()
         self.clock.now += 0.1
         assert self.run.take_in() == [self.n3]
-        self.n3.opened = RunOpened("/runs/n3", shared=False, checkpoints=True)
+        self.n3.opened_folder = RunOpened("/runs/n3", shared=False, checkpoints=True)
 
     def running(self):
-        self.n3.on_trial = False
+        self.n3.joined = False
 
     def answers(self, *values):
         for value in values:
@@ -240,11 +240,11 @@ def test_an_event_in_a_state(state, event, then, until_s, scene):
     assert [scene.n1, scene.n2] == scene.machines.running[:2]
 
 
-def test_a_machine_that_returns_has_the_last_ranks_and_other_records(scene):
+def test_a_machine_that_returns_has_the_last_ranks_and_records_may_differ(scene):
     scene.lost()
     assert [machine.name for machine in scene.machines.running] == ["n1", "n2"]
-    assert scene.n3.other_records
-    scene.run.begin(1)
+    assert scene.n3.records_may_differ
+    scene.run.record_start(1)
     scene.wait(RETRY_LEAST_S)
     answers_all(scene)
     scene.n1.link.closed = True
@@ -252,8 +252,8 @@ def test_a_machine_that_returns_has_the_last_ranks_and_other_records(scene):
     assert [machine.name for machine in scene.machines.running] == ["n2", "n3"]
     assert scene.n1.state is State.LOST
     assert (scene.n3.processes, scene.n3.device, scene.n3.generation) == (4, "cpu", 0)
-    scene.run.begin(2)
-    assert [(one.rank_group, one.generation) for one in (scene.n2, scene.n3)] == [(0, 2), (1, 2)]
+    scene.run.record_start(2)
+    assert [(one.position, one.generation) for one in (scene.n2, scene.n3)] == [(0, 2), (1, 2)]
 
 
 def test_the_pause_between_contacts_grows_with_the_time_that_a_machine_is_lost(scene):
@@ -299,7 +299,7 @@ def test_a_restart_waits_for_a_machine_that_is_about_to_be_ready(scene):
 
 def test_what_fails_once_a_machine_on_trial_has_trained_is_not_its_fault(scene):
     scene.running_on_trial()
-    scene.run.begin(1)
+    scene.run.record_start(1)
     assert scene.run.on_trial() == ["n3"]
     scene.trains()
     assert scene.run.on_trial() == []
@@ -348,8 +348,8 @@ def test_an_added_machine_belongs_to_the_job_from_its_first_start_on_even_when_i
         n4.link.answer(CallResult(value))
         scene.run.tick()
     scene.run.take_in()
-    n4.opened = scene.n1.opened
-    scene.run.begin(1)
+    n4.opened_folder = scene.n1.opened_folder
+    scene.run.record_start(1)
     assert heard == [(f"n4 has joined {scene.folder.path}", True)]
     n4.link.closed = True
     scene.run.note_ending(Ending(lost={"n4": ""}))
@@ -365,3 +365,21 @@ def test_who_waits_at_the_end_hears_that_the_run_has_ended(scene):
     scene.run.close()
     assert heard == [("the run ended before n4 joined", False)]
     assert scene.machines.all[-1].link is None
+
+
+def test_a_refused_machine_that_is_added_again_keeps_what_is_known_of_it(scene):
+    scene.contacting()
+    fails_a_request(scene)
+    assert scene.n3 not in scene.machines.all
+    scene.run.add(Machine("n3"), lambda *_: None)
+    assert scene.machines.all[-1] is scene.n3
+    assert (scene.n3.state, scene.n3.generation, scene.n3.records_may_differ) == (State.LOST, 0, True)
+    scene.wait(0)
+    assert scene.n3.state is State.CONTACTING
+
+
+def test_a_rank_that_no_machine_has_excludes_nobody(scene):
+    scene.n3.failures = 1
+    for rank in (6, 99, -1):
+        scene.run.note_ending(Ending(failed={rank: -9}))
+    assert scene.machines.running == [scene.n1, scene.n2, scene.n3]

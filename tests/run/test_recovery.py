@@ -5,7 +5,7 @@ import time
 import pytest
 
 from manyhands.cluster.agents.ending import Ending
-from manyhands.cluster.agents.machines import RunMachine
+from manyhands.cluster.agents.machines import SOON_UPDATES, RunMachine
 from manyhands.cluster.agents.supervise import Watch
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.load import load_job
@@ -16,12 +16,10 @@ from manyhands.run import recovery
 from manyhands.run.launch import launch
 from manyhands.run.recovery import (
     MOST_IN_VAIN,
-    SOON_UPDATES,
     Restart,
+    RestartHooks,
     RestartPolicy,
-    RunMachines,
     failed_rank,
-    pause_after_failure,
     run_to_end,
     worth_a_start,
 )
@@ -51,12 +49,12 @@ def test_what_the_user_names_holds_until_this_run_has_saved(folder, named, monke
         return {}
 
     job = load_job({"checkpoint.resume": named}, environment={}).job
-    run_to_end(job, folder, RunMachines(), orders, Watch(), lambda *_: None)
+    run_to_end(job, folder, RestartHooks(), orders, Watch(), lambda *_: None)
     assert starts == [(0, named), (1, named), *((number, "auto") for number in range(2, 2 + MOST_IN_VAIN))]
 
 
 def test_a_run_that_does_not_recover_has_one_start(folder):
-    assert policy(folder, {"cluster.elastic": "off"}).after(Ending(failed={0: -9}), RunMachines()) is None
+    assert policy(folder, {"cluster.elastic": "off"}).after(Ending(failed={0: -9}), RestartHooks()) is None
 
 
 @pytest.mark.parametrize("word", ["sometimes", "4:2", "0", "2:", ":3", "1:2:3", "99999"])
@@ -78,12 +76,12 @@ def test_a_machine_that_fails_again_soon_is_set_aside_for_longer_and_longer_unti
     machine, other, step, pauses = RunMachine(Machine("n3")), RunMachine(Machine("n1"), since_step=100), 100, []
     for made in (3, 0, 5, 1, 0, 19, SOON_UPDATES, 2):
         machine.since_step, step = step, step + made
-        pauses.append(pause_after_failure(machine, step))
+        pauses.append(machine.count_failure(step))
         machine.exclude(0.0)
         step += 1000  # while it is away
     assert pauses == [0, 5, 10, 20, 40, 60, 0, 5]
     assert machine.since_step is None
-    assert pause_after_failure(other, step) == 0
+    assert other.count_failure(step) == 0
 
 
 def test_no_machine_is_set_aside_for_a_tunnel_that_has_ended():
@@ -93,7 +91,7 @@ def test_no_machine_is_set_aside_for_a_tunnel_that_has_ended():
     assert failed_rank(Ending()) is None
 
 
-class Joining(RunMachines):
+class Joining(RestartHooks):
     def __init__(self, trial=()):
         self.trial = trial
 

@@ -226,7 +226,7 @@ def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, me
     facts = agents.facts
     needs = _needs(job, machines, facts)
     survey = take_survey(agents.ask_named, facts, [machine.name for machine in machines], needs, measure=measure)
-    survey.errors |= agents.problems
+    survey.errors |= {host: problem for host, problem in agents.problems.items() if host in needs.reach}
     return survey
 
 

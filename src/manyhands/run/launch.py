@@ -27,7 +27,7 @@ from manyhands.run.doctor import LISTENING, facts_wanted
 from manyhands.run.folder import run_folder
 from manyhands.run.join import join_listener
 from manyhands.run.logs import reach_of, read_places
-from manyhands.run.machines import LaunchedMachines
+from manyhands.run.machines import Membership
 from manyhands.run.outcome import Outcome, conclude, ends_noted, note_replaced, starts_and_stops
 from manyhands.run.recovery import run_to_end
 from manyhands.run.registry import remember_reach
@@ -71,26 +71,26 @@ def launch(
             if len(machines) > 1 and not job.cluster.through_ssh:
                 screen.say(LISTENING)
             wanted, on_stop = facts_wanted(job), lambda: screen.say(NOT_BEGUN)
-            with ExitStack() as stack, assembled(machines, job.cluster, folder.ranks, wanted, on_stop) as found:
+            with assembled(machines, job.cluster, folder.ranks, wanted, on_stop) as found, ExitStack() as stack:
                 _require_enough(job, folder, found, screen)
                 remember_reach(folder.path, reach_of(job.cluster))
-                run_machines = stack.enter_context(closing(LaunchedMachines(job, found, folder, screen.say)))
-                starts = stack.enter_context(Starts(job, run_machines, folder, receiver, screen.say))
-                _prepare(job, run_machines, starts, folder, screen)
+                membership = stack.enter_context(closing(Membership(job, found, folder, screen.say)))
+                starts = stack.enter_context(Starts(job, membership, folder, receiver, screen.say))
+                _prepare(job, membership, starts, folder, screen)
                 show_news = shown(job, folder, screen, quiet=quiet)
-                hear = stack.enter_context(join_listener(folder.path, run_machines.add, screen.say))
+                hear = stack.enter_context(join_listener(folder.path, membership.add, screen.say))
 
                 def on_tick() -> None:
                     show_news()
-                    if run_machines.trained or job.run.script:
+                    if membership.trained or job.run.script:
                         begun(folder.path)
 
                 def regroups() -> bool:
                     hear()
-                    run_machines.tick()
+                    membership.tick()
                     if starts.copy:
                         starts.copy.carry()
-                    return run_machines.regroups()
+                    return membership.regroups()
 
                 watch = replace(
                     watch_on(job, screen, on_tick),
@@ -98,7 +98,7 @@ def launch(
                     cut=starts.tunnels.ended,
                     regroups=regroups,
                 )
-                ending = run_to_end(job, folder, run_machines, starts.orders, watch, screen.say)
+                ending = run_to_end(job, folder, membership, starts.orders, watch, screen.say)
                 if starts.copy:
                     starts.copy.finish()
                 if ending.replaced:
@@ -115,8 +115,10 @@ def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Scr
     resumes = job.cluster.recovers and saved_step(folder) is not None and job.checkpoint.resume == "auto"
     if not (resumes and len(machines.running) >= max(1, job.cluster.machines_wanted.start)):
         machines.require_all()
-    for contact in machines.problems.values():
-        screen.say(f"{contact.what}: continuing without this machine", "WARNING")
+    for machine in machines.waiting:
+        if machine.problem:
+            screen.say(f"{machine.problem.what}: continuing without this machine", "WARNING")
+            machine.problem = None
 
 
 class _RecordKeeper:
@@ -136,9 +138,9 @@ class _RecordKeeper:
             self._screen.say(f"{what}; new records are on {self._source} only", "WARNING")
 
 
-def _prepare(job: Job, run_machines: LaunchedMachines, starts: Starts, folder: RunFolder, screen: Screen) -> None:
+def _prepare(job: Job, membership: Membership, starts: Starts, folder: RunFolder, screen: Screen) -> None:
     """Prepares everything that the first start needs: addresses, devices, folders, code."""
-    machines = run_machines.machines
+    machines = membership.machines
     # Checks come first, so that a user's mistake leaves no folders on other machines.
     addresses = check_machines(job, screen.say, machines)
     prepare(machines, job.cluster)
@@ -151,7 +153,7 @@ def _prepare(job: Job, run_machines: LaunchedMachines, starts: Starts, folder: R
         starts.resume_from_newest()
     _refuse_lost_checkpoints(job, folder, machines)
     if job.cluster.sync_code:
-        run_machines.code = _share_code(machines, screen)
+        membership.code = _share_code(machines, screen)
 
 
 def _refuse_devices(job: Job, machines: Machines) -> None:
@@ -176,7 +178,7 @@ def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None
     """
     resumes = job.run.out and job.checkpoint.resume != "never"
     for machine in machines.running:
-        name, answer, place = machine.name, machine.run, machine.run.folder
+        name, answer, place = machine.name, machine.run_folder, machine.run_folder.folder
         if answer.taken:
             hints = ("wait for its end, or stop the run where it was launched", "or choose another --out runs/NAME")
             raise UserError(f"a run is active in {name}:{place}", "--out", hints)
@@ -184,7 +186,7 @@ def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None
             continue
         found = answer.run
         if found and found != run_id(folder):
-            copy = copied_by(machine.machine, place, str(folder.path))
+            copy = copied_by(machine.spec, place, str(folder.path))
             hints = ("choose another --out runs/NAME", f"or, to resume that run, copy it to a new folder: {copy}")
             raise UserError(f"{name} holds another run in {place} than {folder.path}", "--out", hints)
         if not found and not resumes:
@@ -203,12 +205,12 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) ->
     """
     saved = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
     first = machines.running[0]
-    if saved and job.checkpoint.resume == "auto" and not first.run.checkpoints:
+    if saved and job.checkpoint.resume == "auto" and not first.run_folder.checkpoints:
         had = next((place.host for place in read_places(folder)), "")
         raise UserError(
             f"{first.name} has no checkpoint of {folder.path}; the last checkpoint is of step {saved[-1]}"
             + (f" on {had}" if had else ""),
-            f"{first.name}:{first.run.folder}/checkpoints",
+            f"{first.name}:{first.run_folder.folder}/checkpoints",
             ("name the machine with the checkpoint first", "or copy the folder there", "or choose another --out"),
         )
 

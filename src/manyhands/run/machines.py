@@ -1,13 +1,14 @@
-"""The machines of a launched run: who takes part, and who is lost, contacted, ready or excluded.
+"""The membership of a launched run: which machines take part, and which are lost, contacted, ready or excluded.
 
-RUNNING -> LOST         its connection ended or was silent, and it was not reconnected
-RUNNING -> READY        it failed again soon and can be spared: excluded for a while
+RUNNING -> LOST         its connection ended or was silent, and could not be replaced
+RUNNING -> READY        excluded for a while: it failed again soon, and the run can continue without it;
+or another machine was lost while this one joined
 LOST -> CONTACTING      the pause before the next contact is over
-CONTACTING -> READY     everything that it was asked is answered
-CONTACTING -> LOST      no answer
-READY -> RUNNING        the next start takes it in, on trial until that start has made an update
+CONTACTING -> READY     the agent has answered every request
+CONTACTING -> LOST      no answer, its earlier processes are still ending, or it belongs to another launcher
+READY -> RUNNING        the next start takes it in; it counts as joined until the start after that
 READY -> LOST           its connection ended or was silent
-CONTACTING, READY, or RUNNING on trial -> refused for good: it can't take part, or the start with it failed
+any but RUNNING, or RUNNING and just joined -> refused for good: it can't take part, or the start with it failed
 """
 
 import time
@@ -32,10 +33,9 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run.doctor import facts_wanted, known_of
 from manyhands.run.recovery import (
-    RunMachines,
+    RestartHooks,
     failed_rank,
     from_outside,
-    pause_after_failure,
     what_failed,
     worth_a_start,
 )
@@ -51,8 +51,8 @@ class RefusedError(ManyhandsError):
     """This machine can't take part, and trying again would not change that."""
 
 
-class LaunchedMachines(RunMachines):
-    """The machines of a launched run. Nothing here waits.
+class Membership(RestartHooks):
+    """Which machines take part in a launched run. No method waits.
 
     Args:
         job: what they do.
@@ -70,9 +70,10 @@ class LaunchedMachines(RunMachines):
         self.machines, self.code = machines, dict[str, str]()
         self.term, self.replaced_on = term_in(folder.ranks).head if job.cluster.detach else 0, ""
         self._job, self._folder, self._say = job, folder, say
-        self._measured = 0  # bytes of metrics before this start
+        self._measured = 0  # bytes of metrics before the current start
+        self._refused = dict[str, RunMachine]()
 
-    # Who takes part.
+    # The members.
 
     @property
     def connected(self) -> list[RunMachine]:
@@ -82,25 +83,12 @@ class LaunchedMachines(RunMachines):
     @property
     def room(self) -> int:
         """The number of machines that may still join."""
-        return self._job.cluster.machines_wanted.stop - 1 - len(self.connected)
-
-    def too_few(self) -> str:
-        """Returns why the run can't continue on the machines that are left, or nothing."""
-        left, least = len(self.connected), self._job.cluster.machines_wanted.start
-        if self.replaced_on:
-            return f"{REPLACED} on {self.replaced_on}"
-        if left + len(self.all_ready) >= least:
-            return ""
-        return f"{left} machines are left, but --elastic {self._job.cluster.elastic} needs {least}"
+        return max(0, self._job.cluster.machines_wanted.stop - 1 - len(self.connected))
 
     @property
-    def trial(self) -> list[RunMachine]:
-        """The machines that joined with this start, whether or not it has made an update."""
-        return [machine for machine in self.machines.running if machine.on_trial]
-
-    def on_trial(self) -> list[str]:
-        """Returns the machines that joined with this start, until it has made an update."""
-        return [] if self.trained else [machine.name for machine in self.trial]
+    def joined(self) -> list[RunMachine]:
+        """The machines that joined with the current start."""
+        return [machine for machine in self.machines.running if machine.joined]
 
     @property
     def ready(self) -> list[RunMachine]:
@@ -109,108 +97,127 @@ class LaunchedMachines(RunMachines):
         return [machine for machine in self.machines.all if machine.state is State.READY and now >= machine.until]
 
     @property
-    def all_ready(self) -> list[RunMachine]:
-        """The machines that can join now; none while another one soon can, so that one restart serves both."""
+    def joinable(self) -> list[RunMachine]:
+        """The ready machines; none while another one soon is ready, so that one restart serves both."""
         soon = any(machine.state is State.CONTACTING and machine.facts for machine in self.machines.all)
         return [] if soon else self.ready
 
-    def can_join(self) -> list[str]:
-        """Returns the machines that the next start takes in."""
-        return [machine.name for machine in self.all_ready][: max(0, self.room)]
-
     @property
     def trained(self) -> bool:
-        """Whether this start has made an update."""
+        """Whether the current start has made an update."""
         return _size(self._folder.metrics) > self._measured
-
-    def begin(self, number: int) -> None:
-        """Notes that those that take part begin a start with the machines' present order and folders."""
-        step = saved_step(self._folder) or 0
-        self._measured = _size(self._folder.metrics)
-        for rank_group, machine in enumerate(self.machines.running):
-            machine.folder, machine.rank_group, machine.generation = machine.run.folder, rank_group, number
-            machine.since_step = step if machine.since_step is None else machine.since_step
-            if machine.on_trial:
-                machine.notify(f"{machine.name} has joined {self._folder.path}", True)
-                machine.notify = lambda _text, _takes_part: None
 
     @property
     def added(self) -> list[Machine]:
-        """The machines that were added by the user and have taken part, or do now."""
-        takes_part = [one for one in self.machines.all if one.state is State.RUNNING or one.generation >= 0]
-        return [machine.machine for machine in takes_part if machine.added]
+        """The machines that have joined on request of the user."""
+        return [machine.spec for machine in self.machines.all if machine.added]
 
-    # What happens to them.
+    def too_few(self) -> str:
+        """Returns why the run can't continue on the machines that are left, or nothing."""
+        left, least = len(self.connected), self._job.cluster.machines_wanted.start
+        if self.replaced_on:
+            return f"{REPLACED} on {self.replaced_on}"
+        if left + len(self.joinable) >= least:
+            return ""
+        return f"{left} machines are left, but --elastic {self._job.cluster.elastic} needs {least}"
 
-    def add(self, machine: Machine, notify: Callable[[str, bool], object]) -> None:
+    def on_trial(self) -> list[str]:
+        """Returns the machines that joined with the current start, until it has made an update."""
+        return [] if self.trained else [machine.name for machine in self.joined]
+
+    def can_join(self) -> list[str]:
+        """Returns the machines that the next start takes in."""
+        return [machine.name for machine in self.joinable][: self.room]
+
+    def regroups(self) -> bool:
+        """Whether to restart now, because a machine can join or another launcher has taken over the run."""
+        joins = not self._job.run.script and self.can_join() and self.trained and worth_a_start(self._folder)
+        return bool(joins or self.replaced_on)
+
+    # Changes.
+
+    def record_start(self, number: int) -> None:
+        """Records that a start begins with the members, in their present order and with their opened folders."""
+        step = saved_step(self._folder) or 0
+        self._measured = _size(self._folder.metrics)
+        for position, machine in enumerate(self.machines.running):
+            machine.folder, machine.position, machine.generation = machine.run_folder.folder, position, number
+            machine.since_step = step if machine.since_step is None else machine.since_step
+            machine.requested = False
+            if machine.joined:
+                machine.notify(f"{machine.name} has joined {self._folder.path}", True)
+                machine.notify = lambda _text, _takes_part: None
+
+    def add(self, spec: Machine, notify: Callable[[str, bool], object]) -> None:
         """Adds a machine that the user requests; it joins as soon as it can.
 
         Raises:
             UserError: it is part of the run already, or no more machines are allowed.
         """
-        wanted = f"--elastic {self._job.cluster.elastic}"
-        if machine.name in {one.name for one in self.machines.running}:
-            raise UserError(f"{machine.name} is already part of the run")
-        if machine.name in {one.name for one in self.machines.waiting}:
-            raise UserError(f"{machine.name} was lost, and rejoins the run as soon as it answers")
+        name, wanted = spec.name, f"--elastic {self._job.cluster.elastic}"
+        if name in {machine.name for machine in self.machines.running}:
+            raise UserError(f"{name} is already part of the run")
+        if name in {machine.name for machine in self.machines.waiting}:
+            raise UserError(f"{name} was lost, and rejoins the run as soon as it answers")
         if self._job.run.script or not self._job.cluster.recovers:
             what = "a script of your own" if self._job.run.script else f"a run with {wanted}"
             raise UserError(f"{what} can't add machines")
-        if self.room < 1:
+        if not self.room:
             raise UserError(f"the run has {len(self.connected)} machines, and {wanted} allows no more")
-        self.machines.all.append(RunMachine(machine, State.LOST, added=True, notify=notify))
+        machine = self._refused.pop(name, None) or RunMachine(spec)
+        machine.spec, machine.state, machine.until, machine.since = spec, State.LOST, 0.0, time.monotonic()
+        machine.requested, machine.notify = True, notify
+        self.machines.all.append(machine)
 
     def note_ending(self, ending: Ending) -> None:
         """Excludes machines that fail again soon, and refuses those with which the start failed."""
         if self.on_trial() and not ending.regrouped and not from_outside(first_cause(ending)):
-            for machine in self.trial:
+            for machine in self.joined:
                 self.refuse(machine, RefusedError(f"the start with this machine failed: {what_failed(ending)}"))
             return
         step, rank = saved_step(self._folder) or 0, failed_rank(ending)
-        failed = [machine for machine in self.machines.running if machine.name in ending.lost]
-        for machine in failed or ([] if rank is None else [self._machine_of(rank)]):
-            pause_s = pause_after_failure(machine, step)
+        lost = [machine for machine in self.machines.running if machine.name in ending.lost]
+        for machine in lost or self._machines_of(rank):
+            pause_s = machine.count_failure(step)
             if machine.agent.closed:
                 machine.lose(pause_s)
             elif pause_s and len(self.connected) > self._job.cluster.machines_wanted.start:
                 self._say(f"{machine.name} failed again soon: excluding this machine for {pause_s:.0f} s", "INFO")
                 machine.exclude(pause_s)
 
-    def _machine_of(self, rank: int) -> RunMachine:
+    def _machines_of(self, rank: int | None) -> list[RunMachine]:
+        """Returns the machine that has a rank; nothing without a rank."""
+        first = 0
         for machine in self.machines.running:
-            rank -= machine.processes
-            if rank < 0:
-                return machine
-        raise ValueError(f"no machine has rank {rank}")
+            if rank is not None and first <= rank < first + machine.processes:
+                return [machine]
+            first += machine.processes
+        return []
 
     def take_in(self) -> list[RunMachine]:
-        """Marks as lost who is; the ready machines take part from now on, behind the others, and are returned."""
+        """Marks members whose connection has ended as lost, adds the ready machines at the end, and returns these."""
         for machine in self.machines.running:
             if machine.agent.closed:
                 machine.lose()
-        joining = self.ready[: max(0, self.room)]
+        joining = self.ready[: self.room]
+        self.machines.all = [machine for machine in self.machines.all if machine not in joining] + joining
         for machine in joining:
-            self.machines.all.remove(machine)
-            self.machines.all.append(machine)
-            machine.state, machine.on_trial = State.RUNNING, True
+            machine.state, machine.joined, machine.added = State.RUNNING, True, machine.added or machine.requested
         return joining
 
     def refuse(self, machine: RunMachine, error: ManyhandsError) -> None:
-        """Leaves a machine out for good, and tells the user why."""
-        machine.disconnect()
+        """Removes a machine for good, and tells the user why."""
         self.machines.all.remove(machine)
+        machine.lose()
+        machine.added = machine.requested = False
+        self._refused[machine.name] = machine
         hints = f" ({'; or '.join(error.hints)})" if error.hints else ""
         text = f"{machine.name} can't join: {error.message}{hints}"
         self._say(text, "WARNING")
         machine.notify(text, False)
 
-    def regroups(self) -> bool:
-        """Whether the run is to be restarted now, with a machine that can join, or because another launcher has it."""
-        joins = not self._job.run.script and self.can_join() and self.trained and worth_a_start(self._folder)
-        return bool(joins or self.replaced_on)
-
     def close(self) -> None:
-        """Lets go of the machines that don't take part."""
+        """Ends the contacts with machines that don't take part."""
         for machine in self.machines.waiting:
             machine.disconnect()
             machine.notify(f"the run ended before {machine.name} joined", False)
@@ -218,32 +225,42 @@ class LaunchedMachines(RunMachines):
     # Contacts.
 
     def tick(self) -> None:
-        """Continues the contact with each machine that doesn't take part, as far as that needs no waiting."""
+        """Continues the contact with each machine that doesn't take part, without waiting."""
+        steps = {State.LOST: self._open, State.CONTACTING: self._receive, State.READY: self._check}
         for machine in self.machines.waiting:
             try:
-                self._continue(machine)
-            except (LinkClosed, OSError):  # no answer in time, or no memory or files here to ask with
+                if machine.state is not State.LOST:
+                    machine.agent.heartbeat()
+                    machine.agent.flush()
+                steps[machine.state](machine)
+            except (LinkClosed, OSError):  # no answer in time, or no memory or files here for the request
                 self._give_up(machine)
             except (RefusedError, RunError, UserError) as error:
                 self.refuse(machine, error)
 
-    def _continue(self, machine: RunMachine) -> None:
+    def _open(self, machine: RunMachine) -> None:
+        """Starts the agent of a lost machine when its pause is over."""
         now = time.monotonic()
-        if machine.state is State.LOST:
-            if now < machine.until:
-                return
-            machine.link = open_agent(machine.machine, self._job.cluster, self._folder.ranks)
-            machine.state, machine.until = State.CONTACTING, now + CONTACT_S
-            machine.contact = self._contact(machine, machine.link)
-            machine.asked = _post(machine.link, next(machine.contact))
-        machine.agent.heartbeat()
-        machine.agent.flush()
-        if machine.state is State.READY:
-            _require_alive(machine)
-        elif machine.asked and (answers := answer_to(machine.agent, *machine.asked)):
+        if now < machine.until:
+            return
+        machine.link = open_agent(machine.spec, self._job.cluster, self._folder.ranks)
+        machine.state, machine.until = State.CONTACTING, now + CONTACT_S
+        machine.contact = self._contact(machine, machine.link)
+        machine.asked = _post(machine.link, next(machine.contact))
+
+    def _receive(self, machine: RunMachine) -> None:
+        """Takes the next answer of a machine that is contacted."""
+        if machine.asked and (answers := answer_to(machine.agent, *machine.asked)):
             self._take_answer(machine, *answers)
-        elif now > machine.until:
+        elif time.monotonic() > machine.until:
             raise TimeoutError(f"{machine.name} did not answer within {CONTACT_S:.0f} s")
+
+    def _check(self, machine: RunMachine) -> None:
+        """Raises TimeoutError if a ready machine is lost again."""
+        link = machine.agent
+        link.read()
+        if link.closed or (not link.here and time.monotonic() - link.last_received > SILENT_S):
+            raise TimeoutError(f"{machine.name} was lost again")
 
     def _take_answer(self, machine: RunMachine, answer: Any) -> None:
         if isinstance(answer, RunError):
@@ -252,17 +269,18 @@ class LaunchedMachines(RunMachines):
         try:
             machine.asked = _post(machine.agent, machine.contact.send(answer))
         except StopIteration:
-            machine.state, machine.until, machine.contact, machine.asked = State.READY, 0.0, None, None
+            machine.contact = machine.asked = None
+            machine.state, machine.until = State.READY, 0.0
 
     def _contact(self, machine: RunMachine, link: AgentConnection) -> Generator[Request[Any], Any, None]:
-        """Asks a machine everything that needs no other machine."""
+        """Yields the requests to a machine before it can join, and receives their answers."""
         asked, run = time.time(), run_id(self._folder)
         facts = yield call(Agent.hello, facts_wanted(self._job), not link.here)
         link.clock_offset_s = clock_offset(facts.get("time", 0.0), asked)
         self._judge(machine, facts)
         machine.facts = facts
         folder = folder_on(machine, self._folder)
-        seen = yield call(Agent.inspect_run, folder, machine.rank_group, machine.generation, run, self.term)
+        seen = yield call(Agent.inspect_run, folder, machine.position, machine.generation, run, self.term)
         if self.term and seen.run == run and seen.term > self.term:
             self.replaced_on = machine.name
             raise TimeoutError(f"{machine.name} belongs to another launcher")
@@ -272,7 +290,7 @@ class LaunchedMachines(RunMachines):
             raise RefusedError(f"{folder} on that machine holds another run", hints=("move that folder away",))
         if self.code and not link.here:
             yield call(Agent.take_code, self.code)
-        slots = machine.machine.slots
+        slots = machine.spec.slots
         found = yield call(Agent.prepare, slots, self._job.cluster.threads, self._job.cluster.device)
         if slots > found.count and found.device not in {"cpu", "mps"}:
             raise RefusedError(
@@ -281,10 +299,10 @@ class LaunchedMachines(RunMachines):
         machine.device, machine.processes = found.device, slots or found.count
 
     def _judge(self, machine: RunMachine, facts: Facts) -> None:
-        """Raises RefusedError if, by its facts and those of the machines of the run, training would fail with it."""
+        """Raises RefusedError if its facts and those of the members show that training with it would fail."""
         everyone = [*self.connected, machine]
         known = {one.name: one.facts for one in self.connected} | {machine.name: facts}
-        found = examine(known_of(self._job, [one.machine for one in everyone], known))
+        found = examine(known_of(self._job, [one.spec for one in everyone], known))
         if failures := [finding for finding in found if finding.severity == "fail"]:
             raise RefusedError(failures[0].what, machine.name, failures[0].hints)
 
@@ -292,14 +310,15 @@ class LaunchedMachines(RunMachines):
         """Contacts a machine again after a pause that grows; one that was just requested and never there is refused."""
         if machine.requested and machine.link and not machine.facts:
             problem = explain_contact(
-                machine.machine, machine.link.close(), machine.link.log_tail(), self._job.cluster
+                machine.spec, machine.link.close(), machine.link.log_tail(), self._job.cluster
             )  # fmt: skip
             self.refuse(machine, RefusedError(problem.what, hints=problem.hints))
             return
-        now, excluded_until = time.monotonic(), machine.until if machine.state is State.READY else 0.0
+        excluded_until = machine.until if machine.state is State.READY else 0.0
         machine.disconnect()
-        machine.state = State.LOST
-        machine.until = max(excluded_until, now + min(max(RETRY_LEAST_S, PAUSE * (now - machine.since)), RETRY_MOST_S))
+        now = time.monotonic()
+        pause_s = min(max(RETRY_LEAST_S, PAUSE * (now - machine.since)), RETRY_MOST_S)
+        machine.state, machine.until = State.LOST, max(excluded_until, now + pause_s)
 
 
 def folder_on(machine: RunMachine, folder: RunFolder) -> str:
@@ -310,14 +329,6 @@ def folder_on(machine: RunMachine, folder: RunFolder) -> str:
 
 def _post(link: AgentConnection, request: Request[Any]) -> tuple[int, Request[Any]]:
     return link.post(request), request
-
-
-def _require_alive(machine: RunMachine) -> None:
-    """Raises TimeoutError if a machine that was ready is lost again."""
-    link = machine.agent
-    link.read()
-    if link.closed or (not link.here and time.monotonic() - link.last_received > SILENT_S):
-        raise TimeoutError(f"{machine.name} was lost again")
 
 
 def _size(path: Path) -> int:

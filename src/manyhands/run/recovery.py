@@ -1,4 +1,4 @@
-"""Restarts the processes of a run after a fault, from what was saved, if that is of any use."""
+"""Restarts the processes of a run after a fault, from the newest checkpoint, unless a restart would not help."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from manyhands.checkpoint.saved import saved_step
 from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.ending import Ending, first_cause
-from manyhands.cluster.agents.machines import RunMachine
+from manyhands.cluster.agents.machines import SOON_UPDATES
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.config.job import Job
@@ -24,21 +24,19 @@ from manyhands.core.records import (
     write_json,
 )
 from manyhands.core.run_folder import RunFolder
-from manyhands.core.timeouts import ALIKE_S, EXCLUDED_MOST_S, EXCLUDED_S, RESTART_S
+from manyhands.core.timeouts import ALIKE_S, RESTART_S
 from manyhands.report.follow import end_of
 from manyhands.report.read import parse_metrics
 
-# The same error again before so many updates is one that comes every time.
-SOON_UPDATES = 20
-# The same error at the same line so often within ALIKE_S is one that comes every time, too.
+# The same error at the same line so often within ALIKE_S would occur again after every restart.
 MOST_ALIKE = 3
 # Starts in a row after which nothing new was saved.
 MOST_IN_VAIN = 3
 _RECENT = 20
 
 
-class RunMachines:
-    """Who takes part, as far as restarts depend on it. On one machine nobody is lost, and nobody joins."""
+class RestartHooks:
+    """What decides about restarts beside the fault: the machines. These are for a run on one machine."""
 
     def too_few(self) -> str:
         """Returns why the run can't continue on the machines that are left, or nothing."""
@@ -59,7 +57,7 @@ class RunMachines:
 def run_to_end(
     job: Job,
     folder: RunFolder,
-    machines: RunMachines,
+    machines: RestartHooks,
     orders: Callable[[Job, int], Mapping[AgentConnection, Orders]],
     watch: Watch,
     say: Callable[[str, str], object],
@@ -99,7 +97,7 @@ class Restart:
 
 
 class RestartPolicy:
-    """Decides after each start whether another one is of any use.
+    """Decides after each start whether to restart.
 
     Args:
         job: what to do.
@@ -115,7 +113,7 @@ class RestartPolicy:
         self._last: tuple[str, int, int] | None = None
         self._times: dict[str, list[float]] = {}
 
-    def after(self, ending: Ending, machines: RunMachines) -> Restart | None:
+    def after(self, ending: Ending, machines: RestartHooks) -> Restart | None:
         """Returns how a run continues after a start has ended; None if it doesn't, after telling the user why."""
         self._starts += 1
         if ending.interrupted or not self._recovers:
@@ -136,7 +134,7 @@ class RestartPolicy:
         broken = f"the agent that watches the processes failed: {ending.broken}"
         return Restart("restarted", cause.what if cause else broken, cause)
 
-    def _after_regrouping(self, ending: Ending, machines: RunMachines) -> Restart | None:
+    def _after_regrouping(self, ending: Ending, machines: RestartHooks) -> Restart | None:
         """The processes were stopped because a machine can join; they may have finished just then."""
         if all(value["status"] == "finished" for value in ending.returned.values()):
             return None
@@ -191,18 +189,6 @@ def what_failed(ending: Ending) -> str:
     """Returns in a sentence why a start failed."""
     cause = first_cause(ending)
     return cause.what if cause else ending.refused.message if ending.refused else ending.broken
-
-
-def pause_after_failure(machine: RunMachine, step: int) -> float:
-    """Counts a failure of a machine; returns for how many seconds it is excluded: 0 if it was of use before.
-
-    Args:
-        machine: the machine.
-        step: the newest saved step.
-    """
-    useful = machine.since_step is not None and step - machine.since_step >= SOON_UPDATES
-    machine.failures, machine.since_step = 1 if useful else machine.failures + 1, None
-    return min(EXCLUDED_MOST_S, EXCLUDED_S * 2 ** (machine.failures - 2)) if machine.failures > 1 else 0.0
 
 
 def worth_a_start(folder: RunFolder) -> bool:

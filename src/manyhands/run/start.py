@@ -1,4 +1,4 @@
-"""Each start of a launched run: who takes part, their run folders, addresses and store, and what each is to start."""
+"""Prepares each start of a launched run: its machines, their run folders, addresses, the store, and their orders."""
 
 import contextlib
 import secrets
@@ -30,7 +30,7 @@ from manyhands.core.timeouts import COPY_S, OPEN_FOLDER_S, TAKE_OVER_S
 from manyhands.parallel.ports import loopback_interface
 from manyhands.parallel.tunnel_ends import VARIABLE
 from manyhands.run.doctor import public_addresses, survey_agents
-from manyhands.run.machines import REPLACED, LaunchedMachines, RefusedError, folder_on
+from manyhands.run.machines import REPLACED, Membership, RefusedError, folder_on
 from manyhands.run.recovery import resumed
 
 # Interval between two transfers of records to their copy.
@@ -48,7 +48,7 @@ class Starts(contextlib.ExitStack):
 
     Args:
         job: what to do.
-        machines: who takes part.
+        membership: which machines take part.
         folder: the run folder here.
         receiver: writes the records that arrive.
         say: tells the user, a sentence and its level.
@@ -61,13 +61,13 @@ class Starts(contextlib.ExitStack):
     def __init__(
         self,
         job: Job,
-        machines: LaunchedMachines,
+        membership: Membership,
         folder: RunFolder,
         receiver: Receiver,
         say: Callable[[str, str], object],
     ) -> None:
         super().__init__()
-        self._job, self._run, self._machines = job, machines, machines.machines
+        self._job, self._membership, self._machines = job, membership, membership.machines
         self._folder, self._receiver, self._say = folder, receiver, say
         self._script, self._holder = bool(job.run.script), new_holder()
         self._store, self.tunnels = self.enter_context(StoreTunnel(job.cluster)), Tunnels()
@@ -80,22 +80,22 @@ class Starts(contextlib.ExitStack):
     # The start itself.
 
     def orders(self, job: Job, number: int) -> dict[AgentConnection, Orders]:
-        """Gathers the machines that can take part in a start, and returns what each is to start.
+        """Prepares a start, and returns the orders for each machine.
 
-        Machines that are lost meanwhile, or don't fit the others, are left out.
+        Machines that are lost meanwhile, or can't train with the others, don't take part.
 
         Raises:
             ManyhandsError: too few are left, or what was trained is on none of them.
         """
         for machine in self._machines.running:
-            machine.on_trial = False
+            machine.joined = False
         while (places := self._gather(again=number > 0)) is None:
             pass
-        running, term = self._machines.running, self._run.term
-        job = job.model_copy(update={"cluster": with_machines(job.cluster, self._run.added)})
-        if self.saved != self._first_saved:  # what this process hasn't heard of, too
+        running, term = self._machines.running, self._membership.term
+        job = job.model_copy(update={"cluster": with_machines(job.cluster, self._membership.added)})
+        if self.saved != self._first_saved:  # also if the records here don't show it yet
             job = resumed(job)
-        self._run.begin(number)
+        self._membership.record_start(number)
         self.copy = self._second_copy()
         write_places(self._folder, self._machines)
         if term:
@@ -105,13 +105,13 @@ class Starts(contextlib.ExitStack):
         if job.cluster.sync_code:
             job = with_absolute_paths(job)
         sizes, orders = tuple(machine.processes for machine in running), dict[AgentConnection, Orders]()
-        for rank_group, machine in enumerate(running):
+        for position, machine in enumerate(running):
             tunnels = self._routes.ends[machine.name].environment() if self._routes else {VARIABLE: ""}
             order = orders_for(
                 job,
                 "train",
-                machine.run.folder,
-                Rendezvous(sizes, rank_group, *places.ends[machine], machine.machine.devices),
+                machine.run_folder.folder,
+                Rendezvous(sizes, position, *places.ends[machine], machine.spec.devices),
                 device=machine.device,
                 environment={**machine.address.environment(), **tunnels},
                 generation=number,
@@ -120,30 +120,32 @@ class Starts(contextlib.ExitStack):
         return orders
 
     def _gather(self, *, again: bool) -> StorePlaces | None:
-        """Prepares those that take part; None if another one was lost meanwhile, which is left out."""
+        """Prepares the members for a start; returns None if one of them is lost meanwhile."""
         try:
             if again:
                 self._take_in()
+                if why := self._membership.too_few():
+                    raise RunError(why)
                 self._open_anew()
             return self._connect()
         except (LinkClosed, NoTunnelError) as error:
             if not again:
                 raise
-            # A machine that the others can't reach any more is as good as lost.
+            # A machine that the others can't reach is treated as lost.
             name = error.alone if isinstance(error, NoTunnelError) else error.where
             machine = next(machine for machine in self._machines.running if machine.name == name)
             machine.agent.close(0.0)
-            if too_few := self._run.too_few():
+            if too_few := self._membership.too_few():
                 self._say(f"{error.message}: {too_few}", "INFO")
                 raise
             self._say(f"{error.message}: continuing without {name}", "INFO")
-            if machine.on_trial and isinstance(error, NoTunnelError):
-                self._run.refuse(machine, error)
+            if machine.joined and isinstance(error, NoTunnelError):
+                self._membership.refuse(machine, error)
             return None
 
     def _take_in(self) -> None:
         """Takes in the machines that can join, if their folders can be opened and all machines reach each other."""
-        joining = [machine for machine in self._run.take_in() if self._opens_on(machine)]
+        joining = [machine for machine in self._membership.take_in() if self._opens_on(machine)]
         if not joining:
             return
         alone = len(self._machines.running) == 1 + len(joining)
@@ -157,7 +159,7 @@ class Starts(contextlib.ExitStack):
                 if others_lost:
                     machine.exclude(0.0)
                 else:
-                    self._run.refuse(machine, error)
+                    self._membership.refuse(machine, error)
         else:
             self.set_addresses(addresses)
 
@@ -166,13 +168,13 @@ class Starts(contextlib.ExitStack):
         try:
             with self._token() as token:
                 request = self._request(machine, token, records=False, output=False)
-                machine.opened = machine.agent.ask(request, OPEN_FOLDER_S, self._machines.links)
-            if machine.opened.taken:
-                raise RefusedError(f"a run is active in {machine.opened.folder} on that machine")
+                machine.opened_folder = machine.agent.ask(request, OPEN_FOLDER_S, self._machines.links)
+            if machine.opened_folder.taken:
+                raise RefusedError(f"a run is active in {machine.opened_folder.folder} on that machine")
         except LinkClosed:
             machine.lose()
         except (RefusedError, RunError) as error:
-            self._run.refuse(machine, error)
+            self._membership.refuse(machine, error)
         else:
             return True
         return False
@@ -203,7 +205,7 @@ class Starts(contextlib.ExitStack):
     @property
     def saved(self) -> int:
         """The newest step that is saved on any machine; -1 for none."""
-        return max(machine.run.saved for machine in self._machines.running)
+        return max(machine.run_folder.saved for machine in self._machines.running)
 
     def open_folders(self, *, output: bool, records: bool = True, anew: bool = False) -> None:
         """Opens the run folder on every machine, at the same place in its work folder.
@@ -216,7 +218,7 @@ class Starts(contextlib.ExitStack):
         Raises:
             RunError: another launcher has taken over the run.
         """
-        term = self._run.term
+        term = self._membership.term
         with self._token() as token:
             requests = {
                 machine: self._request(machine, token, records=records and not number, output=output, anew=anew)
@@ -224,12 +226,12 @@ class Starts(contextlib.ExitStack):
             }
             opened = self._machines.ask(requests, TAKE_OVER_S if term else OPEN_FOLDER_S)
         for machine, answer in opened.items():
-            machine.opened = answer
+            machine.opened_folder = answer
         highest = max(answer.term for answer in opened.values())
         if highest > term > 0:
             if self._first_saved is not None:
                 raise RunError(REPLACED)
-            self._run.term = highest + 1
+            self._membership.term = highest + 1
             self.open_folders(output=output, records=records, anew=anew)
         elif self._first_saved is None:
             self._first_saved = self.saved
@@ -251,7 +253,7 @@ class Starts(contextlib.ExitStack):
         here = str(self._folder.path.absolute())
         place = here if machine.agent.here else folder_on(machine, self._folder)
         held = None if not records else {} if anew else self._receiver.held()
-        run, term = run_id(self._folder), self._run.term
+        run, term = run_id(self._folder), self._membership.term
         return call(Agent.open_run, OpenRun(place, token, self._holder, run, held, output, term))
 
     def _open_anew(self) -> None:
@@ -264,12 +266,12 @@ class Starts(contextlib.ExitStack):
         self.open_folders(output=self._script)
 
     def resume_from_newest(self) -> None:
-        """At the start of a run that resumes: any machine may have its newest checkpoint, and then all records."""
+        """Gives rank 0 to a machine with the newest checkpoint, when a run is resumed, and that machine all records."""
         before, last_step = self._machines.running[0], saved_step(self._folder)
         first = self._newest_first()
         if first is before:
             return
-        step = first.run.saved
+        step = first.run_folder.saved
         self._say(f"{first.name} has the newest checkpoint, of step {step}, and becomes the first machine", "INFO")
         behind = last_step is None or last_step < step
         if not behind:
@@ -279,27 +281,27 @@ class Starts(contextlib.ExitStack):
     def _newest_first(self) -> RunMachine:
         """Moves the machines with the newest checkpoint to the front, and returns the first."""
         newest, running = self.saved, self._machines.running
-        self._machines.all.sort(key=lambda machine: machine not in running or machine.run.saved < newest)
+        self._machines.all.sort(key=lambda machine: machine not in running or machine.run_folder.saved < newest)
         return self._machines.running[0]
 
     def _give_records(self, machine: RunMachine) -> None:
         """Sends the records that are here, of the fault and of what came before, to the machine that gets rank 0."""
-        if machine.agent.here or machine.run.shared:
+        if machine.agent.here or machine.run_folder.shared:
             return
-        # What a machine wrote last before it was lost may not have come here.
-        held = {} if machine.other_records else machine.run.held
+        # What the machine wrote last before it was lost may not have been received.
+        held = {} if machine.records_may_differ else machine.run_folder.held
         for pieces in pieces_of(self._folder.path, held):
-            machine.agent.ask(call(Agent.keep_records, machine.run.folder, pieces), COPY_S, self._machines.links)
-        machine.other_records = False
+            machine.agent.ask(call(Agent.keep_records, machine.run_folder.folder, pieces), COPY_S, self._machines.links)
+        machine.records_may_differ = False
 
     def _second_copy(self) -> "RecordsCopy | None":
-        """Where machines share no disk, a second one holds each checkpoint, and gets the records up to it."""
+        """Chooses a second machine for the records: without a shared disk, it also holds a copy of each checkpoint."""
         first, *others = self._machines.running
-        machine = next((machine for machine in others if machine.run.own), None)
-        if machine is None or not (first.run.shared or first.run.own):
+        machine = next((machine for machine in others if machine.run_folder.own), None)
+        if machine is None or not (first.run_folder.shared or first.run_folder.own):
             return None
-        held = {} if machine.other_records else machine.run.held
-        return RecordsCopy(machine.agent, machine.run.folder, Sender(self._folder.path, held))
+        held = {} if machine.records_may_differ else machine.run_folder.held
+        return RecordsCopy(machine.agent, machine.run_folder.folder, Sender(self._folder.path, held))
 
 
 class RecordsCopy:
@@ -333,7 +335,7 @@ def check_machines(job: Job, say: Callable[[str, str], object], machines: Machin
     """Runs the doctor's checks without measurements, and returns the addresses at which the machines reach each other.
 
     Returns:
-        Nothing if only ssh connects them, or is to.
+        Nothing if they are connected through ssh only.
 
     Raises:
         RunError: they can't train together.
@@ -341,7 +343,7 @@ def check_machines(job: Job, say: Callable[[str, str], object], machines: Machin
     running = machines.running
     if len(running) == 1:
         return {running[0]: Address("", LOOPBACK)}
-    survey = survey_agents(job, machines, [machine.machine for machine in running], measure=False)
+    survey = survey_agents(job, machines, [machine.spec for machine in running], measure=False)
     found = examine(survey)
     failures = [finding for finding in found if finding.severity == "fail"]
     apart = bool(failures) and all(finding.check == "reach" for finding in failures)
@@ -395,8 +397,8 @@ def write_places(folder: RunFolder, machines: Machines) -> None:
     for one in machines.running:
         here, address = one.agent.here, one.address
         places.append(
-            {"host": one.machine.host, "port": one.machine.port, "here": here, "local": here or one.run.shared,
-             "ranks": [first, one.processes], "folder": one.run.folder, "address": address.address,
+            {"host": one.spec.host, "port": one.spec.port, "here": here, "local": here or one.run_folder.shared,
+             "ranks": [first, one.processes], "folder": one.run_folder.folder, "address": address.address,
              "interface": address.interface}
         )  # fmt: skip
         first += one.processes

@@ -46,7 +46,7 @@ from manyhands.run.outcome import (
     starts_and_stops,
     with_resume_hint,
 )
-from manyhands.run.recovery import RunMachines, run_to_end
+from manyhands.run.recovery import RestartHooks, run_to_end
 from manyhands.run.script import shown, stopping
 from manyhands.sync.choose import check_method
 
@@ -104,7 +104,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
                 if several:
                     ending = supervise_once(orders(job, 0), watch)
                 else:
-                    ending = run_to_end(job, folder, RunMachines(), orders, watch, screen.say)
+                    ending = run_to_end(job, folder, RestartHooks(), orders, watch, screen.say)
             finally:
                 close_all(agents)
                 watch.on_tick()

@@ -163,7 +163,7 @@ def _greet(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> 
     for link, machine in links.items():
         answer = answers[link]
         if isinstance(answer, LinkClosed):
-            machine.problem = explain_contact(machine.machine, link.close(), link.log_tail(), options)
+            machine.problem = explain_contact(machine.spec, link.close(), link.log_tail(), options)
         elif isinstance(answer, MisunderstoodError):
             machine.problem = Contact("other-version", answer.message, answer.hints)
         elif isinstance(answer, RunError):
@@ -192,7 +192,7 @@ def prepare(machines: Machines, options: ClusterOptions, processes: int | None =
     Raises:
         UserError: a machine has fewer devices.
     """
-    sizes = {machine: machine.machine.slots if processes is None else processes for machine in machines.running}
+    sizes = {machine: machine.spec.slots if processes is None else processes for machine in machines.running}
     requests = {machine: call(Agent.prepare, size, options.threads, options.device) for machine, size in sizes.items()}
     for machine, answer in machines.ask(requests, PREPARE_S).items():
         size, device, count = sizes[machine], answer.device, answer.count
@@ -200,6 +200,6 @@ def prepare(machines: Machines, options: ClusterOptions, processes: int | None =
             raise UserError(
                 f"{machine.name} has {count} {device} devices, but {size} processes are requested",
                 "cluster.hosts",
-                (f'write "{machine.machine.target} slots={count}"', "or train on the CPU: --device cpu"),
+                (f'write "{machine.spec.target} slots={count}"', "or train on the CPU: --device cpu"),
             )
         machine.device, machine.processes = device, size or count

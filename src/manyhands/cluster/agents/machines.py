@@ -1,4 +1,4 @@
-"""The machines of a run: what state each is in, and the connections to their agents."""
+"""The machines of a run, their states, and the connections to their agents."""
 
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -12,16 +12,19 @@ from manyhands.cluster.doctor.findings import Contact, Facts
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine
 from manyhands.cluster.messages import R, Request
 from manyhands.core.errors import EXIT_DOCTOR, RunError
-from manyhands.core.timeouts import REQUEST_S, RETRY_LEAST_S
+from manyhands.core.timeouts import EXCLUDED_MOST_S, EXCLUDED_S, REQUEST_S, RETRY_LEAST_S
+
+# A failure before so many updates counts as one soon after the start.
+SOON_UPDATES = 20
 
 
 class State(Enum):
-    """What a machine does for a run, and what its `RunMachine.until` means meanwhile."""
+    """The state of a machine in a run, and what ends it at `RunMachine.until`."""
 
-    LOST = "lost"  # no agent answers; until: the next contact
-    CONTACTING = "contacting"  # its agent was started and is asked; until: the contact is given up
-    READY = "ready"  # waits for the next start; until: it is excluded from starts
-    RUNNING = "running"  # takes part in the run; its connection may be lost and replaced meanwhile
+    LOST = "lost"  # no agent answers; until the next contact
+    CONTACTING = "contacting"  # its agent was started and is asked; until the launcher gives up
+    READY = "ready"  # can take part in the next start; until then excluded, if `until` is in the future
+    RUNNING = "running"  # takes part in the run; a lost connection is replaced meanwhile
 
 
 @dataclass(eq=False)
@@ -29,47 +32,49 @@ class RunMachine:
     """A machine of a run.
 
     Attributes:
-        machine: its name and how it is reached.
-        state: what it does now.
-        until: the end of the state, by the monotonic clock; 0 if it has none.
+        spec: its name, how it is reached, and its slots.
+        state: its state.
+        until: when the state ends, by the monotonic clock; 0 if that is not known.
         since: when it was lost, requested or excluded, by the monotonic clock.
         link: the connection to its agent.
-        problem: why no agent answers.
-        facts: what the agent said of the machine.
+        problem: why no agent answered.
+        facts: what the agent reported about the machine.
         device: the kind of device that is used.
         processes: number of processes that it runs.
         address: where the other machines reach it.
-        opened: the run folder on it, as it was opened last.
+        opened_folder: the run folder on it, as it was opened last.
         folder: the path of the run folder there, from its first start on.
-        rank_group: its place among the machines of the last start that it took part in.
+        position: its place among the machines of the last start that it took part in.
         generation: that start; -1 for none.
-        added: it was added by `manyhands join`.
-        on_trial: it has joined with the current start.
-        other_records: its records of the run may differ from the launcher's.
-        failures: number of failures in a row, each soon after it had begun to take part.
-        since_step: the step from which on it takes part.
-        notify: receives what has become of the request to add it, and whether it takes part.
-        contact: asks the agent of a contacted machine one request after another.
+        requested: the user waits for it to join.
+        added: it joined on request of the user.
+        joined: it joined with the current start.
+        records_may_differ: its records of the run may differ from the launcher's.
+        failures: number of failures in a row, each soon after a start.
+        since_step: the saved step at which it began to take part.
+        notify: receives how the request to add it ended, and whether it takes part.
+        contact: the requests to the agent of a machine that is contacted, one after another.
         asked: the number of the request that was sent last, and the request.
     """
 
-    machine: Machine
+    spec: Machine
     state: State = State.CONTACTING
     until: float = 0.0
     since: float = field(default_factory=time.monotonic)
     link: AgentConnection | None = None
     problem: Contact | None = None
-    facts: Facts = field(default_factory=dict[str, Any])
+    facts: Facts = field(default_factory=dict[str, Any], repr=False)
     device: str = ""
     processes: int = 0
     address: Address = field(default_factory=lambda: Address("", LOOPBACK))
-    opened: RunOpened | None = None
+    opened_folder: RunOpened | None = None
     folder: str = ""
-    rank_group: int = 0
+    position: int = 0
     generation: int = -1
+    requested: bool = False
     added: bool = False
-    on_trial: bool = False
-    other_records: bool = False
+    joined: bool = False
+    records_may_differ: bool = False
     failures: int = 0
     since_step: int | None = None
     notify: Callable[[str, bool], object] = lambda _text, _takes_part: None
@@ -78,47 +83,52 @@ class RunMachine:
 
     @property
     def name(self) -> str:
-        """Of the machine."""
-        return self.machine.name
+        """Its name."""
+        return self.spec.name
 
     @property
     def agent(self) -> AgentConnection:
-        """The connection of a machine that takes part."""
+        """The connection to its agent, which must exist."""
         assert self.link
         return self.link
 
     @property
-    def run(self) -> RunOpened:
-        """The run folder of a machine that takes part."""
-        assert self.opened
-        return self.opened
+    def run_folder(self) -> RunOpened:
+        """The run folder on it, which must have been opened."""
+        assert self.opened_folder
+        return self.opened_folder
 
-    @property
-    def requested(self) -> bool:
-        """Whether the user waits for it to join."""
-        return self.added and self.generation < 0
+    def count_failure(self, step: int) -> float:
+        """Counts a failure; returns for how many seconds to exclude the machine: 0 if it was of use before.
+
+        Args:
+            step: the newest saved step.
+        """
+        useful = self.since_step is not None and step - self.since_step >= SOON_UPDATES
+        self.failures, self.since_step = 1 if useful else self.failures + 1, None
+        return min(EXCLUDED_MOST_S, EXCLUDED_S * 2 ** (self.failures - 2)) if self.failures > 1 else 0.0
 
     def lose(self, pause_s: float = 0.0) -> None:
-        """Ends the connection; the machine is contacted again after the pause, at once if it was just requested."""
-        self.disconnect()
+        """Ends the connection; the machine is contacted again after the pause, or at once if it was requested."""
         self._leave(State.LOST)
         self.until = self.since + max(pause_s, 0.0 if self.requested else RETRY_LEAST_S)
+        self.disconnect()
 
     def exclude(self, pause_s: float) -> None:
-        """Takes it out of the run; it can take part again after the pause."""
+        """Removes it from the run; it can take part again after the pause."""
         self._leave(State.READY)
         self.until = self.since + pause_s
 
     def _leave(self, state: State) -> None:
         self.state, self.since, self.since_step = state, time.monotonic(), None
-        self.on_trial, self.other_records = False, True
+        self.joined, self.records_may_differ = False, True
 
     def disconnect(self) -> None:
         """Ends the connection at once."""
-        if self.link:
-            self.link.close(0.0)
-        self.link = self.contact = self.asked = None
-        self.facts = {}
+        link, self.link, self.facts = self.link, None, {}
+        self.contact = self.asked = None
+        if link:
+            link.close(0.0)
 
 
 class Machines:
@@ -148,7 +158,7 @@ class Machines:
 
     @property
     def facts(self) -> dict[str, Facts]:
-        """What the machines that take part said of themselves, by name."""
+        """The facts about the machines that take part, by name."""
         return {machine.name: machine.facts for machine in self.running}
 
     @property

@@ -105,9 +105,9 @@ def join_through_ssh(machines: Machines, options: ClusterOptions, head: Tunnels)
 
 class _Opening:
     def __init__(self, machines: Machines, options: ClusterOptions, head: Tunnels) -> None:
-        self._run, self._options, self._head = machines, options, head
-        self._machines = {machine.name: machine.machine for machine in machines.running}
-        self.names = list(self._machines)
+        self._machines, self._options, self._head = machines, options, head
+        self._specs = {machine.name: machine.spec for machine in machines.running}
+        self.names = list(self._specs)
         self.said: dict[Pair, str] = {}
         if len(self.names) > MOST_MACHINES:
             what = f"ssh tunnels support at most {MOST_MACHINES} machines, but the run has {len(self.names)}"
@@ -117,9 +117,9 @@ class _Opening:
     def _open(self) -> dict[str, TunnelEnds]:
         # Other runs on the same machines have numbers of their own.
         net = f"127.{random.SystemRandom().randrange(64, 250)}.{random.SystemRandom().randrange(256)}"
-        addresses = {machine: f"{net}.{number}" for number, machine in enumerate(self._run.running, 1)}
+        addresses = {machine: f"{net}.{number}" for number, machine in enumerate(self._machines.running, 1)}
         requests = {machine: call(Agent.open_tunnel_ends, address) for machine, address in addresses.items()}
-        folders = self._run.ask(requests, TUNNEL_ENDS_S)
+        folders = self._machines.ask(requests, TUNNEL_ENDS_S)
         return {machine.name: TunnelEnds(addresses[machine], folder) for machine, folder in folders.items()}
 
     def straight(self, pairs: Sequence[Pair]) -> None:
@@ -170,9 +170,9 @@ class _Opening:
             login = _Login(
                 {self._head.ends.towards(ends.address): ends.entrance}, self._passing(ends, self._head.ends, others)
             )
-            commands[name] = login.command(self._machines[name], ends, self._options)
+            commands[name] = login.command(self._specs[name], ends, self._options)
         # Machines must not take their head's silence for its end.
-        for name, said in self._head.open_tunnels(commands, OPEN_TUNNELS_S, self._run.heartbeat).items():
+        for name, said in self._head.open_tunnels(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
             hints = (f"set AllowStreamLocalForwarding yes in sshd_config on {name}",)
             raise RunError(f"can't open an ssh tunnel to {name}: {said}", name, hints)
 
@@ -191,9 +191,9 @@ class _Opening:
         """Has machines log in to others; for each pair nothing, or what stood in its way."""
         commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
         for (one, two), login in logins.items():
-            commands[one][two] = login.command(self._machines[two], self.way.ends[two], self._options)
+            commands[one][two] = login.command(self._specs[two], self.way.ends[two], self._options)
         asked = {name: call(Agent.open_tunnels, found, OPEN_TUNNELS_S) for name, found in commands.items()}
-        answers = self._run.ask_named(asked, OPEN_TUNNELS_S + TUNNEL_ENDS_S)
+        answers = self._machines.ask_named(asked, OPEN_TUNNELS_S + TUNNEL_ENDS_S)
         found: dict[Pair, str] = {}
         for one, answer in answers.items():
             if isinstance(answer, RunError):

@@ -55,7 +55,7 @@ class StoreTunnel(contextlib.ExitStack):
     def _through_ssh(self, machines: Machines) -> dict[RunMachine, tuple[str, int]]:
         first, *others = machines.running
         folder = self.enter_context(scratch("ssh", swept=True))
-        far = [machine.machine for machine in machines.running if not machine.agent.here]
+        far = [machine.spec for machine in machines.running if not machine.agent.here]
         tunnels = self.enter_context(contextlib.closing(SshTunnels(far, self._options, folder, machines.heartbeat)))
         # The tunnels are tried, with a listener at the end that knows a token, before the store takes its port.
         (listener,) = first.agent.ask(call(Agent.listen, (LOOPBACK,), seconds=STORE_S), STORE_S, machines.links)
