@@ -166,7 +166,7 @@ def test_the_same_error_at_the_same_line_three_times_ends_the_run(failures, ends
             loss=1.0, top1=0.5, learning_rate=0.1, images_per_s=9.0, samples=9,
         ))  # fmt: skip
         (folder.checkpoints / f"step-{step:08}").mkdir()
-        why = decides.spend(failure(at, line, step, error, rank))
+        why = decides.count_fault(failure(at, line, step, error, rank))
         assert bool(why) == (number == ends_at)
         if why:
             assert why == "the same error 3 times within 10 minutes: not restarting"

@@ -32,6 +32,7 @@ from manyhands.report.read import parse_metrics
 MOST_ALIKE = 3
 # Starts in a row after which nothing new was saved.
 MOST_IN_VAIN = 3
+# Updates over which the duration of an update is measured.
 _RECENT = 20
 
 
@@ -68,7 +69,7 @@ def run_to_end(
         job: what to do.
         folder: the run folder.
         machines: where the processes run.
-        orders: returns what each machine is to start, for the start of this number.
+        orders: prepares the start of this number, which may leave out or take in machines, and returns their orders.
         watch: what is called during supervision.
         say: tells the user, a sentence and its level.
 
@@ -76,15 +77,18 @@ def run_to_end(
         How the last start ended.
     """
     policy, number, first_step = RestartPolicy(job, folder, say), 0, saved_step(folder)
-    while restart := policy.after(ending := supervise_once(orders(job, number), watch), machines):
+    while True:
+        ending = supervise_once(orders(job, number), watch)
+        restart = policy.after(ending, machines)
+        if restart is None:
+            return ending
         step = saved_step(folder)
         where = "restarting from the beginning" if step is None else f"restarting from step {step}"
         _note(folder, restart, number, f"{restart.reason}: {where}", step)
         number += 1
-        if step != first_step:
+        if step != first_step:  # from now on this run's own checkpoints count
             job = resumed(job)
         machines.note_ending(ending)
-    return ending
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class RestartPolicy:
         self._times: dict[str, list[float]] = {}
 
     def after(self, ending: Ending, machines: RestartHooks) -> Restart | None:
-        """Returns how a run continues after a start has ended; None if it doesn't, after telling the user why."""
+        """Returns how a run continues after a start has ended; None if it doesn't, which the user may be told."""
         self._starts += 1
         if ending.interrupted or not self._recovers:
             return None
@@ -126,7 +130,7 @@ class RestartPolicy:
             return Restart("restarted", f"the start with {trial} failed ({what_failed(ending)})", cause)
         if ending.refused:
             return None
-        useless, too_few = self.spend(cause), machines.too_few()
+        useless, too_few = self.count_fault(cause), machines.too_few()
         if too_few or (useless and self._starts > 1):
             self._say(too_few or useless, "WARNING")
         if useless or too_few:
@@ -142,13 +146,13 @@ class RestartPolicy:
             self._say(why, "WARNING")
             return None
         self._began = time.time()
-        return Restart("regrouped", f"{' and '.join(machines.can_join())} can join")
+        return Restart("regrouped", f"{' and '.join(machines.can_join()) or 'a machine'} can join")
 
-    def spend(self, cause: Failure | None) -> str:
+    def count_fault(self, cause: Failure | None) -> str:
         """Counts a fault; returns why a restart would be of no use, or nothing."""
         began, self._began = self._began, time.time()
         own = cause is not None and not from_outside(cause)
-        # What we could name ourselves, such as a loss that is no number or a full disk, comes again.
+        # Errors that manyhands explains itself, such as a loss that is not finite or a full disk, would occur again.
         if cause is not None and (cause.exit_code != EXIT_FAILED or cause.error == RunError.__name__):
             return "a restart would not fix this error"
         if own and (self._script or not self._trained_since(began)):
@@ -180,7 +184,7 @@ def from_outside(cause: Failure | None) -> bool:
 
 
 def failed_rank(ending: Ending) -> int | None:
-    """Of the process that has failed; None where a machine is lost, or a tunnel between two has ended."""
+    """Returns the rank of the failed process; None if a machine is lost, or a tunnel between two has ended."""
     cause = first_cause(ending)
     return None if cause is None or cause.error == MACHINE_LOST else cause.rank
 
