@@ -10,7 +10,7 @@ import pytest
 
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import open_here
-from manyhands.cluster.agents.machines import Machines, RunMachine, State
+from manyhands.cluster.agents.machines import Machines, RunMachine, MachineState
 from manyhands.cluster.doctor.addresses import local_candidates
 from manyhands.cluster.doctor.findings import Contact, FactsWanted, Needs, examine
 from manyhands.cluster.doctor.survey import take_survey
@@ -30,7 +30,7 @@ def agents(tmp_path):
 
 
 def machines_of(links):
-    return Machines([RunMachine(link.machine, State.RUNNING, link=link) for link in links])
+    return Machines([RunMachine(link.machine, MachineState.RUNNING, link=link) for link in links])
 
 
 def facts_of(links):
@@ -69,7 +69,7 @@ def test_a_machine_that_does_not_take_part_is_no_finding(agents):
     machines = machines_of(agents)
     for machine in machines.all:
         machine.facts = facts[machine.name]
-    machines.all.append(RunMachine(Machine("d"), State.LOST, problem=Contact("other", "d does not answer", ())))
+    machines.all.append(RunMachine(Machine("d"), MachineState.LOST, problem=Contact("other", "d does not answer", ())))
     job, named = load_job({}, environment={}).job, [machine.spec for machine in machines.running]
     assert not survey_agents(job, machines, named, measure=False).errors
     assert set(survey_agents(job, machines, [*named, Machine("d")], measure=False).errors) == {"d"}

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from manyhands.cluster.agents.ending import Ending
-from manyhands.cluster.agents.machines import Machines, RunMachine, State
+from manyhands.cluster.agents.machines import Machines, RunMachine, MachineState
 from manyhands.cluster.agents.protocol import Prepared, RunInspected, RunOpened
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import CallResult, RequestFailed
@@ -79,7 +79,12 @@ class Scene:
     def machine(self, name):
         opened = RunOpened(f"/runs/{name}", shared=False, checkpoints=True, own=True)
         return RunMachine(
-            Machine(name), State.RUNNING, link=FakeLink(name), facts=dict(FACTS), processes=2, opened_folder=opened
+            Machine(name),
+            MachineState.RUNNING,
+            link=FakeLink(name),
+            facts=dict(FACTS),
+            processes=2,
+            opened_folder=opened,
         )
 
     def open(self, machine, *_):
@@ -195,32 +200,32 @@ def next_start(scene):
 @pytest.mark.parametrize(
     ("state", "event", "then", "until_s"),
     [
-        ("running", fails_with_a_process, State.RUNNING, None),
-        ("running", fails_again_with_a_process, State.READY, EXCLUDED_S),
-        ("running", is_lost, State.LOST, RETRY_LEAST_S),
-        ("running", is_lost_again, State.LOST, EXCLUDED_S),
-        ("running", closes, State.RUNNING, None),  # what supervises the start says so
-        ("running", next_start, State.RUNNING, None),
-        ("lost", waits(RETRY_LEAST_S / 2), State.LOST, RETRY_LEAST_S / 2),
-        ("lost", waits(RETRY_LEAST_S), State.CONTACTING, CONTACT_S),
-        ("lost", next_start, State.LOST, RETRY_LEAST_S),
-        ("contacting", waits(CONTACT_S / 2), State.CONTACTING, CONTACT_S / 2),
-        ("contacting", waits(CONTACT_S + 1), State.LOST, RETRY_MOST_S),
-        ("contacting", answers_all, State.READY, None),
-        ("contacting", closes, State.LOST, RETRY_LEAST_S),
-        ("contacting", is_busy, State.LOST, RETRY_LEAST_S),
+        ("running", fails_with_a_process, MachineState.RUNNING, None),
+        ("running", fails_again_with_a_process, MachineState.READY, EXCLUDED_S),
+        ("running", is_lost, MachineState.LOST, RETRY_LEAST_S),
+        ("running", is_lost_again, MachineState.LOST, EXCLUDED_S),
+        ("running", closes, MachineState.RUNNING, None),  # what supervises the start says so
+        ("running", next_start, MachineState.RUNNING, None),
+        ("lost", waits(RETRY_LEAST_S / 2), MachineState.LOST, RETRY_LEAST_S / 2),
+        ("lost", waits(RETRY_LEAST_S), MachineState.CONTACTING, CONTACT_S),
+        ("lost", next_start, MachineState.LOST, RETRY_LEAST_S),
+        ("contacting", waits(CONTACT_S / 2), MachineState.CONTACTING, CONTACT_S / 2),
+        ("contacting", waits(CONTACT_S + 1), MachineState.LOST, RETRY_MOST_S),
+        ("contacting", answers_all, MachineState.READY, None),
+        ("contacting", closes, MachineState.LOST, RETRY_LEAST_S),
+        ("contacting", is_busy, MachineState.LOST, RETRY_LEAST_S),
         ("contacting", holds_another_run, "refused", None),
         ("contacting", fails_a_request, "refused", None),
-        ("contacting", next_start, State.CONTACTING, CONTACT_S),
-        ("ready", waits(SILENT_S - 1), State.READY, None),
-        ("ready", is_silent, State.LOST, RETRY_LEAST_S),
-        ("ready", closes, State.LOST, RETRY_LEAST_S),
-        ("ready", next_start, State.RUNNING, None),
-        ("excluded", waits(EXCLUDED_S / 2), State.READY, EXCLUDED_S / 2),
-        ("excluded", closes, State.LOST, EXCLUDED_S),
-        ("excluded", next_start, State.READY, EXCLUDED_S),
-        ("running_on_trial", is_lost, State.LOST, EXCLUDED_S),  # it was lost before
-        ("running_on_trial", fails_with_a_process, State.READY, EXCLUDED_S),
+        ("contacting", next_start, MachineState.CONTACTING, CONTACT_S),
+        ("ready", waits(SILENT_S - 1), MachineState.READY, None),
+        ("ready", is_silent, MachineState.LOST, RETRY_LEAST_S),
+        ("ready", closes, MachineState.LOST, RETRY_LEAST_S),
+        ("ready", next_start, MachineState.RUNNING, None),
+        ("excluded", waits(EXCLUDED_S / 2), MachineState.READY, EXCLUDED_S / 2),
+        ("excluded", closes, MachineState.LOST, EXCLUDED_S),
+        ("excluded", next_start, MachineState.READY, EXCLUDED_S),
+        ("running_on_trial", is_lost, MachineState.LOST, EXCLUDED_S),  # it was lost before
+        ("running_on_trial", fails_with_a_process, MachineState.READY, EXCLUDED_S),
         ("running_on_trial", raises_on_trial, "refused", None),
     ],
 )
@@ -235,8 +240,8 @@ def test_an_event_in_a_state(state, event, then, until_s, scene):
     assert scene.n3.state is then
     if until_s is not None:
         assert scene.n3.until == pytest.approx(scene.clock.now + until_s)
-    assert (scene.n3.link is None) == (then is State.LOST)
-    assert (scene.n3 in scene.machines.running) == (then is State.RUNNING)
+    assert (scene.n3.link is None) == (then is MachineState.LOST)
+    assert (scene.n3 in scene.machines.running) == (then is MachineState.RUNNING)
     assert [scene.n1, scene.n2] == scene.machines.running[:2]
 
 
@@ -250,7 +255,7 @@ def test_a_machine_that_returns_has_the_last_ranks_and_records_may_differ(scene)
     scene.n1.link.closed = True
     assert scene.run.take_in() == [scene.n3]
     assert [machine.name for machine in scene.machines.running] == ["n2", "n3"]
-    assert scene.n1.state is State.LOST
+    assert scene.n1.state is MachineState.LOST
     assert (scene.n3.processes, scene.n3.device, scene.n3.generation) == (4, "cpu", 0)
     scene.run.record_start(2)
     assert [(one.position, one.generation) for one in (scene.n2, scene.n3)] == [(0, 2), (1, 2)]
@@ -270,7 +275,7 @@ def test_the_pause_between_contacts_grows_with_the_time_that_a_machine_is_lost(s
 def test_a_machine_that_cannot_be_spared_is_not_excluded(tmp_path, monkeypatch):
     scene = Scene(tmp_path / "run", monkeypatch, {"cluster.elastic": "3:3"})
     scene.excluded()
-    assert scene.n3.state is State.RUNNING
+    assert scene.n3.state is MachineState.RUNNING
 
 
 def test_two_machines_lost_at_once_are_both_contacted(scene):
@@ -312,7 +317,7 @@ def test_another_launcher_takes_over(tmp_path, monkeypatch):
     scene.run.term = 3
     scene.contacting()
     scene.answers(FACTS, RunInspected("", checkpoints=True, busy=False, term=4))
-    assert scene.n3.state is State.LOST
+    assert scene.n3.state is MachineState.LOST
     assert scene.run.replaced_on == "n3"
     assert scene.run.regroups()
     assert scene.run.too_few() == "another launcher has taken over the run on n3"
@@ -373,9 +378,9 @@ def test_a_refused_machine_that_is_added_again_keeps_what_is_known_of_it(scene):
     assert scene.n3 not in scene.machines.all
     scene.run.add(Machine("n3"), lambda *_: None)
     assert scene.machines.all[-1] is scene.n3
-    assert (scene.n3.state, scene.n3.generation, scene.n3.records_may_differ) == (State.LOST, 0, True)
+    assert (scene.n3.state, scene.n3.generation, scene.n3.records_may_differ) == (MachineState.LOST, 0, True)
     scene.wait(0)
-    assert scene.n3.state is State.CONTACTING
+    assert scene.n3.state is MachineState.CONTACTING
 
 
 def test_a_rank_that_no_machine_has_excludes_nobody(scene):

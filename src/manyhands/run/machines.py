@@ -1,14 +1,17 @@
 """The membership of a launched run: which machines take part, and which are lost, contacted, ready or excluded.
 
-RUNNING -> LOST         its connection ended or was silent, and could not be replaced
-RUNNING -> READY        excluded for a while: it failed again soon, and the run can continue without it;
-or another machine was lost while this one joined
-LOST -> CONTACTING      the pause before the next contact is over
-CONTACTING -> READY     the agent has answered every request
-CONTACTING -> LOST      no answer, its earlier processes are still ending, or it belongs to another launcher
-READY -> RUNNING        the next start takes it in; it counts as joined until the start after that
-READY -> LOST           its connection ended or was silent
-any but RUNNING, or RUNNING and just joined -> refused for good: it can't take part, or the start with it failed
+The states of a machine change so:
+
+    RUNNING -> LOST         its connection ended or was silent, and could not be replaced
+    RUNNING -> READY        excluded for a while: it failed again soon, and the run can continue without it
+    RUNNING -> READY        another machine was lost while this one joined (run/start.py)
+    LOST -> CONTACTING      the pause before the next contact is over
+    CONTACTING -> READY     the agent has answered every request
+    CONTACTING -> LOST      no answer, its earlier processes are still ending, or it belongs to another launcher
+    READY -> RUNNING        the next start takes it in, for which the run is restarted if that is worth it
+    READY -> LOST           its connection ended or was silent
+    LOST, CONTACTING, READY -> refused      it can't take part, and another attempt would not change that
+    RUNNING -> refused                      it has just joined, and the start with it failed before its first update
 """
 
 import time
@@ -22,7 +25,7 @@ from manyhands.cluster.agents.assemble import clock_offset, open_agent
 from manyhands.cluster.agents.claim import run_id, term_in
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, answer_to
 from manyhands.cluster.agents.ending import Ending, first_cause
-from manyhands.cluster.agents.machines import Machines, RunMachine, State
+from manyhands.cluster.agents.machines import Machines, RunMachine, MachineState
 from manyhands.cluster.agents.ssh import explain_contact
 from manyhands.cluster.doctor.findings import Facts, examine
 from manyhands.cluster.hosts.inventory import Machine
@@ -94,12 +97,14 @@ class Membership(RestartHooks):
     def ready(self) -> list[RunMachine]:
         """The machines that can join now."""
         now = time.monotonic()
-        return [machine for machine in self.machines.all if machine.state is State.READY and now >= machine.until]
+        return [
+            machine for machine in self.machines.all if machine.state is MachineState.READY and now >= machine.until
+        ]
 
     @property
     def joinable(self) -> list[RunMachine]:
-        """The ready machines; none while another one soon is ready, so that one restart serves both."""
-        soon = any(machine.state is State.CONTACTING and machine.facts for machine in self.machines.all)
+        """The ready machines; none while another contact makes progress, so that one restart serves both."""
+        soon = any(machine.state is MachineState.CONTACTING and machine.facts for machine in self.machines.all)
         return [] if soon else self.ready
 
     @property
@@ -117,7 +122,7 @@ class Membership(RestartHooks):
         left, least = len(self.connected), self._job.cluster.machines_wanted.start
         if self.replaced_on:
             return f"{REPLACED} on {self.replaced_on}"
-        if left + len(self.joinable) >= least:
+        if left + len(self.ready) >= least:
             return ""
         return f"{left} machines are left, but --elastic {self._job.cluster.elastic} needs {least}"
 
@@ -165,12 +170,16 @@ class Membership(RestartHooks):
         if not self.room:
             raise UserError(f"the run has {len(self.connected)} machines, and {wanted} allows no more")
         machine = self._refused.pop(name, None) or RunMachine(spec)
-        machine.spec, machine.state, machine.until, machine.since = spec, State.LOST, 0.0, time.monotonic()
+        machine.spec, machine.state, machine.until, machine.since = spec, MachineState.LOST, 0.0, time.monotonic()
         machine.requested, machine.notify = True, notify
         self.machines.all.append(machine)
 
     def note_ending(self, ending: Ending) -> None:
-        """Excludes machines that fail again soon, and refuses those with which the start failed."""
+        """Refuses machines with which the start failed; else counts the failure of each that was lost or has failed.
+
+        A lost machine is contacted again later the more often it has failed; one that failed is excluded, unless it
+        is needed.
+        """
         if self.on_trial() and not ending.regrouped and not from_outside(first_cause(ending)):
             for machine in self.joined:
                 self.refuse(machine, RefusedError(f"the start with this machine failed: {what_failed(ending)}"))
@@ -202,7 +211,11 @@ class Membership(RestartHooks):
         joining = self.ready[: self.room]
         self.machines.all = [machine for machine in self.machines.all if machine not in joining] + joining
         for machine in joining:
-            machine.state, machine.joined, machine.added = State.RUNNING, True, machine.added or machine.requested
+            machine.state, machine.joined, machine.added = (
+                MachineState.RUNNING,
+                True,
+                machine.added or machine.requested,
+            )
         return joining
 
     def refuse(self, machine: RunMachine, error: ManyhandsError) -> None:
@@ -226,14 +239,14 @@ class Membership(RestartHooks):
 
     def tick(self) -> None:
         """Continues the contact with each machine that doesn't take part, without waiting."""
-        steps = {State.LOST: self._open, State.CONTACTING: self._receive, State.READY: self._check}
+        steps = {MachineState.LOST: self._open, MachineState.CONTACTING: self._receive, MachineState.READY: self._check}
         for machine in self.machines.waiting:
             try:
-                if machine.state is not State.LOST:
+                if machine.state is not MachineState.LOST:
                     machine.agent.heartbeat()
                     machine.agent.flush()
                 steps[machine.state](machine)
-            except (LinkClosed, OSError):  # no answer in time, or no memory or files here for the request
+            except (LinkClosed, OSError):  # also TimeoutError: try again later; or no memory or files here
                 self._give_up(machine)
             except (RefusedError, RunError, UserError) as error:
                 self.refuse(machine, error)
@@ -244,7 +257,7 @@ class Membership(RestartHooks):
         if now < machine.until:
             return
         machine.link = open_agent(machine.spec, self._job.cluster, self._folder.ranks)
-        machine.state, machine.until = State.CONTACTING, now + CONTACT_S
+        machine.state, machine.until = MachineState.CONTACTING, now + CONTACT_S
         machine.contact = self._contact(machine, machine.link)
         machine.asked = _post(machine.link, next(machine.contact))
 
@@ -270,7 +283,7 @@ class Membership(RestartHooks):
             machine.asked = _post(machine.agent, machine.contact.send(answer))
         except StopIteration:
             machine.contact = machine.asked = None
-            machine.state, machine.until = State.READY, 0.0
+            machine.state, machine.until = MachineState.READY, 0.0
 
     def _contact(self, machine: RunMachine, link: AgentConnection) -> Generator[Request[Any], Any, None]:
         """Yields the requests to a machine before it can join, and receives their answers."""
@@ -314,11 +327,11 @@ class Membership(RestartHooks):
             )  # fmt: skip
             self.refuse(machine, RefusedError(problem.what, hints=problem.hints))
             return
-        excluded_until = machine.until if machine.state is State.READY else 0.0
+        excluded_until = machine.until if machine.state is MachineState.READY else 0.0
         machine.disconnect()
         now = time.monotonic()
         pause_s = min(max(RETRY_LEAST_S, PAUSE * (now - machine.since)), RETRY_MOST_S)
-        machine.state, machine.until = State.LOST, max(excluded_until, now + pause_s)
+        machine.state, machine.until = MachineState.LOST, max(excluded_until, now + pause_s)
 
 
 def folder_on(machine: RunMachine, folder: RunFolder) -> str:

@@ -14,17 +14,17 @@ from manyhands.cluster.messages import R, Request
 from manyhands.core.errors import EXIT_DOCTOR, RunError
 from manyhands.core.timeouts import EXCLUDED_MOST_S, EXCLUDED_S, REQUEST_S, RETRY_LEAST_S
 
-# A failure before so many updates counts as one soon after the start.
+# A machine that fails less than so many saved updates after it began to take part was of no use.
 SOON_UPDATES = 20
 
 
-class State(Enum):
-    """The state of a machine in a run, and what ends it at `RunMachine.until`."""
+class MachineState(Enum):
+    """The state of a machine in a run, and the meaning of `RunMachine.until` in it."""
 
-    LOST = "lost"  # no agent answers; until the next contact
-    CONTACTING = "contacting"  # its agent was started and is asked; until the launcher gives up
-    READY = "ready"  # can take part in the next start; until then excluded, if `until` is in the future
-    RUNNING = "running"  # takes part in the run; a lost connection is replaced meanwhile
+    LOST = "lost"  # no agent answers; until: the next contact
+    CONTACTING = "contacting"  # its agent was started and answers requests; until: the launcher gives up
+    READY = "ready"  # waits for the next start; until: it is excluded from starts before
+    RUNNING = "running"  # takes part; the link itself reconnects for SILENT_S
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class RunMachine:
         added: it joined on request of the user.
         joined: it joined with the current start.
         records_may_differ: its records of the run may differ from the launcher's.
-        failures: number of failures in a row, each soon after a start.
+        failures: number of failures since it was last of use.
         since_step: the saved step at which it began to take part.
         notify: receives how the request to add it ended, and whether it takes part.
         contact: the requests to the agent of a machine that is contacted, one after another.
@@ -58,7 +58,7 @@ class RunMachine:
     """
 
     spec: Machine
-    state: State = State.CONTACTING
+    state: MachineState = MachineState.CONTACTING
     until: float = 0.0
     since: float = field(default_factory=time.monotonic)
     link: AgentConnection | None = None
@@ -83,7 +83,7 @@ class RunMachine:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The host name, which is unique in a run."""
         return self.spec.name
 
     @property
@@ -110,16 +110,16 @@ class RunMachine:
 
     def lose(self, pause_s: float = 0.0) -> None:
         """Ends the connection; the machine is contacted again after the pause, or at once if it was requested."""
-        self._leave(State.LOST)
+        self._leave(MachineState.LOST)
         self.until = self.since + max(pause_s, 0.0 if self.requested else RETRY_LEAST_S)
         self.disconnect()
 
     def exclude(self, pause_s: float) -> None:
         """Removes it from the run; it can take part again after the pause."""
-        self._leave(State.READY)
+        self._leave(MachineState.READY)
         self.until = self.since + pause_s
 
-    def _leave(self, state: State) -> None:
+    def _leave(self, state: MachineState) -> None:
         self.state, self.since, self.since_step = state, time.monotonic(), None
         self.joined, self.records_may_differ = False, True
 
@@ -144,12 +144,12 @@ class Machines:
     @property
     def running(self) -> list[RunMachine]:
         """The machines that take part."""
-        return [machine for machine in self.all if machine.state is State.RUNNING]
+        return [machine for machine in self.all if machine.state is MachineState.RUNNING]
 
     @property
     def waiting(self) -> list[RunMachine]:
         """The machines that don't take part, and may."""
-        return [machine for machine in self.all if machine.state is not State.RUNNING]
+        return [machine for machine in self.all if machine.state is not MachineState.RUNNING]
 
     @property
     def links(self) -> list[AgentConnection]:

@@ -1,4 +1,4 @@
-"""Watches the agents of all machines from their head: passes on Ctrl-C, and waits for the end."""
+"""Supervises the workers of one start from the launcher: passes on Ctrl-C, detects losses, and waits for the end."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -44,17 +44,17 @@ POLL_S = 0.1
 
 @dataclass
 class Watch:
-    """What the head wants to hear of while it watches.
+    """What the launcher does during supervision.
 
     Attributes:
-        on_tick: called a few times a second.
-        on_stop: called at the first wish to stop.
-        on_warning: told how the first process failed, as soon as that is known, and that the run stands still, and why.
-        on_file: given each piece of the run's records that comes from another machine.
-        stalls: a run that stalls is reported.
-        evicts: a process that hangs is ended, so that the run can go on without it.
-        cut: asked now and then what is told of a tunnel of the head's own that has ended.
-        regroups: asked as often; True has the processes save and leave, so that they can be started on other machines.
+        on_tick: called every POLL_S.
+        on_stop: called at the first request to stop.
+        on_warning: receives how the first process failed, as soon as that is known, and why the run stalls.
+        on_file: receives each piece of the run's records that another machine sends.
+        stalls: stalls are reported.
+        evicts: the run is restarted after faults: a process that hangs is killed, and peers of a lost machine save.
+        cut: returns why a tunnel of the launcher has ended, or nothing.
+        regroups: called every POLL_S; True has the processes save and exit, to restart them on other machines.
     """
 
     on_tick: Callable[[], None] = lambda: None
@@ -68,7 +68,7 @@ class Watch:
 
 
 def supervise(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:
-    """Gives each agent its orders, waits for the end of all as `supervise_once` does, and closes the connections."""
+    """Does what `supervise_once` does, and closes the connections."""
     try:
         return supervise_once(orders, watch)
     finally:
@@ -77,7 +77,7 @@ def supervise(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:
 
 
 def supervise_once(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:
-    """Gives each agent its orders and waits for the end of all; agents that are still there can take new ones.
+    """Sends each agent its orders and waits until all workers have ended; agents that remain can take new orders.
 
     The first signal that asks for a stop has the workers save and leave, the second kills them. When one machine's
     processes fail, or the machine is lost, the other machines' are ended too.
@@ -106,7 +106,7 @@ def supervise_once(orders: Mapping[AgentConnection, Orders], watch: Watch) -> En
 
 
 class _Head:
-    """The state of one generation on all machines."""
+    """The state of one start on all machines."""
 
     def __init__(self, links: Collection[AgentConnection], watch: Watch) -> None:
         self.ending = Ending()
@@ -135,7 +135,7 @@ class _Head:
             case WorkerExited():
                 self._report_exit(message)
             case StillLeaving():
-                self._wait_for_leavers()
+                self._prolong_leaving()
             case HeadReplaced() if not self.ending.replaced:
                 self.ending.replaced = f"the run was stopped from {link.machine.name} or taken over by another launcher"
                 self._watch.on_warning(self.ending.replaced)
@@ -151,7 +151,7 @@ class _Head:
                 pass
 
     def obey(self, stop_requests: int) -> None:
-        """Passes on the user's wish to stop, or a later head's."""
+        """Passes on a request to stop, of the user or of a later launcher."""
         stop_requests = max(stop_requests, int(bool(self.ending.replaced)))
         if stop_requests == self.ending.interrupted:
             return
@@ -166,13 +166,13 @@ class _Head:
                 link.process.kill()
 
     def regroup(self) -> None:
-        """Has the processes save and leave, unless they are about to leave anyway."""
+        """Has the processes save and exit, unless they are about to exit anyway."""
         if not (self.ending.regrouped or self.ending.interrupted) and self.running == self._started:
             self.ending.regrouped = True
             self._command(StopWorkers())
 
     def look(self) -> None:
-        """Keeps the machines assured of their head, and gives up those that are silent or don't obey."""
+        """Sends heartbeats, and gives up machines that are silent or do not obey."""
         for link in self._links:  # also those whose processes have ended, which the next start needs
             if link.connected == (link in self._apart):
                 (self._apart.discard if link.connected else self._apart.add)(link)
@@ -200,7 +200,7 @@ class _Head:
                 link.process.kill()
 
     def notice_pause(self) -> None:
-        """Gives machines their time again where this process was itself stopped."""
+        """Extends the time of the machines if this process was itself suspended."""
         now = time.monotonic()
         paused_s, self._looked_at = now - self._looked_at, now
         if paused_s > PAUSED_S:
@@ -224,7 +224,7 @@ class _Head:
         return [link for link in self.running if not link.here and now - link.last_received > AWAITED_S]
 
     def _say_who_is_awaited(self, now: float) -> None:
-        """Where a machine doesn't answer the wish to stop, or is lost, the user hears whom all wait for."""
+        """Tells the user which machines the stop waits for: silent ones, or all that are left after a loss."""
         asked = self.ending.interrupted == 1
         silent = self._silent(now) if asked and now - self._asked_at > AWAITED_S else []
         left = silent or (self.running if asked and self.ending.lost else ())
@@ -235,14 +235,14 @@ class _Head:
             self._watch.on_warning(f"waiting for {who}; press Ctrl-C again to stop at once")
 
     def _cut_off(self, what: str) -> None:
-        """A tunnel between machines has ended: whoever waits for what came through it is let go."""
+        """Handles the end of a tunnel between machines: workers that wait for data from it exit."""
         self.ending.cut = self.ending.cut or what
         if self._watch.evicts:
             self._command(FreeWorkers())
         self._kill_at = min(self._kill_at, time.monotonic() + LEAVE_LOST_S)
 
     def _evict(self) -> None:
-        """Ends a process that hangs, which its peers then hear of as of any that has gone."""
+        """Kills a process that hangs; its peers notice that as any other failure."""
         found = self._stalls.culprit()
         if found and found[0] not in self.ending.evicted:
             rank, why = found
@@ -252,7 +252,7 @@ class _Head:
             self._command(KillWorker(rank))
 
     def _report_exit(self, exited: WorkerExited) -> None:
-        """Says at once what ended a process, where that is no mere consequence; the whole comes with the end."""
+        """Tells the user at once why a process ended, unless that is a consequence of another failure."""
         record = exited.record
         later = record is not None and (record.consequence or record.exit_code == EXIT_USAGE)
         if not (self._failure_reported or later or self.ending.interrupted):
@@ -283,7 +283,7 @@ class _Head:
             self._kill_at = min(self._kill_at, time.monotonic() + patience_s)
             self._command(PeersFailed())
 
-    def _wait_for_leavers(self) -> None:
+    def _prolong_leaving(self) -> None:
         if self._kill_at < float("inf") and self._watch.evicts:
             self._kill_at = time.monotonic() + LEAVE_OTHERS_S
 
