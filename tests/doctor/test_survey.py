@@ -10,7 +10,7 @@ import pytest
 
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import open_here
-from manyhands.cluster.agents.machines import Machines, RunMachine, MachineState
+from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
 from manyhands.cluster.doctor.addresses import local_candidates
 from manyhands.cluster.doctor.findings import Contact, FactsWanted, Needs, examine
 from manyhands.cluster.doctor.survey import take_survey

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from manyhands.cluster.agents.ending import Ending
-from manyhands.cluster.agents.machines import Machines, RunMachine, MachineState
+from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
 from manyhands.cluster.agents.protocol import Prepared, RunInspected, RunOpened
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import CallResult, RequestFailed

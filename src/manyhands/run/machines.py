@@ -25,7 +25,7 @@ from manyhands.cluster.agents.assemble import clock_offset, open_agent
 from manyhands.cluster.agents.claim import run_id, term_in
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, answer_to
 from manyhands.cluster.agents.ending import Ending, first_cause
-from manyhands.cluster.agents.machines import Machines, RunMachine, MachineState
+from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
 from manyhands.cluster.agents.ssh import explain_contact
 from manyhands.cluster.doctor.findings import Facts, examine
 from manyhands.cluster.hosts.inventory import Machine

@@ -13,7 +13,7 @@ from pathlib import Path
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, MisunderstoodError, ask_all, close_all
 from manyhands.cluster.agents.early import AGENT, take_early
-from manyhands.cluster.agents.machines import Machines, RunMachine, MachineState
+from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
 from manyhands.cluster.agents.ssh import agent_command, explain_contact
 from manyhands.cluster.doctor.findings import Contact, FactsWanted
 from manyhands.cluster.hosts.inventory import Machine
