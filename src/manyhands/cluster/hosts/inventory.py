@@ -96,6 +96,9 @@ class LauncherPlace:
     started_by: str = ""  # the launcher, for the user: "Slurm", "OpenMPI" …
     # field name to the variable (or the rule) that its value came from, for `manyhands explain`
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    init: str = ""  # `ProcessInfo.init`, if it isn't tcp:// with the master's address and port
+    agent_store: bool = False  # `ProcessInfo.agent_store`
+    attempt: int = 0  # `ProcessInfo.attempt`
 
 
 @dataclass(frozen=True)
