@@ -42,13 +42,13 @@ def test_a_listener_is_reached_and_the_time_of_a_message_measured(probe):
 
 
 def test_what_is_measured_went_through(probe):
-    assert ask(probe, call(Probe.measure, listen(probe), 0.2)).mbps > 1
+    assert ask(probe, call(Probe.measure, listen(probe), 0.2)) > 1
 
 
 def test_another_token_is_another_machine(probe):
     one, two = listen(probe), listen(probe)
     assert [a.result for a in attempts(probe, replace(one, token=two.token), two)] == ["other", "ok"]
-    assert "another program" in ask(probe, call(Probe.measure, replace(one, token="00" * 16), 0.2)).error
+    assert ask(probe, call(Probe.measure, replace(one, token="00" * 16), 0.2)) is None
 
 
 def test_a_program_that_speaks_first_is_another(probe):

@@ -16,7 +16,6 @@ from manyhands.cluster.agents.ssh import reached_by
 from manyhands.cluster.agents.store_tunnel import StoreTunnel
 from manyhands.cluster.agents.supervise import Watch, supervise
 from manyhands.cluster.doctor.addresses import local_candidates
-from manyhands.cluster.doctor.exposure import OpenPort, open_ports
 from manyhands.cluster.doctor.facts import gather
 from manyhands.cluster.doctor.findings import (
     AllReduceTest,
@@ -28,7 +27,7 @@ from manyhands.cluster.doctor.findings import (
     examine,
     fails,
 )
-from manyhands.cluster.doctor.probe import Listeners
+from manyhands.cluster.doctor.probe import Listeners, OpenPort, open_ports
 from manyhands.cluster.doctor.survey import matrix, take_survey
 from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of

@@ -1,7 +1,7 @@
-"""What a machine does when it is asked to be reached, to reach others, and to measure the way to one of them.
+"""Tests of connections between machines: listeners, attempts to reach them, bandwidth, and manyhands' open ports.
 
-A listener answers only who knows its own token, so that another program, or another machine with the same address,
-is not taken for the one that was meant. It only counts bytes, and is closed after a while if nobody closes it.
+A listener answers only a peer that knows its token, so that another program, or another machine with the same address,
+is not taken for the intended one. It only counts bytes, and closes itself after a while.
 """
 
 import contextlib
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from manyhands.cluster.doctor.exposure import OpenPort, open_ports
+import psutil
+
 from manyhands.cluster.doctor.findings import Attempt, Reached
 from manyhands.cluster.messages import remote
 from manyhands.parallel.ports import holder_of
@@ -34,6 +35,9 @@ SEND_BUFFER_BYTES = 512 * 1024
 WARM_UP = 0.25
 PEER_PATIENCE_S = 5.0
 OPEN_AT_ONCE = 64
+# Addresses that stand for all of a machine's own, and one of those.
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+ANSWER_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,17 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The bandwidth to a listener; None where it couldn't be measured."""
+class OpenPort:
+    """A port on which a process of manyhands listens."""
 
-    mbps: float | None = None
-    error: str = ""
+    address: str  # of this machine; 0.0.0.0 or :: for all of them
+    port: int
+    pid: int
+    lets_in: bool  # True if a connection to it was accepted just now
 
 
 class Listeners:
-    """This machine's open ears, until `close`, or for `seconds` at most."""
+    """Listeners of this machine, until `close`, or for `seconds` at most."""
 
     def __init__(self, addresses: Sequence[str], port: int = 0, *, seconds: float = 60.0) -> None:
         """Listens on exactly these addresses, on one port (0: any), for some seconds; `opened`: where, or why not."""
@@ -154,32 +160,26 @@ def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
 
 
 def _connect(target: Listener, timeout_s: float) -> Attempt:
-    """Tries to reach one listener and measures the time of small messages; `timeout_s` is for each answer."""
-    local, latency_ms, result = "", None, "ok"
+    """Tries to reach one listener and measures the latency of small messages; `timeout_s` is for each answer."""
+    local, latency_ms, times = "", None, list[float]()
+    result: Reached = "ok"
     try:
         with _open_connection(target, timeout_s) as connection:
             local = connection.getsockname()[0]
             connection.sendall(ECHO)
-            latency_ms = 1000 * statistics.median([_exchange(connection) for _ in range(EXCHANGES)])
+            for _ in range(EXCHANGES):
+                start = time.perf_counter()
+                connection.sendall(b".")
+                _exactly(connection, 1)
+                times.append(time.perf_counter() - start)
+            latency_ms = 1000 * statistics.median(times)
     except _OtherError:
         result = "other"
     except OSError as error:
-        result = _kind(error)
+        refused = error.errno in (errno.ECONNREFUSED, errno.ECONNRESET)
+        late = isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT
+        result = "timeout" if late else "refused" if refused else "unreachable"
     return Attempt(target.address, result, local, latency_ms, target.port)
-
-
-def _pour(connection: socket.socket, seconds: float) -> None:
-    """Sends until the receiver has something to say."""
-    block, deadline = memoryview(bytes(BLOCK_BYTES)), time.monotonic() + seconds
-    connection.setblocking(False)
-    while time.monotonic() < deadline:
-        readable, writable, _ = select.select([connection], [connection], [], 0.5)
-        if readable:
-            break
-        if writable:
-            with contextlib.suppress(BlockingIOError):
-                connection.send(block)
-    connection.settimeout(PEER_PATIENCE_S)
 
 
 class _OtherError(Exception):
@@ -194,27 +194,17 @@ def _open_connection(target: Listener, timeout_s: float, send_buffer: int = 0) -
         if send_buffer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         connection.connect((target.address, target.port))
-        _greet(connection, bytes.fromhex(target.token))
+        try:
+            connection.sendall(bytes.fromhex(target.token))
+            known = _exactly(connection, len(READY)) == READY
+        except ConnectionError:
+            known = False
+        if not known:
+            raise _OtherError
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-def _greet(connection: socket.socket, token: bytes) -> None:
-    try:
-        connection.sendall(token)
-        if _exactly(connection, len(READY)) != READY:
-            raise _OtherError
-    except ConnectionError:
-        raise _OtherError from None
-
-
-def _exchange(connection: socket.socket) -> float:
-    start = time.perf_counter()
-    connection.sendall(b".")
-    _exactly(connection, 1)
-    return time.perf_counter() - start
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
@@ -227,14 +217,34 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     return bytes(parts)
 
 
-def _kind(error: OSError) -> Reached:
-    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
-        return "timeout"
-    return "refused" if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET) else "unreachable"
+def open_ports() -> tuple[OpenPort, ...]:
+    """Returns the ports of this user's manyhands processes and their children, as far as the system shows them."""
+    ours: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if any(word == "manyhands" or word.startswith("manyhands.") or word.endswith("/manyhands") for word in words):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                ours |= {each.pid: each for each in (process, *process.children(recursive=True))}
+    found: dict[tuple[str, int], OpenPort] = {}
+    for pid, process in ours.items():
+        with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+            for each in process.net_connections("tcp"):
+                if each.status == psutil.CONN_LISTEN:
+                    place = each.laddr
+                    found[place.ip, place.port] = OpenPort(place.ip, place.port, pid, _lets_in(place.ip, place.port))
+    return tuple(found[place] for place in sorted(found))
+
+
+def _lets_in(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((EVERYWHERE.get(address, address), port), timeout=ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 class Probe:
-    """What a launcher can have a machine try; keeps its listeners between calls."""
+    """The calls by which a launcher tests a machine's connections; keeps its listeners between calls."""
 
     def __init__(self) -> None:
         self._open: list[Listeners] = []
@@ -258,22 +268,26 @@ class Probe:
             return tuple(pool.map(lambda target: _connect(target, timeout_s), targets))
 
     @remote
-    def measure(self, target: Listener, seconds: float) -> Measured:
-        """Sends to a listener for about so long, as fast as possible."""
+    def measure(self, target: Listener, seconds: float) -> float | None:
+        """Sends to a listener for about so long, as fast as possible; returns Mbit/s, or None if that failed."""
         try:
             with _open_connection(target, PEER_PATIENCE_S, SEND_BUFFER_BYTES) as connection:
                 connection.sendall(COUNT + struct.pack("!d", seconds))
-                _pour(connection, seconds + PEER_PATIENCE_S)
+                block, deadline = memoryview(bytes(BLOCK_BYTES)), time.monotonic() + seconds + PEER_PATIENCE_S
+                connection.setblocking(False)
+                readable = False  # the receiver answers when its time is up
+                while not readable and time.monotonic() < deadline:
+                    readable, writable, _ = select.select([connection], [connection], [], 0.5)
+                    if writable and not readable:
+                        with contextlib.suppress(BlockingIOError):
+                            connection.send(block)
+                connection.settimeout(PEER_PATIENCE_S)
                 count, taken = struct.unpack("!dd", _exactly(connection, 16))
                 # What is still in the buffer is not sent any more.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        except _OtherError:
-            return Measured(error="another program answered")
-        except OSError as error:
-            return Measured(error=error.strerror or str(error))
-        if not (count and taken):
-            return Measured(error="not enough data was received")
-        return Measured(count * 8 / taken / 1e6)
+        except (_OtherError, OSError):
+            return None
+        return count * 8 / taken / 1e6 if count and taken else None
 
     @remote
     def clock(self) -> float:

@@ -198,20 +198,24 @@ def _by_variables(variables: Mapping[str, str]) -> LauncherPlace:
     """Returns the rank that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT give."""
     if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
         raise _incomplete("env:// requires", variables)
-    names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
-    defaults = {"local_rank": 0, "local_size": 1}
-    numbers = {key: number(variables, name, defaults.get(key)) for key, name in names.items()}
+    size, local_size = number(variables, "WORLD_SIZE"), number(variables, "LOCAL_WORLD_SIZE", 1)
     address, (port, _) = variables["MASTER_ADDR"], master_port(variables, DEFAULT_PORT, "")
     served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     init = "env://"
     # Without LOCAL_WORLD_SIZE, the processes may all be on one machine and connect over loopback.
     unknown = "LOCAL_WORLD_SIZE" not in variables and _is_loopback(address)
-    if numbers["size"] > numbers["local_size"] and not served and not unknown:
+    if size > local_size and not served and not unknown:
         found = reachable(address)
         init = init if found == address else f"tcp://{in_brackets(found)}:{port}"
-    names |= {"master_address": "MASTER_ADDR", "master_port": "MASTER_PORT"}
+    names = {
+        "rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
+        "master_address": "MASTER_ADDR", "master_port": "MASTER_PORT",
+    }  # fmt: skip
     return LauncherPlace(
-        **numbers,
+        number(variables, "RANK"),
+        size,
+        number(variables, "LOCAL_RANK", 0),
+        local_size,
         started_by="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment",
         origins={key: name if name in variables else "default" for key, name in names.items()},
         init=init,
