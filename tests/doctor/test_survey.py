@@ -10,9 +10,8 @@ import pytest
 
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import AgentLinks, open_here
-from manyhands.cluster.doctor.addresses import local_candidates
 from manyhands.cluster.doctor.findings import FactsWanted, Needs, examine
-from manyhands.cluster.doctor.survey import take_survey
+from manyhands.cluster.doctor.survey import local_candidates, take_survey
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call
 from manyhands.config.load import load_job

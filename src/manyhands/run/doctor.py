@@ -15,7 +15,6 @@ from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.ssh import reached_by
 from manyhands.cluster.agents.store_tunnel import StoreTunnel
 from manyhands.cluster.agents.supervise import Watch, supervise
-from manyhands.cluster.doctor.addresses import local_candidates
 from manyhands.cluster.doctor.facts import gather
 from manyhands.cluster.doctor.findings import (
     AllReduceTest,
@@ -28,7 +27,7 @@ from manyhands.cluster.doctor.findings import (
     fails,
 )
 from manyhands.cluster.doctor.probe import Listeners, OpenPort, open_ports
-from manyhands.cluster.doctor.survey import matrix, take_survey
+from manyhands.cluster.doctor.survey import local_candidates, matrix, take_survey
 from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.messages import call
@@ -64,7 +63,7 @@ class Diagnosis:
             "v": 1,
             "fails": fails(self.findings),
             "hosts": list(survey.hosts),
-            "findings": [finding.as_json() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "addresses": {host: {"interface": i, "address": a} for host, (i, a) in survey.chosen.items()},
             "mbps": matrix(survey, survey.mbps),
             "latency_ms": matrix(survey, survey.latency_ms),

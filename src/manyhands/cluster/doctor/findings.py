@@ -1,8 +1,8 @@
-"""Survey of a job's machines, and the doctor's findings: runs all checks and keeps one finding for each cause."""
+"""The survey of a job's machines, and the findings of all checks on it, one for each cause."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from manyhands.core.choices import load_choice, module_names
@@ -23,7 +23,7 @@ ORDER = ("contact", "twice", "reach", "interface", "port", "accelerators", "vers
 
 @dataclass(frozen=True)
 class FactsWanted:
-    """What a machine is asked for beside the general facts."""
+    """Which facts a machine gathers."""
 
     workdir: str = ""  # of the job; empty for where the agent is
     runs: str = ""  # folder in which run folders will lie; empty for the usual one
@@ -85,7 +85,7 @@ class Needs:
 
 @dataclass
 class Survey:
-    """Everything that was found out about the machines, for the checks."""
+    """Everything known about the machines, for the checks."""
 
     hosts: tuple[str, ...]  # in the order of their ranks; one alone means this machine
     facts: dict[str, Facts] = field(default_factory=dict)  # of each machine that could be asked
@@ -131,9 +131,6 @@ class DoctorFinding:
     hints: tuple[str, ...] = ()  # hints, with a command if possible
     cause: str = ""  # of several findings with the same cause, only the worst is shown
     explains: tuple[str, ...] = ()  # causes that follow from this finding and are hidden
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "hosts": list(self.hosts), "hints": list(self.hints), "explains": list(self.explains)}
 
 
 def examine(survey: Survey) -> list[DoctorFinding]:
