@@ -26,7 +26,7 @@ from manyhands.cluster.doctor.findings import (
     examine,
     fails,
 )
-from manyhands.cluster.doctor.probe import Listeners, OpenPort, open_ports
+from manyhands.cluster.doctor.probe import OpenPort, Probe, open_ports
 from manyhands.cluster.doctor.survey import local_candidates, matrix, take_survey
 from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
@@ -193,10 +193,11 @@ def _survey_here(job: Job) -> Survey:
     survey = Survey((name,), dict(facts), needs=_needs(job, [Machine(name, job.cluster.processes)], facts))
     address, port = _rendezvous(job)
     if address in local_candidates(facts[name]) or address in LOOPBACK:
-        listeners = Listeners([address], port)
-        listeners.close()
-        if listeners.opened[0].error:
-            survey.port_errors[name] = listeners.opened[0].trouble
+        probe = Probe()
+        (listener,) = probe.listen((address,), port)
+        probe.unlisten()
+        if listener.error:
+            survey.port_errors[name] = listener.trouble
     return survey
 
 

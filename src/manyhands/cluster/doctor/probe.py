@@ -14,7 +14,6 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -64,61 +63,6 @@ class OpenPort:
     port: int
     pid: int
     lets_in: bool  # True if a connection to it was accepted just now
-
-
-class Listeners:
-    """Listeners of this machine, until `close`, or for `seconds` at most."""
-
-    def __init__(self, addresses: Sequence[str], port: int = 0, *, seconds: float = 60.0) -> None:
-        """Listens on exactly these addresses, on one port (0: any), for some seconds; `opened`: where, or why not."""
-        self._sockets: list[socket.socket] = []
-        self._busy = threading.BoundedSemaphore(OPEN_AT_ONCE)
-        self.opened = tuple(self._open(address, port) for address in addresses)
-        self._timer = threading.Timer(seconds, self.close)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _open(self, address: str, port: int) -> Listener:
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, port))
-            listener.listen(OPEN_AT_ONCE)
-        except OSError as error:
-            listener.close()
-            holder = holder_of(port) if error.errno == errno.EADDRINUSE else ""
-            return Listener(address, error=error.strerror or str(error), holder=holder)
-        self._sockets.append(listener)
-        token = secrets.token_bytes(TOKEN_BYTES)
-        threading.Thread(target=self._accept, args=(listener, token), daemon=True).start()
-        return Listener(address, listener.getsockname()[1], token.hex())
-
-    def _accept(self, listener: socket.socket, token: bytes) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return  # it was closed
-            if not self._busy.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection, token), daemon=True).start()
-
-    def _serve(self, connection: socket.socket, token: bytes) -> None:
-        try:
-            # A peer that breaks off or never speaks is the peer's measurement that fails, and it says so itself.
-            with connection, contextlib.suppress(OSError):
-                _answer(connection, token)
-        finally:
-            self._busy.release()
-
-    def close(self) -> None:
-        self._timer.cancel()
-        for listener in self._sockets:
-            # shutdown wakes the thread that waits in accept; not every system allows it on a listener.
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
 
 
 def _answer(connection: socket.socket, token: bytes) -> None:
@@ -247,19 +191,60 @@ class Probe:
     """The calls by which a launcher tests a machine's connections; keeps its listeners between calls."""
 
     def __init__(self) -> None:
-        self._open: list[Listeners] = []
+        self._listening: list[socket.socket] = []
+        self._busy = threading.BoundedSemaphore(OPEN_AT_ONCE)
 
     @remote
     def listen(self, addresses: tuple[str, ...], port: int = 0, seconds: float = 60.0) -> tuple[Listener, ...]:
         """Listens on exactly these addresses, for so long at most; port 0 is any free one."""
-        self._open.append(Listeners(addresses, port, seconds=seconds))
-        return self._open[-1].opened
+        return tuple(self._listen(address, port, time.monotonic() + seconds) for address in addresses)
+
+    def _listen(self, address: str, port: int, until: float) -> Listener:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(OPEN_AT_ONCE)
+        except OSError as error:
+            listener.close()
+            holder = holder_of(port) if error.errno == errno.EADDRINUSE else ""
+            return Listener(address, error=error.strerror or str(error), holder=holder)
+        self._listening.append(listener)
+        opened = Listener(address, listener.getsockname()[1], secrets.token_hex(TOKEN_BYTES))
+        token = bytes.fromhex(opened.token)
+        threading.Thread(target=self._accept, args=(listener, token, until), daemon=True).start()
+        return opened
+
+    def _accept(self, listener: socket.socket, token: bytes, until: float) -> None:
+        # An OSError is the end: the listener was closed, or its time is over.
+        with listener, contextlib.suppress(OSError):
+            while True:
+                listener.settimeout(max(until - time.monotonic(), 0.001))
+                connection, _ = listener.accept()
+                if self._busy.acquire(blocking=False):
+                    threading.Thread(target=self._serve, args=(connection, token), daemon=True).start()
+                else:
+                    connection.close()
+
+    def _serve(self, connection: socket.socket, token: bytes) -> None:
+        try:
+            # A peer that breaks off or never speaks is the peer's measurement that fails, and it says so itself.
+            with connection, contextlib.suppress(OSError):
+                _answer(connection, token)
+        finally:
+            self._busy.release()
 
     @remote
     def unlisten(self) -> None:
         """Closes all listeners."""
-        while self._open:
-            self._open.pop().close()
+        while self._listening:
+            listener = self._listening.pop()
+            try:
+                # This wakes the thread that waits in accept and then closes the listener. Closing it here instead would
+                # free its number, which that thread may be about to wait for, for another file.
+                listener.shutdown(socket.SHUT_RDWR)
+            except OSError:  # not every system allows it on a listener
+                listener.close()
 
     @remote
     def connect(self, targets: tuple[Listener, ...], timeout_s: float) -> tuple[Attempt, ...]:
