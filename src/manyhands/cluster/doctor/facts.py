@@ -48,7 +48,7 @@ PACKAGES = ("torch", "torchvision", "numpy", "torch-npu", "mindspore")
 PACKAGE = Path(__file__).parents[2]
 # NCCL comes as a package of its own, named after the CUDA that it is for.
 NCCL = tuple(f"nvidia-nccl-cu{version}" for version in (11, 12, 13, 14))
-# More than this is no code of a job.
+# A folder with more files is not the code of a job.
 MOST_FILES = 2000
 MOST_FOLDERS = 5000
 DATA_S = 3.0
@@ -94,7 +94,7 @@ def _open_files() -> int:
 
 
 def host_name() -> dict[str, Any]:
-    """The host's name and the addresses that it resolves to here."""
+    """Returns the host's name and the addresses that it resolves to here."""
     name = socket.gethostname()
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -104,7 +104,7 @@ def host_name() -> dict[str, Any]:
 
 
 def interfaces() -> list[dict[str, Any]]:
-    """Every interface with its addresses, whether it is up, its speed and largest packet."""
+    """Returns each interface with its addresses, state, speed and largest packet."""
     states, longest = psutil.net_if_stats(), {socket.AF_INET: 32, socket.AF_INET6: 128}
     found: list[dict[str, Any]] = []
     for name, entries in psutil.net_if_addrs().items():
@@ -118,7 +118,7 @@ def interfaces() -> list[dict[str, Any]]:
 
 
 def default_interface() -> str:
-    """The interface of the default route; empty where there is none."""
+    """Returns the interface of the default route; empty without one."""
     found: list[tuple[int, str]] = []
     with contextlib.suppress(FileNotFoundError):  # other systems have no such tables
         rows = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
@@ -154,7 +154,7 @@ def firewall_rules() -> list[str]:
 
 
 def places(named: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """For /dev/shm and each named folder: its size and free bytes, whether it is there and can be written to."""
+    """Returns path, existence, write permission, size and free bytes of /dev/shm and of each named folder."""
     found: dict[str, dict[str, Any]] = {}
     for name, path in [*([("shm", SHM)] if SHM.is_dir() else []), *named.items()]:
         nearest = path.absolute()

@@ -28,9 +28,9 @@ ECHO, COUNT = b"E", b"C"
 READY = b"manyhands\n"
 EXCHANGES = 5
 BLOCK_BYTES = 256 * 1024
-# What is in flight when the time is up is thrown away; a small buffer keeps it little on slow links.
+# Bytes in flight when the time is up don't count; a small buffer keeps them few on slow links.
 SEND_BUFFER_BYTES = 512 * 1024
-# Of a measurement's time, before its bytes count: connections start slowly, and shaped links with a burst.
+# The share of a measurement's time before bytes count: connections start slowly, and shaped links with a burst.
 WARM_UP = 0.25
 PEER_PATIENCE_S = 5.0
 OPEN_AT_ONCE = 64
@@ -41,17 +41,17 @@ ANSWER_S = 0.5
 
 @dataclass(frozen=True)
 class Listener:
-    """Where a machine listens, or why it can't."""
+    """A listener of a machine, or the reason why there is none."""
 
-    address: str  # its own
+    address: str  # of that machine
     port: int = 0  # of the listener
     token: str = ""  # a peer that does not know it gets no answer
-    error: str = ""  # why nothing listens there; empty where something does
-    holder: str = ""  # the process that holds the port, if that is why
+    error: str = ""  # the reason why nothing listens; empty if it listens
+    holder: str = ""  # the process that holds the port, if that is the reason
 
     @property
     def trouble(self) -> str:
-        """The error and the process to blame; empty where it listens."""
+        """The error and the process that holds the port; empty if it listens."""
         return self.error + (f", by {self.holder}" if self.holder else "")
 
 
@@ -78,19 +78,19 @@ def _answer(connection: socket.socket, token: bytes) -> None:
     elif asked == COUNT:
         (seconds,) = struct.unpack("!d", _exactly(connection, 8))
         connection.sendall(struct.pack("!dd", *_count(connection, min(max(seconds, 0.01), 10.0))))
-        # What is still under way is taken until the sender has read that and breaks off: an end with bytes unread would
-        # be a reset, which on its way through ssh may overtake the answer.
+        # Receive the bytes in flight until the sender closes: closing with unread bytes would send a reset, which may
+        # overtake the answer on its way through ssh.
         place = bytearray(BLOCK_BYTES)
         while connection.recv_into(place):
             pass
 
 
 def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
-    """Bytes that arrive, and in what time, after a warm-up."""
+    """Returns the number of bytes received after a warm-up, and the seconds that they took."""
     place = memoryview(bytearray(BLOCK_BYTES))
     start = time.monotonic()
     count, since, last = 0, 0.0, start
-    # On a busy machine the time may be over before anything is counted.
+    # On a busy machine the time may be over before anything counts.
     while last - start < seconds or not count:
         received = connection.recv_into(place)
         if not received:
@@ -228,7 +228,7 @@ class Probe:
 
     def _serve(self, connection: socket.socket, token: bytes) -> None:
         try:
-            # A peer that breaks off or never speaks is the peer's measurement that fails, and it says so itself.
+            # A peer that disconnects or never speaks reports the failure itself.
             with connection, contextlib.suppress(OSError):
                 _answer(connection, token)
         finally:
@@ -268,7 +268,7 @@ class Probe:
                             connection.send(block)
                 connection.settimeout(PEER_PATIENCE_S)
                 count, taken = struct.unpack("!dd", _exactly(connection, 16))
-                # What is still in the buffer is not sent any more.
+                # Drop what is still in the buffer.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         except (_OtherError, OSError):
             return None

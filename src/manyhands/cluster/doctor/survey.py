@@ -12,7 +12,7 @@ from manyhands.cluster.doctor.probe import Listener, Probe
 from manyhands.cluster.messages import R, Request, call
 from manyhands.core.errors import RunError
 
-# Longer than a measurement may take where every word of it comes at the last moment.
+# Longer than the slowest measurement.
 ANSWER_S = 30.0
 CONNECT_S = 3.0
 MEASURE_S = 0.4
@@ -22,7 +22,7 @@ MOST_ROUNDS, MOST_TRIED = 24, 64
 AGAIN_FACTOR = 2.0
 CLOCK_QUESTIONS = 3
 LISTEN_S = 120.0
-# The usual speeds of networks inside a machine mean nothing between machines.
+# Prefixes of interfaces inside a machine, and of tunnels.
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "lxd", "vmnet", "vboxnet", "podman")
 TUNNELS = ("tun", "tap", "wg", "tailscale", "zt", "utun")
 Pair = tuple[str, str]
@@ -55,7 +55,7 @@ def take_survey(
 
 
 class _Surveyor:
-    """Fills in a survey with the answers of those machines that still answer."""
+    """Asks the machines that still answer, and fills in the survey."""
 
     def __init__(self, ask: AskMachines, survey: Survey) -> None:
         self.survey = survey
@@ -180,19 +180,19 @@ class AddressCandidate(NamedTuple):
     """One address of a machine."""
 
     interface: str  # its name
-    address: str  # as text
+    address: str
     ip: IPv4Address | IPv6Address
     network: str  # the subnet, as text
-    speed_mbps: int  # as the interface reports it; 0 where it doesn't
+    speed_mbps: int  # as the interface reports it; 0 if unknown
 
 
 def choose_addresses(
     facts: Mapping[str, Facts], reach: Mapping[tuple[str, str], Sequence[Attempt]]
 ) -> dict[str, tuple[str, str]]:
-    """The interface and address of each machine that all reached who tried; a machine without one is left out.
+    """Selects each machine's interface and address: one that every machine that tried did reach, if there is one.
 
-    Where several would do: the same family on all machines (IPv4 first), no bridges for containers, no tunnels, the
-    subnet that most machines share, private before public, the faster interface.
+    Of several: the same family on all machines (IPv4 first), no container bridges, no tunnels, the subnet that most
+    machines share, private before public, the faster interface.
     """
     candidates: dict[str, list[AddressCandidate]] = {}
     for host in facts:
@@ -221,12 +221,12 @@ def choose_addresses(
 
 
 def local_candidates(facts: Facts) -> list[str]:
-    """A machine's addresses that others might reach it at: those of interfaces that are up, without loopback."""
+    """Returns the addresses at which others might reach a machine: of interfaces that are up, without loopback."""
     return [candidate.address for candidate in _candidates(facts)]
 
 
 def unlikely(interface: str) -> int:
-    """0 for an interface that machines are usually connected by, 1 for a tunnel, 2 for a containers' bridge."""
+    """Returns 0 for an interface that usually connects machines, 1 for a tunnel, 2 for a container bridge."""
     if interface.startswith(VIRTUAL):
         return 2
     return 1 if interface.startswith(TUNNELS) else 0
@@ -236,14 +236,14 @@ def _candidates(facts: Facts) -> Iterator[AddressCandidate]:
     for interface in facts.get("interfaces", ()):
         for entry in interface.get("addresses", ()) if interface.get("up") else ():
             ip = ip_address(entry["address"])
-            # A link-local address means nothing without the interface that it is seen from.
+            # A link-local address is only valid together with an interface of the other machine.
             if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified):
                 network = str(ip_network(f"{ip}/{entry['prefix']}", strict=False))
                 yield AddressCandidate(interface["name"], str(ip), ip, network, interface.get("speed_mbps") or 0)
 
 
 def matrix(survey: Survey, values: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
-    """Pairs as nested tables, for scripts."""
+    """Returns values of pairs as nested tables, for scripts."""
     return {
         one: {two: values[one, two] for two in survey.hosts if (one, two) in values}
         for one in survey.hosts
