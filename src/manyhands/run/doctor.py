@@ -178,7 +178,6 @@ def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) ->
         port=_rendezvous(job)[1],
         interface=job.cluster.interface,
         through_ssh=job.cluster.through_ssh,
-        data=job.data.name,
         download=job.data.download,
         code=any(is_object_reference(word) for word in references) and carried,
         files=tuple(word.rpartition(":")[0] for word in references if is_object_reference(word)) if carried else (),

@@ -74,7 +74,6 @@ class Needs:
     port: int = 0  # that the job names; 0: any
     interface: str = ""  # that the job names; empty: found by testing
     through_ssh: bool = False  # the machines connect through ssh alone
-    data: str = ""  # what the user called the data; empty: nothing to compare
     download: bool = True  # a named data set may be fetched where it is missing
     code: bool = False  # the job uses the user's own Python files
     files: tuple[str, ...] = ()  # the user's own files that the job names, by their path in the work folder

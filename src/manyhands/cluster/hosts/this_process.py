@@ -239,21 +239,8 @@ def _process_info(options: ClusterOptions, place: LauncherPlace) -> ProcessInfo:
     if not init:
         address = place.master_address if place.size == place.local_size else reachable(place.master_address)
         init = f"tcp://{in_brackets(address)}:{place.master_port}"
-    process_info = ProcessInfo(
-        rank=place.rank,
-        size=place.size,
-        local_rank=place.local_rank,
-        local_size=place.local_size,
-        init=init,
-        backend=options.backend,
-        device=options.device,
-        agent_store=place.agent_store,
-        started_by=place.started_by,
-        join_warn_s=options.join_warn_s,
-        join_timeout_s=options.join_timeout_s,
-        attempt=place.attempt,
-        device_index=place.device,
-    )
+    names = ("backend", "device", "join_warn_s", "join_timeout_s")
+    process_info = replace(place, init=init, **{name: getattr(options, name) for name in names})
     try:
         check_rank(place.rank, place.size, *(place.origins.get(key, key) for key in ("rank", "size")))
     except UserError as error:
@@ -293,7 +280,7 @@ def worker_process_info(options: ClusterOptions, variables: Mapping[str, str], f
     device = number(variables, DEVICE_INDEX, -1)
     served = place.agent_store and not file
     place = replace(place, started_by="manyhands", init=file or "env://", agent_store=served)
-    return _process_info(options, replace(place, device=device if device >= 0 else None))
+    return _process_info(options, replace(place, device_index=device if device >= 0 else None))
 
 
 def _reachable_url(options: ClusterOptions) -> str:

@@ -495,4 +495,7 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
     first = servers[0].host, f"server_id {servers[0].server_id} of rank 0"
     address, origins["master_address"] = master_address(environment, alone=len(servers) == 1) or first
     port, origins["master_port"] = master_port(environment, DEFAULT_PORT, "default")
-    return LauncherPlace(rank, size, local_rank, len(server.device), address, port, card, "rank table", origins)
+    return LauncherPlace(
+        rank, size, local_rank, len(server.device),
+        started_by="rank table", device_index=card, master_address=address, master_port=port, origins=origins,
+    )  # fmt: skip
