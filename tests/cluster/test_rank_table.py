@@ -225,6 +225,15 @@ def test_the_layout_of_modelarts_is_named():
     assert "server_list" in error.hints[0]
 
 
+def test_another_version_is_named_before_the_mistakes_that_it_explains():
+    table = json.loads(_table("right_8"))
+    table["server_list"][0]["device"][0]["rank_id"] = 0
+    table["version"] = "2.1"  # behind server_list
+    error = _refused(json.dumps(dict(sorted(table.items())), indent=1))
+    assert error.where.endswith(": version")
+    assert error.hints == ('write "1.0" or "1.2"',)
+
+
 def test_waiting_ends(tmp_path):
     path = tmp_path / "table.json"
     path.write_text(_table("wrong_initializing"))

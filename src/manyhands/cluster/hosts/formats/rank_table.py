@@ -208,7 +208,8 @@ def read_table(text: str, where: str) -> RankTable:
     def line_of(path: Keys) -> int:
         return next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), 1)
 
-    path, message, *hints = min(mistakes, key=lambda mistake: line_of(mistake[0]))
+    # Another version explains all other mistakes.
+    path, message, *hints = min(mistakes, key=lambda mistake: (mistake[0] != ("version",), line_of(mistake[0])))
     place = ": ".join(filter(None, (at_line(where, line_of(path)), _dotted(path))))
     raise UserError(message, place, tuple(hints))
 
