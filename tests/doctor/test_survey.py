@@ -11,9 +11,8 @@ import pytest
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import open_here
 from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
-from manyhands.cluster.doctor.addresses import local_candidates
 from manyhands.cluster.doctor.findings import Contact, FactsWanted, Needs, examine
-from manyhands.cluster.doctor.survey import take_survey
+from manyhands.cluster.doctor.survey import local_candidates, take_survey
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call
 from manyhands.config.load import load_job

@@ -17,8 +17,6 @@ from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.ssh import reached_by
 from manyhands.cluster.agents.store_tunnel import StoreTunnel
 from manyhands.cluster.agents.supervise import Watch, supervise
-from manyhands.cluster.doctor.addresses import local_candidates
-from manyhands.cluster.doctor.exposure import OpenPort, open_ports
 from manyhands.cluster.doctor.facts import gather
 from manyhands.cluster.doctor.findings import (
     AllReduceTest,
@@ -30,8 +28,8 @@ from manyhands.cluster.doctor.findings import (
     examine,
     fails,
 )
-from manyhands.cluster.doctor.probe import Listeners
-from manyhands.cluster.doctor.survey import matrix, take_survey
+from manyhands.cluster.doctor.probe import OpenPort, Probe, open_ports
+from manyhands.cluster.doctor.survey import local_candidates, matrix, take_survey
 from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.messages import call
@@ -67,7 +65,7 @@ class Diagnosis:
             "v": 1,
             "fails": fails(self.findings),
             "hosts": list(survey.hosts),
-            "findings": [finding.as_json() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "addresses": {host: {"interface": i, "address": a} for host, (i, a) in survey.chosen.items()},
             "mbps": matrix(survey, survey.mbps),
             "latency_ms": matrix(survey, survey.latency_ms),
@@ -181,7 +179,6 @@ def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) ->
         port=_rendezvous(job)[1],
         interface=job.cluster.interface,
         through_ssh=job.cluster.through_ssh,
-        data=job.data.name,
         download=job.data.download,
         code=any(is_object_reference(word) for word in references) and carried,
         files=tuple(word.rpartition(":")[0] for word in references if is_object_reference(word)) if carried else (),
@@ -196,10 +193,11 @@ def _survey_here(job: Job) -> Survey:
     survey = Survey((name,), dict(facts), needs=_needs(job, [Machine(name, job.cluster.processes)], facts))
     address, port = _rendezvous(job)
     if address in local_candidates(facts[name]) or address in LOOPBACK:
-        listeners = Listeners([address], port)
-        listeners.close()
-        if listeners.opened[0].error:
-            survey.port_errors[name] = listeners.opened[0].trouble
+        probe = Probe()
+        (listener,) = probe.listen((address,), port)
+        probe.unlisten()
+        if listener.error:
+            survey.port_errors[name] = listener.trouble
     return survey
 
 
