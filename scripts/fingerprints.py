@@ -185,7 +185,10 @@ def make_pictures(folder: Path) -> None:
     for number in range(3):
         linked = root / "linked" / f"class{number}"
         (linked / "link.png").symlink_to(root / "one" / f"class{number}" / f"{number:03}.png")
-        shutil.copy(root / "one" / f"class{number}" / f"{number + 3:03}.png", os.fsencode(linked) + b"/na\xefve.png")
+        shutil.copy(
+            root / "one" / f"class{number}" / f"{number + 3:03}.png",
+            Path(os.fsdecode(os.fsencode(linked) + b"/na\xefve.png")),
+        )
     (root / "linked" / "class3").symlink_to(root / "splits" / "test" / "class0")
 
 
