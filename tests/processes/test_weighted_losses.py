@@ -26,10 +26,9 @@ from manyhands.parallel.plan import Plan
 from manyhands.parallel.shared_plan import shared_plan
 from manyhands.train.exceptions import exceptions
 from manyhands.train.job import build
-from manyhands.train.loss import make_loss_fn
+from manyhands.train.loss import make_loss_fn, verify_loss
 from manyhands.train.objects import Objects
 from manyhands.train.session import Session
-from manyhands.train.verify_loss import verify_loss
 from tests.processes.cut import CutNetwork
 from tests.processes.ranks import run_on_ranks
 

@@ -36,9 +36,9 @@ from manyhands.train.data_setup import (
     pixels_for,
 )
 from manyhands.train.evaluate import Evaluation, Evaluator
+from manyhands.train.metrics import make_metrics
 from manyhands.train.network import make_model, without_first_weights
 from manyhands.train.objects import Objects
-from manyhands.train.own_metrics import make_metrics
 from manyhands.train.recover import Resumable, find_state, outputs_of
 from manyhands.train.state import load_snapshot, restore
 from manyhands.train.trained import PICTURES, job_of_record, need_network, pixels_of, silent

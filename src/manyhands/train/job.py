@@ -27,18 +27,15 @@ from manyhands.parallel.plan import Plan
 from manyhands.train.balance_shares import use_balanced_shares
 from manyhands.train.compiled import compiled
 from manyhands.train.data_setup import DTYPES, DataSetup, name_outputs, open_samples, pixels_for
-from manyhands.train.evaluators import evaluate_as_shared, make_evaluator, make_tester
+from manyhands.train.evaluate import evaluate_as_shared, make_evaluator, make_tester
 from manyhands.train.feed import Feed
 from manyhands.train.journal import Journal
-from manyhands.train.loss import LossFn, make_loss_fn
+from manyhands.train.loss import BETTER_LOSS, LossFn, make_loss_fn, verify_loss
+from manyhands.train.metrics import make_metrics
 from manyhands.train.network import initialize_from_data, make_model, refuse_other_head, without_first_weights
 from manyhands.train.objects import Objects
-from manyhands.train.optimize import make_optimizer, total_steps
-from manyhands.train.own_metrics import make_metrics
-from manyhands.train.own_optimizer import largest_rate
-from manyhands.train.own_schedule import CustomScheduler, make_schedule
+from manyhands.train.optimize import largest_rate, make_optimizer, total_steps
 from manyhands.train.pth_tar import check_same_training
-from manyhands.train.rank_state import load_rank_state
 from manyhands.train.recover import (
     Resumable,
     check_position,
@@ -48,7 +45,8 @@ from manyhands.train.recover import (
     training_digest,
 )
 from manyhands.train.same_data import data_changes, refuse_other_classes
-from manyhands.train.scheduler_state import reading_of
+from manyhands.train.saving import load_rank_state
+from manyhands.train.schedule import CustomScheduler, make_schedule, reading_of
 from manyhands.train.sharing import kept_most, order_and_sharing, previous_shares, refuse_small_micro_batches
 from manyhands.train.state import Progress, restore
 from manyhands.train.status import StatusRound
@@ -57,7 +55,6 @@ from manyhands.train.trained import describe_trained
 from manyhands.train.trainer import Trainer, seconds_between_saves
 from manyhands.train.trial_step import warm_up
 from manyhands.train.under_mode import BeforeMode, grid_of, put_under_mode
-from manyhands.train.verify_loss import BETTER_LOSS, verify_loss
 
 # An epoch that takes longer is announced.
 _LONG_EPOCH_S = 60.0

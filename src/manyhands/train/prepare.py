@@ -29,18 +29,16 @@ from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.shared_plan import shared_plan
 from manyhands.train.choose_sync import check_combination
 from manyhands.train.compiled import keep_compiled
+from manyhands.train.custom_update import take_groups
 from manyhands.train.data_setup import class_names, open_samples, open_splits
 from manyhands.train.feed import Feed
 from manyhands.train.job import record_setup, refuse_uncuttable, resume, say_expected, set_determinism
 from manyhands.train.journal import Journal
 from manyhands.train.objects import Objects, digest_objects
-from manyhands.train.optimize import total_steps
-from manyhands.train.own_optimizer import make_custom, mark_own
-from manyhands.train.own_schedule import CustomScheduler, make_schedule
-from manyhands.train.prepared import take_groups
+from manyhands.train.optimize import make_custom, mark_own, total_steps
 from manyhands.train.recover import Resumable, find_state, training_digest
 from manyhands.train.same_data import digest_trainable
-from manyhands.train.scheduler_state import reading_of, restore_scheduler
+from manyhands.train.schedule import CustomScheduler, make_schedule, reading_of, restore_scheduler
 from manyhands.train.sharing import order_and_sharing, refuse_small_micro_batches
 from manyhands.train.state import Progress
 from manyhands.train.status import StatusRound

@@ -25,8 +25,8 @@ from manyhands.train.choose_sync import ChosenSync, SyncRequest, select_sync
 from manyhands.train.data_setup import DataSetup, first_picture
 from manyhands.train.journal import Journal
 from manyhands.train.loss import LossFn
+from manyhands.train.monitors import Watcher
 from manyhands.train.optimize import steps_to_make
-from manyhands.train.pacing import Watcher
 from manyhands.train.recover import Resumable
 from manyhands.train.state import split_state
 from manyhands.train.trial_step import TrialResult, TrialStep, run_trial, sum_of_outputs, time_sample, time_step

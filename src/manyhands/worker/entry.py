@@ -146,7 +146,7 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     from manyhands.parallel.plain import gather_plain
     from manyhands.train.choose_sync import check_combination
     from manyhands.train.job import build
-    from manyhands.train.replicas import writers_of
+    from manyhands.train.saver import writers_of
 
     mode = resolve_mode(job.parallel.mode, world)
     check_combination(job.sync.method, mode)
@@ -244,8 +244,7 @@ def predict_here(
     """
 
     def predict(world: Any) -> dict[str, Any]:
-        from manyhands.train.predict import guess_together
-        from manyhands.train.trained import open_trained
+        from manyhands.train.trained import guess_together, open_trained
 
         trained = open_trained(Path(argument["checkpoint"]), model=argument["model"], device=world.device)
         return {"guesses": guess_together(trained, argument["pictures"], world)}
