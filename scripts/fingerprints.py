@@ -108,7 +108,15 @@ def main() -> int:
     record, errors = take(given.folder.absolute(), str(Path(given.python).absolute()), given.names)
     file = given.folder / "fingerprints.json"
     before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and given.names else {}
-    file.write_text(json.dumps(before | record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    file.write_text(
+        json.dumps(
+            {key: one for key, one in before.items() if key.split()[1] not in given.names} | record,
+            indent=1,
+            sort_keys=True,
+        )
+        + "\n",
+        encoding="utf-8",
+    )
     print("\n".join(errors))
     return bool(errors)
 

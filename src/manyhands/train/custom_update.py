@@ -1,6 +1,8 @@
 """What a session gives a loop of the user's own: samples, optimizer and scheduler, and updates from its own losses."""
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,14 +10,27 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from manyhands.checkpoint.snapshot import unflatten
+from manyhands.checkpoint.trained import find_record
+from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.phases import CLOCK, COMMUNICATION
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.world import World
 from manyhands.data.order import Order
 from manyhands.parallel.network import MicroBatch
+from manyhands.parallel.plain import broadcast_plain
+from manyhands.train.build import build
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loss import something
+from manyhands.train.parts import CustomParts, Parts
+from manyhands.train.recover import Resumable
+from manyhands.train.schedule import CustomScheduler, reading_of, restore_scheduler
 from manyhands.train.step import Updater
+from manyhands.train.trainer import Trainer
 
+# The key of a checkpoint's state for what a session alone knows.
+SESSION = "session"
 _LOOP = ("for x, y in samples: session.backward(loss_of(model(x), y)); optimizer.step()",)
 
 
@@ -266,3 +281,43 @@ class SessionSamples:
     def __len__(self) -> int:
         """Returns the number of updates in an epoch."""
         return self._order.steps_per_epoch
+
+
+def prepare_trainer(
+    job: Job, folder: RunFolder | None, world: World, own: CustomParts
+) -> tuple[Trainer, dict[str, Any]]:
+    """Builds the trainer, and puts it where the run folder's newest checkpoint was; a collective.
+
+    The job has the batch; without a folder nothing is kept.
+
+    Returns:
+        The trainer, and what a session had noted in the checkpoint that it resumes from; empty at a start.
+
+    Raises:
+        UserError: network, data, plan and job don't fit together.
+    """
+    noted = dict[str, Any]()
+
+    def restore_groups(trainer: Trainer, found: Resumable) -> None:
+        saved: Any = (found.snapshot.optimizer or {}).get("param_groups", [])
+        if found.source:
+            saved = unflatten(found.source.branches.get("param_groups", []), {})
+        if not isinstance(trainer.update.set_rates, CustomScheduler):
+            take_groups(own.optimizer, saved)
+
+    def restore_notes(trainer: Trainer, found: Resumable) -> None:
+        said = found.snapshot.state.get(SESSION, {})
+        if own.scheduler and said.get("scheduler"):
+            with reading_of(str(found.path)):
+                restore_scheduler(own.scheduler, json.loads(said["scheduler"]))
+        record = find_record(found.path, found.snapshot.state)
+        changed = record.changed(trainer.trained.digests) if record else []
+        changed = broadcast_plain(changed, world)  # objects may hold a rank
+        noted.update({"epochs": trainer.progress.epoch, **said, "changed": changed})
+
+    parts = Parts.from_objects(job, folder, world, own)
+    trainer = build(replace(parts, before_resume=restore_groups, after_resume=restore_notes))
+    CLOCK.take()
+    trainer.status_round.reset(trainer.progress.step)
+    trainer.epoch_mean.whole = trainer.progress.step_in_epoch == 0
+    return trainer, noted

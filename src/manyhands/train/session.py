@@ -32,19 +32,21 @@ from manyhands.parallel.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.gradients import autocast
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.custom_update import (
+    SESSION,
     CustomUpdate,
     OutputHook,
     PreparedOptimizer,
     SessionSamples,
     as_given,
     postpone_steps,
+    prepare_trainer,
 )
 from manyhands.train.data_setup import make_loader
 from manyhands.train.evaluate import Evaluation, agreed, evaluating, make_evaluator, record_evaluation
 from manyhands.train.loop import updates
 from manyhands.train.metrics import make_metrics
 from manyhands.train.objects import metric_words
-from manyhands.train.prepare import SESSION, CustomParts, PlanLike, as_plan, prepare_trainer
+from manyhands.train.parts import CustomParts, PlanLike, as_plan
 from manyhands.train.recording import record_time
 from manyhands.train.saving import finish_save, save
 from manyhands.train.schedule import scheduler_state
