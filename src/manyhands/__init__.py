@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from manyhands.run.python import Run, evaluate, fit, load, predict, session
     from manyhands.sync.options import SyncOptions
     from manyhands.train.custom_update import SessionSamples
-    from manyhands.train.evaluate import Evaluation
+    from manyhands.train.metrics import Evaluation
     from manyhands.train.objects import EpochEnd
     from manyhands.train.session import Session
     from manyhands.train.trained import Trained

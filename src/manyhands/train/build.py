@@ -13,9 +13,9 @@ from manyhands.train.data_setup import DTYPES, DataSetup, open_samples
 from manyhands.train.evaluate import evaluate_as_shared, make_evaluator, make_tester
 from manyhands.train.feed import Feed
 from manyhands.train.loss import BETTER_LOSS, LossFn, verify_loss
+from manyhands.train.network import describe_trained
 from manyhands.train.optimize import total_steps
 from manyhands.train.parts import Parts, grid_of, record_setup, refuse_uncuttable
-from manyhands.train.pth_tar import check_same_training
 from manyhands.train.recover import (
     Resumable,
     check_position,
@@ -31,10 +31,9 @@ from manyhands.train.sharing import order_and_sharing, refuse_small_micro_batche
 from manyhands.train.state import Progress, restore
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
-from manyhands.train.trained import describe_trained
 from manyhands.train.trainer import Trainer, seconds_between_saves
 from manyhands.train.trial_step import warm_up
-from manyhands.train.under_mode import BeforeMode, put_under_mode
+from manyhands.train.under_mode import put_under_mode
 
 # An epoch that takes longer is announced.
 _LONG_EPOCH_S = 60.0
@@ -53,7 +52,7 @@ def build(parts: Parts) -> Trainer:
     samples = open_samples(job, world, parts.objects, journal, outputs, parts.splits)
     grid = grid_of(job, world, mode)
     model = parts.make_model(samples, grid, found)
-    under = put_under_mode(BeforeMode(parts, model, samples, grid, found))
+    under = put_under_mode(parts, model, samples, grid, found)
     network, synced, trial = under.network, under.synced, under.trial
     classes = parts.name_outputs(samples.classes, network, trial)
     previous, most = parts.previous_shares(found)
@@ -142,7 +141,10 @@ def resume(trainer: Trainer, found: Resumable) -> None:
     """Goes on where a checkpoint was."""
     names = [name for name, parameter in trainer.network.inner.named_parameters() if parameter.requires_grad]
     where = str(found.path)
-    check_same_training(trainer.job, found.snapshot, where)
+    if trainer.job.checkpoint.pth_tar:
+        from manyhands.train.pth_tar import check_same_training
+
+        check_same_training(trainer.job, found.snapshot, where)
     refuse_other_classes(found.snapshot.state.get("classes") or (), trainer.classes, where)
     check_position(found.snapshot, trainer.digest, trainer.feed.order.steps_per_epoch, names, where)
     if trainer.world.is_main:

@@ -300,11 +300,11 @@ def make_evaluator(
     length: int,
     classes: int,
     job: Job,
-    network: ParallelNetwork,
+    network: ParallelNetwork | None,
     world: World,
     metrics: Sequence[CustomMetric],
 ) -> Evaluator:
-    """Evaluates a network on `length` samples that the loader serves, as the job says."""
+    """Evaluates a network, possibly under its mode, on `length` samples that the loader serves, as the job says."""
     return Evaluator(
         loader,
         length,

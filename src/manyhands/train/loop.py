@@ -9,7 +9,6 @@ from manyhands.core.run_folder import NOWHERE
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Interrupted, evaluate, test_once
 from manyhands.train.feed import UpdateShare
-from manyhands.train.pth_tar import write_pth_tar
 from manyhands.train.recording import record_epoch, record_status, record_time
 from manyhands.train.saving import finish_save, save, save_last
 from manyhands.train.stopping import StopSignal, listening
@@ -138,7 +137,9 @@ def attend(trainer: Trainer, stop: StopSignal) -> bool:
 def _conclude(trainer: Trainer, stop: StopSignal) -> bool:
     """The evaluation that is owed after an update, and what follows an epoch; True when it is the best so far."""
     improved = trainer.progress.owed and evaluate(trainer, stop)
-    if trainer.progress.step_in_epoch == 0:
+    if trainer.job.checkpoint.pth_tar and trainer.progress.step_in_epoch == 0:
+        from manyhands.train.pth_tar import write_pth_tar
+
         with CLOCK.within(SAVING):
             write_pth_tar(trainer, best=improved)
     record_epoch(trainer)

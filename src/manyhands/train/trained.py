@@ -9,80 +9,25 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from manyhands.checkpoint.trained import Pictures, TrainedNetwork, find_record, note_trained_on
+from manyhands.checkpoint.trained import TrainedNetwork, find_record, note_trained_on
 from manyhands.config.job import Job
 from manyhands.core.devices import require_device
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import Mesh, parse_mesh
+from manyhands.core.mesh import Mesh
 from manyhands.core.run_folder import RunFolder
-from manyhands.core.user_code import code_digests
 from manyhands.core.world import World
 from manyhands.data.decode import CorruptImageError, to_mode
 from manyhands.data.on_demand import as_picture
 from manyhands.data.pictures import prepare, read_picture, to_tensor
 from manyhands.data.transforms import Normalise, Pixels
-from manyhands.models.build import resolve_model
 from manyhands.models.outputs import main_and_auxiliary
-from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.plain import gather_plain
-from manyhands.train.data_setup import DataSetup, name_outputs
+from manyhands.train.data_setup import name_outputs
 from manyhands.train.journal import Journal
-from manyhands.train.network import make_model, read_any
+from manyhands.train.network import make_model, pixels_of, read_any
 from manyhands.train.objects import Objects
-from manyhands.train.same_data import digest_data, split_names
 from manyhands.train.state import load_snapshot
-
-# Options that say what pictures become.
-PICTURES = ("image_size", "channels", "mean", "std")
-
-
-def describe_trained(
-    job: Job, samples: DataSetup, classes: tuple[str, ...], mode: str, objects: Objects, size: int
-) -> TrainedNetwork:
-    """What the weights of this run will not say.
-
-    Args:
-        job: that it is trained by.
-        samples: that it learns from.
-        classes: a name for each output.
-        mode: the parallel mode in force.
-        objects: what the user brought instead of names.
-        size: processes.
-    """
-    pixels = samples.pixels
-    pictures = Pictures(
-        own=pixels.own,
-        size=pixels.size,
-        resize=pixels.resized_to,
-        channels=pixels.channels,
-        mean=pixels.mean,
-        std=pixels.std,
-    )
-    if objects.model is not None:
-        note_trained_on(objects.model, pictures, classes)
-    model = job.model if objects.model is not None else resolve_model(job.model, pixels.size)
-    mesh = (parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", size),))) if takes_mesh(mode) else None
-    return TrainedNetwork(
-        name=model.name,
-        made_in_python=objects.model is not None,
-        arguments=model.arguments,
-        num_classes=len(samples.classes),
-        axes=tuple(mesh.names) if mesh else (),
-        double=job.train.precision == "fp64",
-        precision=job.train.precision,
-        channels_last=job.train.channels_last is True,
-        pictures=pictures,
-        classes=classes,
-        code=code_digests((model.name, job.data.name, job.data.held_out, *job.train.custom_code)),
-        digests={**objects.digests, **digest_data(samples.splits)},
-        samples={word: len(source) for word, source in split_names(samples.splits)},
-    )
-
-
-def pixels_of(about: Pictures) -> Pixels:
-    """What the pictures of an evaluation become."""
-    return Pixels(about.size, about.channels, about.mean, about.std, "none", resize=about.resize, own=about.own)
 
 
 def job_of_record(job: Job, record: TrainedNetwork) -> Job:

@@ -55,38 +55,37 @@ class UnderMode:
         self.restore_norms()
 
 
-@dataclass(frozen=True)
-class BeforeMode:
-    """A network before its mode, and what it is for."""
-
-    parts: Parts  # what the trainer is built from
-    model: nn.Module  # the network, on its device
-    samples: DataSetup  # the data
-    grid: Grid | None  # the processes as the network's author sees them, for modes that take a mesh
-    found: Resumable | None  # what the run resumes from
-
-
-def put_under_mode(before: BeforeMode) -> UnderMode:
+def put_under_mode(
+    parts: Parts, model: nn.Module, samples: DataSetup, grid: Grid | None, found: Resumable | None
+) -> UnderMode:
     """Verifies that all processes start from the same network, selects the sync method and applies the mode.
+
+    Args:
+        parts: what the trainer is built from.
+        model: the network, on its device.
+        samples: the data.
+        grid: the processes as the network's author sees them, for modes that take a mesh.
+        found: what the run resumes from.
 
     Raises:
         UserError: network, data, mode and sync method don't fit together.
     """
-    model, parts, world = before.model, before.parts, before.parts.world
+    world = parts.world
     _refuse_untrainable(model, world)
-    groups, restore_norms = group_batch_norms(model) if normalises_in_groups(before.parts.mode) else leave_batch_norms()
-    picture = first_picture(before.samples.train)
+    groups, restore_norms = group_batch_norms(model) if normalises_in_groups(parts.mode) else leave_batch_norms()
+    picture = first_picture(samples.train)
     if parts.plan:
-        _start_equal(before)
-        # It may be too large for one process's gradients, so nothing is rehearsed: the mode tries it without them.
+        _start_equal(parts, model, grid)
+        # It may be too large for one process's gradients, so there is no trial step: the mode tries it without them.
         own = parts.loss_fn.own if parts.loss_fn else None
         request = ModeRequest(plan=parts.plan, picture=picture, cross_entropy=parts.cross_entropy, loss=own)
         synced, trial = ChosenSync(BY_MODE, Synchronizer(), request), TrialResult([], draws=False)
     else:
         loss_fn = parts.loss_fn or sum_of_outputs
-        trial_step = TrialStep(model, groups, before.samples.train, loss_fn, parts.job)
-        trial = _run_trial(before, trial_step)
-        synced = _select_sync(before, trial_step, trial.unused)
+        trial_step = TrialStep(model, groups, samples.train, loss_fn, parts.job)
+        trial = _run_trial(parts, samples, trial_step)
+        _start_equal(parts, model, grid)
+        synced = _select_sync(parts, trial_step, trial.unused, len(samples.splits.train), grid, found)
     sample_s = time_sample(model, picture.expand(2, *picture.shape), world)
     return UnderMode(apply_mode(parts.mode, model, world, synced.how), synced, trial, restore_norms, sample_s)
 
@@ -110,12 +109,12 @@ def _refuse_untrainable(model: nn.Module, world: World) -> None:
         raise UserError(f"the parameter {name} is complex; manyhands trains only real parameters", "the network", hints)
 
 
-def _run_trial(before: BeforeMode, trial_step: TrialStep) -> TrialResult:
+def _run_trial(parts: Parts, samples: DataSetup, trial_step: TrialStep) -> TrialResult:
     """Tries the network on two samples; with a custom loss on eight, and where it needs more, on a micro-batch.
 
     A collective, since all must find the same.
     """
-    samples, parts, world, train = before.samples, before.parts, before.parts.world, before.parts.job.train
+    world, train = parts.world, parts.job.train
     count = most = min(2, len(samples.splits.train))
     if parts.loss_fn and parts.loss_fn.own:
         most = min(max(count, train.micro_batch or train.batch // world.size), len(samples.splits.train))
@@ -123,7 +122,7 @@ def _run_trial(before: BeforeMode, trial_step: TrialStep) -> TrialResult:
     layers = trial_step.groups.layers
     if parts.loss_fn is None and (world.alone or parts.job.sync.method == EXACT):
         # Nothing asks for more, and it isn't known how the user's own loop calls the network.
-        find_rows(before.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
+        find_rows(trial_step.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
         return TrialResult([], draws=False)
     try:
         found = _tried(trial_step, len(samples.classes) if parts.loss_fn else 0, count, most, world)
@@ -153,14 +152,14 @@ def _tried(trial_step: TrialStep, classes: int, count: int, most: int, world: Wo
     return run_trial(trial_step, classes, most, world)
 
 
-def _select_sync(before: BeforeMode, trial_step: TrialStep, unused: list[str]) -> ChosenSync:
-    """Proves that all start from the same, and settles how they will agree; a collective."""
-    parts, samples = before.parts, len(before.samples.splits.train)
+def _select_sync(
+    parts: Parts, trial_step: TrialStep, unused: list[str], samples: int, grid: Grid | None, found: Resumable | None
+) -> ChosenSync:
+    """Selects the sync method; a collective."""
     job, world = parts.job, parts.world
-    _start_equal(before)
     axes = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
     share = -(-min(job.train.batch, samples) // world.size)
-    state = before.found.snapshot.state if before.found else {}
+    state = found.snapshot.state if found else {}
     sync_request = SyncRequest(
         job,
         parts.mode,
@@ -170,22 +169,21 @@ def _select_sync(before: BeforeMode, trial_step: TrialStep, unused: list[str]) -
     )
     request = ModeRequest(
         bool(unused),
-        grid=before.grid,
+        grid=grid,
         samples=axes,
         shared_memory=job.parallel.shared_memory,
     )
-    return select_sync(sync_request, before.model, unused, world, parts.journal, request)
+    return select_sync(sync_request, trial_step.model, unused, world, parts.journal, request)
 
 
-def _start_equal(before: BeforeMode) -> None:
-    """Proves that all processes start from the same network, or (if asked to) gives them rank 0's.
+def _start_equal(parts: Parts, model: nn.Module, grid: Grid | None) -> None:
+    """Verifies that all processes start from the same network, or (if asked to) gives them rank 0's.
 
     Of a network that its author has split over a grid, what is cut is left out: the pieces differ.
 
     Raises:
         UserError: the processes have other tensors, or train others.
     """
-    parts, model, grid = before.parts, before.model, before.grid
     world, always = parts.world, parts.job.parallel.parameter_broadcast
     sharded = (
         {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
