@@ -179,10 +179,11 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
 def _resolve_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any, measurements: list[Any]) -> Any:
     """`ResolvedPrecision`: the job with what it leaves to a measurement, and what plan.json says of that."""
     from manyhands.train.data_setup import class_names
+    from manyhands.train.objects import Objects
     from manyhands.train.parts import Parts, record_setup
     from manyhands.worker.precision import ResolvedPrecision, resolve_precision
 
-    say = functools.partial(Journal(folder, world.rank).event, "note")
+    say, objects = functools.partial(Journal(folder, world.rank).event, "note"), objects or Objects()
 
     def announce(measurement: Any, text: str) -> None:
         measurements.append(measurement)
