@@ -25,9 +25,9 @@ from bench.contenders.cifar_resnet import DECAY, MOMENTUM, RATE
 from bench.tables import keep
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
-from manyhands.train.interval import EXPECTED_S, best_interval
 from manyhands.train.loop import updates
 from manyhands.train.objects import Objects
+from manyhands.train.saver import EXPECTED_S, best_interval
 from manyhands.train.saving import save
 from manyhands.train.step import Updater
 from manyhands.worker.entry import _build

@@ -33,7 +33,7 @@ from manyhands.checkpoint.folders import choose, newest, prune
 from manyhands.checkpoint.read import load
 from manyhands.checkpoint.write import save
 from manyhands.core.mesh import Mesh, TensorLayout
-from manyhands.train.background import SaveOutcome, Saver
+from manyhands.train.saver import SaveOutcome, Saver
 from manyhands.train.state import Progress, capture
 
 ROWS, COLUMNS = 200, 300

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from manyhands.parallel.verify import Finding, GradientCheck, verify_gradients
     from manyhands.run.python import Run, evaluate, fit, load, predict, session
     from manyhands.sync.options import SyncOptions
-    from manyhands.train.epoch_end import EpochEnd
-    from manyhands.train.evaluate import Evaluation
+    from manyhands.train.custom_update import SessionSamples
+    from manyhands.train.metrics import Evaluation
+    from manyhands.train.objects import EpochEnd
     from manyhands.train.session import Session
-    from manyhands.train.session_samples import SessionSamples
     from manyhands.train.trained import Trained
     from manyhands.worker.plan_search import find_plan
 
@@ -38,8 +38,8 @@ _HOMES = {
     "CheckpointOptions": "manyhands.checkpoint.options",
     "ClusterOptions": "manyhands.config.job",
     "DataOptions": "manyhands.data.options",
-    "EpochEnd": "manyhands.train.epoch_end",
-    "Evaluation": "manyhands.train.evaluate",
+    "EpochEnd": "manyhands.train.objects",
+    "Evaluation": "manyhands.train.metrics",
     "EvaluationDetail": "manyhands.core.records",
     "EvaluationMetrics": "manyhands.core.records",
     "Finding": "manyhands.parallel.verify",
@@ -56,7 +56,7 @@ _HOMES = {
     "RunError": "manyhands.core.errors",
     "RunOptions": "manyhands.config.job",
     "Session": "manyhands.train.session",
-    "SessionSamples": "manyhands.train.session_samples",
+    "SessionSamples": "manyhands.train.custom_update",
     "Subgroup": "manyhands.parallel.collectives",
     "SubmitOptions": "manyhands.config.job",
     "SyncOptions": "manyhands.sync.options",

@@ -95,8 +95,9 @@ def test_a_test_folder_without_labels_is_said(here):
 def _trained(world, folder, mode):
     from manyhands.config.load import load_job
     from manyhands.core.run_folder import RunFolder
-    from manyhands.train.job import build
+    from manyhands.train.build import build
     from manyhands.train.loop import fit
+    from manyhands.train.parts import Parts
 
     flags = {
         "data.name": "synthetic:60x1x8x8x3", "data.held_out": "synthetic:70x1x8x8x3", "model.name": "mlp",
@@ -104,7 +105,9 @@ def _trained(world, folder, mode):
     }  # fmt: skip
     place = RunFolder(Path(folder))
     place.ranks.mkdir(parents=True, exist_ok=True)
-    trainer = build(load_job(flags, environment={}).job, place, world, "single" if world.alone else mode)
+    trainer = build(
+        Parts.from_job(load_job(flags, environment={}).job, place, world, "single" if world.alone else mode)
+    )
     fit(trainer)
     trainer.release()
     return {name: found.top1 for name, found in read_run_tests(place).items()} if world.is_main else {}

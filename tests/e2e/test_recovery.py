@@ -11,7 +11,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from manyhands.train.interval import best_interval
+from manyhands.train.saver import best_interval
 from tests.e2e.command import (
     NETS,
     QUICK,

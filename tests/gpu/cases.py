@@ -20,10 +20,11 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
+from manyhands.train.build import build
 from manyhands.train.failing import explain_memory
-from manyhands.train.job import build
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from manyhands.train.state import capture
 from tests.e2e import command
 from tests.gpu.case import Skip, Unproven
@@ -164,7 +165,9 @@ def _trainer(world, folder, make, **settings):
         "run.log_every_s": 0.01, "train.norm_group": 15, **settings,
     }  # fmt: skip
     mode = "single" if world.alone else "data"
-    return build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(make()))
+    return build(
+        Parts.from_job(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(make()))
+    )
 
 
 def _weights(trainer):

@@ -17,8 +17,7 @@ from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeRequest
 from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.split import split
-from manyhands.train.loss import make_loss_fn
-from manyhands.train.verify_loss import BETTER_LOSS, verify_loss
+from manyhands.train.loss import BETTER_LOSS, make_loss_fn, verify_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

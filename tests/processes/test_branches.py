@@ -13,10 +13,11 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import RunError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.train.job import build
+from manyhands.train.build import build
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
 from manyhands.train.optimize import make_optimizer
+from manyhands.train.parts import Parts
 from manyhands.train.state import capture
 from tests.processes.ranks import run_on_ranks
 
@@ -51,7 +52,9 @@ def _train(world, mode, optimizer):
     job = load_job(flags, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
         model = Branches(left_out=(1, 3))
-        trainer = build(job, RunFolder(Path(folder)), world, "single" if world.alone else mode, Objects(model))
+        trainer = build(
+            Parts.from_job(job, RunFolder(Path(folder)), world, "single" if world.alone else mode, Objects(model))
+        )
         fit(trainer)
         snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
         trainer.release()
@@ -97,7 +100,9 @@ def _resume(folder, steps, optimizer, *, frozen=False):
     }  # fmt: skip
     model = Branches()
     model.body.requires_grad_(not frozen)
-    trainer = build(load_job(flags, environment={}).job, RunFolder(folder), World(), "single", Objects(model))
+    trainer = build(
+        Parts.from_job(load_job(flags, environment={}).job, RunFolder(folder), World(), "single", Objects(model))
+    )
     fit(trainer)
     trainer.release()
     return trainer.update.optimizer.state, model
@@ -146,7 +151,7 @@ def _masked(folder, steps, *, lose=False, method="allreduce", world=None):
     model = Masked()
     world = world or World()
     mode = "single" if world.alone else "data"
-    trainer = build(load_job(flags, environment={}).job, RunFolder(folder), world, mode, Objects(model))
+    trainer = build(Parts.from_job(load_job(flags, environment={}).job, RunFolder(folder), world, mode, Objects(model)))
     model.lose = lose
     fit(trainer)
     trainer.release()

@@ -14,8 +14,9 @@ from manyhands.core.world import World
 from manyhands.parallel import apply
 from manyhands.parallel.collectives import new_group, world_group
 from manyhands.parallel.grid import open_mesh
-from manyhands.train.job import build
+from manyhands.train.build import build
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from tests.processes.ranks import run_on_ranks
 
 
@@ -135,7 +136,7 @@ def test_a_checksum_does_not_depend_on_the_pieces_and_sees_every_exchange(monkey
 def test_a_mode_that_copies_layers_keeps_torchs_own_batch_norm(tmp_path):
     network = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 5))
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
-    trainer = build(job, RunFolder(tmp_path), World(), "dataparallel", Objects(network))
+    trainer = build(Parts.from_job(job, RunFolder(tmp_path), World(), "dataparallel", Objects(network)))
     assert type(network[0]) is nn.BatchNorm2d
     trainer.update(next(trainer.feed.updates(0, 0)), 0)
     assert network[0].num_batches_tracked == 1

@@ -10,8 +10,9 @@ from torch import nn
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.train import evaluate
-from manyhands.train.job import build
+from manyhands.train.build import build
 from manyhands.train.objects import Objects, metric_words
+from manyhands.train.parts import Parts
 from tests.processes.ranks import run_on_ranks
 
 COUNT = 10_007
@@ -46,7 +47,7 @@ def _evaluate(world, mode, settings=None):
     flags |= {"train.metrics": metric_words(METRICS), **(settings or {})}
     job = load_job(flags, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build(job, RunFolder(Path(folder)), world, mode, Objects(network, metrics=METRICS))
+        trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, mode, Objects(network, metrics=METRICS)))
         found, calls = trainer.evaluate(), []
         # Once more, where a stop may be asked for: what is asked when, and how often, decides nothing.
         network.register_forward_hook(lambda *_: calls.append(0))
@@ -95,7 +96,7 @@ def _stopped(world):
     flags = {"data.name": f"synthetic:{5 * COUNT}x1x6x6x7", "model.num_classes": 7, "train.batch": 64}
     job = load_job({**flags, "cluster.shares": [48, 16]}, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build(job, RunFolder(Path(folder)), world, "data", Objects(network))
+        trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, "data", Objects(network)))
         calls.clear()
         with pytest.raises(evaluate.Interrupted):
             trainer.evaluate(lambda: world.rank == 1 and len(calls) == 4)

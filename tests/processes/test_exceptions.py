@@ -12,9 +12,10 @@ from torchvision.ops import StochasticDepth
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
+from manyhands.train.build import build
 from manyhands.train.exceptions import exceptions
-from manyhands.train.job import build
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from tests.processes.ranks import run_on_ranks
 
 
@@ -75,7 +76,9 @@ def _found(world, between=None, mode="single", **settings):
     flags = {"data.name": "synthetic:20x1x8x8x5", "train.batch": 8, **settings}
     with tempfile.TemporaryDirectory() as folder:
         objects = Objects(Net(between or nn.Identity()))
-        trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, objects)
+        trainer = build(
+            Parts.from_job(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, objects)
+        )
         found = exceptions(trainer)
         trainer.release()
         return found

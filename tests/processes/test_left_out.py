@@ -15,9 +15,10 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import follows_plan
 from manyhands.parallel.plan import plan_of
-from manyhands.train.job import build
+from manyhands.train.build import build
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from tests.processes.ranks import run_on_ranks
 
 SAMPLES, BATCH, EPOCHS = 60, 12, 4
@@ -76,7 +77,7 @@ def trained(world, mode="data", sync="allreduce", settings=None, bad=(17,), valu
         folder.ranks.mkdir()
         objects = Objects(Net(spoils=spoils).double(), train_set=whole, test_set=data(()))
         followed = plan_of(job.parallel, world.size) if follows_plan(mode) else None
-        trainer = build(job, folder, world, mode, objects, followed)
+        trainer = build(Parts.from_job(job, folder, world, mode, objects, followed))
         said = ""
         try:
             fit(trainer)

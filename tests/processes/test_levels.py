@@ -23,11 +23,12 @@ from manyhands.parallel.flat import TwoLevelNetwork
 from manyhands.parallel.modes import data
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
+from manyhands.train.build import build
 from manyhands.train.failing import is_consequence
 from manyhands.train.heartbeat import collectives_begun
-from manyhands.train.job import build
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from manyhands.train.state import capture
 from tests.processes.ranks import run_on_ranks
 from tests.processes.updates import network, train
@@ -132,7 +133,9 @@ def _run_on(world, folder, max_steps):
     }  # fmt: skip
     place = RunFolder(Path(folder))
     torch.manual_seed(3)
-    trainer = build(load_job(flags, environment={}).job, place, world, "data", Objects(network(norm=True)))
+    trainer = build(
+        Parts.from_job(load_job(flags, environment={}).job, place, world, "data", Objects(network(norm=True)))
+    )
     fit(trainer)
     snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
     trainer.release()

@@ -14,9 +14,10 @@ from manyhands.core.errors import ManyhandsError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.decode import CorruptImageError
-from manyhands.train.job import build
+from manyhands.train.build import build
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from tests.processes.ranks import run_on_ranks
 from tests.processes.updates import network
 
@@ -58,7 +59,7 @@ def trained(world, place, how="truncated", count=1, skips=True, workers=0, where
         folder.ranks.mkdir()
         mode = "single" if world.alone else "data"
         torch.manual_seed(3)
-        trainer = build(job, folder, world, mode, Objects(network(True)))
+        trainer = build(Parts.from_job(job, folder, world, mode, Objects(network(True))))
         if world.is_main and where == "train":
             _spoil(place, how, count)
         elif world.is_main:

@@ -17,9 +17,10 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train import saving
-from manyhands.train.job import build
+from manyhands.train.build import build
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from manyhands.train.state import Progress, capture
 from tests.processes.ranks import run_on_ranks
 
@@ -44,7 +45,7 @@ def _train(world, folder, max_steps, settings, elsewhere=False):
     place = Path(folder) / f"machine-{world.rank}" if elsewhere else Path(folder)
     place.mkdir(exist_ok=True)
     mode = "single" if world.alone else settings.get("parallel.mode", "data")
-    trainer = build(job, RunFolder(place), world, mode, Objects(_network()))
+    trainer = build(Parts.from_job(job, RunFolder(place), world, mode, Objects(_network())))
     first = trainer.progress.step
     fit(trainer)
     snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
@@ -122,7 +123,11 @@ def test_a_module_whose_state_is_no_plain_data_is_refused_before_the_first_updat
 
     job = load_job({"data.name": "synthetic:103x1x8x8x5"}, environment={}).job
     with pytest.raises(UserError, match=r"1\._extra_state/seen is a set, which can't be saved"):
-        build(job, RunFolder(tmp_path), World(), "single", Objects(nn.Sequential(nn.Flatten(), Odd(64, 5))))
+        build(
+            Parts.from_job(
+                job, RunFolder(tmp_path), World(), "single", Objects(nn.Sequential(nn.Flatten(), Odd(64, 5)))
+            )
+        )
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 1)])
@@ -200,7 +205,7 @@ def test_an_evaluation_that_a_fault_came_before_is_made_when_the_run_goes_on(tmp
 
     def begun(folder):
         (folder / "ranks").mkdir(parents=True, exist_ok=True)
-        return build(job, RunFolder(folder), World(), "single", Objects(_network()))
+        return build(Parts.from_job(job, RunFolder(folder), World(), "single", Objects(_network())))
 
     undisturbed, broken = begun(tmp_path / "whole"), begun(tmp_path / "broken")
     fit(undisturbed)
@@ -226,7 +231,7 @@ def _evaluates_before_it_trains(world):
     job = load_job({**flags, "parallel.mode": "fsdp"}, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "ranks").mkdir()
-        trainer = build(job, RunFolder(Path(folder)), world, "fsdp", Objects(_network()))
+        trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, "fsdp", Objects(_network())))
         trainer.evaluate(None)
         fit(trainer)
         trainer.release()

@@ -8,8 +8,9 @@ from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
-from manyhands.train.job import build
+from manyhands.train.build import build
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from manyhands.train.saving import finish_save, save
 from tests.processes.ranks import run_on_ranks
 
@@ -27,7 +28,9 @@ def _train(world, folder, until):
         "train.batch": BATCH, "train.epochs": 9,
         "train.precision": "fp64", "train.channels_last": False, "train.norm_group": 4,
     }  # fmt: skip
-    trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(network))
+    trainer = build(
+        Parts.from_job(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(network))
+    )
     seen, losses = {}, {}
     while trainer.progress.step < until:
         for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):

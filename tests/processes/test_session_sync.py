@@ -16,9 +16,10 @@ from manyhands.parallel.apply import resolve_mode
 from manyhands.parallel.grid import open_mesh
 from manyhands.parallel.shared_plan import shared_plan
 from manyhands.sync.method import methods
-from manyhands.train.job import build
+from manyhands.train.build import build
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from manyhands.train.session import Session
 from manyhands.worker.run_metadata import write_metadata
 from tests.processes.ranks import run_on_ranks
@@ -111,7 +112,7 @@ def _by_fit(world, folder, settings):
     job, place = _job(settings, folder, world)
     plan = shared_plan(job.parallel, world) if job.parallel.mode == "semi" and not world.alone else None
     objects = Objects(_network(world, settings), train_set=_data(), test_set=_data())
-    trainer = build(job, place, world, resolve_mode(job.parallel.mode, world), objects, plan)
+    trainer = build(Parts.from_job(job, place, world, resolve_mode(job.parallel.mode, world), objects, plan))
     if world.is_main:
         write_metadata(trainer, [{"pid": 0}] * world.size, {})
     fit(trainer)
@@ -241,7 +242,7 @@ def _weighted(world, folder, settings):
     job, place = _job(settings, f"{folder}/fit", world)
     loss = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)
     objects = Objects(SyncedNetwork(), train_set=_data(), test_set=_data(), loss=loss)
-    trainer = build(job, place, world, resolve_mode("data", world), objects)
+    trainer = build(Parts.from_job(job, place, world, resolve_mode("data", world), objects))
     fit(trainer)
     by_fit = trainer.network.full_state_dict()
     trainer.release()

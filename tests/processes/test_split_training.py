@@ -14,8 +14,9 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import check_replicas, follows_plan
 from manyhands.parallel.plan import plan_of
-from manyhands.train.job import build
+from manyhands.train.build import build
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from manyhands.train.saving import finish_save, save
 from tests.processes.ranks import run_on_ranks
 from tests.processes.updates import BATCH, SAMPLES, network
@@ -55,7 +56,7 @@ def _train(world, updates, plan, settings, folder="", resume=False):
     with tempfile.TemporaryDirectory() as temporary:
         run = RunFolder(Path(folder or temporary))
         followed = plan_of(job.parallel, world.size) if follows_plan(mode) else None
-        trainer = build(job, run, world, mode, Objects(network(True)), followed)
+        trainer = build(Parts.from_job(job, run, world, mode, Objects(network(True)), followed))
         losses = []
         while len(losses) < updates:
             for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
@@ -79,7 +80,7 @@ def _train(world, updates, plan, settings, folder="", resume=False):
 def test_a_pin_under_a_mode_that_splits_nothing_is_refused(mode, why, tmp_path):
     job = _job("samples", {"parallel.mode": "data"})
     with pytest.raises(UserError, match=why):
-        build(job, RunFolder(tmp_path), World(), mode, Objects(network(True)))
+        build(Parts.from_job(job, RunFolder(tmp_path), World(), mode, Objects(network(True))))
 
 
 def _same(got, wanted, tolerance=1e-9):

@@ -12,8 +12,9 @@ from torch import nn
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.train import balance_shares
-from manyhands.train.job import build
+from manyhands.train.build import build
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from manyhands.train.saving import finish_save, save
 from tests.processes.ranks import run_on_ranks
 
@@ -44,7 +45,9 @@ def _train(world, folder, slow_s, until=UPDATES, **settings):
     }  # fmt: skip
     mode = "single" if world.alone else "data"
     Path(folder).mkdir(exist_ok=True)
-    trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(network))
+    trainer = build(
+        Parts.from_job(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(network))
+    )
     first, marks = trainer.feed.samples_of_each(), []
     while trainer.progress.step < until:
         if trainer.balance_shares:
@@ -105,7 +108,9 @@ def _slowing(world, folder):
     flags = {"data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "cluster.shares": "auto",
              "model.num_classes": 5}  # fmt: skip
     Path(folder).mkdir(exist_ok=True)
-    trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, "data", Objects(network))
+    trainer = build(
+        Parts.from_job(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, "data", Objects(network))
+    )
     before = trainer.feed.samples_of_each()
     lazy.seconds = (0.02, 0.002)[world.rank]
     trainer.balance_shares()

@@ -16,9 +16,10 @@ from manyhands.checkpoint.write import save
 from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.run_folder import RunFolder
-from manyhands.train.job import build
+from manyhands.train.build import build
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from manyhands.train.state import capture
 from manyhands.train.trial_step import TIMED
 from tests.processes.ranks import run_on_ranks
@@ -82,7 +83,7 @@ def _train(world, folder, max_steps, settings, elsewhere=False, network=_Network
     place = Path(folder) / f"machine-{world.rank}" if elsewhere else Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     mode = "single" if world.alone else "data"
-    trainer = build(job, RunFolder(place), world, mode, Objects(network()))
+    trainer = build(Parts.from_job(job, RunFolder(place), world, mode, Objects(network())))
     first = trainer.progress.step
     fit(trainer)
     trainer.verify_replicas()

@@ -20,11 +20,11 @@ from manyhands.sync.methods.local import Pacer, pace_of
 from manyhands.sync.options import SyncOptions
 from manyhands.sync.talk import SyncGroup
 from manyhands.train import status
+from manyhands.train.choose_sync import make_synchronizer, places_of
 from manyhands.train.journal import Journal
-from manyhands.train.pacing import Watcher
+from manyhands.train.monitors import Watcher
 from manyhands.train.status import LONGEST_S, StatusRound
 from manyhands.train.step import StepSums
-from manyhands.train.synchronizer import make_synchronizer, places_of
 from tests.processes.ranks import run_on_ranks
 
 # By rank: (name of its machine, processes there, its local rank there).

@@ -24,12 +24,12 @@ from manyhands.core.world import World
 from manyhands.parallel.convert import gather_full
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.shared_plan import shared_plan
+from manyhands.train.build import build
 from manyhands.train.exceptions import exceptions
-from manyhands.train.job import build
-from manyhands.train.loss import make_loss_fn
+from manyhands.train.loss import make_loss_fn, verify_loss
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from manyhands.train.session import Session
-from manyhands.train.verify_loss import verify_loss
 from tests.processes.cut import CutNetwork
 from tests.processes.ranks import run_on_ranks
 
@@ -63,7 +63,7 @@ def _train(world, loss, mode="data", network=None, **settings):
     job = load_job(flags, environment={}).job
     plan = shared_plan(job.parallel, world) if mode == "semi" else None
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build(job, RunFolder(Path(folder)), world, mode, Objects(network, loss=loss), plan)
+        trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, mode, Objects(network, loss=loss), plan))
         update = next(trainer.feed.updates(0, 0))
         trainer.update.add_gradients(update, 0)
         gradients = [_whole(name, one, trainer.network) for name, one in trainer.network.inner.named_parameters()]

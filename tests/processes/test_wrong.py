@@ -14,9 +14,10 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.train.job import build
+from manyhands.train.build import build
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from manyhands.worker.run_metadata import local_environment, write_metadata
 from tests.processes.ranks import run_on_ranks
 
@@ -60,7 +61,7 @@ def _fit(world, wrong, accelerator, mode="data", sync="allreduce"):
     job = load_job(flags, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        trainer = build(job, RunFolder(Path(folder)), world, mode, Objects(Net(wrong, world.rank)))
+        trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, mode, Objects(Net(wrong, world.rank))))
         if accelerator:
             # The path of devices that are not waited for at every step.
             trainer.update.device, trainer.update.gradients.on_card = "accelerator", True
@@ -112,7 +113,9 @@ def _fit_moving(world, mode, samples):
     )
     with tempfile.TemporaryDirectory() as folder:
         RunFolder(Path(folder)).ranks.mkdir()
-        trainer = build(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(net))
+        trainer = build(
+            Parts.from_job(load_job(flags, environment={}).job, RunFolder(Path(folder)), world, mode, Objects(net))
+        )
         write_metadata(trainer, [local_environment(world)] * world.size, {})
         fit(trainer)
         trainer.saver.wait()
@@ -178,7 +181,7 @@ class _Spectral(nn.Module):
 def test_what_can_not_be_trained_is_refused_in_one_sentence(net, told, tmp_path):
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
     with pytest.raises(UserError, match=told):
-        build(job, RunFolder(tmp_path), World(), "single", Objects(net))
+        build(Parts.from_job(job, RunFolder(tmp_path), World(), "single", Objects(net)))
 
 
 def _build_frozen(world):
@@ -186,7 +189,7 @@ def _build_frozen(world):
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 5)).requires_grad_(world.is_main)
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
     with tempfile.TemporaryDirectory() as folder, pytest.raises(UserError) as caught:
-        build(job, RunFolder(Path(folder)), world, "hybrid", Objects(net))
+        build(Parts.from_job(job, RunFolder(Path(folder)), world, "hybrid", Objects(net)))
     return caught.value.message
 
 
@@ -230,7 +233,7 @@ def test_a_custom_loss_is_tried_on_a_few_samples_and_on_a_whole_share_only_where
 
     net = _Counting()
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 36}, environment={}).job
-    build(job, RunFolder(tmp_path), World(), "single", Objects(net, loss=loss))
+    build(Parts.from_job(job, RunFolder(tmp_path), World(), "single", Objects(net, loss=loss)))
     assert net.tried == [*tried, 2, 2]  # the time that an update takes is estimated from two passes
 
 
@@ -238,14 +241,14 @@ def test_a_trial_that_runs_out_of_memory_is_not_tried_with_more_samples(tmp_path
     net = _OutOfMemory()
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 36}, environment={}).job
     with pytest.raises(torch.OutOfMemoryError):
-        build(job, RunFolder(tmp_path), World(), "single", Objects(net, loss=_largest_losses))
+        build(Parts.from_job(job, RunFolder(tmp_path), World(), "single", Objects(net, loss=_largest_losses)))
     assert net.tried == [8]
 
 
 def test_what_the_refusal_of_complex_parameters_advises_trains(tmp_path):
     net = _Spectral(torch.view_as_real(torch.ones(8, 5, dtype=torch.cfloat)).clone())
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8, "train.epochs": 1}, environment={}).job
-    trainer = build(job, RunFolder(tmp_path), World(), "single", Objects(net))
+    trainer = build(Parts.from_job(job, RunFolder(tmp_path), World(), "single", Objects(net)))
     before = net.weight.detach().clone()
     fit(trainer)
     trainer.saver.wait()
@@ -294,7 +297,7 @@ def test_one_process_alone(wrong):
 
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build(job, RunFolder(Path(folder)), World(), "single", Objects(Always(wrong)))
+        trainer = build(Parts.from_job(job, RunFolder(Path(folder)), World(), "single", Objects(Always(wrong))))
         before = [p.detach().clone() for p in trainer.network.inner.parameters()]
         with pytest.raises(RunError) as caught:
             fit(trainer)

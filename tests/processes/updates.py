@@ -8,8 +8,9 @@ from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
-from manyhands.train.job import build
+from manyhands.train.build import build
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 from manyhands.train.state import capture
 
 # Divides by nothing: 103 = 3 * 29 + 16.
@@ -35,7 +36,7 @@ def train(world, updates, mode, norm, settings):
     job = load_job(flags, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
         objects = Objects(None if "model.name" in settings else network(norm))
-        trainer = build(job, RunFolder(Path(folder)), world, mode, objects)
+        trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, mode, objects))
         losses = []
         while len(losses) < updates:
             for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):

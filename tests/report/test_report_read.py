@@ -17,7 +17,7 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.report.follow import Follower, Tail
 from manyhands.report.read import read_run, sessions, without_repeats
 from manyhands.run.why import explained
-from manyhands.train.interval import seen_failures
+from manyhands.train.saver import seen_failures
 
 
 def step(number, time, loss=1.0):

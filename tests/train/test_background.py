@@ -8,7 +8,7 @@ from torch import nn
 
 from manyhands.checkpoint.write import SaveError
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.train.background import NOT_SAVED, SAVED, SaveOutcome, Saver
+from manyhands.train.saver import NOT_SAVED, SAVED, SaveOutcome, Saver
 from manyhands.train.state import Progress, capture, copied
 
 PATIENCE_S = 60

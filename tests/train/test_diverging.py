@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from manyhands.train.diverging import Divergence
+from manyhands.train.monitors import Divergence
 
 
 def told(classes, *losses):

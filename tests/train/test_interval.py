@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from manyhands.core.records import read_lines
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.train.interval import (
+from manyhands.train.journal import Journal
+from manyhands.train.saver import (
     EXPECTED_S,
     LONGEST_S,
     SHARE,
@@ -22,7 +23,6 @@ from manyhands.train.interval import (
     between_failures,
     seen_failures,
 )
-from manyhands.train.journal import Journal
 
 SAVE_S = st.floats(0, 1e5)
 FAILS_S = st.floats(0.1, 1e8)

@@ -94,7 +94,7 @@ def test_a_function_that_writes_to_its_gradient_spoils_no_later_one():
 
 @pytest.mark.parametrize("most", [1, 1 << 16])
 def test_what_was_measured_since_a_mark_is_forgotten(monkeypatch, most):
-    monkeypatch.setattr("manyhands.train.step.COUNTED_AT_ONCE", most)
+    monkeypatch.setattr("manyhands.train.feed.COUNTED_AT_ONCE", most)
     sums, right, wrong = StepSums(), torch.eye(3), torch.eye(3).flip(1)
     labels = torch.arange(3)
     sums.guess(right, labels)

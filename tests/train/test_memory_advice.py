@@ -12,9 +12,10 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel import group
 from manyhands.run.python import _flags
+from manyhands.train.build import build
 from manyhands.train.failing import explain_memory
-from manyhands.train.job import build
 from manyhands.train.objects import Objects
+from manyhands.train.parts import Parts
 
 
 class Hungry(nn.Module):
@@ -40,7 +41,11 @@ def test_the_advice_is_tried_in_the_jobs_precision(tmp_path, precision, fits, ph
         "train.precision": precision,
     }  # fmt: skip
     network = Hungry()
-    trainer = build(load_job(flags, environment={}).job, RunFolder(Path(tmp_path)), World(), "single", Objects(network))
+    trainer = build(
+        Parts.from_job(
+            load_job(flags, environment={}).job, RunFolder(Path(tmp_path)), World(), "single", Objects(network)
+        )
+    )
     network.fits, trainer.phase = 4, phase
     network.kinds.clear()
     hints = explain_memory(torch.OutOfMemoryError("CUDA out of memory"), trainer).hints

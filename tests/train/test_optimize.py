@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from manyhands.config.job import TrainOptions
-from manyhands.train.optimize import make_optimizer, slots_of, steps_to_make, total_steps
-from manyhands.train.own_optimizer import largest_rate
-from manyhands.train.own_schedule import make_schedule
+from manyhands.train.optimize import largest_rate, make_optimizer, slots_of, steps_to_make, total_steps
+from manyhands.train.schedule import make_schedule
 
 
 @pytest.mark.parametrize(

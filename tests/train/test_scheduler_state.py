@@ -9,8 +9,8 @@ import torch
 from torch.optim import lr_scheduler, swa_utils
 
 from manyhands.core.errors import UserError
-from manyhands.train.own_schedule import CustomScheduler
-from manyhands.train.scheduler_state import (
+from manyhands.train.schedule import (
+    CustomScheduler,
     as_plain_data,
     from_plain_data,
     reading_of,

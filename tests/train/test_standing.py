@@ -6,7 +6,7 @@ from torchvision.models import resnet18
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.link_speeds import named_link
 from manyhands.sync.options import SyncOptions
-from manyhands.train.communication import CommunicationMonitor
+from manyhands.train.monitors import CommunicationMonitor
 
 SHAPES = tuple(tuple(one.shape) for one in resnet18().parameters())
 

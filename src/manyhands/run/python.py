@@ -36,9 +36,9 @@ from manyhands.train.objects import Objects, digest_objects, metric_words
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from manyhands.train.epoch_end import AtEpochEnd
-    from manyhands.train.evaluate import Evaluation
-    from manyhands.train.own_optimizer import MakeOptimizer
+    from manyhands.train.metrics import Evaluation
+    from manyhands.train.objects import AtEpochEnd
+    from manyhands.train.optimize import MakeOptimizer
     from manyhands.train.session import Session
     from manyhands.train.trained import Trained
 

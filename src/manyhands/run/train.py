@@ -59,7 +59,7 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
     Args:
         job: what to do.
         quiet: no progress on standard error.
-        objects: `train.job.Objects` of a user of the Python interface.
+        objects: `train.objects.Objects` of a user of the Python interface.
         rendezvous: this machine among others that each start their own processes; None: from flags and environment.
 
     Raises:

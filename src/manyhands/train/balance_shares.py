@@ -1,7 +1,6 @@
 """cluster.shares = auto: shares of each update that suit the processes' measured speeds."""
 
 import dataclasses
-import functools
 import heapq
 import itertools
 import resource
@@ -13,14 +12,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from manyhands.core.devices import device_name, is_accelerator
-from manyhands.core.machine import cores, memory
+from manyhands.core.devices import is_accelerator
+from manyhands.core.machine import memory
 from manyhands.core.shares import Share
 from manyhands.data.order import ALIGNED_SHARE_LIMIT, group_edges
-from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.train.feed import LoadedMicroBatch
-from manyhands.train.sharing import MACHINES
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import first_samples, left_as_it_was, now
 
@@ -31,31 +28,6 @@ _WHILE_S, _WHILES = 0.4, 3
 _GAIN = 1.05
 # Measured anew at the start of an epoch, where that costs one part in so many of the time at most.
 _SELDOM = 50
-
-
-def use_balanced_shares(trainer: Trainer) -> Trainer:
-    """Has the trainer's shares suit the processes, where its job asks for that; a collective."""
-    sharing, wanted = trainer.feed.sharing, trainer.job.cluster.shares
-    if sharing.processes > 1 and (wanted == "auto" or (wanted == MACHINES and _may_differ(trainer))):
-        trainer.balance_shares = functools.partial(BalancedShares(known=bool(sharing.shares)).balance, trainer)
-        trainer.balance_shares()
-    elif wanted == MACHINES:
-        # What a checkpoint from other machines may have kept.
-        trainer.feed.sharing = dataclasses.replace(sharing, shares=())
-    return trainer
-
-
-def _may_differ(trainer: Trainer) -> bool:
-    """True where several machines take part whose kinds differ, so that it is worth measuring; a collective there.
-
-    Machines of one kind aren't measured: a passing difference would change the bits from run to run.
-    """
-    world = trainer.world
-    able = trainer.mode == USUAL_MODE and not trainer.network.together and not trainer.synchronizer.local_statistics
-    if not able or world.local_size == world.size:
-        return False
-    kinds = gather_plain(f"{device_name(world.device)}, {cores():.3g} cores", world)
-    return broadcast_plain(len(set(kinds)) > 1, world)
 
 
 @dataclasses.dataclass

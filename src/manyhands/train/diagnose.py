@@ -1,7 +1,7 @@
 """Finds out where the first value that is not finite came from, after it was seen."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,44 +10,14 @@ from manyhands.core.errors import RunError
 from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.plain import gather_plain
-from manyhands.train.diverging import ADVICE
-from manyhands.train.feed import LoadedMicroBatch, UpdateShare
-from manyhands.train.synchronizer import values_by_rank
-
-if TYPE_CHECKING:
-    from manyhands.train.step import StepSums, Updater
+from manyhands.train.feed import LoadedMicroBatch, StepSums
+from manyhands.train.monitors import ADVICE
 
 HINTS = (
     ADVICE,
     "with fp16, use bf16 or fp32 instead",
 )
 INPUT_HINTS = ("check these samples (counted from 0 in the training split) and the code that prepares samples",)
-
-
-def explain_left_out(
-    updater: "Updater", bad: LoadedMicroBatch | None, update: UpdateShare, step: int, *, closely: bool
-) -> RunError:
-    """The error for an update whose loss or gradient isn't finite; all that share its gradients call it, and say alike.
-
-    Args:
-        updater: of the update, whose gradients are there.
-        bad: this process's part whose loss isn't finite.
-        update: of this process.
-        step: its number.
-        closely: look for the first tensor that isn't finite, which runs the network once more.
-    """
-    network, world = updater.network, updater.world
-    mine = None
-    if bad:
-        found = explain_loss(network, bad, world, step, closely=closely)
-        mine = [found.message, found.where, list(found.hints)]
-    losses = [said for said in values_by_rank(updater.synchronizer, mine, world).values() if said]
-    if losses:
-        what, where, hints = losses[0]
-        return RunError(what, where, tuple(hints))
-    if network.sharded and not closely:  # torch would add what is computed once more to the next update
-        return RunError("a gradient is not finite", f"step {step}", HINTS)
-    return explain_gradient(updater, update, step)
 
 
 def explain_loss(
@@ -60,7 +30,7 @@ def explain_loss(
     batch = part.batch
     spoilt = batch.samples[~_finite_samples(batch.images)] if len(batch.images) == len(batch.samples) else batch.samples
     where = f"rank {world.rank}, step {step}, samples {_some(spoilt if len(spoilt) else batch.samples)}"
-    if not _finite(batch.images):
+    if not is_finite(batch.images):
         return RunError(
             "the loss is not finite, because the input pictures contain NaN or infinity", where, INPUT_HINTS
         )
@@ -75,14 +45,14 @@ def _some(samples: Tensor, most: int = 8) -> str:
 
 def _first_bad(model: nn.Module, images: Tensor) -> str:
     for name, parameter in model.named_parameters():
-        if not _finite(parameter):
-            return f"parameter {name} is {_kind(parameter)}"
+        if not is_finite(parameter):
+            return f"parameter {name} is {kind_of(parameter)}"
     found: list[str] = []
 
     def look(name: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and not found and not _finite(output):
-                found.append(f"the output of {name or 'the network'} is {_kind(output)}")
+            if isinstance(output, Tensor) and not found and not is_finite(output):
+                found.append(f"the output of {name or 'the network'} is {kind_of(output)}")
 
         return hook
 
@@ -97,25 +67,7 @@ def _first_bad(model: nn.Module, images: Tensor) -> str:
     return found[0] if found else "all outputs are finite, so the loss function is the cause"
 
 
-def explain_gradient(updater: "Updater", update: UpdateShare, step: int, *, alone: bool = False) -> RunError:
-    """The error for a gradient that is not finite; all processes that share gradients call it.
-
-    `alone`: only this process calls it, since the others may hold nothing of that parameter.
-    """
-    if updater.loss_fn and not updater.network.together:
-        updater.optimizer.zero_grad(set_to_none=True)
-        updater.add_gradients(update, step, averages=False)
-    found = ((name, one.grad) for name, one in updater.network.inner.named_parameters())
-    mine = next((f"the gradient of {n} is {_kind(g)}" for n, g in found if g is not None and not _finite(g)), "")
-    everybody: dict[int, str] = {updater.world.rank: mine}
-    if not alone:
-        everybody = values_by_rank(updater.synchronizer, mine, updater.world)
-    rank = next((rank for rank, text in everybody.items() if text), min(everybody))
-    what = everybody[rank] or "a gradient is not finite after the all-reduce"
-    return RunError(what, f"rank {rank}, step {step}", HINTS)
-
-
-def explain_lost(network: ParallelNetwork, world: World, measured: "StepSums") -> RunError:
+def explain_lost(network: ParallelNetwork, world: World, measured: StepSums) -> RunError:
     """The error for what is looked at every so often (losses on accelerators, what is saved): all call it at once.
 
     Args:
@@ -130,10 +82,10 @@ def explain_lost(network: ParallelNetwork, world: World, measured: "StepSums") -
     first = [rank for rank, seen in enumerate(everybody) if seen[0] == step]
     rank = first[0] if first else next(rank for rank, seen in enumerate(everybody) if seen[1] == step)
     spoilt = "the loss" if first else "a gradient"
-    lost = next((name for name, one in network.inner.named_parameters() if not _finite(one)), "")
+    lost = next((name for name, one in network.inner.named_parameters() if not is_finite(one)), "")
     lost = lost and f"parameter {lost}"
     for name, buffer in network.inner.named_buffers():
-        if not lost and name not in network.endless and not _finite(buffer):
+        if not lost and name not in network.endless and not is_finite(buffer):
             lost = f"buffer {name}"
     hints = (*HINTS, "resume from the last checkpoint, which was saved before this error")
     if not math.isfinite(step):
@@ -143,7 +95,7 @@ def explain_lost(network: ParallelNetwork, world: World, measured: "StepSums") -
     return RunError(f"{spoilt} is not finite{what}", f"rank {rank}, step {step:.0f}", hints)
 
 
-def _finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all()) if tensor.is_floating_point() else True
 
 
@@ -152,5 +104,5 @@ def _finite_samples(images: Tensor) -> Tensor:
     return torch.isfinite(images).flatten(1).all(1).cpu() if images.dim() > 1 else torch.isfinite(images).cpu()
 
 
-def _kind(tensor: Tensor) -> str:
+def kind_of(tensor: Tensor) -> str:
     return "NaN" if bool(torch.isnan(tensor).any()) else "infinite"

@@ -8,7 +8,7 @@ the order of the blocks: the result is the same to the last bit for any number o
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,53 +16,35 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
+from manyhands.checkpoint import files
+from manyhands.checkpoint.files import verify
+from manyhands.config.job import Job
 from manyhands.core.errors import RunError, UserError
+from manyhands.core.files import read_object
 from manyhands.core.mesh import bounds
+from manyhands.core.phases import CLOCK, EVALUATION
+from manyhands.core.quantities import percentage
+from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.order import dealt_blocks, evaluation_blocks
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.train.own_metrics import CustomMetric, FigureSums
+from manyhands.parallel.plain import broadcast_plain
+from manyhands.train.data_setup import DataSetup
+from manyhands.train.feed import Feed
+from manyhands.train.metrics import CustomMetric, Evaluation, FigureSums
+from manyhands.train.recover import find_state
+from manyhands.train.schedule import CustomScheduler
+from manyhands.train.state import restore
+from manyhands.train.step import Updater
+from manyhands.train.stopping import StopSignal
+from manyhands.train.trainer import Trainer
 
 # Processes ask each other about so often whether to stop.
 ASK_S, MOST_BLOCKS = 1.0, 1000
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The result of an evaluation.
-
-    Attributes:
-        count: the number of samples.
-        loss: the mean cross-entropy, or the mean negative log-likelihood.
-        top1: top-1 accuracy, 0 to 1.
-        top5: top-5 accuracy, 0 to 1.
-        cells: int64 [cells, 3], the nonzero cells of the confusion matrix: true class, predicted class, count.
-        classes: the number of rows and columns of the matrix: the classes, or more if other outputs were predicted.
-        seconds: the duration of the evaluation.
-        metrics: the user's metrics, by name.
-    """
-
-    count: int
-    loss: float
-    top1: float
-    top5: float
-    cells: Tensor
-    classes: int
-    seconds: float
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
-
-    def figure(self, name: str) -> float:
-        """Returns a value by its name: top1, top5, loss or a metric of the user."""
-        return self.metrics[name] if name in self.metrics else getattr(self, name)
-
-    @property
-    def confusion(self) -> Tensor:
-        """The confusion matrix, int64 [classes, classes]. Rows are true classes, columns predicted ones."""
-        matrix = torch.zeros(self.classes, self.classes, dtype=torch.int64)
-        matrix[self.cells[:, 0], self.cells[:, 1]] = self.cells[:, 2]
-        return matrix
+# Names of the records of the test on held-out samples.
+BEST, LAST = "test-best", "test-last"
 
 
 class Interrupted(Exception):  # noqa: N818 - a wish, not an error
@@ -311,3 +293,195 @@ def _views(pictures: Tensor, count: int) -> Iterator[tuple[float, Tensor]]:
         weight = 0.125 if number else 0.25 if shifted else 0.5
         yield weight, view
         yield weight, view.flip(3)
+
+
+def make_evaluator(
+    loader: Loader,
+    length: int,
+    classes: int,
+    job: Job,
+    network: ParallelNetwork | None,
+    world: World,
+    metrics: Sequence[CustomMetric],
+) -> Evaluator:
+    """Evaluates a network, possibly under its mode, on `length` samples that the loader serves, as the job says."""
+    return Evaluator(
+        loader,
+        length,
+        classes,
+        job.train.evaluate_batch,
+        world,
+        log_probabilities=job.train.loss == "nll",
+        network=network,
+        metrics=metrics,
+        views=job.train.evaluate_views,
+    )
+
+
+def make_tester(
+    samples: DataSetup,
+    classes: int,
+    job: Job,
+    update: Updater,
+    feed: Feed,
+    metrics: Sequence[CustomMetric],
+) -> Callable[..., Evaluation] | None:
+    """Evaluates what was held out, as `evaluate_as_shared` does; None where nothing was."""
+    if samples.held_out is None or samples.splits.held_out is None:
+        return None
+    count = len(samples.splits.held_out)
+    evaluator = make_evaluator(samples.held_out, count, classes, job, update.network, update.world, metrics)
+    return evaluate_as_shared(evaluator, update, feed)
+
+
+def evaluate_as_shared(evaluator: Evaluator, update: Updater, feed: Feed) -> Callable[..., Evaluation]:
+    """Evaluates the network under its mode, each time by the shares that are in force then."""
+    network, gradients = update.network, update.gradients
+    return lambda asked=None: evaluator(network.evaluated, gradients.autocast(), asked, feed.sharing.shares)
+
+
+@CLOCK.within(EVALUATION)
+def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
+    """Evaluates on all processes and records it; True when it is the best so far.
+
+    Raises:
+        Interrupted: all processes have agreed to stop; the evaluation is owed then.
+    """
+    progress, started = trainer.progress, time.perf_counter()
+    trainer.phase = "evaluate"
+    progress.owed = True
+    with agreed(trainer):
+        found = trainer.evaluate(lambda: trainer.heartbeats.beat() or stop)
+    best = record_evaluation(trainer, found)
+    trainer.status_round.leave_out(time.perf_counter() - started)
+    trainer.phase = "train"
+    return best
+
+
+@contextlib.contextmanager
+def agreed(trainer: Trainer) -> Iterator[None]:
+    """Has the network be the one that all processes have agreed on; begins with a collective."""
+    trainer.synchronizer.average_buffers(trainer.progress.step)
+    with trainer.synchronizer.averaged():
+        yield
+
+
+def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
+    """Notes an evaluation of the network as it is now; True when it is the best so far."""
+    progress = trainer.progress
+    progress.evaluated_step, progress.owed = progress.step, False
+    by = trainer.job.train.best
+    best = progress.improves(by, found.figure(by.partition(" ")[2]))
+    if isinstance(trainer.update.set_rates, CustomScheduler) and trainer.evaluation_asked():
+        trainer.update.set_rates.evaluated(found.loss)
+    trainer.evaluated = EvaluationMetrics(
+        time=time.time(),
+        epoch=progress.epoch,
+        step=progress.step,
+        count=found.count,
+        loss=found.loss,
+        top1=found.top1,
+        top5=found.top5,
+        best=best,
+        classes=len(trainer.classes),
+        seconds=found.seconds,
+        metrics=found.metrics,
+    )
+    trainer.journal.metrics(trainer.evaluated)
+    detail = describe(found, trainer)
+    for name in ("last", "best") if best else ("last",):
+        trainer.journal.detail(name, detail)
+    return best
+
+
+def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
+    """An evaluation as it is kept in the run folder."""
+    return EvaluationDetail(
+        time=time.time(),
+        epoch=trainer.progress.epoch,
+        step=trainer.progress.step,
+        count=found.count,
+        top1=found.top1,
+        top5=found.top5,
+        loss=found.loss,
+        classes=list(trainer.classes),
+        confusion=[(row, column, count) for row, column, count in found.cells.tolist()],
+        metrics=found.metrics,
+    )
+
+
+@CLOCK.within(EVALUATION)
+def test_once(trainer: Trainer, stop: StopSignal) -> None:
+    """Evaluates what was held out, unless that was done for these weights before; a collective.
+
+    The network holds the last weights before and after it, whatever happens in between.
+
+    Raises:
+        Interrupted: all processes have agreed to stop; the test is made when the run goes on.
+    """
+    if trainer.test is None or not broadcast_plain(not _is_done(trainer), trainer.world):
+        return
+    trainer.phase = "evaluate"
+    with trainer.synchronizer.averaged():
+        last = describe(trainer.test(lambda: stop), trainer)
+    best = _of_the_best(trainer, last, stop)
+    trainer.journal.detail(LAST, last)
+    message = f"test on {last.count:,} held-out samples: "
+    of_last = percentage(last.top1, 2)
+    if best:
+        trainer.journal.detail(BEST, best)
+        of_best = percentage(best.top1, 2)
+        message += f"top-1 {of_best}% with the best weights (step {best.step}), {of_last}% with the last weights"
+    else:
+        message += f"top-1 {of_last}% with the last weights"
+    step = trainer.progress.step
+    trainer.journal.event("tested", message, step, best=best.top1 if best else None, last=last.top1)
+    trainer.phase = "train"
+
+
+def _is_done(trainer: Trainer) -> bool:
+    """True where this process finds the records of a test with the weights of this run's end."""
+    wanted = {BEST: trainer.progress.best_step, LAST: trainer.progress.step}
+    records = {name: trainer.folder.evaluations / f"{name}.json" for name in wanted}
+    return all(
+        file.is_file() and (read_object(file) or {}).get("step") == wanted[name] for name, file in records.items()
+    )
+
+
+def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> EvaluationDetail | None:
+    """The test with the best weights, which are read from their checkpoint; None where that can't be read."""
+    progress, folder = trainer.progress, trainer.folder.checkpoints
+    if progress.best_step == progress.step:
+        return last
+    paths = [folder / files.step_name(step) for step in (progress.best_step, progress.step)]
+    if progress.best_step < 0 or not broadcast_plain(all(map(_is_sound, paths)), trainer.world):
+        step = progress.step
+        trainer.journal.event("warning", "the best checkpoint can't be read; the test uses the last weights", step)
+        return None
+    assert trainer.test is not None
+    epoch = _load(trainer, progress.best_step)
+    try:
+        found = describe(trainer.test(lambda: stop), trainer)
+    except Interrupted:
+        _load(trainer, progress.step)  # what is saved next are the last weights
+        raise
+    _load(trainer, progress.step)
+    return found.model_copy(update={"step": progress.best_step, "epoch": epoch})
+
+
+def _is_sound(path: Path) -> bool:
+    try:
+        verify(path)
+    except UserError:
+        return False  # which is the answer
+    return True
+
+
+def _load(trainer: Trainer, step: int) -> int:
+    """Gives the network the weights that were saved at a step; the epoch of that. A collective."""
+    path = trainer.folder.checkpoints / files.step_name(step)
+    options = trainer.job.checkpoint.model_copy(update={"resume": str(path)})
+    job = trainer.job.model_copy(update={"checkpoint": options})
+    found = find_state(job, trainer.folder, trainer.world, in_pieces=bool(trainer.network.layouts))
+    assert found is not None
+    return restore(found.snapshot, trainer.network, None, where=str(path), source=found.source)[0].epoch

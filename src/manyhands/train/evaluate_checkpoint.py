@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.trained import TrainedNetwork, find_record, parse_record
 from manyhands.config.job import Job
 from manyhands.core.choices import module_names
@@ -35,13 +32,13 @@ from manyhands.train.data_setup import (
     open_splits,
     pixels_for,
 )
-from manyhands.train.evaluate import Evaluation, Evaluator
-from manyhands.train.network import make_model, without_first_weights
+from manyhands.train.evaluate import make_evaluator
+from manyhands.train.metrics import Evaluation, make_metrics
+from manyhands.train.network import PICTURES, make_model, pixels_of, without_first_weights
 from manyhands.train.objects import Objects
-from manyhands.train.own_metrics import make_metrics
 from manyhands.train.recover import Resumable, find_state, outputs_of
 from manyhands.train.state import load_snapshot, restore
-from manyhands.train.trained import PICTURES, job_of_record, need_network, pixels_of, silent
+from manyhands.train.trained import job_of_record, need_network, silent
 
 
 @dataclass(frozen=True)
@@ -89,29 +86,20 @@ def evaluate_checkpoint(
     network = None
     if takes_mesh(_mode(job, world)):
         network = _hybrid_network(subject, world, objects)
-        if found:
-            restore(found.snapshot, network, None, where=str(path))
-        model = network.call.eval()
     elif plan:
-        network = _split_network(subject, world, objects, ModeRequest(plan=plan, picture=first_picture(loader)))
+        model = make_model(job, pixels, subject.num_classes, world, objects, silent())
+        network = apply_mode(job.parallel.mode, model, world, ModeRequest(plan=plan, picture=first_picture(loader)))
+    if network:
         if found:
             restore(found.snapshot, network, None, where=str(path), source=found.source)
-        model = network.call.eval()
-    elif found:
-        model = _network(subject, world, objects, found.snapshot, str(path))
+        model = network.call
     else:
-        model = make_model(job, pixels, subject.num_classes, world, objects, silent()).eval()
-    evaluator = Evaluator(
-        loader,
-        len(subject.source),
-        len(classes),
-        job.train.evaluate_batch,
-        world,
-        log_probabilities=job.train.loss == "nll",
-        network=network,
-        metrics=make_metrics(job.train.metrics, objects.metrics, live_only=True),
-        views=job.train.evaluate_views,
-    )
+        model = make_model(job, pixels, subject.num_classes, world, objects, silent())
+        if found:
+            load_snapshot(found.snapshot, model, str(path))
+    metrics = make_metrics(job.train.metrics, objects.metrics, live_only=True)
+    evaluator = make_evaluator(loader, len(subject.source), len(classes), job, network, world, metrics)
+    model.eval()
     try:
         return as_plain(evaluator(model, autocast(job.train.precision, world.device)), classes)
     finally:
@@ -188,18 +176,6 @@ def _hybrid_network(subject: Subject, world: World, objects: Objects) -> Paralle
     model = make_model(job, subject.pixels, subject.num_classes, world, objects, silent(), grid)
     network = apply_mode(job.parallel.mode, model, world, ModeRequest(grid=grid))
     return network if fits else ParallelNetwork(model, model)
-
-
-def _split_network(subject: Subject, world: World, objects: Objects, request: ModeRequest) -> ParallelNetwork:
-    """The network under a plan, its weights not yet read."""
-    model = make_model(subject.job, subject.pixels, subject.num_classes, world, objects, silent())
-    return apply_mode(subject.job.parallel.mode, model, world, request)
-
-
-def _network(subject: Subject, world: World, objects: Objects, snapshot: Snapshot, where: str) -> nn.Module:
-    model = make_model(subject.job, subject.pixels, subject.num_classes, world, objects, silent())
-    load_snapshot(snapshot, model, where)
-    return model.eval()
 
 
 def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""Brings order, sharing and loader together: what this process computes for each update."""
+"""What this process computes for each update, and the sums of what it measured."""
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from manyhands.core.shares import Share
@@ -10,6 +13,8 @@ from manyhands.data.loading import Loader
 from manyhands.data.order import BatchSharing, Order, sharing
 from manyhands.data.transforms import Batch
 from manyhands.parallel.network import MicroBatch, MicroBatchShape
+
+COUNTED_AT_ONCE = 1 << 16  # logits
 
 
 @dataclass(slots=True)  # not frozen, which would take three times as long to make
@@ -73,3 +78,50 @@ class Feed:
                 start, stop = share.start, max(share.stop, share.start + 1)
                 # A process with nothing to do takes part with a sample that counts for nothing.
                 yield samples[start:stop] if start < len(samples) else samples[:1]
+
+
+@dataclass
+class StepSums:
+    """Sums over this process's samples since the last `take`; tensors on the device, so that nothing waits for it."""
+
+    loss: Tensor | float = 0.0  # sum of losses
+    samples: int = 0  # samples that count
+    # first step whose loss was not finite, infinite if there is none; kept for good
+    first_bad: Tensor | float = math.inf
+    first_spoilt: Tensor | float = math.inf  # the same of gradients, where the card itself left that update out
+    _correct: float | Tensor = 0.0
+    _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # begun anew, not cleared: a mark holds it
+
+    def guess(self, logits: Tensor, labels: Tensor) -> None:
+        """Notes logits [n, C] and labels int64 [n]; small ones are counted many passes at once, which costs less."""
+        self._guesses.append((logits, labels))
+        if len(self._guesses) * logits.numel() >= COUNTED_AT_ONCE:
+            self._count()
+
+    def unguessed(self) -> None:
+        """Notes that there is nothing that could be right or wrong: the share of right guesses isn't a number."""
+        self._correct = math.nan
+
+    def take(self) -> tuple[float, float, int]:
+        """Loss sum, correct and counted samples; starts again from zero."""
+        self._count()
+        # All hear of a gradient by way of the loss.
+        loss = float(self.loss) if float(self.first_spoilt) == math.inf else math.nan
+        values = loss, float(self._correct), self.samples
+        self.loss, self._correct, self.samples = 0.0, 0.0, 0
+        return values
+
+    def mark(self) -> tuple[Any, ...]:
+        """What was measured so far, for `back`."""
+        return self.loss, self.samples, self._correct, self._guesses, len(self._guesses)
+
+    def back(self, mark: tuple[Any, ...]) -> None:
+        """Forgets what was measured since a mark."""
+        self.loss, self.samples, self._correct, self._guesses, guesses = mark
+        del self._guesses[guesses:]
+
+    def _count(self) -> None:
+        if self._guesses:
+            logits, labels = (torch.cat(tensors) for tensors in zip(*self._guesses, strict=True))
+            self._correct = self._correct + (logits.argmax(1) == labels).sum()
+            self._guesses = []

@@ -5,20 +5,12 @@ import time
 from collections.abc import Iterator
 
 from manyhands.core.phases import CLOCK, COMPUTE, DATA, OTHER, RECORDS, SAVING
-from manyhands.core.quantities import percentage
-from manyhands.core.records import StepMetrics
 from manyhands.core.run_folder import NOWHERE
 from manyhands.train.diagnose import explain_lost
-from manyhands.train.epoch_end import record_epoch
-from manyhands.train.evaluate import Interrupted
+from manyhands.train.evaluate import Interrupted, evaluate, test_once
 from manyhands.train.feed import UpdateShare
-from manyhands.train.held_out import test_once
-from manyhands.train.own_optimizer import largest_rate
-from manyhands.train.pth_tar import write_pth_tar
-from manyhands.train.record_time import record_time
-from manyhands.train.replaced import record_replaced
-from manyhands.train.saving import evaluate, finish_save, save, save_last
-from manyhands.train.status import Status
+from manyhands.train.recording import record_epoch, record_status, record_time
+from manyhands.train.saving import finish_save, save, save_last
 from manyhands.train.stopping import StopSignal, listening
 from manyhands.train.trainer import Trainer
 
@@ -102,7 +94,7 @@ def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
 
 def attend(trainer: Trainer, stop: StopSignal) -> bool:
     """What may follow an update: agreeing, proving, evaluating, saving. True when the run is to stop."""
-    progress, order = trainer.progress, trainer.feed.order
+    progress = trainer.progress
     epoch_ends = progress.step_in_epoch == 0
     audit = trainer.job.train.audit_every
     if progress.step == 1 or (audit and progress.step % audit == 0):
@@ -124,7 +116,7 @@ def attend(trainer: Trainer, stop: StopSignal) -> bool:
     )
     if not math.isfinite(status.loss):
         raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
-    _record(trainer, status, order.steps_per_epoch)
+    record_status(trainer, status)
     trainer.note_stall(trainer.heartbeats.too_long(status.waited_s), status.waited_s)
     trainer.observe(status)
     finish_save(trainer, written=status.written)
@@ -145,53 +137,10 @@ def attend(trainer: Trainer, stop: StopSignal) -> bool:
 def _conclude(trainer: Trainer, stop: StopSignal) -> bool:
     """The evaluation that is owed after an update, and what follows an epoch; True when it is the best so far."""
     improved = trainer.progress.owed and evaluate(trainer, stop)
-    if trainer.progress.step_in_epoch == 0:
+    if trainer.job.checkpoint.pth_tar and trainer.progress.step_in_epoch == 0:
+        from manyhands.train.pth_tar import write_pth_tar
+
         with CLOCK.within(SAVING):
             write_pth_tar(trainer, best=improved)
     record_epoch(trainer)
     return improved
-
-
-def _record(trainer: Trainer, status: Status, steps_per_epoch: int) -> None:
-    progress = trainer.progress
-    if progress.step == 1:
-        trainer.journal.event("first-step", step=1)
-    if differing := trainer.update.differing_buffers():
-        trainer.on_differing_buffers(differing)
-    if status.replaced:
-        record_replaced(trainer)
-    if status.report_time:
-        record_time(trainer)
-    if not status.samples:
-        return
-    trainer.epoch_mean.add(status)
-    growing = trainer.divergence.observe(status.loss)
-    if growing:
-        trainer.journal.event("warning", growing, progress.step)
-    epoch_loss, epoch_top1 = trainer.epoch_mean.take() if progress.step_in_epoch == 0 else (None, None)
-    trainer.journal.metrics(
-        StepMetrics(
-            time=time.time(),
-            epoch=progress.epoch,
-            step=progress.step,
-            step_in_epoch=progress.step_in_epoch,
-            steps_per_epoch=steps_per_epoch,
-            total_steps=trainer.total_steps,
-            loss=status.loss,
-            top1=status.top1,
-            learning_rate=largest_rate(trainer.update.optimizer),
-            images_per_s=status.samples / status.seconds,
-            samples=status.samples,
-            data_share=status.data_share,
-            saved_step=progress.saved_step,
-            epoch_loss=epoch_loss,
-            epoch_top1=epoch_top1,
-            asked=trainer.line_due(),
-        )
-    )
-    own = f"loss={status.custom_loss:.4f} acc={percentage(status.own_top1)}" if status.own_samples else "loss=- acc=-"
-    of_epoch = f" epoch_loss={epoch_loss:.4f}" if epoch_loss is not None else ""
-    place = f"epoch={(progress.step - 1) // steps_per_epoch + 1} step={progress.step}/{trainer.total_steps}"
-    trainer.journal.line(
-        f"rank={trainer.world.rank} {place} {own} samples={status.own_samples} all_loss={status.loss:.4f}{of_epoch}"
-    )

@@ -1,4 +1,4 @@
-"""The network of a job, built on its device with its initial weights."""
+"""The network of a job, built on its device with its initial weights, and what checkpoints record of it."""
 
 from pathlib import Path
 
@@ -9,19 +9,27 @@ from manyhands.checkpoint.folders import choose
 from manyhands.checkpoint.foreign import read_foreign
 from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot, fitted
+from manyhands.checkpoint.trained import Pictures, TrainedNetwork, note_trained_on
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
+from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.seeds import derive
+from manyhands.core.user_code import code_digests
 from manyhands.core.world import World
 from manyhands.data.random import spread
 from manyhands.data.transforms import Pixels
 from manyhands.models.build import build_model, describe, resolve_model
 from manyhands.models.first_look import INITIALIZATION_SAMPLES, InitializedFromData
+from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.grid import Grid
 from manyhands.train.data_setup import DataSetup, make_loader
 from manyhands.train.journal import Journal
 from manyhands.train.objects import Objects
+from manyhands.train.same_data import digest_data, split_names
 from manyhands.train.state import load_snapshot, split_state
+
+# Options that say what pictures become.
+PICTURES = ("image_size", "channels", "mean", "std")
 
 
 def make_model(
@@ -125,3 +133,51 @@ def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int)
     same_else = all(saved[name].ndim and saved[name].shape[1:] == live[name].shape[1:] for name in other)
     lengths = {(len(saved[name]), len(live[name])) for name in other} if same_else else set()
     return other if len(lengths) == 1 and lengths.pop()[1] == classes else []
+
+
+def describe_trained(
+    job: Job, samples: DataSetup, classes: tuple[str, ...], mode: str, objects: Objects, size: int
+) -> TrainedNetwork:
+    """What the weights of this run will not say.
+
+    Args:
+        job: that it is trained by.
+        samples: that it learns from.
+        classes: a name for each output.
+        mode: the parallel mode in force.
+        objects: what the user brought instead of names.
+        size: processes.
+    """
+    pixels = samples.pixels
+    pictures = Pictures(
+        own=pixels.own,
+        size=pixels.size,
+        resize=pixels.resized_to,
+        channels=pixels.channels,
+        mean=pixels.mean,
+        std=pixels.std,
+    )
+    if objects.model is not None:
+        note_trained_on(objects.model, pictures, classes)
+    model = job.model if objects.model is not None else resolve_model(job.model, pixels.size)
+    mesh = (parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", size),))) if takes_mesh(mode) else None
+    return TrainedNetwork(
+        name=model.name,
+        made_in_python=objects.model is not None,
+        arguments=model.arguments,
+        num_classes=len(samples.classes),
+        axes=tuple(mesh.names) if mesh else (),
+        double=job.train.precision == "fp64",
+        precision=job.train.precision,
+        channels_last=job.train.channels_last is True,
+        pictures=pictures,
+        classes=classes,
+        code=code_digests((model.name, job.data.name, job.data.held_out, *job.train.custom_code)),
+        digests={**objects.digests, **digest_data(samples.splits)},
+        samples={word: len(source) for word, source in split_names(samples.splits)},
+    )
+
+
+def pixels_of(about: Pictures) -> Pixels:
+    """What the pictures of an evaluation become."""
+    return Pixels(about.size, about.channels, about.mean, about.std, "none", resize=about.resize, own=about.own)

@@ -6,16 +6,39 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from manyhands.config.job import OBJECT
 from manyhands.core.errors import UserError, shortened
+from manyhands.core.records import EvaluationMetrics
 from manyhands.core.user_code import is_object_reference, load_object
 
 if TYPE_CHECKING:
-    from manyhands.train.epoch_end import AtEpochEnd
-    from manyhands.train.own_optimizer import MakeOptimizer
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class EpochEnd:
+    """The state of a run at the end of an epoch. Modifying this object has no effect on the training.
+
+    Attributes:
+        epoch: the number of completed epochs.
+        step: the number of completed updates.
+        evaluation: the evaluation after this epoch, or None.
+        path: the run folder.
+    """
+
+    epoch: int
+    step: int
+    evaluation: EvaluationMetrics | None
+    path: Path
+
+
+AtEpochEnd = Callable[[EpochEnd], object]
+MakeOptimizer = Callable[["list[nn.Parameter]"], "torch.optim.Optimizer"]
 
 
 @dataclass
@@ -27,8 +50,8 @@ class Objects:
     test_set: Any = None
     held_out_set: Any = None
     loss: Callable[..., Any] | None = None  # function (output, labels) of the mean loss or one per sample
-    at_epoch_end: "AtEpochEnd | None" = None  # called on rank 0 after each epoch
-    optimizer: "MakeOptimizer | None" = None  # makes one of the list of parameters
+    at_epoch_end: AtEpochEnd | None = None  # called on rank 0 after each epoch
+    optimizer: MakeOptimizer | None = None  # makes one of the list of parameters
     schedule: Callable[..., Any] | None = None  # function of the step, or what makes a torch scheduler of the optimizer
     metrics: Mapping[str, Any] | None = None  # functions of outputs and labels, or objects that add up, by name
     targets: bool = False  # the y of train_set are no classes

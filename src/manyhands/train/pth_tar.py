@@ -21,12 +21,10 @@ WRITTEN = "pth_tar.json"
 
 
 def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
-    """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best; nothing unless the job asks for it.
+    """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best.
 
     A collective where the network is sharded. A full disk costs the files, not the run.
     """
-    if not trainer.job.checkpoint.pth_tar:
-        return
     phase, trainer.phase = trainer.phase, "save"
     trainer.synchronizer.average_buffers(trainer.progress.step)
     if trainer.network.sharded or trainer.world.is_main:

@@ -1,107 +1,34 @@
-"""Evaluating and saving, as the loop asks for them."""
+"""Saving and loading checkpoints and rank states, as the loop asks for them."""
 
-import contextlib
 import functools
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
 from manyhands.checkpoint import files
 from manyhands.checkpoint.files import TornCheckpointError, read_manifest
-from manyhands.checkpoint.folders import prune
+from manyhands.checkpoint.folders import prune, remove_step
+from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.trained import STATE_KEY
 from manyhands.checkpoint.write import SaveError
 from manyhands.checkpoint.write import save as commit
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.machine import memory
-from manyhands.core.phases import CLOCK, EVALUATION, SAVING
-from manyhands.core.records import EvaluationDetail, EvaluationMetrics
+from manyhands.core.phases import CLOCK, SAVING
 from manyhands.core.resuming import resume_command
 from manyhands.core.run_folder import NOWHERE
+from manyhands.core.world import World
+from manyhands.parallel.apply import checksums
 from manyhands.parallel.plain import gather_plain
-from manyhands.train.background import NOT_FINITE, SAVED, SaveOutcome
 from manyhands.train.diagnose import explain_lost
-from manyhands.train.evaluate import Evaluation
-from manyhands.train.own_schedule import CustomScheduler
-from manyhands.train.rank_state import prune_rank_states, save_rank_state
-from manyhands.train.sharded_state import peers_of, save_sharded
-from manyhands.train.state import capture
-from manyhands.train.stopping import StopSignal
+from manyhands.train.saver import NOT_FINITE, SAVED, SaveOutcome
+from manyhands.train.schedule import CustomScheduler
+from manyhands.train.state import capture, named_optimizer, peers_of, restore_optimizer, save_sharded, split_state
 from manyhands.train.trainer import Trainer
-
-
-@CLOCK.within(EVALUATION)
-def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
-    """Evaluates on all processes and records it; True when it is the best so far.
-
-    Raises:
-        Interrupted: all processes have agreed to stop; the evaluation is owed then.
-    """
-    progress, started = trainer.progress, time.perf_counter()
-    trainer.phase = "evaluate"
-    progress.owed = True
-    with agreed(trainer):
-        found = trainer.evaluate(lambda: trainer.heartbeats.beat() or stop)
-    best = record_evaluation(trainer, found)
-    trainer.status_round.leave_out(time.perf_counter() - started)
-    trainer.phase = "train"
-    return best
-
-
-@contextlib.contextmanager
-def agreed(trainer: Trainer) -> Iterator[None]:
-    """Has the network be the one that all processes have agreed on; begins with a collective."""
-    trainer.synchronizer.average_buffers(trainer.progress.step)
-    with trainer.synchronizer.averaged():
-        yield
-
-
-def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
-    """Notes an evaluation of the network as it is now; True when it is the best so far."""
-    progress = trainer.progress
-    progress.evaluated_step, progress.owed = progress.step, False
-    by = trainer.job.train.best
-    best = progress.improves(by, found.figure(by.partition(" ")[2]))
-    if isinstance(trainer.update.set_rates, CustomScheduler) and trainer.evaluation_asked():
-        trainer.update.set_rates.evaluated(found.loss)
-    trainer.evaluated = EvaluationMetrics(
-        time=time.time(),
-        epoch=progress.epoch,
-        step=progress.step,
-        count=found.count,
-        loss=found.loss,
-        top1=found.top1,
-        top5=found.top5,
-        best=best,
-        classes=len(trainer.classes),
-        seconds=found.seconds,
-        metrics=found.metrics,
-    )
-    trainer.journal.metrics(trainer.evaluated)
-    detail = describe(found, trainer)
-    for name in ("last", "best") if best else ("last",):
-        trainer.journal.detail(name, detail)
-    return best
-
-
-def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
-    """An evaluation as it is kept in the run folder."""
-    return EvaluationDetail(
-        time=time.time(),
-        epoch=trainer.progress.epoch,
-        step=trainer.progress.step,
-        count=found.count,
-        top1=found.top1,
-        top5=found.top5,
-        loss=found.loss,
-        classes=list(trainer.classes),
-        confusion=[(row, column, count) for row, column, count in found.cells.tolist()],
-        metrics=found.metrics,
-    )
 
 
 @CLOCK.within(SAVING)
@@ -277,3 +204,93 @@ def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int)
     # A sync method may leave each process an optimizer's state of its own.
     alike = (files.MODEL,) if trainer.synchronizer.own else (files.MODEL, files.OPTIMIZER)
     return SaveOutcome(SAVED, path.name, {name: entries[name]["sha256"] for name in alike if name in entries})
+
+
+def rank_states_folder(checkpoints: Path, world: World) -> Path:
+    """Where a process keeps what only it has."""
+    return checkpoints / f"rank-{world.rank:05d}-of-{world.size:05d}"
+
+
+def save_rank_state(trainer: Trainer) -> None:
+    """Has every process save what only it has; a collective. Who can't is named, and the checkpoint is made without."""
+    own = trainer.synchronizer.state()
+    if own is None:
+        return
+    tensors, numbers = own
+    step, folder = trainer.progress.step, rank_states_folder(trainer.folder.checkpoints, trainer.world)
+    state: dict[str, Any] = {"belongs_to": _belongs_to(trainer), "numbers": numbers, "own": trainer.synchronizer.own}
+    if trainer.update.gradients.scaler:
+        state["scaler"] = trainer.update.gradients.scaler.state_dict()
+    content = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    endless = frozenset({"buffers"} if trainer.network.endless else set[str]())
+    optimizer = named_optimizer(trainer.network.inner, trainer.update.optimizer)
+    said = ""
+    try:
+        remove_step(folder, step)  # of an earlier attempt, whose steps may have gone otherwise
+        commit(folder, step, Snapshot(content, optimizer, state, endless))
+    except SaveError as error:
+        said = error.message
+    for rank, word in enumerate(gather_plain(said, trainer.world)):
+        if word:
+            trainer.journal.event("warning", f"rank {rank} could not save its rank state: {word}", step)
+
+
+def prune_rank_states(trainer: Trainer) -> None:
+    """Deletes what goes with checkpoints that are no longer kept; once a newer one has been committed."""
+    if trainer.synchronizer.own:
+        folder = rank_states_folder(trainer.folder.checkpoints, trainer.world)
+        best = folder / f"step-{trainer.progress.best_step:08d}"
+        prune(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)
+
+
+def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
+    """Gives every process back what it alone had at a checkpoint, where all find theirs; a collective.
+
+    Args:
+        trainer: whose network has been given the checkpoint's, and how far it had come.
+        checkpoint: the folder, which may lie on another machine's disk.
+    """
+    if not trainer.synchronizer.own:
+        return
+    trainer.synchronizer.begin()
+    found, said = _find(trainer, checkpoint)
+    words = gather_plain(said, trainer.world)
+    missing = [rank for rank, word in enumerate(words) if word]
+    if missing or not found:
+        what = f"resuming without the rank state of rank {missing[0]}: {words[missing[0]]}"
+        trainer.journal.event("warning", what, trainer.progress.step)
+        return
+    trainer.synchronizer.load(found.model, {key: int(value) for key, value in found.state["numbers"].items()})
+    anew = restore_optimizer(found.optimizer or {"state": {}}, trainer.network, trainer.update.optimizer)
+    if anew:
+        trainer.journal.event("warning", anew, trainer.progress.step)
+    if trainer.update.gradients.scaler and "scaler" in found.state:
+        trainer.update.gradients.scaler.load_state_dict(found.state["scaler"])
+
+
+def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
+    """What this process alone had at a checkpoint, or why that can't be taken."""
+    # The run's own folder, and the one that it goes on from, which may be another run's.
+    folders = [rank_states_folder(folder, trainer.world) for folder in (trainer.folder.checkpoints, checkpoint.parent)]
+    path = next((folder / checkpoint.name for folder in folders if (folder / checkpoint.name).is_dir()), None)
+    belongs_to, own = _belongs_to(trainer), trainer.synchronizer.own
+    if path is None:
+        return None, f"{folders[0] / checkpoint.name} doesn't exist"
+    try:
+        found = load(path)
+    except (UserError, OSError) as error:
+        return None, str(getattr(error, "message", error))
+    if found.state.get("belongs_to") != belongs_to:
+        return None, f"{path} belongs to another checkpoint"
+    before = found.state.get("own", {})
+    changed = [
+        f"{key} changed from {before.get(key)} to {value}" for key, value in own.items() if before.get(key) != value
+    ]
+    return found, f"{path} has other settings: {'; '.join(changed)}" if changed else ""
+
+
+def _belongs_to(trainer: Trainer) -> list[Any]:
+    """What tells a checkpoint from others of the same step: sums over the bits of the agreed network."""
+    with trainer.synchronizer.averaged():
+        sums = checksums(list(split_state(trainer.network.inner)[0].values())).sum(0).tolist()
+    return [trainer.progress.step, *sums]

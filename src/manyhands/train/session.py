@@ -31,21 +31,27 @@ from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.gradients import autocast
 from manyhands.parallel.network import ParallelNetwork
+from manyhands.train.custom_update import (
+    SESSION,
+    CustomUpdate,
+    OutputHook,
+    PreparedOptimizer,
+    SessionSamples,
+    as_given,
+    postpone_steps,
+    prepare_trainer,
+)
 from manyhands.train.data_setup import make_loader
-from manyhands.train.evaluate import Evaluation, evaluating
-from manyhands.train.evaluators import make_evaluator
+from manyhands.train.evaluate import agreed, evaluating, make_evaluator, record_evaluation
 from manyhands.train.loop import updates
+from manyhands.train.metrics import Evaluation, make_metrics
+from manyhands.train.network import PICTURES, pixels_of
 from manyhands.train.objects import metric_words
-from manyhands.train.own_metrics import make_metrics
-from manyhands.train.own_update import CustomUpdate, OutputHook
-from manyhands.train.prepare import SESSION, CustomParts, PlanLike, as_plan, prepare_trainer
-from manyhands.train.prepared import PreparedOptimizer, as_given, postpone_steps
-from manyhands.train.record_time import record_time
-from manyhands.train.saving import agreed, finish_save, record_evaluation, save
-from manyhands.train.scheduler_state import scheduler_state
-from manyhands.train.session_samples import SessionSamples
+from manyhands.train.parts import CustomParts, PlanLike, as_plan
+from manyhands.train.recording import record_time
+from manyhands.train.saving import finish_save, save
+from manyhands.train.schedule import scheduler_state
 from manyhands.train.stopping import StopSignal
-from manyhands.train.trained import PICTURES, pixels_of
 from manyhands.train.trainer import Trainer
 
 

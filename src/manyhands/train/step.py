@@ -3,8 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,59 +19,11 @@ from manyhands.parallel.gradients import Gradients, MicroBatchResult, all_finite
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.norm import forget_seen
 from manyhands.sync.synchronizer import Synchronizer
-from manyhands.train.diagnose import explain_gradient, explain_left_out, explain_loss
+from manyhands.train.choose_sync import values_by_rank
+from manyhands.train.diagnose import HINTS, explain_loss, is_finite, kind_of
 from manyhands.train.draws import seed_generators, uses_torch_rng_alone
-from manyhands.train.feed import LoadedMicroBatch, UpdateShare
+from manyhands.train.feed import LoadedMicroBatch, StepSums, UpdateShare
 from manyhands.train.loss import LossFn, something
-
-COUNTED_AT_ONCE = 1 << 16  # logits
-
-
-@dataclass
-class StepSums:
-    """Sums over this process's samples since the last `take`; tensors on the device, so that nothing waits for it."""
-
-    loss: Tensor | float = 0.0  # sum of losses
-    samples: int = 0  # samples that count
-    # first step whose loss was not finite, infinite if there is none; kept for good
-    first_bad: Tensor | float = math.inf
-    first_spoilt: Tensor | float = math.inf  # the same of gradients, where the card itself left that update out
-    _correct: float | Tensor = 0.0
-    _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # begun anew, not cleared: a mark holds it
-
-    def guess(self, logits: Tensor, labels: Tensor) -> None:
-        """Notes logits [n, C] and labels int64 [n]; small ones are counted many passes at once, which costs less."""
-        self._guesses.append((logits, labels))
-        if len(self._guesses) * logits.numel() >= COUNTED_AT_ONCE:
-            self._count()
-
-    def unguessed(self) -> None:
-        """Notes that there is nothing that could be right or wrong: the share of right guesses isn't a number."""
-        self._correct = math.nan
-
-    def take(self) -> tuple[float, float, int]:
-        """Loss sum, correct and counted samples; starts again from zero."""
-        self._count()
-        # All hear of a gradient by way of the loss.
-        loss = float(self.loss) if float(self.first_spoilt) == math.inf else math.nan
-        values = loss, float(self._correct), self.samples
-        self.loss, self._correct, self.samples = 0.0, 0.0, 0
-        return values
-
-    def mark(self) -> tuple[Any, ...]:
-        """What was measured so far, for `back`."""
-        return self.loss, self.samples, self._correct, self._guesses, len(self._guesses)
-
-    def back(self, mark: tuple[Any, ...]) -> None:
-        """Forgets what was measured since a mark."""
-        self.loss, self.samples, self._correct, self._guesses, guesses = mark
-        del self._guesses[guesses:]
-
-    def _count(self) -> None:
-        if self._guesses:
-            logits, labels = (torch.cat(tensors) for tensors in zip(*self._guesses, strict=True))
-            self._correct = self._correct + (logits.argmax(1) == labels).sum()
-            self._guesses = []
 
 
 @dataclass(frozen=True)
@@ -393,3 +344,47 @@ def _first(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
     """The first step [] that wasn't good, on the device; infinite while all were."""
     bad = torch.where(good, math.inf, float(step))
     return torch.minimum(bad, so_far if isinstance(so_far, Tensor) else torch.full_like(bad, so_far))
+
+
+def explain_left_out(
+    updater: Updater, bad: LoadedMicroBatch | None, update: UpdateShare, step: int, *, closely: bool
+) -> RunError:
+    """The error for an update whose loss or gradient isn't finite; all that share its gradients call it, and say alike.
+
+    Args:
+        updater: of the update, whose gradients are there.
+        bad: this process's part whose loss isn't finite.
+        update: of this process.
+        step: its number.
+        closely: look for the first tensor that isn't finite, which runs the network once more.
+    """
+    network, world = updater.network, updater.world
+    mine = None
+    if bad:
+        found = explain_loss(network, bad, world, step, closely=closely)
+        mine = [found.message, found.where, list(found.hints)]
+    losses = [said for said in values_by_rank(updater.synchronizer, mine, world).values() if said]
+    if losses:
+        what, where, hints = losses[0]
+        return RunError(what, where, tuple(hints))
+    if network.sharded and not closely:  # torch would add what is computed once more to the next update
+        return RunError("a gradient is not finite", f"step {step}", HINTS)
+    return explain_gradient(updater, update, step)
+
+
+def explain_gradient(updater: Updater, update: UpdateShare, step: int, *, alone: bool = False) -> RunError:
+    """The error for a gradient that is not finite; all processes that share gradients call it.
+
+    `alone`: only this process calls it, since the others may hold nothing of that parameter.
+    """
+    if updater.loss_fn and not updater.network.together:
+        updater.optimizer.zero_grad(set_to_none=True)
+        updater.add_gradients(update, step, averages=False)
+    found = ((name, one.grad) for name, one in updater.network.inner.named_parameters())
+    mine = next((f"the gradient of {n} is {kind_of(g)}" for n, g in found if g is not None and not is_finite(g)), "")
+    everybody: dict[int, str] = {updater.world.rank: mine}
+    if not alone:
+        everybody = values_by_rank(updater.synchronizer, mine, updater.world)
+    rank = next((rank for rank, text in everybody.items() if text), min(everybody))
+    what = everybody[rank] or "a gradient is not finite after the all-reduce"
+    return RunError(what, f"rank {rank}, step {step}", HINTS)

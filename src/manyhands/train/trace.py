@@ -17,7 +17,7 @@ from manyhands.core.phases import CLOCK, OTHER, PHASES
 from manyhands.core.scratch import scratch
 from manyhands.parallel.plain import gather_plain
 from manyhands.train.feed import UpdateShare
-from manyhands.train.record_time import record_time
+from manyhands.train.recording import record_time
 from manyhands.train.trainer import Trainer
 
 # Updates before those that are traced: the first ones start everything.

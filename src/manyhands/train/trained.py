@@ -1,6 +1,6 @@
 """From a checkpoint to a network that can be used: made again as its record says, with the pictures that it wants."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,78 +9,25 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from manyhands.checkpoint.trained import Pictures, TrainedNetwork, find_record, note_trained_on
+from manyhands.checkpoint.trained import TrainedNetwork, find_record, note_trained_on
 from manyhands.config.job import Job
 from manyhands.core.devices import require_device
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import Mesh, parse_mesh
+from manyhands.core.mesh import Mesh
 from manyhands.core.run_folder import RunFolder
-from manyhands.core.user_code import code_digests
 from manyhands.core.world import World
-from manyhands.data.decode import to_mode
+from manyhands.data.decode import CorruptImageError, to_mode
 from manyhands.data.on_demand import as_picture
 from manyhands.data.pictures import prepare, read_picture, to_tensor
 from manyhands.data.transforms import Normalise, Pixels
-from manyhands.models.build import resolve_model
-from manyhands.parallel.apply import takes_mesh
+from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.grid import Grid
-from manyhands.train.data_setup import DataSetup
+from manyhands.parallel.plain import gather_plain
+from manyhands.train.data_setup import name_outputs
 from manyhands.train.journal import Journal
-from manyhands.train.network import make_model, read_any
+from manyhands.train.network import make_model, pixels_of, read_any
 from manyhands.train.objects import Objects
-from manyhands.train.same_data import digest_data, split_names
 from manyhands.train.state import load_snapshot
-
-# Options that say what pictures become.
-PICTURES = ("image_size", "channels", "mean", "std")
-
-
-def describe_trained(
-    job: Job, samples: DataSetup, classes: tuple[str, ...], mode: str, objects: Objects, size: int
-) -> TrainedNetwork:
-    """What the weights of this run will not say.
-
-    Args:
-        job: that it is trained by.
-        samples: that it learns from.
-        classes: a name for each output.
-        mode: the parallel mode in force.
-        objects: what the user brought instead of names.
-        size: processes.
-    """
-    pixels = samples.pixels
-    pictures = Pictures(
-        own=pixels.own,
-        size=pixels.size,
-        resize=pixels.resized_to,
-        channels=pixels.channels,
-        mean=pixels.mean,
-        std=pixels.std,
-    )
-    if objects.model is not None:
-        note_trained_on(objects.model, pictures, classes)
-    model = job.model if objects.model is not None else resolve_model(job.model, pixels.size)
-    mesh = (parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", size),))) if takes_mesh(mode) else None
-    return TrainedNetwork(
-        name=model.name,
-        made_in_python=objects.model is not None,
-        arguments=model.arguments,
-        num_classes=len(samples.classes),
-        axes=tuple(mesh.names) if mesh else (),
-        double=job.train.precision == "fp64",
-        precision=job.train.precision,
-        channels_last=job.train.channels_last is True,
-        pictures=pictures,
-        classes=classes,
-        code=code_digests((model.name, job.data.name, job.data.held_out, *job.train.custom_code)),
-        digests={**objects.digests, **digest_data(samples.splits)},
-        samples={word: len(source) for word, source in split_names(samples.splits)},
-    )
-
-
-def pixels_of(about: Pictures) -> Pixels:
-    """What the pictures of an evaluation become."""
-    return Pixels(about.size, about.channels, about.mean, about.std, "none", resize=about.resize, own=about.own)
 
 
 def job_of_record(job: Job, record: TrainedNetwork) -> Job:
@@ -210,3 +157,62 @@ class Transform:
                 "",
                 ("pass tensors like those that the data set returns: manyhands.predict(RUN, [dataset[0][0]])",),
             )
+
+
+Guesses = list[tuple[str, float]]
+# Whole blocks are dealt out, so that a picture is computed in the same company at any number of processes.
+BLOCK = 32
+
+
+def guess(trained: Trained, pictures: Sequence[Any], most: int = 5, *, skip: bool = False) -> Iterator[Guesses | str]:
+    """The most likely classes of each picture, with their probabilities, in the order of the pictures.
+
+    With `skip`, a picture that can't be read gives a text that says why.
+
+    Raises:
+        UserError: a picture can't be read (without `skip`) or doesn't suit the network.
+    """
+    for start in range(0, len(pictures), BLOCK):
+        yield from _block(trained, pictures[start : start + BLOCK], most, skip=skip)
+
+
+def guess_together(trained: Trained, pictures: Sequence[Any], world: World) -> list[Guesses | str]:
+    """The same with `skip`, shared out among the processes of a group; a collective. All get all."""
+    starts = range(0, len(pictures), BLOCK)
+    mine = [
+        _block(trained, pictures[start : start + BLOCK], 5, skip=True) for start in starts[world.rank :: world.size]
+    ]
+    everybody = gather_plain(mine, world)
+    blocks = [everybody[number % world.size][number // world.size] for number in range(len(starts))]
+    return [
+        one if isinstance(one, str) else [(name, share) for name, share in one] for block in blocks for one in block
+    ]
+
+
+def _block(trained: Trained, pictures: Sequence[Any], most: int, *, skip: bool) -> list[Guesses | str]:
+    images: list[Tensor] = []
+    unreadable: dict[int, str] = {}
+    for number, picture in enumerate(pictures):
+        try:
+            images.append(trained.transform(picture))
+        except CorruptImageError as error:
+            if not skip:
+                raise
+            unreadable[number] = error.message
+    if not images:
+        return list(unreadable.values())
+    with torch.inference_mode():
+        shares = main_and_auxiliary(trained.network(_stack(images)))[0].float().softmax(1)
+    names = name_outputs(trained.classes, shares.shape[1])
+    top = shares.topk(min(most, shares.shape[1]), dim=1)
+    found = zip(top.values.tolist(), top.indices.tolist(), strict=True)
+    guesses = ([(names[number], share) for share, number in zip(*both, strict=True)] for both in found)
+    return [unreadable.get(number) or next(guesses) for number in range(len(pictures))]
+
+
+def _stack(images: list[Tensor]) -> Tensor:
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
+        raise UserError(f"the samples have different shapes: {shown}", "", ("pass samples of one shape per call",))
+    return torch.stack(images)

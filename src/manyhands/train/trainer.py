@@ -15,16 +15,13 @@ from manyhands.parallel.apply import check_replicas
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.sync.costs import Cost
 from manyhands.sync.synchronizer import Synchronizer
-from manyhands.train.background import Saver
-from manyhands.train.communication import CommunicationMonitor
-from manyhands.train.diverging import Divergence
-from manyhands.train.epoch_end import AtEpochEnd
-from manyhands.train.evaluate import Evaluation
 from manyhands.train.feed import Feed
 from manyhands.train.heartbeat import HeartbeatWriter
-from manyhands.train.interval import FIRST_S, SaveInterval
 from manyhands.train.journal import Journal
-from manyhands.train.pacing import Watcher
+from manyhands.train.metrics import Evaluation
+from manyhands.train.monitors import CommunicationMonitor, Divergence, Watcher
+from manyhands.train.objects import AtEpochEnd
+from manyhands.train.saver import FIRST_S, SaveInterval, Saver
 from manyhands.train.state import Progress
 from manyhands.train.status import EpochMean, Status, StatusRound
 from manyhands.train.step import Updater

@@ -7,26 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.world import World
-from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups, refuse_other_networks, takes_mesh
+from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups, refuse_other_networks
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.marks import layouts_of
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
 from manyhands.parallel.plain import broadcast_plain, gather_plain
-from manyhands.parallel.plan import Plan
 from manyhands.parallel.rows import find_rows
 from manyhands.sync.choose import BY_MODE, EXACT
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import ChosenSync, SyncRequest, select_sync
 from manyhands.train.data_setup import DataSetup, first_picture
-from manyhands.train.journal import Journal
-from manyhands.train.loss import LossFn
+from manyhands.train.monitors import Watcher
 from manyhands.train.optimize import steps_to_make
-from manyhands.train.pacing import Watcher
+from manyhands.train.parts import Parts
 from manyhands.train.recover import Resumable
 from manyhands.train.state import split_state
 from manyhands.train.trial_step import TrialResult, TrialStep, run_trial, sum_of_outputs, time_sample, time_step
@@ -59,47 +55,39 @@ class UnderMode:
         self.restore_norms()
 
 
-@dataclass(frozen=True)
-class BeforeMode:
-    """A network before its mode, and what it is for."""
-
-    job: Job  # what the user asked for
-    model: nn.Module  # the network, on its device
-    samples: DataSetup  # the data
-    mode: str  # the parallel mode, resolved
-    world: World  # who takes part
-    journal: Journal  # is told what is decided
-    loss_fn: LossFn | None = None  # None where the user computes the loss
-    cross_entropy: bool = False  # the loss can be computed from parts of the classes
-    classes: int = 0  # of the data; 0 where outputs are the user's
-    plan: Plan | None = None  # how ops are split, for modes that follow a plan
-    grid: Grid | None = None  # the processes as the network's author sees them, for modes that take a mesh
-    found: Resumable | None = None  # what the run goes on from
-
-
-def put_under_mode(before: BeforeMode) -> UnderMode:
+def put_under_mode(
+    parts: Parts, model: nn.Module, samples: DataSetup, grid: Grid | None, found: Resumable | None
+) -> UnderMode:
     """Verifies that all processes start from the same network, selects the sync method and applies the mode.
+
+    Args:
+        parts: what the trainer is built from.
+        model: the network, on its device.
+        samples: the data.
+        grid: the processes as the network's author sees them, for modes that take a mesh.
+        found: what the run resumes from.
 
     Raises:
         UserError: network, data, mode and sync method don't fit together.
     """
-    model, world, plan = before.model, before.world, before.plan
+    world = parts.world
     _refuse_untrainable(model, world)
-    groups, restore_norms = group_batch_norms(model) if normalises_in_groups(before.mode) else leave_batch_norms()
-    picture = first_picture(before.samples.train)
-    if plan:
-        _start_equal(before)
-        # It may be too large for one process's gradients, so nothing is rehearsed: the mode tries it without them.
-        own = before.loss_fn.own if before.loss_fn else None
-        request = ModeRequest(plan=plan, picture=picture, cross_entropy=before.cross_entropy, loss=own)
+    groups, restore_norms = group_batch_norms(model) if normalises_in_groups(parts.mode) else leave_batch_norms()
+    picture = first_picture(samples.train)
+    if parts.plan:
+        _start_equal(parts, model, grid)
+        # It may be too large for one process's gradients, so there is no trial step: the mode tries it without them.
+        own = parts.loss_fn.own if parts.loss_fn else None
+        request = ModeRequest(plan=parts.plan, picture=picture, cross_entropy=parts.cross_entropy, loss=own)
         synced, trial = ChosenSync(BY_MODE, Synchronizer(), request), TrialResult([], draws=False)
     else:
-        loss_fn = before.loss_fn or sum_of_outputs
-        trial_step = TrialStep(model, groups, before.samples.train, loss_fn, before.job)
-        trial = _run_trial(before, trial_step)
-        synced = _select_sync(before, trial_step, trial.unused)
+        loss_fn = parts.loss_fn or sum_of_outputs
+        trial_step = TrialStep(model, groups, samples.train, loss_fn, parts.job)
+        trial = _run_trial(parts, samples, trial_step)
+        _start_equal(parts, model, grid)
+        synced = _select_sync(parts, trial_step, trial.unused, len(samples.splits.train), grid, found)
     sample_s = time_sample(model, picture.expand(2, *picture.shape), world)
-    return UnderMode(apply_mode(before.mode, model, world, synced.how), synced, trial, restore_norms, sample_s)
+    return UnderMode(apply_mode(parts.mode, model, world, synced.how), synced, trial, restore_norms, sample_s)
 
 
 def _refuse_untrainable(model: nn.Module, world: World) -> None:
@@ -121,27 +109,27 @@ def _refuse_untrainable(model: nn.Module, world: World) -> None:
         raise UserError(f"the parameter {name} is complex; manyhands trains only real parameters", "the network", hints)
 
 
-def _run_trial(before: BeforeMode, trial_step: TrialStep) -> TrialResult:
+def _run_trial(parts: Parts, samples: DataSetup, trial_step: TrialStep) -> TrialResult:
     """Tries the network on two samples; with a custom loss on eight, and where it needs more, on a micro-batch.
 
     A collective, since all must find the same.
     """
-    samples, world, train = before.samples, before.world, before.job.train
+    world, train = parts.world, parts.job.train
     count = most = min(2, len(samples.splits.train))
-    if before.loss_fn and before.loss_fn.own:
+    if parts.loss_fn and parts.loss_fn.own:
         most = min(max(count, train.micro_batch or train.batch // world.size), len(samples.splits.train))
         count = min(_FEW, most)
     layers = trial_step.groups.layers
-    if before.loss_fn is None and (world.alone or before.job.sync.method == EXACT):
+    if parts.loss_fn is None and (world.alone or parts.job.sync.method == EXACT):
         # Nothing asks for more, and it isn't known how the user's own loop calls the network.
-        find_rows(before.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
+        find_rows(trial_step.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
         return TrialResult([], draws=False)
     try:
-        found = _tried(trial_step, before.classes, count, most, world)
+        found = _tried(trial_step, len(samples.classes) if parts.loss_fn else 0, count, most, world)
     except _FAILURES as error:
-        if before.loss_fn:
+        if parts.loss_fn:
             raise
-        method = before.job.sync.method
+        method = parts.job.sync.method
         what = f"the network failed on the two test samples that sync.method = {method} needs: {error}"
         hints = (f"accept model(x) for a batch x, or set --sync {EXACT}, which needs no test",)
         raise UserError(what, "session.prepare", hints) from error
@@ -150,7 +138,7 @@ def _run_trial(before: BeforeMode, trial_step: TrialStep) -> TrialResult:
         layer.rows_per_sample = each
     if unused:
         message = f"{', '.join(unused[:3])} never get a gradient (do: freeze parameters that should not train)"
-        before.journal.event("warning", message, 0)
+        parts.journal.event("warning", message, 0)
     return TrialResult(unused, draws, found.outputs, found.count)
 
 
@@ -164,55 +152,43 @@ def _tried(trial_step: TrialStep, classes: int, count: int, most: int, world: Wo
     return run_trial(trial_step, classes, most, world)
 
 
-def _select_sync(before: BeforeMode, trial_step: TrialStep, unused: list[str]) -> ChosenSync:
-    """Proves that all start from the same, and settles how they will agree; a collective."""
-    job, world, samples = before.job, before.world, len(before.samples.splits.train)
-    _start_equal(before)
+def _select_sync(
+    parts: Parts, trial_step: TrialStep, unused: list[str], samples: int, grid: Grid | None, found: Resumable | None
+) -> ChosenSync:
+    """Selects the sync method; a collective."""
+    job, world = parts.job, parts.world
     axes = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
     share = -(-min(job.train.batch, samples) // world.size)
-    state = before.found.snapshot.state if before.found else {}
+    state = found.snapshot.state if found else {}
     sync_request = SyncRequest(
         job,
-        before.mode,
+        parts.mode,
         steps_to_make(job.train, samples),
         state.get("sync"),
         lambda: time_step(trial_step, share, world),
     )
     request = ModeRequest(
         bool(unused),
-        grid=before.grid,
+        grid=grid,
         samples=axes,
         shared_memory=job.parallel.shared_memory,
     )
-    return select_sync(sync_request, before.model, unused, world, before.journal, request)
+    return select_sync(sync_request, trial_step.model, unused, world, parts.journal, request)
 
 
-def _start_equal(before: BeforeMode) -> None:
-    """Proves that all processes start from the same network, or (if asked to) gives them rank 0's.
+def _start_equal(parts: Parts, model: nn.Module, grid: Grid | None) -> None:
+    """Verifies that all processes start from the same network, or (if asked to) gives them rank 0's.
 
     Of a network that its author has split over a grid, what is cut is left out: the pieces differ.
 
     Raises:
         UserError: the processes have other tensors, or train others.
     """
-    model, world, grid, always = before.model, before.world, before.grid, before.job.parallel.parameter_broadcast
+    world, always = parts.world, parts.job.parallel.parameter_broadcast
     sharded = (
         {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
     )
     named = {name: tensor for name, tensor in split_state(model)[0].items() if name not in sharded}
     refuse_other_networks(model, named, world)
     if make_equal(named, world, always=always) and not always:
-        before.journal.event("note", "the processes built different networks (missing seed?); all use rank 0's network")
-
-
-def grid_of(job: Job, world: World, mode: str) -> Grid | None:
-    """The processes as the network's author sees them, where a mode takes a mesh; one axis dp unless the job says more.
-
-    Raises:
-        UserError: the mesh doesn't have as many places as there are processes.
-    """
-    if not takes_mesh(mode):
-        return None
-    mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
-    mesh.check_size(world.size)
-    return Grid(mesh, world)
+        parts.journal.event("note", "the processes built different networks (missing seed?); all use rank 0's network")

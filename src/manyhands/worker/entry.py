@@ -144,9 +144,10 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     from manyhands.cluster.doctor.accelerators import unused_here
     from manyhands.parallel.apply import follows_plan, resolve_mode
     from manyhands.parallel.plain import gather_plain
+    from manyhands.train.build import build
     from manyhands.train.choose_sync import check_combination
-    from manyhands.train.job import build
-    from manyhands.train.replicas import writers_of
+    from manyhands.train.parts import Parts
+    from manyhands.train.saver import writers_of
 
     mode = resolve_mode(job.parallel.mode, world)
     check_combination(job.sync.method, mode)
@@ -163,7 +164,9 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
     followed, about = None, dict[str, Any]()
     if follows_plan(mode):
         mode, followed, about = _follow(job, folder, world, mode, objects)
-    trainer = build(job, folder, world, mode, objects, followed, resolved.splits, header=not measurements)
+    trainer = build(
+        Parts.from_job(job, folder, world, mode, objects, followed, resolved.splits, header=not measurements)
+    )
     trainer.writers = writers_of(folder, world, in_pieces=job.checkpoint.pieces and bool(trainer.network.layouts))
     for note in (*resolved.said, *about.get("untimed", ()), *((about["reason"],) if about.get("reason") else ())):
         trainer.journal.event("note", note)
@@ -176,8 +179,8 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
 def _resolve_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any, measurements: list[Any]) -> Any:
     """`ResolvedPrecision`: the job with what it leaves to a measurement, and what plan.json says of that."""
     from manyhands.train.data_setup import class_names
-    from manyhands.train.job import record_setup
     from manyhands.train.objects import Objects
+    from manyhands.train.parts import Parts, record_setup
     from manyhands.worker.precision import ResolvedPrecision, resolve_precision
 
     say, objects = functools.partial(Journal(folder, world.rank).event, "note"), objects or Objects()
@@ -185,7 +188,7 @@ def _resolve_measured(job: Job, folder: RunFolder, world: Any, mode: str, object
     def announce(measurement: Any, text: str) -> None:
         measurements.append(measurement)
         splits, names = measurement.splits, class_names(job, measurement.splits)
-        record_setup(Journal(folder, world.rank), job, world, splits, names, objects, measurement.network())
+        record_setup(Parts.from_job(job, folder, world, mode, objects), splits, names, measurement.network())
         say(text)
 
     if not job.train.measured_precision:
@@ -244,8 +247,7 @@ def predict_here(
     """
 
     def predict(world: Any) -> dict[str, Any]:
-        from manyhands.train.predict import guess_together
-        from manyhands.train.trained import open_trained
+        from manyhands.train.trained import guess_together, open_trained
 
         trained = open_trained(Path(argument["checkpoint"]), model=argument["model"], device=world.device)
         return {"guesses": guess_together(trained, argument["pictures"], world)}

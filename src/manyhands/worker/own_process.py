@@ -21,12 +21,11 @@ from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.standing import existing_process_info
 from manyhands.train.data_setup import open_splits
 from manyhands.train.objects import Objects
-from manyhands.train.predict import Guesses, guess
 from manyhands.train.same_data import digest_data, digest_trainable, digest_weights
 from manyhands.train.session import Session
 from manyhands.train.state import load_snapshot
 from manyhands.train.stopping import StopSignal, listening
-from manyhands.train.trained import open_trained
+from manyhands.train.trained import Guesses, guess, open_trained
 from manyhands.train.trainer import Trainer
 from manyhands.worker.member import GroupMember, share_folder
 from manyhands.worker.run_metadata import local_environment, write_metadata

@@ -5,8 +5,8 @@ import sys
 
 # The imports are the purpose.
 import manyhands.cluster.doctor.accelerators
+import manyhands.train.build
 import manyhands.train.exceptions
-import manyhands.train.job
 import manyhands.train.loop
 import manyhands.worker.precision  # noqa: F401
 from manyhands.cluster.agents.orders import Orders

@@ -1,15 +1,123 @@
-"""How often a run saves by itself: what a save holds up, against what a failure takes back."""
+"""When and how a run saves: the writer beside training, who writes, and the interval between checkpoints."""
 
 import itertools
 import math
+import platform
+import secrets
 import statistics
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+from manyhands.checkpoint.write import NotFiniteError, SaveError
 from manyhands.core.records import read_lines
-from manyhands.core.run_folder import RunFolder
+from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.world import World
+from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.train.journal import Journal
+
+SAVED, NOT_SAVED, NOT_FINITE = "saved", "not saved", "not finite"
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a save ended."""
+
+    word: str = SAVED  # SAVED, NOT_SAVED or NOT_FINITE
+    what: str = ""  # the disk's words, where it wasn't saved; else the checkpoint's name
+    digests: dict[str, str] = field(default_factory=dict[str, str])  # of the files that hold tensors, by name
+
+
+class Saver:
+    """One save at a time, on a process that writes; the others know that one goes on.
+
+    Attributes:
+        step: of the save that goes on, None where none does; equal on all processes.
+        waited_s: how long training waited for the copy that is written.
+        stalled_s: how long it stood still for this save so far.
+        wrote_s: how long this process wrote beside training.
+        has_run: whether a save of this process has found the run's job file in its folder.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.waited_s = self.stalled_s = self.wrote_s = 0.0
+        self.has_run = False
+        self._thread: threading.Thread | None = None
+        self._outcome: SaveOutcome | None = None
+        self._error: Exception | None = None
+
+    def begin(self, step: int, write: Callable[[], SaveOutcome] | None, *, beside: bool = True) -> None:
+        """Has a checkpoint written, beside training or before this returns; `write` is None on who writes none."""
+        self.step, self._outcome, self._error, self.wrote_s = step, None, None, 0.0
+        if write is not None and beside:
+            self._thread = threading.Thread(target=self._run, args=(write,), name="saving", daemon=True)
+            self._thread.start()
+        elif write is not None:
+            self._run(write)
+            self.wrote_s = 0.0
+
+    @property
+    def done(self) -> bool:
+        """True where this process has written what it was to write."""
+        return self._outcome is not None or self._error is not None
+
+    def wait(self) -> None:
+        """Until what this process writes is written, or can't be; no collective."""
+        if self._thread:
+            self._thread.join()
+
+    def end(self) -> SaveOutcome | None:
+        """Waits, and gives how it ended; None where this process writes nothing. Raises what wasn't foreseen."""
+        self.wait()
+        self.step = self._thread = None
+        if self._error:
+            raise self._error
+        return self._outcome
+
+    def _run(self, write: Callable[[], SaveOutcome]) -> None:
+        began_s = time.perf_counter()
+        try:
+            self._outcome = write()
+        except SaveError as error:
+            self._outcome = SaveOutcome(NOT_SAVED, error.message)
+        except NotFiniteError:
+            self._outcome = SaveOutcome(NOT_FINITE)
+        except Exception as error:  # noqa: BLE001 - raised by whoever asks how it ended
+            self._error = error
+        self.wrote_s = time.perf_counter() - began_s
+
+
+def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int, range]:
+    """The ranks that write checkpoints, each with those of its machine, equal on all processes; a collective.
+
+    Rank 0, and the first one of a machine that doesn't see rank 0's disk.
+
+    Args:
+        folder: of the run.
+        world: who takes part.
+        in_pieces: each process writes its own piece, which needs a disk that all share.
+    """
+    if world.local_size == world.size or in_pieces or folder is NOWHERE:
+        return {0: range(world.local_size)}
+    mark = folder.ranks / f".disk-{broadcast_plain(secrets.token_hex(8), world)}"
+    if world.is_main:
+        mark.touch()
+    gather_plain(None, world)
+    apart = world.local_rank == 0 and folder.ranks.is_dir() and not mark.exists()
+    machines = gather_plain([platform.node() if apart else "", world.local_size], world)
+    if world.is_main:
+        mark.unlink()
+    writers = {0: range(machines[0][1])}
+    for rank, (host, size) in enumerate(machines):
+        if host:
+            message = f"each checkpoint is saved on both {platform.node()} and {host}, because they don't share a disk"
+            Journal(folder, world.rank).event("note", message)
+            return {**writers, rank: range(rank, rank + size)}
+    return writers
+
 
 # Until a save was measured, and never more often or seldom.
 FIRST_S, SHORTEST_S, LONGEST_S = 10.0, 10.0, 1800.0

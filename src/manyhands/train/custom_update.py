@@ -1,19 +1,36 @@
-"""One update whose forward passes and losses are the user's own; all else is `Updater`'s, as in `fit`."""
+"""What a session gives a loop of the user's own: samples, optimizer and scheduler, and updates from its own losses."""
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from manyhands.checkpoint.snapshot import unflatten
+from manyhands.checkpoint.trained import find_record
+from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.phases import CLOCK, COMMUNICATION
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.world import World
+from manyhands.data.order import Order
 from manyhands.parallel.network import MicroBatch
+from manyhands.parallel.plain import broadcast_plain
+from manyhands.train.build import build
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loss import something
+from manyhands.train.parts import CustomParts, Parts
+from manyhands.train.recover import Resumable
+from manyhands.train.schedule import CustomScheduler, reading_of, restore_scheduler
 from manyhands.train.step import Updater
+from manyhands.train.trainer import Trainer
 
+# The key of a checkpoint's state for what a session alone knows.
+SESSION = "session"
 _LOOP = ("for x, y in samples: session.backward(loss_of(model(x), y)); optimizer.step()",)
 
 
@@ -170,3 +187,137 @@ class CustomUpdate:
             self._updater.finish(self._update, self._step)
         self.made = True
         return True
+
+
+class PreparedOptimizer(torch.optim.Optimizer):
+    """The user's optimizer, with their groups and state, in a loop over micro-batches.
+
+    `step` does nothing before an update's last micro-batch, and `zero_grad` nothing within an unfinished update.
+
+    Args:
+        inner: the user's own.
+        finish: makes the update if its gradients are all there.
+        unfinished: true within an update.
+    """
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, finish: Callable[[], object], unfinished: Callable[[], bool]
+    ) -> None:
+        # Not torch's constructor: groups and state are the inner optimizer's own.
+        self.__dict__.update(_inner=inner, _finish=finish, _unfinished=unfinished)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_inner"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "step":  # a scheduler puts its own count around it
+            hints = ("create the scheduler first, and pass session.prepare(…, scheduler=scheduler)",)
+            raise UserError("a scheduler was created from a prepared optimizer", "session.prepare", hints)
+        setattr(self._inner, name, value)
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+    @override
+    def step(self, closure: Any = None) -> Any:  # None; torch's own type names a closure's value
+        if closure is not None:
+            hints = ("call session.backward(loss), then optimizer.step() without a closure",)
+            raise UserError("sessions don't support closures, which compute the loss again", "optimizer.step", hints)
+        self._finish()
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not self._unfinished():
+            self._inner.zero_grad(set_to_none)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state_dict)
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        hints = ("add the parameter group before session.prepare",)
+        raise UserError("a prepared optimizer doesn't accept more parameters", "add_param_group", hints)
+
+
+def as_given(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The user's own, also of one that was prepared before."""
+    return optimizer.__dict__["_inner"] if isinstance(optimizer, PreparedOptimizer) else optimizer
+
+
+def postpone_steps(scheduler: LRScheduler, waits: Callable[[], bool]) -> None:
+    """Has a scheduler's `step` do nothing while `waits` is true; its state stays as it is, to be saved."""
+    kind = type(scheduler)
+
+    def step(self: LRScheduler, *arguments: Any, **named: Any) -> None:
+        if not waits():
+            kind.step(self, *arguments, **named)
+
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
+
+
+def take_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+    """Gives an optimizer's groups their saved settings, such as the rate that a scheduler has come to."""
+    if len(saved) != len(optimizer.param_groups):
+        return
+    for live, before in zip(optimizer.param_groups, saved, strict=True):
+        live.update({key: value for key, value in before.items() if key in live and key != "params"})
+        live.update({key: value for key, value in before.items() if key == "initial_lr"})
+
+
+class SessionSamples:
+    """Iterates over this process's micro-batches of the session's current epoch."""
+
+    def __init__(self, batches: Callable[[], Iterator[tuple[Tensor, Tensor]]], order: Order) -> None:
+        self._batches, self._order = batches, order
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self._batches()
+
+    def __len__(self) -> int:
+        """Returns the number of updates in an epoch."""
+        return self._order.steps_per_epoch
+
+
+def prepare_trainer(
+    job: Job, folder: RunFolder | None, world: World, own: CustomParts
+) -> tuple[Trainer, dict[str, Any]]:
+    """Builds the trainer, and puts it where the run folder's newest checkpoint was; a collective.
+
+    The job has the batch; without a folder nothing is kept.
+
+    Returns:
+        The trainer, and what a session had noted in the checkpoint that it resumes from; empty at a start.
+
+    Raises:
+        UserError: network, data, plan and job don't fit together.
+    """
+    noted = dict[str, Any]()
+
+    def restore_groups(trainer: Trainer, found: Resumable) -> None:
+        saved: Any = (found.snapshot.optimizer or {}).get("param_groups", [])
+        if found.source:
+            saved = unflatten(found.source.branches.get("param_groups", []), {})
+        if not isinstance(trainer.update.set_rates, CustomScheduler):
+            take_groups(own.optimizer, saved)
+
+    def restore_notes(trainer: Trainer, found: Resumable) -> None:
+        said = found.snapshot.state.get(SESSION, {})
+        if own.scheduler and said.get("scheduler"):
+            with reading_of(str(found.path)):
+                restore_scheduler(own.scheduler, json.loads(said["scheduler"]))
+        record = find_record(found.path, found.snapshot.state)
+        changed = record.changed(trainer.trained.digests) if record else []
+        changed = broadcast_plain(changed, world)  # objects may hold a rank
+        noted.update({"epochs": trainer.progress.epoch, **said, "changed": changed})
+
+    parts = Parts.from_objects(job, folder, world, own)
+    trainer = build(replace(parts, before_resume=restore_groups, after_resume=restore_notes))
+    CLOCK.take()
+    trainer.status_round.reset(trainer.progress.step)
+    trainer.epoch_mean.whole = trainer.progress.step_in_epoch == 0
+    return trainer, noted

@@ -7,7 +7,7 @@ whatever sums an object says, of which it computes the figure at the end.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -171,3 +171,39 @@ def make_metrics(
             raise UserError(f"the metric {name} is a class", _WHERE, (f"pass an instance: {own.__name__}()",))
         found.append(CustomMetric(name, own))
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of an evaluation.
+
+    Attributes:
+        count: the number of samples.
+        loss: the mean cross-entropy, or the mean negative log-likelihood.
+        top1: top-1 accuracy, 0 to 1.
+        top5: top-5 accuracy, 0 to 1.
+        cells: int64 [cells, 3], the nonzero cells of the confusion matrix: true class, predicted class, count.
+        classes: the number of rows and columns of the matrix: the classes, or more if other outputs were predicted.
+        seconds: the duration of the evaluation.
+        metrics: the user's metrics, by name.
+    """
+
+    count: int
+    loss: float
+    top1: float
+    top5: float
+    cells: Tensor
+    classes: int
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+    def figure(self, name: str) -> float:
+        """Returns top1, top5, loss or a metric of the user by name."""
+        return self.metrics[name] if name in self.metrics else getattr(self, name)
+
+    @property
+    def confusion(self) -> Tensor:
+        """The confusion matrix, int64 [classes, classes]. Rows are true classes, columns predicted ones."""
+        matrix = torch.zeros(self.classes, self.classes, dtype=torch.int64)
+        matrix[self.cells[:, 0], self.cells[:, 1]] = self.cells[:, 2]
+        return matrix

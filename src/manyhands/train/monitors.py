@@ -1,0 +1,201 @@
+"""Monitors of a run: slow ranks and stalls, time lost to communication, a diverging loss."""
+
+import math
+import shlex
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from manyhands.core.resuming import resume_command
+from manyhands.core.world import World
+from manyhands.sync.choose import EXACT, choose, words_of
+from manyhands.sync.costs import Cost, LinkCase
+from manyhands.sync.options import SyncOptions
+from manyhands.sync.synchronizer import Synchronizer, Timed
+from manyhands.train.heartbeat import stood_still
+from manyhands.train.journal import Journal
+
+# A process is slow that takes so many times as long as the others' median, in so many agreements one after the other.
+_SLOW, _TIMES = 1.3, 3
+# Standing still is told of that takes so long, and so many times as long as it does usually.
+_STALL_S, _STALL = 3.0, 3.0
+
+
+@dataclass
+class Watcher:
+    """What all processes tell each other of their speed, and what is said of it."""
+
+    synchronizer: Synchronizer  # what this process waits for
+    cost: Cost  # the method, with its pace
+    world: World  # who takes part
+    hosts: list[str]  # name of each rank's machine
+    _waited_s: float = field(default=0.0, init=False)
+    _slow: list[int] = field(default_factory=list[int], init=False)
+    _reported: set[int] = field(default_factory=set[int], init=False)
+    _stood_s: float = field(default=0.0, init=False)
+    _stalls_s: list[float] = field(default_factory=list[float], init=False)
+
+    @property
+    def timed(self) -> Timed:
+        """What this process waits for."""
+        if self.synchronizer.timed is None:
+            raise ValueError("the sync method never waits")
+        return self.synchronizer.timed
+
+    def mine(self, seconds: float, steps: int) -> list[float]:
+        """Numbers to be added up over all processes: each one's seconds a step, and of the last exchange.
+
+        Args:
+            seconds: since the last agreement.
+            steps: made in that time.
+        """
+        waited_s, self._waited_s = self.timed.waited_s - self._waited_s, self.timed.waited_s
+        self._stood_s = waited_s
+        step_s = (seconds - waited_s) / max(1, steps)
+        own = [rank == self.world.rank for rank in range(self.world.size)]
+        return [*(step_s * one for one in own), *(self.timed.exchange_s * one for one in own)]
+
+    def observe(self, values: list[float], step: int, journal: Journal) -> Cost:
+        """Says what the sums of `mine` show, alike on all processes; returns the method as it is from now on."""
+        speeds_s, exchanges_s = values[: self.world.size], values[self.world.size :]
+        self._name_the_slow(speeds_s, step, journal)
+        before, now = self.cost, self.synchronizer.adapt_pace(speeds_s, exchanges_s)
+        if now is not None:
+            self.cost = now
+            longer = (now.every, now.delay) > (before.every, before.delay)
+            changed = (
+                f"every {now.every} steps instead of {before.every}, {now.delay} steps late instead of {before.delay}"
+            )
+            said = f"exchanges {'take longer' if longer else 'are faster'} now: processes agree {changed}"
+            journal.event("sync", said, step, every=now.every, delay=now.delay, method=now.method)
+        return self.cost
+
+    def name_a_stall(self, waited_s: float, step: int, journal: Journal) -> None:
+        """Says so where training has stood still much longer than it does usually, as where a link was cut.
+
+        Args:
+            waited_s: how long this process stood still while all told their numbers.
+            step: updates made.
+            journal: is told.
+        """
+        stood_s = self._stood_s + waited_s
+        # The first time counts how unequally processes have started.
+        usual_s = statistics.median(self._stalls_s) if self._stalls_s else stood_s
+        self._stalls_s = [*self._stalls_s[-4:], stood_s]
+        if stood_s > max(_STALL_S, _STALL * usual_s):
+            journal.event("stall", stood_still(stood_s, usual_s, linked=len({*self.hosts}) > 1), step, seconds=stood_s)
+
+    def _name_the_slow(self, speeds: list[float], step: int, journal: Journal) -> None:
+        slowest = max(range(len(speeds)), key=speeds.__getitem__)
+        usual_s = statistics.median([*speeds[:slowest], *speeds[slowest + 1 :]])
+        if not math.isfinite(usual_s) or speeds[slowest] <= _SLOW * usual_s:
+            self._slow.clear()
+            return
+        self._slow.append(slowest)
+        if len(self._slow) >= _TIMES and set(self._slow[-_TIMES:]) == {slowest} and slowest not in self._reported:
+            self._reported.add(slowest)
+            what = (
+                f"rank {slowest} on {self.hosts[slowest]} takes {speeds[slowest]:.3g} s a step, "
+                f"the other ranks {usual_s:.3g} s"
+            )
+            lost = 1 - usual_s / speeds[slowest]
+            journal.event("slow", f"{what}, so the other ranks are idle {lost:.0%} of the time", step, rank=slowest)
+
+
+# Less than this share of the time isn't worth a line.
+_LONG = 1 / 3
+# The first step starts everything; what follows must be a few steps, or long ones.
+_FEW_STEPS, _LONG_S = 3, 5.0
+# The part of computing in which gradients are ready to be sent: most of the backward pass.
+_BACKWARD = 0.5
+
+
+@dataclass
+class CommunicationMonitor:
+    """Watches how long processes stand still for each other where the mode agrees in every update.
+
+    On a CPU the thread that trains computes whenever it doesn't wait, so that its processor time tells. Accelerators
+    compute beside it; there an update without agreement has been timed before.
+    """
+
+    # measures the link and says what decides the costs of agreeing, for a step that computes for so many seconds;
+    # a collective
+    case: Callable[[float], LinkCase]
+    options: SyncOptions  # of the sync methods
+    without: dict[str, str]  # methods that the job rules out, and why
+    compute_s: float = 0.0  # of a step, on accelerators; 0 on a CPU
+    # seconds since the last agreement that weren't waited for others
+    waited_for_data_s: Callable[[], float] = lambda: 0.0
+    run: str = "RUN"  # the run folder
+    _own_s: float = field(default_factory=time.thread_time, init=False)
+    _stood_s: float = field(default=0.0, init=False)
+    _all_s: float = field(default=0.0, init=False)
+    _first: int = field(default=-1, init=False)
+    _reported: bool = field(default=False, init=False)
+
+    def mine(self, seconds: float, steps: int) -> list[float]:
+        """Numbers to be added up over all processes: seconds that this one stood still, and all seconds.
+
+        Args:
+            seconds: since the last agreement.
+            steps: made in that time.
+        """
+        before, self._own_s = self._own_s, time.thread_time()
+        busy_s = self.compute_s * steps if self.compute_s else self._own_s - before
+        return [max(0.0, seconds - busy_s - self.waited_for_data_s()), seconds]
+
+    def observe(self, values: list[float], step: int, processes: int, journal: Journal) -> None:
+        """Says so where the sums of `mine` show it, alike on all processes; a collective where they do."""
+        if self._first < 0:
+            self._first = step
+            return
+        self._stood_s, self._all_s = self._stood_s + values[0], self._all_s + values[1]
+        steps = step - self._first
+        if self._reported or (steps < _FEW_STEPS and self._all_s < _LONG_S * processes):
+            return
+        share = self._stood_s / max(self._all_s, 1e-9)
+        if share > _LONG:
+            self._reported = True
+            step_s = self._all_s / processes / steps
+            journal.event("sync", self._line(share, step_s), step, share=share, step_s=step_s)
+
+    def _line(self, share: float, step_s: float) -> str:
+        computing_s = (1 - share) * step_s
+        case = self.case(computing_s)
+        choice = choose(replace(case, backward_s=_BACKWARD * computing_s), self.options, without=self.without)
+        chosen = choice.chosen
+        said = f"communication between machines takes {share:.0%} of a step's {step_s:.3g} s"
+        if chosen.method == EXACT:
+            return f"{said}; --sync auto would also choose {EXACT}: {choice.reason}"
+        resume = resume_command(Path(self.run), "--set sync.method=auto", 'sync__method="auto"')
+        change = f"manyhands stop {shlex.quote(self.run)}, then {resume}"
+        return f"{said}; --sync auto needs about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
+
+
+# So many times what the loss began at, so many records in a row: a high rate's first steps may throw it up for once.
+TIMES, RECORDS = 3.0, 3
+ADVICE = "reduce train.lr, set train.warmup_epochs = 1, or set train.clip = 1.0"
+
+
+@dataclass
+class Divergence:
+    """Compares the loss of each record with what it began at, or with what guessing costs, if that is more."""
+
+    classes: int  # that are told apart
+    _began: float = math.nan
+    _high: int = 0
+    _reported: bool = False
+
+    def observe(self, loss: float) -> str:
+        """A sentence, once, when the loss stays far above what it began at; else empty."""
+        if math.isnan(self._began):
+            self._began = loss
+        # A run that goes on begins low, and a small loss may well grow threefold.
+        limit = TIMES * max(self._began, math.log(max(2, self.classes)))
+        self._high = self._high + 1 if loss > limit else 0
+        if self._high < RECORDS or self._reported:
+            return ""
+        self._reported = True
+        return f"training diverges: the loss rose from {self._began:.4g} to {loss:.4g} (do: {ADVICE})"
