@@ -59,6 +59,8 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
 
 def is_custom(name: str) -> bool:
     """True where a network is of this program's own making, neither the user's nor torchvision's."""
+    if is_object_reference(name):
+        return False
     own = [choice for choice in _choices() if not getattr(choice, "TORCHVISION", False)]
     return any(name in choice.names() for choice in own)
 

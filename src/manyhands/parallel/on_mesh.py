@@ -8,11 +8,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.convert import convert, gather_full
 from manyhands.parallel.execute import shard_tensor
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.network import LossFn, LossFnWithLabels, MicroBatch, MicroBatchShape, ParallelNetwork
-from manyhands.parallel.placement import Extent, Layout
+from manyhands.parallel.placement import Extent, Layout, convert, gather_full
 from manyhands.parallel.reduce import Reducer, total_norm
 
 

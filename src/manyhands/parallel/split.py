@@ -7,13 +7,13 @@ from manyhands.core.world import World
 from manyhands.parallel.execute import SplitNetwork, batch_axes
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop
 from manyhands.parallel.grid import Grid
-from manyhands.parallel.loss import SplitLoss
 from manyhands.parallel.network import ModeRequest
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.on_mesh import NetworkOnMesh
-from manyhands.parallel.plan import Plan, resolve
+from manyhands.parallel.plan import Plan
 from manyhands.parallel.reduce import Reducer
-from manyhands.parallel.sharded_loss import WHOLE_CLASSES, describe_loss
+from manyhands.parallel.sharded_loss import WHOLE_CLASSES, SplitLoss, describe_loss
+from manyhands.parallel.strategy import resolve
 from manyhands.parallel.tracing import describe_network
 from manyhands.parallel.weights import cut_alike
 

@@ -11,8 +11,8 @@ from manyhands.core.mesh import Mesh
 from manyhands.parallel.execute import Letters, batch_axes, input_layouts, loops_of, output_layouts
 from manyhands.parallel.graph import LOSS, Graph, Op
 from manyhands.parallel.placement import Layout, steps_between
-from manyhands.parallel.plan import refusal
 from manyhands.parallel.reduce import BUCKET_BYTES
+from manyhands.parallel.strategy import refusal
 from manyhands.planner.collectives import (
     FORWARD,
     GRADIENTS,

@@ -17,7 +17,7 @@ from manyhands.config.job import OBJECT, TrainOptions
 from manyhands.core.choices import unknown_choice
 from manyhands.core.errors import UserError
 from manyhands.models.outputs import main_and_auxiliary
-from manyhands.parallel.loss import summed_over_samples
+from manyhands.parallel.gradients import summed_over_samples
 from manyhands.train.objects import brought
 
 Function = Callable[[Tensor, Tensor], Tensor]

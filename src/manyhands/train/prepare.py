@@ -25,8 +25,7 @@ from manyhands.parallel.apply import follows_plan, resolve_mode
 from manyhands.parallel.marks import layouts_of
 from manyhands.parallel.options import MODE_OF_PLANS
 from manyhands.parallel.plain import broadcast_plain
-from manyhands.parallel.plan import Plan, read_plan
-from manyhands.parallel.shared_plan import shared_plan
+from manyhands.parallel.plan import Plan, read_plan, shared_plan
 from manyhands.train.choose_sync import check_combination
 from manyhands.train.compiled import keep_compiled
 from manyhands.train.data_setup import class_names, open_samples, open_splits

@@ -28,9 +28,8 @@ from manyhands.train.state import load_snapshot
 from manyhands.train.stopping import StopSignal, listening
 from manyhands.train.trained import open_trained
 from manyhands.train.trainer import Trainer
-from manyhands.worker.member import GroupMember, share_folder
+from manyhands.worker.member import GroupMember, share_folder, shared_options
 from manyhands.worker.run_metadata import local_environment, write_metadata
-from manyhands.worker.shared_options import shared_options
 
 __all__ = ["as_picture", "existing_process_info", "guess", "guess_files", "load_weights", "open_trained", "opened"]
 

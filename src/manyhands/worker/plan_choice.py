@@ -19,8 +19,7 @@ from manyhands.parallel.graph import Graph
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.options import MODE_OF_SEARCHES, MODES
 from manyhands.parallel.plain import broadcast_plain
-from manyhands.parallel.plan import Plan, plan_from_plain, plan_of, read_plan
-from manyhands.parallel.shared_plan import shared_plan
+from manyhands.parallel.plan import Plan, plan_from_plain, plan_of, read_plan, shared_plan
 from manyhands.parallel.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.find import SearchResult, find

@@ -11,8 +11,8 @@ from manyhands.config.named_code import announce_planned
 from manyhands.core.errors import UserError
 from manyhands.parallel.graph import Graph
 from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.plan import Plan, read_plan, resolve
-from manyhands.parallel.strategy import parse_strategy, write_strategy
+from manyhands.parallel.plan import Plan, read_plan
+from manyhands.parallel.strategy import parse_strategy, resolve, write_strategy
 from manyhands.parallel.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import Collective, PlannedUpdate, collectives, shares
