@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.planner.collectives import BACKWARD, FORWARD, shares
 from manyhands.planner.cost import Setting, predict, sketch
-from manyhands.planner.mesh_links import links_of
-from manyhands.planner.op_times import OpTimes
+from manyhands.planner.links import links_of
 from manyhands.planner.problem import evaluate
-from manyhands.planner.timing import Others
+from manyhands.planner.timing import OpTimes, Others
 from manyhands.planner.work import Work, piece_shape
 from manyhands.sync.link_speeds import LinkSpeed
 from tests.planner.nets import chain, graph_of, heavy, mesh_of, random_letters

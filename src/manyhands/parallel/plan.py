@@ -11,7 +11,7 @@ from manyhands.core.mesh import Mesh, TensorLayout, parse_mesh
 from manyhands.core.plan_record import FORMAT, PlanRecord, no_plan, parse_plan_record, read_plan_record
 from manyhands.core.world import World
 from manyhands.parallel.options import ParallelOptions
-from manyhands.parallel.plain import broadcast_plain
+from manyhands.parallel.plain import broadcast_result
 
 # The name of the op that stands for what a network reads.
 INPUT = "input"
@@ -111,15 +111,8 @@ def plan_of(options: ParallelOptions, world_size: int) -> Plan:
 
 
 def shared_plan(options: ParallelOptions, world: World) -> Plan:
-    """What `plan_of` gives on rank 0, on every process; a collective. Raises UserError as it does, on all alike."""
-    content = broadcast_plain(_read_plan_of(options, world.size) if world.is_main else None, world)
-    if "error" in content:
-        raise UserError(content["error"], content["where"], tuple(content["hints"]))
-    return plan_from_plain(content["plan"], "plan")
+    """What `plan_of` gives on rank 0, on every process, since other machines may not have the file, or an older one.
 
-
-def _read_plan_of(options: ParallelOptions, size: int) -> dict[str, Any]:
-    try:
-        return {"plan": plan_of(options, size).as_plain()}
-    except UserError as error:
-        return {"error": error.message, "where": error.where, "hints": list(error.hints)}
+    A collective. Raises UserError as `plan_of` does, on all alike.
+    """
+    return plan_from_plain(broadcast_result(lambda: plan_of(options, world.size).as_plain(), world), "plan")

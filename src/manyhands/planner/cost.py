@@ -23,7 +23,7 @@ from manyhands.planner.collectives import (
     norms_of,
     real_axes,
 )
-from manyhands.planner.mesh_links import LinkSpeeds
+from manyhands.planner.links import LinkSpeeds
 from manyhands.planner.problem import Edge, Matrix, OpChoice, Problem
 from manyhands.planner.work import Work, parameter_part, part
 

@@ -19,7 +19,7 @@ from manyhands.core.mesh import Mesh
 from manyhands.parallel.execute import loops_of
 from manyhands.parallel.graph import LOSS, Graph, Loop, Op, attribute
 from manyhands.parallel.placement import Side
-from manyhands.planner.op_times import OpTimes
+from manyhands.planner.timing import OpTimes
 
 # A backward pass computes the gradient of what was read and that of the parameters.
 _BACKWARD = 2.0

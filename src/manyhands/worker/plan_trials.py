@@ -9,12 +9,14 @@ from manyhands.config.job import Job
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.models.build import build_model
+from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plan import plan_from_plain
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
 from manyhands.train.optimize import make_optimizer
 
 if TYPE_CHECKING:
+    from manyhands.parallel.graph import Graph
     from manyhands.planner.trial import PlanCase
 
 LINKS, MEASURE, VERIFY = "links", "measure", "verify"
@@ -43,6 +45,17 @@ def picture(job: Job, network: dict[str, Any], device: str) -> Tensor:
     """One sample whose numbers don't matter."""
     kind = torch.float64 if job.train.precision == "fp64" else torch.float32
     return torch.zeros(network["channels"], network["size"], network["size"], dtype=kind, device=device)
+
+
+def graph_of(model: nn.Module, sample: Tensor, *, cross_entropy: bool = True) -> "Graph":
+    """The ops of a network in training, whose BatchNorm layers are grouped."""
+    from manyhands.parallel.tracing import describe_network
+
+    group_batch_norms(model)
+    graph = describe_network(model, sample)
+    if not cross_entropy:
+        graph.keep_classes()
+    return graph
 
 
 def norm_group(job: Job, batch: int) -> int:
@@ -76,7 +89,7 @@ def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | N
 
 def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
     """Does what `argument["action"]` says; all processes call it alike and return the same plain data."""
-    from manyhands.planner.measure import measure_all_reduce
+    from manyhands.planner.links import measure_all_reduce
     from manyhands.planner.trial import measure, verify
 
     if argument["action"] == LINKS:
