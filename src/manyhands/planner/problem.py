@@ -21,6 +21,7 @@ class OpChoice:
     gradient_seconds: float = 0.0  # collectives that agree on its parameters' gradients
     hideable_seconds: float = 0.0  # computing in the backward pass that such collectives may hide behind
     memory_bytes: float = 0.0  # parameters, gradients, optimizer and saved activations
+    compute_seconds: float = 0.0  # of `seconds`, those of computing, for predictions
 
 
 @dataclass(frozen=True)

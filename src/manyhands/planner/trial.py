@@ -18,10 +18,10 @@ from manyhands.parallel.apply import apply_mode, resolve_mode
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import LossFn, MicroBatch, MicroBatchShape, ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.on_mesh import split
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.rows import find_rows
-from manyhands.parallel.split import split
 from manyhands.planner.choose import Finalist, time_in_turns
 from manyhands.planner.timing import BUSY, Others, Timing, quickest
 

@@ -5,7 +5,7 @@ from torch import nn
 from manyhands.core.needs import Need
 from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.split import split
+from manyhands.parallel.on_mesh import split
 
 DESCRIPTION = "ops named by --pin are split as given; all other ops divide the samples"
 NORM_GROUPS = True
