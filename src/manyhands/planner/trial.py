@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from manyhands.parallel.on_mesh import split
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.rows import find_rows
-from manyhands.planner.choose import Finalist, time_in_turns
+from manyhands.planner.choose import time_in_turns
 from manyhands.planner.timing import BUSY, Others, Timing, quickest
 
 # Differences below this share of the network's largest gradient are noise of values that should be zero. A bias before
@@ -113,9 +113,8 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork, world: World) -> li
 def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
     """Seconds of an update under each plan (None: data parallel) by round, of the slowest process; the same on all."""
     runners = {name: Runner(case, plan, world) for name, plan in plans.items()}
-    finalists: Sequence[Finalist[str]] = [Finalist(name, name, 0.0) for name in plans]
     try:
-        return time_in_turns(finalists, lambda name: _slowest(runners[name].update, world), rounds)
+        return time_in_turns(list(plans), lambda name: _slowest(runners[name].update, world), rounds)
     finally:
         for runner in runners.values():
             runner.network.release()

@@ -119,7 +119,7 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandi
 
     Args:
         found: all plans.
-        sync: what ways of agreeing cost; see `plan_sync`.
+        sync: what ways of agreeing cost; as `plan_sync` gives it.
         fewer: data parallel on fewer processes.
         apart: each process has a machine of its own.
     """

@@ -146,9 +146,8 @@ class Planned:
     found: SearchResult  # plans and the pick
     network: dict[str, Any]  # channels, size, classes, batch and samples, as plain data
     job: Job  # that it is for
-    links: LinksOf  # of each mesh
     notes: tuple[str, ...] = ()  # sentences on what was left out
-    # what ways of agreeing cost in the mode data, as JSON data; see `plan_sync`
+    # what ways of agreeing cost in the mode data, as JSON data; see `plan_advice.plan_sync`
     sync: dict[str, Any] = field(default_factory=dict[str, Any])
     fewer: tuple[PlanCandidate, ...] = ()  # data parallel on fewer processes
     advice: Advice = field(default_factory=Advice)  # what is recommended, and why
@@ -229,7 +228,7 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     share = costs.share(request.world_size)
     found = search(graph, wanted, times, links, share)
     notes = (*case.said, *times.notes, *times.doubts(), *found.notes, *graph.notes)
-    planned = Planned(found, network, on_all, links, notes)
+    planned = Planned(found, network, on_all, notes)
     planned = replace(planned, fewer=costs.fewer(found))
     planned = _timed(planned, run_task) if together else planned
     link = costs.worked(between) if between else within
