@@ -2,7 +2,7 @@
 
 from manyhands.cluster.agents import heartbeats
 from manyhands.core import timeouts as limits
-from manyhands.parallel import cause
+from manyhands.parallel import group
 
 
 def test_a_machine_is_lost_before_its_own_processes_end():
@@ -19,7 +19,7 @@ def test_a_machine_is_lost_before_its_own_processes_end():
 
 def test_every_machine_gives_workers_the_same_time_to_save():
     assert limits.LEAVE_S == limits.LEAVE_OTHERS_S > limits.LEAVE_LOST_S
-    assert cause.LEARN_S < limits.LEAVE_S, "the reason of a failure arrives before its consequences are ended"
+    assert group.LEARN_S < limits.LEAVE_S, "the reason of a failure arrives before its consequences are ended"
     assert limits.SAVE_MOST_S <= limits.STOP_S, "a stop lets a save end"
     assert limits.HUNG_S > limits.HEARTBEAT_S
     assert heartbeats._WELL_S > limits.HEARTBEAT_S

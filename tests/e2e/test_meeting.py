@@ -12,7 +12,7 @@ import torch.distributed as dist
 from manyhands.cli.main import main
 from manyhands.config.load import load_job
 from manyhands.parallel import meet
-from manyhands.worker.shared_options import shared_options
+from manyhands.worker.member import shared_options
 from tests.e2e.command import (
     NETS,
     QUICK,

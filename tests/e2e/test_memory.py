@@ -15,7 +15,8 @@ HEAD_KIB = CLASSES * FEATURES * 4 // 1024
 # cut: 3.9 times. Threads' stacks count too, and a machine of many processors has many.
 ALLOWED_KIB = 5 * HEAD_KIB
 IMPORTS = "import torch, torchvision, torch.distributed.elastic.agent.server.local_elastic_agent"
-TOLD = f"{IMPORTS}, manyhands.worker.preload; print(open('/proc/self/status').read())"
+OURS = "import manyhands.worker.preload as ours; ours.import_training()"
+TOLD = f"{IMPORTS}; {OURS}; print(open('/proc/self/status').read())"
 
 
 def _base_kib():

@@ -37,7 +37,7 @@ NETWORK = '''
 
 from torch import nn
 
-from manyhands.models.needs import ModelNeeds
+from manyhands.models.construct import ModelNeeds
 
 
 def names():

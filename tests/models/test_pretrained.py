@@ -14,7 +14,6 @@ from torchvision import models
 
 from manyhands.core import download
 from manyhands.core.errors import UserError
-from manyhands.models import pretrained
 from manyhands.models.architectures import torchvision as zoo
 from manyhands.models.build import build_model, describe, resolve_model
 from manyhands.models.options import ModelOptions
@@ -123,19 +122,19 @@ def test_weights_are_downloaded_once_and_checked(cache: Path, server: tuple[Path
     torch.save({"w": torch.arange(3)}, folder / "new.pth")
     name = f"net-{hashlib.sha256((folder / 'new.pth').read_bytes()).hexdigest()[:8]}.pth"
     (folder / "new.pth").rename(folder / name)
-    path = pretrained.fetch_weights(f"{address}/{name}")
+    path = zoo.fetch_weights(f"{address}/{name}")
     assert path == cache / name
     (folder / name).unlink()
-    assert pretrained.fetch_weights(f"{address}/{name}") == path
+    assert zoo.fetch_weights(f"{address}/{name}") == path
 
 
 def test_a_download_that_is_wrong_is_not_kept(cache: Path, server: tuple[Path, str]):
     folder, address = server
     torch.save({"w": torch.arange(3)}, folder / "net-01234567.pth")
     with pytest.raises(UserError, match="SHA-256"):
-        pretrained.fetch_weights(f"{address}/net-01234567.pth")
+        zoo.fetch_weights(f"{address}/net-01234567.pth")
     with pytest.raises(UserError, match="File not found"):
-        pretrained.fetch_weights(f"{address}/other.pth")
+        zoo.fetch_weights(f"{address}/other.pth")
     assert [path.name for path in cache.iterdir() if path.suffix != ".lock"] == []
 
 
@@ -159,7 +158,7 @@ def test_without_a_network_it_says_soon_what_to_put_where(cache: Path, monkeypat
             monkeypatch.setattr(download, "getaddrinfo", look_up)
             monkeypatch.setattr(download.urllib.request, "getproxies", dict)
         with pytest.raises(UserError, match="can't be downloaded") as caught:
-            pretrained.fetch_weights(url)
+            zoo.fetch_weights(url)
     assert time.monotonic() - started < 5
     assert f"save the file as {cache / 'net-01234567.pth'}" in str(caught.value)
 

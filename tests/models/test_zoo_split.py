@@ -11,8 +11,8 @@ from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
 from manyhands.parallel.network import MicroBatchShape, ModeRequest
 from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.on_mesh import split
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.split import split
 from manyhands.parallel.tracing import describe_network
 
 SAMPLES = 2

@@ -13,9 +13,10 @@ from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.core.world import World
 from manyhands.parallel.execute import parameter_layouts
 from manyhands.parallel.network import ModeRequest
+from manyhands.parallel.on_mesh import split
 from manyhands.parallel.options import ParallelOptions
-from manyhands.parallel.plan import Plan, concise, parse_pins, plan_from_plain, plan_of, read_plan, refusal, resolve
-from manyhands.parallel.split import split
+from manyhands.parallel.plan import Plan, parse_pins, plan_from_plain, plan_of, read_plan
+from manyhands.parallel.strategy import concise, refusal, resolve
 from manyhands.parallel.tracing import describe_network
 
 SQUARE = Mesh((("dp", 2), ("tp", 2)))

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from manyhands.cluster.failures import as_error
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel import cause, meet, report_failure
-from manyhands.parallel.cause import Cause
+from manyhands.parallel import group, meet, report_failure
+from manyhands.parallel.group import Cause
 from manyhands.parallel.meet import check_in
 from manyhands.parallel.said import DuplicateRank, PeerFailure, Present, understood
 from manyhands.worker.member import describe_peer, heard
@@ -48,8 +48,8 @@ def test_a_strangers_words_are_marked_and_cleaned_and_its_advice_is_left_out():
 
 
 def test_junk_in_the_place_of_the_first_cause_neither_ends_the_listener_nor_hides_the_cause(monkeypatch):
-    monkeypatch.setattr(cause, "LISTEN_S", 0.02)
-    monkeypatch.setattr(cause, "LEARN_S", 5.0)
+    monkeypatch.setattr(group, "LISTEN_S", 0.02)
+    monkeypatch.setattr(group, "LEARN_S", 5.0)
     store = dist.HashStore()
     dist.PrefixStore("failure/0", store).set("text", b"\xff junk")
     one, other = Cause(store, 0), Cause(store, 0)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.plan import refusal
+from manyhands.parallel.strategy import refusal
 from manyhands.parallel.tracing import describe_network
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.planner.choose import DATA_PARALLEL, Finalist, pick_measured, pick_predicted, time_in_turns
+from manyhands.planner.choose import DATA_PARALLEL, pick_measured, pick_predicted, time_in_turns
 
 times = st.lists(st.floats(0.01, 10), min_size=3, max_size=9)
 
@@ -19,7 +19,7 @@ def test_all_are_timed_in_turns_and_the_first_round_is_not_counted():
         called.append(plan)
         return float(len(called))
 
-    seconds = time_in_turns([Finalist(name, name, 1.0) for name in "abc"], measure, rounds=3)
+    seconds = time_in_turns(["a", "b", "c"], measure, rounds=3)
     assert called == list("cbaabccbaabc")
     assert seconds == {"a": [4, 9, 10], "b": [5, 8, 11], "c": [6, 7, 12]}
 

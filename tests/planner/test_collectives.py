@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from manyhands.core.mesh import bounds
 from manyhands.parallel.execute import SplitNetwork
 from manyhands.parallel.grid import Grid
-from manyhands.parallel.loss import SplitLoss
 from manyhands.parallel.network import MicroBatchShape
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.reduce import Reducer
+from manyhands.parallel.sharded_loss import SplitLoss
 from manyhands.parallel.tracing import describe_network
 from manyhands.planner.collectives import PlannedUpdate, collectives, shares
 from tests.planner.nets import mesh_of, random_letters

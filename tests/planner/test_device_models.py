@@ -9,7 +9,7 @@ import pytest
 from manyhands.core.errors import UserError
 from manyhands.planner.device_models import REACHED_OPERATIONS, device_model
 from manyhands.planner.find import SearchRequest, find
-from manyhands.planner.op_times import OpTimes
+from manyhands.planner.timing import OpTimes
 from tests.planner.nets import chain, graph_of
 
 OURS = tomllib.loads(resources.files("manyhands.planner").joinpath("device_models.toml").read_text(encoding="utf-8"))

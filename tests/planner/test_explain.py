@@ -9,14 +9,21 @@ from rich.console import Console
 
 from manyhands.cli.plan import wide
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import make_mesh
-from manyhands.planner.explain import Layer, PlanCandidate, candidates_table, draw_plan
+from manyhands.core.mesh import make_mesh, parse_mesh
+from manyhands.planner.cost import Prediction
+from manyhands.planner.explain import Layer, candidates_table, draw_plan
+from manyhands.planner.find import PlanCandidate
+
+
+def candidate(name, mesh, compute_s, sent_s, gradients_s, memory_bytes, sent_bytes, **more):
+    prediction = Prediction(compute_s, sent_s, gradients_s, memory_bytes, (), sent_bytes)
+    return PlanCandidate(name, parse_mesh(mesh), {}, prediction, **more)
 
 
 def test_the_table_has_each_plan_its_numbers_and_the_reason():
     candidates = [
-        PlanCandidate("data parallel", "dp=4", 0.1, 0, 0.0305, 3 << 30, 94e6, 0.14),
-        PlanCandidate("search [1]", "dp=2,tp=2", 0.09, 0.02, 0, 1 << 30, 5e6, fits=False),
+        candidate("data parallel", "dp=4", 0.1, 0, 0.0305, 3 << 30, 94e6, measured_seconds=0.14),
+        candidate("search [1]", "dp=2,tp=2", 0.09, 0.02, 0, 1 << 30, 5e6, fits=False),
     ]
     console = Console(file=io.StringIO(), width=140)
     console.print(candidates_table(candidates, "data parallel", "data parallel is kept: [1] is within noise"))
@@ -28,7 +35,7 @@ def test_the_table_has_each_plan_its_numbers_and_the_reason():
 
 
 def test_large_numbers_are_shown_whole():
-    rows = [PlanCandidate("data parallel, local lowrank every 256", "dp=16,tp=2,tp2=2", 184041.7, 0, 9.7, 1 << 40, 1e9)]
+    rows = [candidate("data parallel, local lowrank every 256", "dp=16,tp=2,tp2=2", 184041.7, 0, 9.7, 1 << 40, 1e9)]
     console = wide(io.StringIO())
     console.print(candidates_table(rows, "", ""))
     assert "184051400" in console.file.getvalue()
@@ -38,7 +45,7 @@ def test_large_numbers_are_shown_whole():
 def test_the_table_fits_100_columns():
     note = "refused, since the momentum of 32 machines would not fit, and that is said in many more words than these"
     names = ("data parallel, local lowrank every 256", "one process", "data parallel, local int8 every 16")
-    rows = [PlanCandidate(name, "dp=16,tp=2", 1234.5, 0, 0.2, 1 << 37, 1e9, fits=False, note=note) for name in names]
+    rows = [candidate(name, "dp=16,tp=2", 1234.5, 0, 0.2, 1 << 37, 1e9, fits=False, note=note) for name in names]
     console = wide(io.StringIO(), 100)
     console.print(candidates_table(rows, "one process", "below"))
     text = console.file.getvalue()

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from manyhands.planner.choose import DATA_PARALLEL, pick_predicted
-from manyhands.planner.fewer import enough, fewer_counts, options_of
-from manyhands.planner.find import SearchRequest, find
-from manyhands.planner.mesh_links import links_of
+from manyhands.planner.find import SearchRequest, enough, fewer_counts, find, options_of
+from manyhands.planner.links import links_of
 from manyhands.planner.timing import Timing
 from manyhands.sync.link_speeds import LinkSpeed, link_seconds, work_seconds
 from tests.planner.nets import chain, graph_of, heavy

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import make_mesh
 from manyhands.core.quantities import parse_bandwidth, parse_memory, short_time
-from manyhands.planner.mesh_links import links_of
+from manyhands.planner.links import links_of
 from manyhands.sync.link_speeds import LinkSpeed, fitted_link, link_seconds, sent_bytes, through_ssh
 
 kinds = st.sampled_from(("all_reduce", "all_gather", "reduce_scatter", "all_to_all"))

@@ -1,6 +1,6 @@
 """All-reduces timed on live processes: the same numbers everywhere, and data that a file can hold."""
 
-from manyhands.planner.measure import measure_all_reduce
+from manyhands.planner.links import measure_all_reduce
 from tests.processes.ranks import run_on_ranks
 
 

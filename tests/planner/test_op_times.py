@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from manyhands.planner import timing
-from manyhands.planner.op_times import MOST_DAYS, OpTimes
-from manyhands.planner.timing import Others, quickest
+from manyhands.planner.timing import MOST_DAYS, OpTimes, Others, quickest
 
 
 @pytest.fixture(autouse=True)

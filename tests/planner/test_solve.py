@@ -10,8 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.planner.problem import Edge, NoPlanError, OpChoice, Problem, evaluate
-from manyhands.planner.program import Program
+from manyhands.planner.problem import Edge, NoPlanError, OpChoice, Problem, Program, evaluate
 from manyhands.planner.solve import solve, solve_all
 
 numbers = st.integers(0, 40).map(lambda number: number / 8)

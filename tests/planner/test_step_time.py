@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.planner.step_time import share_timing
 from manyhands.planner.timing import Others
-from manyhands.planner.trial import PlanCase
+from manyhands.planner.trial import PlanCase, share_timing
 
 
 @pytest.fixture(autouse=True)

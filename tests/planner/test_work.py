@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from manyhands.planner.find import SearchRequest, find
-from manyhands.planner.op_times import OpTimes
+from manyhands.planner.timing import OpTimes
 from tests.planner.nets import graph_of
 
 

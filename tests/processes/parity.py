@@ -17,8 +17,9 @@ from manyhands.data.order import shares_of_micro_batch
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeRequest
 from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.plan import Plan, concise, refusal
-from manyhands.parallel.split import split
+from manyhands.parallel.on_mesh import split
+from manyhands.parallel.plan import Plan
+from manyhands.parallel.strategy import concise, refusal
 from manyhands.parallel.tracing import describe_network
 from tests.processes.cut import own_rows
 from tests.processes.ranks import run_on_ranks

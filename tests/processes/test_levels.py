@@ -19,8 +19,8 @@ from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.order import BatchSharing
-from manyhands.parallel.flat import TwoLevelNetwork
 from manyhands.parallel.modes import data
+from manyhands.parallel.modes.data import TwoLevelNetwork
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.train.build import build

@@ -2,9 +2,11 @@
 
 import math
 
+import pytest
 import torch
 
-from manyhands.parallel.plain import broadcast_plain, broadcast_tensors, gather_plain
+from manyhands.core.errors import ManyhandsError, RunError, UserError
+from manyhands.parallel.plain import broadcast_plain, broadcast_result, broadcast_tensors, gather_plain
 from tests.processes.ranks import run_on_ranks
 
 TENSORS = {
@@ -31,3 +33,23 @@ def test_every_process_gets_the_same():
         for name, wanted in TENSORS.items():
             assert tensors[name].dtype == wanted.dtype
             assert torch.equal(tensors[name], wanted)
+
+
+def _result(world, error):
+    def make():
+        assert world.is_main, "rank 0 alone makes it"
+        if error:
+            raise error
+        return {"value": 3}
+
+    try:
+        return broadcast_result(make, world)
+    except ManyhandsError as raised:
+        return type(raised), raised.message, raised.where, raised.hints
+
+
+@pytest.mark.parametrize("kind", [UserError, RunError, None])
+def test_what_rank_0_makes_or_why_it_cannot_is_the_same_on_all(kind):
+    error = kind and kind("the plan is damaged", "plan.json", ("choose another",))
+    wanted = (kind, "the plan is damaged", "plan.json", ("choose another",)) if kind else {"value": 3}
+    assert run_on_ranks(_result, 2, error) == [wanted] * 2

@@ -16,8 +16,8 @@ from torch import nn
 from manyhands.core.mesh import Mesh
 from manyhands.parallel.graph import LOSS
 from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.plan import Plan, refusal
-from manyhands.parallel.strategy import write_strategy
+from manyhands.parallel.plan import Plan
+from manyhands.parallel.strategy import refusal, write_strategy
 from manyhands.parallel.tracing import describe_network, rules
 from tests.processes.parity import CLASSES, errors_of, truth_of
 

@@ -19,8 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 from manyhands.core.world import World
 from manyhands.data.order import BatchSharing
-from manyhands.parallel.flat import FlatNetwork
 from manyhands.parallel.modes import data
+from manyhands.parallel.modes.data import FlatNetwork
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.shared_memory import (

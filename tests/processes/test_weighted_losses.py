@@ -21,9 +21,8 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import parse_mesh
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.parallel.convert import gather_full
-from manyhands.parallel.plan import Plan
-from manyhands.parallel.shared_plan import shared_plan
+from manyhands.parallel.placement import gather_full
+from manyhands.parallel.plan import Plan, shared_plan
 from manyhands.train.build import build
 from manyhands.train.exceptions import exceptions
 from manyhands.train.loss import make_loss_fn, verify_loss

@@ -20,8 +20,7 @@ from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.method import METHODS
 from manyhands.sync.options import SyncOptions
 from manyhands.train.choose_sync import kept_cost
-from manyhands.worker.plan_advice import with_sync
-from manyhands.worker.plan_sync import as_plain
+from manyhands.worker.plan_advice import as_plain, with_sync
 
 _MODEL = resnet18()
 RESNET18 = tuple(tuple(one.shape) for one in _MODEL.parameters())

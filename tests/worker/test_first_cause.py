@@ -11,9 +11,8 @@ from manyhands.config.load import load_job
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
-from manyhands.parallel import cause
-from manyhands.parallel.cause import Cause
-from manyhands.parallel.group import Group
+from manyhands.parallel import group
+from manyhands.parallel.group import Cause, Group
 from manyhands.parallel.said import PeerFailure
 from manyhands.train.failing import describe_failure, is_consequence
 from manyhands.worker import entry
@@ -67,7 +66,7 @@ class _Group:
 @pytest.fixture
 def soon(monkeypatch):
     for name in ("LISTEN_S", "LEARN_S", "PATIENCE_S"):
-        monkeypatch.setattr(cause, name, 0.05)
+        monkeypatch.setattr(group, name, 0.05)
 
 
 def test_where_nothing_better_is_learnt_the_librarys_words_stay(soon):
@@ -81,7 +80,7 @@ def test_where_nothing_better_is_learnt_the_librarys_words_stay(soon):
 
 
 def test_a_causes_words_reach_the_others(soon, monkeypatch):
-    monkeypatch.setattr(cause, "LEARN_S", 10)
+    monkeypatch.setattr(group, "LEARN_S", 10)
     store = dist.HashStore()
     one, other = Cause(store, 0), Cause(store, 0)
     try:

@@ -19,7 +19,7 @@ from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.files import typed_number
 from manyhands.core.quantities import percentage
 from manyhands.core.terminal import say, show
-from manyhands.models.published import published_names
+from manyhands.models.options import published_names
 
 RECIPE = "imagenet-main"
 NETWORKS = " | ".join(published_names()) or "a torchvision network"

@@ -11,10 +11,8 @@ from torch import nn
 from manyhands.core.choices import load_choice, module_names, unknown_choice
 from manyhands.core.errors import UserError
 from manyhands.core.user_code import is_object_reference, load_object, users_line
-from manyhands.models.construct import WHERE, refused
-from manyhands.models.needs import ModelNeeds
-from manyhands.models.options import ModelOptions
-from manyhands.models.published import CHOICES, nothing_published
+from manyhands.models.construct import WHERE, ModelNeeds, refused
+from manyhands.models.options import CHOICES, ModelOptions, nothing_published
 
 # From here on the pictures are no longer called small.
 _LARGE = 64
@@ -59,6 +57,8 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
 
 def is_custom(name: str) -> bool:
     """True where a network is of this program's own making, neither the user's nor torchvision's."""
+    if is_object_reference(name):
+        return False
     own = [choice for choice in _choices() if not getattr(choice, "TORCHVISION", False)]
     return any(name in choice.names() for choice in own)
 

@@ -1,8 +1,9 @@
-"""Calls a builder with the user's arguments, and turns what it objects to into a user's error."""
+"""Calls a builder with the arguments of the user, and says what a network asks of its pictures."""
 
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.core.choices import did_you_mean
@@ -44,3 +45,13 @@ def _known(builder: Callable[..., Any], word: str) -> tuple[str, ...]:
     if not names:
         return ()
     return tuple(filter(None, (did_you_mean(word, names), f"choose from {', '.join(names)}")))
+
+
+@dataclass(frozen=True)
+class ModelNeeds:
+    """What pictures must be like, and what the user should know of the choice."""
+
+    channels: int | None = None  # 1 or 3; None where any number will do
+    # height and width in pixels to which pictures must be brought; None where they can stay as they are
+    size: int | None = None
+    notes: list[str] = field(default_factory=list)  # sentences for the user

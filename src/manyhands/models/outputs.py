@@ -1,9 +1,9 @@
-"""What a network returns in training: its logits, and those of auxiliary heads where it has any."""
+"""What a network returns in training, and what it may take from training pictures before its first update."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.core.errors import UserError
 
@@ -44,3 +44,15 @@ def _shown(output: Any) -> str:
     if isinstance(output, Mapping) and output:
         return f"a {type(output).__name__} of {', '.join(f'{key}: {_shown(value)}' for key, value in output.items())}"
     return "nothing" if output is None else f"a {type(output).__name__}"
+
+
+# So many small pictures have a million patches.
+INITIALIZATION_SAMPLES = 1_000
+
+
+class InitializedFromData(nn.Module):
+    """A network that is shown pictures before it is trained; one that begins with saved weights isn't."""
+
+    def look(self, pictures: Tensor) -> None:
+        """Is shown normalised training pictures [n, C, S, S], unvaried, the same at any number of processes."""
+        raise NotImplementedError

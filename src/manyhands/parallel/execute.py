@@ -14,12 +14,20 @@ from torch.utils import _pytree as pytree
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import TensorLayout, bounds, unsharded
 from manyhands.core.seeds import mix
-from manyhands.parallel.convert import convert, convert_both
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.network import MicroBatchShape
 from manyhands.parallel.norm import GroupedNorm, NormGroups
-from manyhands.parallel.placement import Extent, Layout, Side, gradient_of, steps_between, value_of
+from manyhands.parallel.placement import (
+    Extent,
+    Layout,
+    Side,
+    convert,
+    convert_both,
+    gradient_of,
+    steps_between,
+    value_of,
+)
 from manyhands.parallel.tracing import rule_of
 
 Letters = Mapping[str, tuple[str, ...]]

@@ -201,3 +201,8 @@ def _spoilt(gradients: Sequence[Tensor], device: str) -> Tensor:
     for kind in {one.dtype for one in gradients}:
         torch._amp_foreach_non_finite_check_and_unscale_([one for one in gradients if one.dtype == kind], found, scale)
     return found
+
+
+def summed_over_samples(loss: Tensor, count: int) -> Tensor:
+    """The sum [] of what a loss gives for so many samples: a value for each [n, …], or their mean []."""
+    return loss * count if loss.ndim == 0 else loss.reshape(count, -1).mean(1).sum()

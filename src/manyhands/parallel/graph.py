@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from manyhands.parallel.placement import SPREAD, WHOLE, Extent, Side
+from manyhands.parallel.plan import INPUT
 
-INPUT, LOSS = "input", "loss"
+LOSS = "loss"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ collective.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,10 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, bounds, make_mesh, parse_mesh
 from manyhands.core.world import World
 from manyhands.parallel.collectives import group_timeout
-from manyhands.parallel.convert import convert_both
 from manyhands.parallel.marks import Mark, Parameter, axis_numbers, mark_buffer
-from manyhands.parallel.placement import Extent, Placement
+
+if TYPE_CHECKING:
+    from manyhands.parallel.placement import Placement
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -282,11 +283,13 @@ class Axis:
     def _turn(
         self,
         tensor: Tensor,
-        values: tuple[Placement, Placement],
-        gradients: tuple[Placement, Placement],
+        values: "tuple[Placement, Placement]",
+        gradients: "tuple[Placement, Placement]",
         whole: Sequence[int],
     ) -> Tensor:
-        def along(placement: Placement) -> tuple[Placement, ...]:
+        from manyhands.parallel.placement import Extent, convert_both  # data-parallel training needs none of it
+
+        def along(placement: "Placement") -> "tuple[Placement, ...]":
             return tuple(placement if axis in self._axes else "R" for axis in range(len(self._grid.mesh.axes)))
 
         before, after = (along(value) for value in values)

@@ -4,8 +4,10 @@ Every start (manyhands' own agent, torchrun, tcp://, file://, the environment) e
 they are who they should be is in `meet`.
 """
 
+import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,12 +24,10 @@ from manyhands.core.devices import device_kind, require_device
 from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel import ports
-from manyhands.parallel.cause import Cause
 from manyhands.parallel.close_listeners import closed_once_formed
-from manyhands.parallel.meet import check_in, report_duplicate_rank
+from manyhands.parallel.meet import check_in, linger, report_duplicate_rank
 from manyhands.parallel.report_failure import report_to_waiting_ranks
-from manyhands.parallel.said import PeerFailure
-from manyhands.parallel.standing import STARTED_BY, existing_store, groups, own_use
+from manyhands.parallel.said import PeerFailure, understood
 from manyhands.parallel.through_ssh import use_tunnels
 
 Say = Callable[[str], None]
@@ -38,6 +38,65 @@ ANSWER_S = 20.0
 ABORT_S = 5.0
 # The interfaces that gloo and NCCL listen on.
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+LISTEN_S = 0.5
+# A process that sees a peer gone waits so long for the reason.
+LEARN_S = 2.0
+# One that has heard the reason and doesn't see the peer gone, as with NCCL, has so long to end by itself.
+PATIENCE_S = 5.0
+
+
+class Cause:
+    """What the first process that failed has said, in the store of all, which goes with rank 0.
+
+    `attempt` is how many times a launcher has restarted the processes. `leave` ends this process, which waits in a
+    collective that nobody ends; it is given the first cause, or None where the store itself has gone. None where a
+    closed connection ends collectives, as with gloo.
+    """
+
+    def __init__(self, store: Any, attempt: int, leave: Callable[[PeerFailure | None], None] | None = None) -> None:
+        self._store, self._leave = dist.PrefixStore(f"failure/{attempt}", store), leave
+        self._heard: PeerFailure | None = None
+        self._known, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def publish(self, failure: PeerFailure) -> None:
+        """Tells the others why this process fails, unless one has failed before."""
+        text = failure.model_dump_json()
+        with contextlib.suppress(dist.DistError):
+            if not understood(self._store.compare_set("text", "", text), PeerFailure):
+                self._store.set("text", text)  # junk was there
+
+    def learn(self) -> PeerFailure | None:
+        """What the first said, or None where nobody has said anything soon."""
+        self._known.wait(LEARN_S)
+        return self._heard
+
+    def keep_until_heard(self, processes: int) -> None:
+        """On the process that the store goes with: waits, not for long, until so many have heard."""
+        linger(self._store, "heard", processes)
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._over.set()
+        self._thread.join(LEARN_S)
+
+    def _listen(self) -> None:
+        self._wait_for_words()
+        if self._leave and not self._over.wait(PATIENCE_S):
+            self._leave(self._heard)
+
+    def _wait_for_words(self) -> None:
+        with contextlib.suppress(dist.DistError):
+            while not self._over.wait(LISTEN_S):
+                failure = understood(self._store.get("text"), PeerFailure) if self._store.check(["text"]) else None
+                if failure:
+                    self._heard = failure
+                    self._known.set()
+                    self._store.add("heard", 1)
+                    return
 
 
 @dataclass
@@ -360,3 +419,68 @@ def _wait_for_listener(host: str, port: int, process_info: ProcessInfo, say: Say
             time.sleep(0.2)
         else:
             return
+
+
+STARTED_BY = "its own process group"
+# In the words of `Membership.init`, which is shown where somebody is missing.
+INIT = "the process group that was there already"
+
+
+def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
+    """This process's place in the group that it is in already, if any. Raises UserError: another backend is wanted."""
+    # Who hasn't imported it has no group, and the head doesn't import torch.
+    distributed: Any = sys.modules.get("torch.distributed")
+    if not distributed or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    place, own = _device_and_backend(distributed, device)
+    if backend not in {"auto", own}:
+        what = f"cluster.backend is {backend}, but this process is already in a group with {own}"
+        raise UserError(what, "cluster.backend", ("leave cluster.backend out to use the existing group",))
+    return ProcessInfo(
+        rank=distributed.get_rank(),
+        size=distributed.get_world_size(),
+        init=INIT,
+        backend=own,
+        device=place,
+        agent_store=True,
+        started_by=STARTED_BY,
+    )
+
+
+def _device_and_backend(distributed: Any, wanted: str) -> tuple[str, str]:
+    """What this process computes on, and the group's backend for that; a group of gloo alone means the CPU."""
+    import torch
+
+    from manyhands.core.devices import accelerator
+
+    # Such as "cpu:gloo,cuda:nccl".
+    backends = dict(part.split(":") for part in distributed.get_backend_config().split(","))
+    kind = accelerator()
+    if wanted == "auto" and kind != "cpu" and backends.get(kind, "gloo") != "gloo":
+        chosen = torch.accelerator.current_device_index()
+        return (f"{kind}:{chosen}" if chosen else "auto"), backends[kind]
+    device = "cpu" if wanted == "auto" else wanted
+    return device, backends.get(device.partition(":")[0], str(distributed.get_backend()))
+
+
+def existing_store() -> Any:
+    """The group's store, with names of our own for this use."""
+    import torch.distributed as dist
+
+    return own_use(dist.distributed_c10d._get_default_store(), dist.get_rank())
+
+
+def own_use(store: Any, rank: int, attempt: int = 0) -> Any:
+    """A store that outlives our use of it, with names of its own for this one: it keeps what earlier ones wrote."""
+    import torch.distributed as dist
+
+    # Each process counts for itself, and all use the store in one order.
+    uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)
+    return dist.PrefixStore(f"manyhands/{uses}", store)
+
+
+def groups() -> list[Any]:
+    """All groups of processes that this process is in, in the order in which they were made."""
+    import torch.distributed as dist
+
+    return list(dist.distributed_c10d._world.pg_map)

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.utils as nn_utils
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.core.shares import Share
-from manyhands.parallel.grid import Grid
 from manyhands.parallel.norm import NormGroups, norms_of
-from manyhands.parallel.plan import Plan
 from manyhands.parallel.spread import full_tensor
+
+if TYPE_CHECKING:
+    from manyhands.parallel.grid import Grid
+    from manyhands.parallel.plan import Plan
 
 NothingToSync = contextlib.nullcontext
 
@@ -74,7 +76,7 @@ class ParallelNetwork:
     # that this micro-batch didn't use; for modes that wait for all
     reach_all: Callable[[Tensor], Tensor] = field(default=_as_it_is)
     endless: frozenset[str] = frozenset()  # names of buffers that held NaN or infinity from the start, and may
-    plan: Plan | None = None  # what it was split by; None where it wasn't
+    plan: "Plan | None" = None  # what it was split by; None where it wasn't
     # where each entry of the state dict lies; empty where no process holds pieces
     layouts: Mapping[str, TensorLayout] = field(default_factory=dict[str, TensorLayout])
     outputs: int = 0  # how many classes it tells apart, where that is known from splitting it; else 0
@@ -193,10 +195,10 @@ class ModeRequest:
     cross_entropy: bool = True  # the loss is plain cross-entropy, whose classes can be cut
     # the user's own otherwise, whose classes can be cut where all of its small operators have rules
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    plan: Plan | None = None  # which part of each op's work each process does, for modes that follow one
+    plan: "Plan | None" = None  # which part of each op's work each process does, for modes that follow one
     # one sample, whose numbers don't matter, for modes that look into the network
     picture: Tensor = field(default_factory=lambda: torch.zeros(0))
-    grid: Grid | None = None  # what the network was constructed with, for networks that their author has split
+    grid: "Grid | None" = None  # what the network was constructed with, for networks that their author has split
     # names of the mesh's axes over which samples are shared; None: all that cut no parameter
     samples: tuple[str, ...] | None = None
     reduces: bool = True  # False where somebody else averages gradients, for the mode data

@@ -4,12 +4,14 @@ torch's own collectives for objects pickle them, and unpickling runs whatever co
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.files import parse_json
 from manyhands.core.world import World
 
@@ -24,6 +26,22 @@ def broadcast_plain(value: Any, world: World) -> Any:
     buffer = content.to(world.device) if world.rank == 0 else _room(int(length), world)
     dist.broadcast(buffer, src=0)
     return _decode(buffer)
+
+
+def broadcast_result(make: Callable[[], Any], world: World) -> Any:
+    """What `make` gives on rank 0 (JSON data), on every process; a collective. Its ManyhandsError is raised on all."""
+    found: dict[str, Any] = {}
+    if world.is_main:
+        try:
+            found = {"value": make()}
+        except ManyhandsError as error:
+            usage = isinstance(error, UserError)
+            found = {"error": [error.message, error.where, list(error.hints)], "usage": usage}
+    found = broadcast_plain(found, world)
+    if "error" in found:
+        message, where, hints = found["error"]
+        raise (UserError if found["usage"] else RunError)(message, where, tuple(hints))
+    return found["value"]
 
 
 def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:

@@ -4,11 +4,8 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from manyhands.core.errors import UserError
-
-Plan = TypeVar("Plan")
 
 DATA_PARALLEL = "data parallel"
 # A gain that a user would not notice isn't worth a plan that is harder to understand.
@@ -19,15 +16,6 @@ LEAST_ROUNDS = 3
 _STANDARD_ERRORS = 2.0
 # The standard error of a median, from the median distance to it, of normally distributed values.
 _ERROR_OF_MEDIAN = 1.2533 * 1.4826
-
-
-@dataclass(frozen=True)
-class Finalist(Generic[Plan]):
-    """A plan that may be chosen."""
-
-    name: str  # as tables say it; one of all is "data parallel"
-    plan: Plan  # what `measure` takes
-    predicted_seconds: float  # of a step
 
 
 @dataclass(frozen=True)
@@ -42,20 +30,20 @@ class Pick:
 
 
 def time_in_turns(
-    finalists: Sequence[Finalist[Plan]], measure: Callable[[Plan], float], rounds: int = 12
+    finalists: Sequence[str], measure: Callable[[str], float], rounds: int = 12
 ) -> dict[str, list[float]]:
-    """Times all finalists once in each round, so that a machine that slows down slows all of them.
+    """Times all plans, by their names, once in each round, so that a machine that slows down slows all of them.
 
     The order turns around from round to round, and a round before the first isn't counted: it warms up caches. All
     processes call this alike. `measure` takes part on each, and returns the same number everywhere, such as the
     largest over all processes; infinite if the plan can't run.
     """
-    seconds: dict[str, list[float]] = {finalist.name: [] for finalist in finalists}
+    seconds: dict[str, list[float]] = {name: [] for name in finalists}
     for number in range(-1, rounds):
-        for finalist in finalists if number % 2 == 0 else reversed(finalists):
-            taken = measure(finalist.plan)
+        for name in finalists if number % 2 == 0 else reversed(finalists):
+            taken = measure(name)
             if number >= 0:
-                seconds[finalist.name].append(taken)
+                seconds[name].append(taken)
     return seconds
 
 

@@ -14,7 +14,7 @@ from manyhands.parallel.graph import INPUT, LOSS, Graph, Op
 from manyhands.parallel.norm import GroupedNorm
 from manyhands.parallel.placement import Extent, Layout, messages, value_of
 from manyhands.parallel.reduce import bucket_names, summed_over
-from manyhands.planner.mesh_links import LinkSpeeds
+from manyhands.planner.links import LinkSpeeds
 
 FORWARD, BACKWARD, GRADIENTS, STATISTICS = "forward", "backward", "gradients", "statistics"
 # BatchNorm's sums are of 64 bits, so that a large mean costs no precision; labels are as well.

@@ -1,8 +1,9 @@
 """From a network to the planner's problem, and from letters to a prediction."""
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from manyhands.core.mesh import Mesh
 from manyhands.parallel.execute import Letters, batch_axes, input_layouts, loops_of, output_layouts
 from manyhands.parallel.graph import LOSS, Graph, Op
 from manyhands.parallel.placement import Layout, steps_between
-from manyhands.parallel.plan import refusal
 from manyhands.parallel.reduce import BUCKET_BYTES
+from manyhands.parallel.strategy import refusal
 from manyhands.planner.collectives import (
     FORWARD,
     GRADIENTS,
@@ -23,7 +24,7 @@ from manyhands.planner.collectives import (
     norms_of,
     real_axes,
 )
-from manyhands.planner.mesh_links import LinkSpeeds
+from manyhands.planner.links import LinkSpeeds
 from manyhands.planner.problem import Edge, Matrix, OpChoice, Problem
 from manyhands.planner.work import Work, parameter_part, part
 
@@ -72,32 +73,23 @@ class Prediction:
         }
 
 
-@dataclass(frozen=True)
-class OpCost:
-    """What an op costs by itself on one process."""
-
-    forward: float
-    backward: float
-    update: float
-    norm: float
-    gradient: float
-    gradient_work: float
-    memory_bytes: float
-
-
-def op_costs(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
-    """Of one op, whatever its neighbours do."""
+def op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpChoice:
+    """What an op costs by itself on one process, whatever its neighbours do."""
     mesh, work = setting.mesh, setting.work
-    seconds = work.seconds(op, letters, mesh)
+    forward, backward = work.seconds(op, letters, mesh)
     held, sent, (gradient, working) = _parameters(op, letters, setting)
     saved = 0.0
     if op.trains:
         share = part([loop.output for loop in loops_of(op, letters)], mesh)
         saved = share * op.item_bytes * sum(extent.values(work.batch) for extent in op.extents)
-    memory = held * (2 + setting.slots) + sent + saved
-    update = work.update_seconds(held * (3 + 2 * setting.slots))
-    norm = _norm_seconds(op, letters, setting)
-    return OpCost(seconds.forward, seconds.backward, update, norm, gradient - working, working, memory)
+    compute = forward + backward + work.update_seconds(held * (3 + 2 * setting.slots))
+    return OpChoice(
+        seconds=compute + _norm_seconds(op, letters, setting) + working,
+        gradient_seconds=gradient - working,
+        hideable_seconds=backward,
+        memory_bytes=held * (2 + setting.slots) + sent + saved,
+        compute_seconds=compute,
+    )
 
 
 def _parameters(op: Op, letters: tuple[str, ...], setting: Setting) -> tuple[float, float, tuple[float, float]]:
@@ -132,10 +124,10 @@ def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
     owns = [_own(op, letters[op.name], setting, known) for op in graph.ops.values()]
     gradients = sum(one.seconds(links) for one in sent if one.when == GRADIENTS)
     working = sum(one.work_seconds(links) for one in sent if one.when == GRADIENTS)
-    hiding = setting.overlap * sum(own.backward for own in owns)
+    hiding = setting.overlap * sum(own.hideable_seconds for own in owns)
     moved = [one for one in sent if one.when == FORWARD and one.kind != "all_reduce" and one.op != LOSS]
     return Prediction(
-        compute_seconds=sum(own.forward + own.backward + own.update for own in owns),
+        compute_seconds=sum(own.compute_seconds for own in owns),
         communication_seconds=sum(one.seconds(links) for one in sent if one.when != GRADIENTS),
         gradient_seconds=working + max(0.0, gradients - working - hiding),
         memory_bytes=sum(own.memory_bytes for own in owns) + sum(one.values * one.item_bytes for one in moved),
@@ -206,10 +198,10 @@ def _row(
     return made[key]
 
 
-def _own(op: Op, letters: tuple[str, ...], setting: Setting, known: Known) -> OpCost:
+def _own(op: Op, letters: tuple[str, ...], setting: Setting, known: Known) -> OpChoice:
     key = "own", setting.work.signature(op), _alike(letters, setting)
     if key not in known:
-        known[key] = op_costs(op, letters, setting)
+        known[key] = op_cost(op, letters, setting)
     return known[key]
 
 
@@ -248,9 +240,9 @@ def _choice(ops: list[Op], letters: tuple[str, ...], setting: Setting, known: Kn
     owns = [_own(op, letters, setting, known) for op in ops]
     loss = sum(_loss_seconds(letters, setting) for op in ops if op.name == LOSS)
     return OpChoice(
-        seconds=loss + sum(own.forward + own.backward + own.update + own.norm + own.gradient_work for own in owns),
-        gradient_seconds=sum(own.gradient for own in owns),
-        hideable_seconds=sum(own.backward for own in owns),
+        seconds=loss + sum(own.seconds for own in owns),
+        gradient_seconds=sum(own.gradient_seconds for own in owns),
+        hideable_seconds=sum(own.hideable_seconds for own in owns),
         memory_bytes=sum(own.memory_bytes for own in owns),
     )
 
@@ -262,88 +254,72 @@ def _loss_seconds(letters: tuple[str, ...], setting: Setting) -> float:
     return sum(setting.links.seconds("all_reduce", axes, 4.0 * count * rows) for count in (1, 3)) if axes else 0.0
 
 
-@dataclass
 class _Conversions:
     """Seconds and bytes of conversions between all choices of two ops, each distinct matrix computed once."""
 
-    setting: Setting
-    _paths: dict[tuple[Layout, Layout], list[tuple[str, tuple[int, ...], float]]] = field(default_factory=dict)
-    _seconds: dict[tuple[str, tuple[int, ...], float], float] = field(default_factory=dict)
-    _made: dict[Any, tuple[Matrix, Matrix | None]] = field(default_factory=dict)
-    _lines: dict[Any, tuple[Matrix, Matrix]] = field(default_factory=dict)
-    _layouts: dict[Any, tuple[Both, ...]] = field(default_factory=dict)
+    def __init__(self, setting: Setting) -> None:
+        self._setting, mesh = setting, setting.mesh
+        self._path = functools.cache(lambda source, target: traffic(source, target, mesh))
+        self._link_seconds = functools.cache(setting.links.seconds)
+        self._known_matrices = functools.cache(self._matrices)
+        self._known_line = functools.cache(self._line)
+        self._layouts: dict[Any, tuple[Both, ...]] = {}
 
     def between(
         self, giver: Op, reader: Op, place: int, taken: tuple[list[tuple[str, ...]], list[tuple[str, ...]]]
     ) -> tuple[Matrix, Matrix | None]:
         """Seconds of both directions and bytes of the conversion, [choice of giver, choice of reader]."""
-        size = float(giver.item_bytes * sum(extent.values(self.setting.work.batch) for extent in giver.extents))
+        size = float(giver.item_bytes * sum(extent.values(self._setting.work.batch) for extent in giver.extents))
         given = self._sides(giver, taken[0], lambda letters: output_layouts(giver, letters), "given")
         wanted = self._sides(reader, taken[1], lambda letters: input_layouts(reader, letters, place), place)
-        trains = giver.trains and bool(reader.extents or reader.name == LOSS)
-        key = size, trains, given, wanted
-        if key not in self._made:
-            self._made[key] = self._matrices(given, wanted, size, trains=trains)
-        return self._made[key]
+        return self._known_matrices(given, wanted, size, giver.trains and bool(reader.extents or reader.name == LOSS))
 
     def _sides(
         self, op: Op, taken: list[tuple[str, ...]], layouts: Callable[[tuple[str, ...]], Both], what: Any
     ) -> tuple[Both, ...]:
         """The layouts of all choices; ops that are alike share the list of these, which stays where it is."""
-        key = self.setting.work.signature(op), op.name == LOSS, id(taken), what
+        key = self._setting.work.signature(op), op.name == LOSS, id(taken), what
         if key not in self._layouts:
             self._layouts[key] = tuple(layouts(letters) for letters in taken)
         return self._layouts[key]
 
     def _matrices(
-        self, given: Sequence[Both], wanted: Sequence[Both], size: float, *, trains: bool
+        self, given: tuple[Both, ...], wanted: tuple[Both, ...], size: float, trains: bool
     ) -> tuple[Matrix, Matrix | None]:
-        def copied(source: Layout, target: Layout) -> float:
-            return self._copy(source, target, size)
-
         values = tuple(one[0] for one in given), tuple(one[0] for one in wanted)
-        seconds = self._prices(*values, size)
+        seconds = self._seconds(*values, size)
         if trains:
             back = tuple(one[1] for one in wanted), tuple(one[1] for one in given)
-            seconds = seconds + self._prices(*back, size).T
-        return seconds, _spread(*values, copied) if self.setting.memory_limit_bytes is not None else None
+            seconds = seconds + self._seconds(*back, size).T
+        if self._setting.memory_limit_bytes is None:
+            return seconds, None
+        return seconds, _spread(*values, lambda source, target: self._copied_bytes(source, target, size))
 
-    def _prices(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
-        """Seconds of all conversions; where links are formulas, and all alike, a line over the bytes, drawn once."""
-
-        def at(size: float) -> Matrix:
-            return _spread(sources, targets, lambda source, target: self._price(source, target, size))
-
-        if not self.setting.links.alike or not size:
-            return at(size)
-        key = sources, targets
-        if key not in self._lines:
-            few, many = at(_FEW_BYTES), at(2 * _FEW_BYTES)
-            self._lines[key] = np.maximum(2 * few - many, 0.0), (many - few) / _FEW_BYTES
-        start, slope = self._lines[key]
+    def _seconds(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
+        """Of all conversions; where links are formulas, and all alike, on a line over the bytes."""
+        if not self._setting.links.alike or not size:
+            return self._at(sources, targets, size)
+        start, slope = self._known_line(sources, targets)
         return start + slope * size
 
-    def _copy(self, source: Layout, target: Layout, size: float) -> float:
-        """Bytes of a conversion, counted as `predict` counts them: the inputs of its collectives but all-reduces."""
+    def _line(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> tuple[Matrix, Matrix]:
+        few, many = self._at(sources, targets, _FEW_BYTES), self._at(sources, targets, 2 * _FEW_BYTES)
+        return np.maximum(2 * few - many, 0.0), (many - few) / _FEW_BYTES
+
+    def _at(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...], size: float) -> Matrix:
+        def price(source: Layout, target: Layout) -> float:
+            steps = (step for step in self._path(source, target) if step[0] != "slice")
+            return sum((self._link_seconds(kind, axes, share * size) for kind, axes, share in steps), 0.0)
+
+        return _spread(sources, targets, price)
+
+    def _copied_bytes(self, source: Layout, target: Layout, size: float) -> float:
+        """Of a conversion, counted as `predict` counts them: the inputs of its collectives but all-reduces."""
         return sum(
-            share * size / (self.setting.mesh.parts(axes) if kind == "all_gather" else 1)
+            share * size / (self._setting.mesh.parts(axes) if kind == "all_gather" else 1)
             for kind, axes, share in self._path(source, target)
             if kind not in {"slice", "all_reduce"}
         )
-
-    def _price(self, source: Layout, target: Layout, size: float) -> float:
-        total = 0.0
-        for kind, axes, share in self._path(source, target):
-            key = kind, axes, share * size
-            if key not in self._seconds:
-                self._seconds[key] = self.setting.links.seconds(kind, axes, share * size) if kind != "slice" else 0.0
-            total += self._seconds[key]
-        return total
-
-    def _path(self, source: Layout, target: Layout) -> list[tuple[str, tuple[int, ...], float]]:
-        if (source, target) not in self._paths:
-            self._paths[source, target] = traffic(source, target, self.setting.mesh)
-        return self._paths[source, target]
 
 
 def traffic(source: Layout, target: Layout, mesh: Mesh) -> list[tuple[str, tuple[int, ...], float]]:

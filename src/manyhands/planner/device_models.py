@@ -1,12 +1,11 @@
 """Peak figures of devices that one doesn't sit at, and what of them is assumed to be reached."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import platformdirs
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_toml, read_bytes
@@ -18,15 +17,19 @@ REACHED_OPERATIONS, REACHED_BANDWIDTH = 0.4, 0.7
 _FILE = "device-models.toml"
 
 
-@dataclass(frozen=True)
-class DeviceModel:
+Rate = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+
+
+class DeviceModel(BaseModel):
     """A device as its maker describes it."""
 
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
     name: str  # in full
-    memory_bytes: int  # of the device
-    bandwidth: float  # bytes per second of its memory
-    within: float  # bytes per second to a neighbour in the same machine, in one direction
-    operations: Mapping[str, float]  # per second, by precision
+    memory_bytes: Annotated[int, BeforeValidator(lambda text: parse_memory(str(text)))] = Field(alias="memory")
+    bandwidth: Rate  # bytes per second of its memory
+    within: Rate  # bytes per second to a neighbour in the same machine, in one direction
+    operations: dict[str, Rate]  # per second, by precision
     source: str  # of these figures
 
     def rates(self, precision: str) -> tuple[float, float]:
@@ -68,26 +71,12 @@ def device_model(name: str) -> DeviceModel:
         hints = (f"choose one of: {', '.join(sorted(known))}", f"or add the model to {path}")
         raise UserError(f"no device model is called {name}", "--device-model", hints)
     content, where = known[name.lower()]
-    return _read(name.lower(), content, where)
-
-
-def _read(key: str, content: Any, where: str) -> DeviceModel:
     try:
-        operations = {str(one): _positive(rate) for one, rate in content["operations"].items()}
-        return DeviceModel(
-            str(content["name"]),
-            parse_memory(str(content["memory"])),
-            _positive(content["bandwidth"]),
-            _positive(content["within"]),
-            operations,
-            str(content["source"]),
-        )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return DeviceModel.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
         hints = ("define name, memory, bandwidth, within, operations (by precision) and source",)
-        raise UserError(f"the device model {key} is invalid: {error}", f"{where}, {key}", hints) from error
-
-
-def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ValueError(f"{value!r} is not a rate")
-    return float(value)
+        raise UserError(
+            f"the device model {name.lower()} is invalid: {what}", f"{where}, {name.lower()}", hints
+        ) from error

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich import box
@@ -13,6 +13,9 @@ from rich.text import Text
 from manyhands.core.errors import UserError
 from manyhands.core.files import replacing
 from manyhands.core.mesh import Mesh
+
+if TYPE_CHECKING:
+    from manyhands.planner.find import PlanCandidate
 
 _GIB, _MB = 1 << 30, 1e6
 _MANY_SECONDS = 100.0
@@ -34,41 +37,6 @@ _TOP, _MOST_WIDTH, _MOST_HEIGHT, _LEGEND_WIDTH = 30, 1920, 4500, 150
 
 
 @dataclass(frozen=True)
-class PlanCandidate:
-    """One plan, as the table shows it; all of a step and of one process."""
-
-    name: str  # such as "data parallel", "search 1", "yours"
-    mesh: str  # such as dp=2,tp=2
-    compute_seconds: float  # the ops' own
-    communication_seconds: float  # between ops
-    gradient_seconds: float  # gradients' collectives, as far as nothing hides them
-    memory_bytes: float  # the most that a process holds
-    sent_bytes: float  # by a process
-    measured_seconds: float | None = None  # None if it wasn't timed
-    fits: bool = True  # whether it keeps to the limit of memory
-    note: str = ""  # why it can't be chosen, if so
-
-    @property
-    def predicted_seconds(self) -> float:
-        return self.compute_seconds + self.communication_seconds + self.gradient_seconds
-
-    def as_plain(self) -> dict[str, Any]:
-        milliseconds = {
-            "step_ms": self.predicted_seconds,
-            "compute_ms": self.compute_seconds,
-            "between_ops_ms": self.communication_seconds,
-            "gradients_ms": self.gradient_seconds,
-            "measured_ms": self.measured_seconds,
-        }
-        return {
-            "name": self.name,
-            "mesh": self.mesh,
-            "fits": self.fits,
-            **{key: round(value * 1e3, 3) for key, value in milliseconds.items() if value is not None},
-        }
-
-
-@dataclass(frozen=True)
 class Layer:
     """One op of the chosen plan."""
 
@@ -76,7 +44,7 @@ class Layer:
     loops: Sequence[str]  # the letter for each axis of the mesh
 
 
-def candidates_table(candidates: Sequence[PlanCandidate], chosen: str, more: str = "") -> Table:
+def candidates_table(candidates: "Sequence[PlanCandidate]", chosen: str, more: str = "") -> Table:
     """The candidates as a table of at most 100 columns; `more` is text below it."""
     caption = Text(more) if more else None
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left", pad_edge=False, collapse_padding=True)
@@ -88,16 +56,16 @@ def candidates_table(candidates: Sequence[PlanCandidate], chosen: str, more: str
     for candidate in candidates:
         mark = "→ " if candidate.name == chosen else "  "
         style = "bold" if candidate.name == chosen else "" if candidate.fits and not candidate.note else "dim"
-        measured = candidate.measured_seconds
+        measured, one = candidate.measured_seconds, candidate.prediction
         # Text, not a string: a plan's name may hold brackets, which rich would read as a style.
         table.add_row(
             Text(mark + candidate.name),
-            Text(candidate.mesh),
-            _milliseconds(candidate.predicted_seconds),
-            _milliseconds(candidate.compute_seconds),
-            _milliseconds(candidate.communication_seconds + candidate.gradient_seconds),
-            f"{candidate.memory_bytes / _GIB:.2f}" + ("" if candidate.fits else " too large"),
-            f"{candidate.sent_bytes / _MB:.1f}",
+            Text(str(candidate.mesh)),
+            _milliseconds(one.seconds),
+            _milliseconds(one.compute_seconds),
+            _milliseconds(one.communication_seconds + one.gradient_seconds),
+            f"{one.memory_bytes / _GIB:.2f}" + ("" if candidate.fits else " too large"),
+            f"{one.sent_bytes / _MB:.1f}",
             candidate.note if measured is None else _milliseconds(measured),
             style=style,
         )

@@ -1,28 +1,27 @@
 """Finds plans for a network: searched ones on every mesh, hand-written ones, the user's own, and data parallel."""
 
-import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
+from manyhands.core.quantities import short_time
 from manyhands.core.shares import check_batch
 from manyhands.parallel.execute import Letters, parameter_layouts
 from manyhands.parallel.graph import LOSS, Graph
 from manyhands.parallel.options import MODE_OF_PLANS, MODE_OF_SEARCHES, SEARCH, USUAL_MODE
-from manyhands.parallel.plan import Plan, concise, refusal, resolve, strategies
-from manyhands.planner.choose import DATA_PARALLEL, Pick, pick_predicted
+from manyhands.parallel.plan import Plan
+from manyhands.parallel.strategy import concise, refusal, resolve, strategies
+from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_GAIN, Pick, pick_predicted
 from manyhands.planner.collectives import data_shares, shares
 from manyhands.planner.cost import Known, Prediction, Setting, predict, sketch
-from manyhands.planner.explain import PlanCandidate
-from manyhands.planner.mesh_links import LinkSpeeds, links_of
-from manyhands.planner.op_times import OpTimes
+from manyhands.planner.links import LinkSpeeds, links_of
 from manyhands.planner.solve import solve_all, too_large
-from manyhands.planner.timing import Timing
+from manyhands.planner.timing import OpTimes, Timing
 from manyhands.planner.work import Work
 
 YOURS, TRICK = "yours", "one weird trick"
@@ -52,42 +51,54 @@ class SearchRequest:
 
 
 @dataclass(frozen=True)
-class Option:
+class PlanCandidate:
     """A plan that may be chosen."""
 
-    name: str  # as tables say it
+    name: str  # such as "data parallel", "search 1", "yours"
     mesh: Mesh  # the processes
     letters: Letters  # of each op
-    prediction: Prediction  # of one update
+    prediction: Prediction  # of one update, on one process
     fits: bool = True  # whether it keeps to the limit of memory
     allowed: bool = True  # whether it keeps the user's pins
+    measured_seconds: float | None = None  # of an update; None if it wasn't timed
+    note: str = ""  # why it can't be chosen, if so
 
-    def candidate(self, measured_seconds: float | None = None) -> PlanCandidate:
-        """As the table shows it."""
-        one = self.prediction
-        parts = one.compute_seconds, one.communication_seconds, one.gradient_seconds, one.memory_bytes, one.sent_bytes
-        return PlanCandidate(self.name, str(self.mesh), *parts, measured_seconds, fits=self.fits)
+    def as_plain(self) -> dict[str, Any]:
+        milliseconds = {
+            "step_ms": self.prediction.seconds,
+            "compute_ms": self.prediction.compute_seconds,
+            "between_ops_ms": self.prediction.communication_seconds,
+            "gradients_ms": self.prediction.gradient_seconds,
+            "measured_ms": self.measured_seconds,
+        }
+        return {
+            "name": self.name,
+            "mesh": str(self.mesh),
+            "fits": self.fits,
+            **{key: round(value * 1e3, 3) for key, value in milliseconds.items() if value is not None},
+        }
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """What a search found."""
 
-    options: tuple[Option, ...]  # all plans looked at; data parallel first
+    options: tuple[PlanCandidate, ...]  # all plans looked at; data parallel first
     pick: Pick  # which one is to run, and why
     graph: Graph  # of the network
     request: SearchRequest  # what was wanted
     notes: tuple[str, ...] = ()  # sentences on ops that could not be timed
     spread: float = 0.0  # the share by which the times that predictions are made from varied
-    fewer: Callable[[int], Option] | None = None  # prices data parallel on another number of processes
+    fewer: Callable[[int], PlanCandidate] | None = None  # prices data parallel on another number of processes
 
     @property
-    def chosen(self) -> Option:
+    def chosen(self) -> PlanCandidate:
         return next(option for option in self.options if option.name == self.pick.name)
 
     @property
     def candidates(self) -> list[PlanCandidate]:
-        return [option.candidate(self.pick.measured_seconds.get(option.name)) for option in self.options]
+        seconds = self.pick.measured_seconds
+        return [replace(option, measured_seconds=seconds.get(option.name)) for option in self.options]
 
     @property
     def plan(self) -> Plan:
@@ -97,7 +108,7 @@ class SearchResult:
     def _mode(self) -> str:
         return MODE_OF_SEARCHES if self.request.fill == SEARCH else MODE_OF_PLANS
 
-    def plan_of(self, option: Option) -> Plan:
+    def plan_of(self, option: PlanCandidate) -> Plan:
         """Returns an option as the plan of a plan file."""
         default, ops = concise(option.letters, self.graph, option.mesh)
         about: dict[str, Any] = {
@@ -117,11 +128,15 @@ class SearchResult:
         kept = tuple(name for name in ops if self.graph.ops[name].tied in tied)
         return Plan(option.mesh, ops, default, kept, layouts, about)
 
+    def plans_of(self, options: Sequence[PlanCandidate]) -> dict[str, dict[str, Any] | None]:
+        """Plans as plain data by their names, for processes that time them; None for data parallel."""
+        return {one.name: None if one.name == DATA_PARALLEL else self.plan_of(one).as_plain() for one in options}
+
     def repicked(self, seconds: float) -> "SearchResult":
         """The same where data parallel's update takes so many seconds, since processes agree in another way."""
         return replace(self, pick=_pick(self.options, self.request, self.spread, seconds))
 
-    def finalists(self, count: int = 3) -> list[Option]:
+    def finalists(self, count: int = 3) -> list[PlanCandidate]:
         """Those worth timing: data parallel, the user's own, and the best predicted others, each plan once."""
         able = [option for option in self.options if option.fits and option.allowed]
         always = [option for option in able if option.name in {DATA_PARALLEL, YOURS}]
@@ -153,14 +168,10 @@ def find(
     """
     _check(request)
     times = times or OpTimes(budget_s=0.0)
-    base = _setting(graph, request, times, links)
-    whole = replace(base, share=data_shares(request.batch, request.norm_group))
-    data_parallel = functools.partial(_data_parallel, graph, request, whole, links)
-    first = _scaled(data_parallel, request.world_size, base.work, share)
-    options = [first]
-    options += _by_hand(graph, request, base, links)
+    base, data_parallel = _prepared(graph, request, times, links, share)
+    options = [data_parallel(request.world_size), *_by_hand(graph, request, base, links)]
     least_bytes = float("inf")
-    if request.fill == "search":
+    if request.fill == SEARCH:
         found, least_bytes = _searched(graph, request, base, links)
         options += found
     options = _distinct(options)
@@ -170,38 +181,38 @@ def find(
     return SearchResult(tuple(options), pick, graph, request, notes, spread, data_parallel)
 
 
-def price(graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None = None) -> Option:
+def price(
+    graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None = None
+) -> PlanCandidate:
     """Data parallel alone, on one process or more; the arguments are those of `find`."""
-    setting = _setting(graph, request, times, links)
-    whole = replace(setting, share=data_shares(request.batch, request.norm_group))
-    data_parallel = functools.partial(_data_parallel, graph, request, whole, links)
-    return _scaled(data_parallel, request.world_size, whole.work, share)
+    return _prepared(graph, request, times, links, share)[1](request.world_size)
 
 
-def _setting(graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf) -> Setting:
+def _prepared(
+    graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None
+) -> tuple[Setting, Callable[[int], PlanCandidate]]:
+    """What costs depend on, and what prices data parallel on a number of processes; both scaled by `share`."""
     speeds = links(_data_mesh(request.world_size))
-    return Setting(
+    # Between processes of one machine without accelerators, sending takes time from computing, known or not.
+    known = all(link.work_s_per_byte for link in speeds.axes)
+    apart = request.accelerator or known or any(speeds.across)
+    base = Setting(
         Work(graph, request.batch, request.world_size, times),
         speeds,
         shares(request.batch, request.norm_group),
         slots=request.slots,
-        overlap=_overlap(speeds, request),
+        overlap=_OVERLAP_APART if apart else _OVERLAP_TOGETHER,
         repeat=not request.accelerator,
         memory_limit_bytes=request.memory_limit_bytes,
     )
+    whole = replace(base, share=data_shares(request.batch, request.norm_group))
 
+    def data_parallel(processes: int) -> PlanCandidate:
+        return _priced(DATA_PARALLEL, graph, Plan(_data_mesh(processes)), whole, links, allowed=not request.pins)
 
-def _data_parallel(graph: Graph, request: SearchRequest, whole: Setting, links: LinksOf, processes: int) -> Option:
-    return _priced(DATA_PARALLEL, graph, Plan(_data_mesh(processes)), whole, links, allowed=not request.pins)
-
-
-def _scaled(priced: Callable[[int], Option], processes: int, work: Work, share: Timing | None) -> Option:
-    """Data parallel, with the work scaled so that it takes what one process's share was timed to take."""
-    first = priced(processes)
-    if share is None or not first.prediction.compute_seconds:
-        return first
-    work.scale = share.seconds / first.prediction.compute_seconds
-    return priced(processes)
+    if share is not None and (compute_s := data_parallel(request.world_size).prediction.compute_seconds):
+        base.work.scale = share.seconds / compute_s
+    return base, data_parallel
 
 
 def _untimed(reasons: Mapping[str, str]) -> list[str]:
@@ -226,12 +237,6 @@ def _check(request: SearchRequest) -> None:
 
 def _data_mesh(world_size: int) -> Mesh:
     return Mesh((("dp", world_size),))
-
-
-def _overlap(links: LinkSpeeds, request: SearchRequest) -> float:
-    """Between processes of one machine without accelerators, sending takes time from computing, known or not."""
-    known = all(link.work_s_per_byte for link in links.axes)
-    return _OVERLAP_APART if request.accelerator or known or any(links.across) else _OVERLAP_TOGETHER
 
 
 def factorisations(world_size: int, most_axes: int = 2) -> list[Mesh]:
@@ -274,17 +279,21 @@ def _fitting(request: SearchRequest, graph: Graph) -> list[tuple[Mesh, dict[str,
     return found
 
 
-def _priced(name: str, graph: Graph, plan: Plan, base: Setting, links: LinksOf, *, allowed: bool = True) -> Option:
+def _priced(
+    name: str, graph: Graph, plan: Plan, base: Setting, links: LinksOf, *, allowed: bool = True
+) -> PlanCandidate:
     return _option(name, graph, resolve(plan, graph, "pin"), replace(base, links=links(plan.mesh)), allowed=allowed)
 
 
-def _option(name: str, graph: Graph, letters: Letters, setting: Setting, *, allowed: bool = True) -> Option:
+def _option(name: str, graph: Graph, letters: Letters, setting: Setting, *, allowed: bool = True) -> PlanCandidate:
     prediction = predict(graph, letters, setting)
     limit = setting.memory_limit_bytes
-    return Option(name, setting.mesh, letters, prediction, limit is None or prediction.memory_bytes <= limit, allowed)
+    return PlanCandidate(
+        name, setting.mesh, letters, prediction, limit is None or prediction.memory_bytes <= limit, allowed
+    )
 
 
-def _by_hand(graph: Graph, request: SearchRequest, base: Setting, links: LinksOf) -> list[Option]:
+def _by_hand(graph: Graph, request: SearchRequest, base: Setting, links: LinksOf) -> list[PlanCandidate]:
     """The user's pins with all else data parallel, and fully connected layers cut in turn by outputs and inputs."""
     if request.pins:
         meshes = _fitting(request, graph)
@@ -323,13 +332,13 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
     return {**letters, **whole} if whole else None
 
 
-def _searched(graph: Graph, request: SearchRequest, base: Setting, links: LinksOf) -> tuple[list[Option], float]:
+def _searched(graph: Graph, request: SearchRequest, base: Setting, links: LinksOf) -> tuple[list[PlanCandidate], float]:
     """The best plan on each mesh; and the least bytes that a plan takes, where none fits."""
     settings = [(replace(base, links=links(mesh)), fixed) for mesh, fixed in _fitting(request, graph)]
     known: Known = {}
     sketches = [sketch(graph, setting, fixed, known) for setting, fixed in settings]
     answers, least_bytes = solve_all([one.problem for one in sketches], request.limit_s, GAP)
-    options: list[Option] = []
+    options: list[PlanCandidate] = []
     for (setting, _), one, answer in zip(settings, sketches, answers, strict=True):
         if answer is not None:
             options.append(_option("search", graph, one.letters(answer.choices), setting))
@@ -337,10 +346,10 @@ def _searched(graph: Graph, request: SearchRequest, base: Setting, links: LinksO
     return [replace(option, name=f"search {number}") for number, option in enumerate(options, 1)], least_bytes
 
 
-def _distinct(options: Sequence[Option]) -> list[Option]:
+def _distinct(options: Sequence[PlanCandidate]) -> list[PlanCandidate]:
     """Each plan once: the same letters over several axes are those over one."""
     seen: set[Any] = set()
-    found: list[Option] = []
+    found: list[PlanCandidate] = []
     for option in options:
         alike = all(len(set(letters)) == 1 for letters in option.letters.values())
         key = tuple((name, letters[0] if alike else letters) for name, letters in option.letters.items())
@@ -352,7 +361,7 @@ def _distinct(options: Sequence[Option]) -> list[Option]:
 
 
 def _pick(
-    options: Sequence[Option],
+    options: Sequence[PlanCandidate],
     request: SearchRequest,
     spread: float = 0.0,
     data_seconds: float | None = None,
@@ -370,3 +379,69 @@ def _pick(
         reason = f"{pick.name} is chosen: the best plan with your pins; data parallel is listed for comparison"
         return replace(pick, reason=reason)
     return pick
+
+
+ALONE = "one process"
+# Each count up to this is looked at; of more processes, halves.
+_FEW = 4
+
+
+def fewer_counts(processes: int) -> list[int]:
+    """The numbers of processes below this one that are looked at, ascending."""
+    if processes <= _FEW:
+        return list(range(1, processes))
+    counts: list[int] = []
+    while processes > 1:
+        processes //= 2
+        counts.append(processes)
+    return counts[::-1]
+
+
+def name_of(processes: int) -> str:
+    return ALONE if processes == 1 else f"{DATA_PARALLEL} on {processes}"
+
+
+def options_of(
+    counts: Iterable[int], price: Callable[[int], PlanCandidate], shares: Mapping[int, Timing] | None = None
+) -> list[PlanCandidate]:
+    """Data parallel on fewer processes; `shares`: one process's update where so many share it, if it was timed."""
+    found: list[PlanCandidate] = []
+    for count in counts:
+        option = replace(price(count), name=name_of(count))
+        if shares and count in shares:
+            prediction = replace(option.prediction, compute_seconds=shares[count].seconds)
+            option = replace(option, prediction=prediction)
+        found.append(option)
+    return found
+
+
+def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:
+    """The fewest processes that do as well as the plan that was picked, and why; 0 where all are needed.
+
+    Of several such numbers a larger one is taken where it is predicted to be clearly faster. `seconds` is an update's
+    under the plan that was picked, `spread` the share by which what was timed varied; no number is recommended by less.
+    """
+    repeating = _without_repeats(found.chosen)
+    if repeating < found.request.world_size:
+        return repeating, f"{found.chosen.name} repeats all work on {found.request.world_size // repeating} processes"
+    doing = [one for one in fewer if one.fits and _slowest(one, spread) <= seconds * LEAST_GAIN]
+    if doing:
+        limit = LEAST_PREDICTED_GAIN * min(_slowest(one, spread) for one in doing)
+        option = min((one for one in doing if one.prediction.seconds <= limit), key=lambda one: one.mesh.size)
+        least, whole = short_time(option.prediction.seconds), f"{found.pick.name} on {found.request.world_size}"
+        return option.mesh.size, f"{option.name} takes {least} per step, while {whole} takes {short_time(seconds)}"
+    return 0, ""
+
+
+def _slowest(option: PlanCandidate, spread: float) -> float:
+    """Seconds of an update at the slow end of what was timed."""
+    return option.prediction.seconds + spread * option.prediction.compute_seconds
+
+
+def _without_repeats(option: PlanCandidate) -> int:
+    """Processes that are left where those that compute the same are one."""
+    left = 1
+    for axis, size in enumerate(option.mesh.sizes):
+        if any(letters[axis] != "r" for letters in option.letters.values()):
+            left *= size
+    return left

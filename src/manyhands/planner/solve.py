@@ -13,8 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from manyhands.planner.problem import NoPlanError, Problem, SearchStoppedError, Solution, evaluate
-from manyhands.planner.program import TOLERANCE, Program, SolverResult
+from manyhands.planner.problem import (
+    TOLERANCE,
+    NoPlanError,
+    Problem,
+    Program,
+    SearchStoppedError,
+    Solution,
+    SolverResult,
+    evaluate,
+)
 
 DEFAULT_LIMIT_S = 60.0
 _GIB = 1 << 30

@@ -6,16 +6,22 @@ many threads as there will be. So it is where a group of processes may use less 
 would (a quota): a short repeat between two pauses seems faster than work is that goes on.
 """
 
+import hashlib
+import json
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import platformdirs
 import torch
 
-from manyhands.core.devices import wait_for
+from manyhands.core.devices import device_name, wait_for
+from manyhands.core.files import parse_json, read_bytes, replacing
 from manyhands.core.machine import cores
 
 # The machine is busy where others take more than this share of its processors.
@@ -99,3 +105,214 @@ def _busy_seconds() -> float:
     except (OSError, ValueError):
         return 0.0
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+FORMAT = "op-times/2"
+_REPEATS = 5
+_LONG_S = 0.1
+# Drivers, clocks and libraries change; what is older is measured anew.
+_DAY_S, MOST_DAYS = 86400.0, 30
+# What devices reach in practice, until one has been measured: (operations, bytes) per second.
+_ASSUMED_RATES = {"cpu": (3e10, 8e9), "mps": (3e12, 1e11), "others": (2e13, 6e11)}
+_MATRIX, _COPIED_VALUES = 384, 1 << 21
+
+
+def environment(device: str) -> dict[str, str]:
+    """What seconds of an op depend on besides the op itself."""
+    return {
+        "torch": torch.__version__,
+        "device": f"{torch.device(device).type} {device_name(device)}",
+        "threads": str(torch.get_num_threads()),
+        "cores": f"{cores():.3g}",
+    }
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """What is kept of an op."""
+
+    seconds: float  # of the quickest repeat, forward and backward
+    spread: float  # the share by which the quickest quarter of the repeats differs
+    busy: float  # the share of this machine's processors that others took meanwhile
+    at: float  # when it was measured, seconds since 1970
+
+
+class OpTimes:
+    """Times of ops by key.
+
+    A key says all that the seconds depend on: the op, its local shapes, dtype and memory format. Files are one for each
+    environment; what processes write at the same time adds up, and a broken file is begun anew. Once the budget for
+    measuring is used up seconds are estimated from operations and bytes; of a device that isn't here, of which
+    (operations, bytes) per second are given as `rates`, nothing is measured or kept.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        budget_s: float = 30.0,
+        folder: Path | None = None,
+        rates: tuple[float, float] | None = None,
+    ) -> None:
+        self._device = torch.device(device)
+        self._left_s = 0.0 if rates else budget_s
+        self._environment = environment(device)
+        digest = hashlib.sha256(json.dumps(self._environment, sort_keys=True).encode()).hexdigest()[:16]
+        self._file = (folder or platformdirs.user_cache_path("manyhands") / "planner") / f"ops-{digest}.json"
+        self.notes: list[str] = []  # sentences on the files
+        self.measured = 0  # how many ops were timed
+        self.estimated = 0  # how many were not
+        self.failed: dict[str, str] = {}  # by key, why an op could not be run by itself; it is estimated then
+        self._fresh: dict[str, OpTime] = {}
+        self._used: dict[str, OpTime] = {}
+        self._others: Others | None = None
+        self._seconds = {} if rates else self._read()
+        self._rates = rates
+
+    @property
+    def file(self) -> Path:
+        return self._file
+
+    def seconds(
+        self, key: str, make: Callable[[], Callable[[], object]], operations: float, moved_bytes: float
+    ) -> float:
+        """Seconds of an op, forward and backward; `make` gives what runs it once, if it is to be measured.
+
+        The estimate is made from additions and multiplications, and from bytes read and written, in both directions.
+        """
+        if key not in self._seconds or self._is_stale(key):
+            taken = self._tried(key, make) if self._left_s > 0 and key not in self.failed else None
+            if taken is not None:
+                self._seconds[key] = self._fresh[key] = taken
+                self.measured += 1
+            elif key not in self._seconds:
+                self.estimated += 1
+                return self.estimate(operations, moved_bytes)
+        self._used[key] = self._seconds[key]
+        return self._seconds[key].seconds
+
+    def cached(self, key: str) -> float | None:
+        """Seconds that were measured before, however busy the machine was; None where none are kept."""
+        return self._seconds[key].seconds if key in self._seconds else None
+
+    def keep(self, key: str, seconds: float) -> None:
+        """Notes seconds that somebody else has measured."""
+        self._seconds[key] = self._fresh[key] = OpTime(seconds, 0.0, 0.0, time.time())
+
+    @property
+    def spread(self) -> float:
+        """By which share repeats of the times used so far differ, each weighed by its length."""
+        whole_s = sum(one.seconds for one in self._used.values())
+        return sum(one.seconds * one.spread for one in self._used.values()) / whole_s if whole_s else 0.0
+
+    def doubts(self) -> list[str]:
+        """Sentences on what the times used so far may suffer from."""
+        found: list[str] = []
+        busy = max((one.busy for one in self._used.values()), default=0.0)
+        if busy > BUSY:
+            found.append(
+                f"other programs used {busy:.0%} of the processors while ops were timed, so times may be too long; "
+                "manyhands times these ops again on an idle machine"
+            )
+        return found
+
+    def _is_stale(self, key: str) -> bool:
+        """What was measured while others were busy is only kept as long as they are."""
+        return key not in self._fresh and self._seconds[key].busy > BUSY and self._left_s > 0 and self._busy() <= BUSY
+
+    def _busy(self) -> float:
+        """The share of the processors that others have taken since they have been watched."""
+        if self._others is None:
+            self._others = Others()
+        return self._others.share()
+
+    def _tried(self, key: str, make: Callable[[], Callable[[], object]]) -> OpTime | None:
+        """What `_measure` gives; None where the op fails outside its network, on values that it never sees there."""
+        try:
+            return self._measure(make)
+        except Exception as error:  # noqa: BLE001 - whatever an op says of made-up values, the search goes on
+            self.failed[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return None
+
+    def estimate(self, operations: float, moved_bytes: float) -> float:
+        """The roofline: whatever takes longer, computing or moving, at the rates of a product and a copy."""
+        if self._rates is None:
+            self._rates = self._measured_rates()
+        return max(operations / self._rates[0], moved_bytes / self._rates[1])
+
+    def save(self) -> None:
+        """Adds what was measured to the file, whole or not at all."""
+        if not self._fresh:
+            return
+        times = {key: asdict(one) for key, one in (self._read() | self._fresh).items()}
+        content = {"format": FORMAT, "environment": self._environment, "times": times}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self._file) as part:
+            part.write_text(json.dumps(content, indent=1, sort_keys=True), encoding="utf-8")
+        self._fresh = {}
+
+    def _read(self) -> dict[str, OpTime]:
+        try:
+            content = parse_json(read_bytes(self._file), infinite=True)
+            return _checked(content, self._environment)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            self.notes.append(f"the cache of op times {self._file} can't be read ({error}); measuring ops again")
+            return {}
+
+    def _measure(self, make: Callable[[], Callable[[], object]]) -> OpTime:
+        busy = self._busy()
+        began = time.perf_counter()
+        run = make()
+        run()
+        wait_for(self._device)
+        found: Timing = quickest(run, str(self._device), _REPEATS, _LONG_S, busy=busy > BUSY)
+        self._left_s -= time.perf_counter() - began
+        return OpTime(found.seconds, found.spread, self._busy(), time.time())
+
+    def _measured_rates(self) -> tuple[float, float]:
+        """Of a matrix product and a copy; assumed ones where there is no budget at all."""
+        known = [self._seconds.get(key) for key in ("rate of a product", "rate of a copy")]
+        if known[0] and known[1]:
+            product_s, copy_s = known[0].seconds, known[1].seconds
+        elif self.measured == 0:
+            return _ASSUMED_RATES.get(self._device.type, _ASSUMED_RATES["others"])
+        else:
+            product, copy = self._measure(self._product), self._measure(self._copy)
+            self._fresh |= {"rate of a product": product, "rate of a copy": copy}
+            self._seconds |= self._fresh
+            product_s, copy_s = product.seconds, copy.seconds
+        return 2 * _MATRIX**3 / max(product_s, 1e-9), 8 * _COPIED_VALUES / max(copy_s, 1e-9)
+
+    def _product(self) -> Callable[[], object]:
+        left, right = torch.ones(2, _MATRIX, _MATRIX, device=self._device)
+        return lambda: left @ right
+
+    def _copy(self) -> Callable[[], object]:
+        source = torch.ones(_COPIED_VALUES, device=self._device)
+        return source.clone
+
+
+def _checked(content: Any, environment: dict[str, str]) -> dict[str, OpTime]:
+    """The times in a file that aren't too old. Raises ValueError: it isn't such a file."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("environment") != environment:
+        raise ValueError("another format or environment")
+    times = content.get("times")
+    if not isinstance(times, dict):
+        raise ValueError("the times are missing")
+    found = {str(key): _op_time(value) for key, value in times.items()}
+    if wrong := [key for key, one in found.items() if one is None]:
+        raise ValueError(f'"{wrong[0]}" has no time')
+    oldest = time.time() - MOST_DAYS * _DAY_S
+    return {key: one for key, one in found.items() if one is not None and one.at >= oldest}
+
+
+def _op_time(value: Any) -> OpTime | None:
+    if not isinstance(value, dict):
+        return None
+    numbers: list[Any] = [value.get(name) for name in ("seconds", "spread", "busy", "at")]
+    return OpTime(*map(float, numbers)) if all(map(_is_number, numbers)) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0

@@ -1,8 +1,8 @@
-"""Runs plans on live processes: times whole updates on random samples, or proves them against one process."""
+"""Runs plans on live processes: times whole updates on random samples, or verifies them against one process."""
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,12 @@ from manyhands.parallel.apply import apply_mode, resolve_mode
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import LossFn, MicroBatch, MicroBatchShape, ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.on_mesh import split
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.rows import find_rows
-from manyhands.parallel.split import split
-from manyhands.planner.choose import Finalist, time_in_turns
+from manyhands.planner.choose import time_in_turns
+from manyhands.planner.timing import BUSY, Others, Timing, quickest
 
 # Differences below this share of the network's largest gradient are noise of values that should be zero. A bias before
 # a BatchNorm adds up some hundred values to zero, which leaves a few 1e-15 of the largest; PROVEN * _NOISE lies above.
@@ -112,9 +113,8 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork, world: World) -> li
 def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
     """Seconds of an update under each plan (None: data parallel) by round, of the slowest process; the same on all."""
     runners = {name: Runner(case, plan, world) for name, plan in plans.items()}
-    finalists: Sequence[Finalist[str]] = [Finalist(name, name, 0.0) for name in plans]
     try:
-        return time_in_turns(finalists, lambda name: _slowest(runners[name].update, world), rounds)
+        return time_in_turns(list(plans), lambda name: _slowest(runners[name].update, world), rounds)
     finally:
         for runner in runners.values():
             runner.network.release()
@@ -211,3 +211,29 @@ def _worst(errors: dict[str, float], world: World) -> Verification:
     dist.all_reduce(values, dist.ReduceOp.MAX)
     place = int(values.argmax())
     return Verification(float(values[place]), names[place], len(names))
+
+
+_MOST_REPEATS = 7
+# BatchNorm needs two samples for a variance.
+_MIN_SAMPLES = 2
+
+
+def share_timing(
+    case: PlanCase, processes: int, threads: int = 0, micro_batch: int = 0, budget_s: float = 10.0
+) -> Timing:
+    """Forward, backward and update of the largest share, timed in this process.
+
+    Processes share the update, each with so many threads of the CPU (0: as many as this one has). Of a micro-batch, if
+    it isn't 0, that alone is timed. One repeat is always made, others within the budget.
+    """
+    share = max(_MIN_SAMPLES, -(-case.batch // processes))
+    timed = min(share, max(_MIN_SAMPLES, micro_batch or share))
+    device, before = str(case.picture.device), torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        runner, others = Runner(replace(case, batch=timed, micro_batch=0), None, World(device=device)), Others()
+        runner.update()
+        found = quickest(runner.update, device, _MOST_REPEATS, budget_s, busy=others.share() > BUSY)
+        return found.times(share / timed)
+    finally:
+        torch.set_num_threads(before)

@@ -9,7 +9,6 @@ import copy
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,27 +18,11 @@ from manyhands.core.mesh import Mesh
 from manyhands.parallel.execute import loops_of
 from manyhands.parallel.graph import LOSS, Graph, Loop, Op, attribute
 from manyhands.parallel.placement import Side
-from manyhands.planner.op_times import OpTimes
+from manyhands.planner.timing import OpTimes
 
 # A backward pass computes the gradient of what was read and that of the parameters.
 _BACKWARD = 2.0
 _LEAST_FACTOR, _MOST_FACTOR = 0.02, 50.0
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Of one op on one process in one update."""
-
-    forward: float
-    backward: float
-
-
-@dataclass(frozen=True)
-class Amount:
-    """What one process does in one direction."""
-
-    operations: float
-    moved_bytes: float
 
 
 def part(sides: Sequence[Side], mesh: Mesh) -> float:
@@ -114,9 +97,11 @@ class Work:
         reads = [tuple(extent.dims for extent in one.extents) for one in self.sources(op)]
         return f"{op.kind} {name} {shapes} {reads} {op.dtype}"
 
-    def amount(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> Amount:
-        """What a process does of an op, forward."""
-        loops, size = loops_of(op, letters), op.item_bytes
+    def seconds(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> tuple[float, float]:
+        """Of an op's forward and backward on one process in one update."""
+        if not op.extents or not op.sources:
+            return 0.0, 0.0
+        loops = loops_of(op, letters)
         cut = mesh.parts([axis for axis, letter in enumerate(letters) if letter != "r"])
         read = 0.0
         for place, source in enumerate(self.sources(op)):
@@ -129,14 +114,11 @@ class Work:
         )
         if op.name not in self._operations:
             self._operations[op.name] = operations(op, self.sources(op), self._batch)
-        return Amount(self._operations[op.name] / cut, read + given * size + held)
-
-    def seconds(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> Seconds:
-        if not op.extents or not op.sources:
-            return Seconds(0.0, 0.0)
-        amount = self.amount(op, letters, mesh)
-        forward = self.scale * self.factor(op) * self._times.estimate(amount.operations, amount.moved_bytes)
-        return Seconds(forward, forward * self._backward(op))
+        moved = read + given * op.item_bytes + held
+        # An op is measured before anything is estimated, since rates follow from what was measured.
+        factor = self.factor(op)
+        forward = self.scale * factor * self._times.estimate(self._operations[op.name] / cut, moved)
+        return forward, forward * self._backward(op)
 
     def update_seconds(self, moved_bytes: float) -> float:
         """Of the optimizer, which reads and writes so many bytes."""

@@ -36,7 +36,7 @@ class SyncMessage:
 def gradients(case: LinkCase, item_bytes: int) -> SyncMessage:
     """All gradients by DDP's all-reduces, with values of so many bytes.
 
-    Machines are the parties, since their processes add up first (parallel/flat.py: TwoLevelNetwork). With bf16 and on
+    Machines are the parties, since their processes add up first (`modes.data.TwoLevelNetwork`). With bf16 and on
     accelerators DDP alone does it, and sends half as much again between two machines with two processes each.
     """
     whole = case.values * item_bytes

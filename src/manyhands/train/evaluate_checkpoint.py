@@ -21,8 +21,7 @@ from manyhands.parallel.grid import Grid
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.options import MODES
 from manyhands.parallel.plain import broadcast_plain
-from manyhands.parallel.plan import Plan, read_plan
-from manyhands.parallel.shared_plan import shared_plan
+from manyhands.parallel.plan import Plan, read_plan, shared_plan
 from manyhands.train.data_setup import (
     check_labels,
     class_names,

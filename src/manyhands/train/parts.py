@@ -32,8 +32,7 @@ from manyhands.parallel.marks import layouts_of
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODE_OF_PLANS, USUAL_MODE
 from manyhands.parallel.plain import broadcast_plain, gather_plain
-from manyhands.parallel.plan import Plan, read_plan
-from manyhands.parallel.shared_plan import shared_plan
+from manyhands.parallel.plan import Plan, read_plan, shared_plan
 from manyhands.train.choose_sync import check_combination
 from manyhands.train.data_setup import DataSetup, class_names, name_outputs, open_splits, pixels_for
 from manyhands.train.journal import Journal

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from manyhands.checkpoint.options import CheckpointOptions
 from manyhands.cluster.agents.claim import set_aside
@@ -26,11 +26,13 @@ from manyhands.core.world import ProcessInfo
 from manyhands.parallel.heartbeat import HEARTBEAT_FILE, rescue_path
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.train.journal import Journal
-from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder
+from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder, shared_options
 from manyhands.worker.run_metadata import local_environment, write_metadata
-from manyhands.worker.shared_options import shared_options
 
-T = TypeVar("T")
+# (job, process info, run folder, argument, say) -> plain data
+Task = Callable[[Job, ProcessInfo, RunFolder, dict[str, Any], Say], dict[str, Any]]
+# A ring that fits no single packet, and takes no time even on a slow link.
+NUMBERS = 10_000
 
 
 def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
@@ -141,70 +143,72 @@ def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
 
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
-    from manyhands.cluster.doctor.accelerators import unused_here
     from manyhands.parallel.apply import follows_plan, resolve_mode
     from manyhands.parallel.plain import gather_plain
     from manyhands.train.build import build
     from manyhands.train.choose_sync import check_combination
+    from manyhands.train.objects import Objects
     from manyhands.train.parts import Parts
     from manyhands.train.saver import writers_of
 
     mode = resolve_mode(job.parallel.mode, world)
     check_combination(job.sync.method, mode)
+    journal = Journal(folder, world.rank)
     if world.is_main:
-        journal = Journal(folder, world.rank)
         journal.event("started", processes=world.size, device=world.device, backend=world.backend, mode=mode)
         # So that nobody loses days on a CPU beside an accelerator.
-        if world.device == "cpu" and job.cluster.device == "auto" and (reason := unused_here()):
-            journal.event("warning", f"{reason[0]}: training on the CPU (do: {reason[1][0]}; or set --device cpu)")
+        if world.device == "cpu" and job.cluster.device == "auto":
+            from manyhands.cluster.doctor.accelerators import unused_here
+
+            if reason := unused_here():
+                text = f"{reason[0]}: training on the CPU (do: {reason[1][0]}; or set --device cpu)"
+                journal.event("warning", text)
     objects = load_objects(argument)
-    measurements: list[Any] = []  # those that the header was recorded for
-    resolved = _resolve_measured(job, folder, world, mode, objects, measurements)
-    job, decided = resolved.job, resolved.about
+    precision, announced = None, False
+    if job.train.measured_precision:
+        precision, announced = _resolve_precision(job, folder, world, mode, objects or Objects())
+        job = precision.job
     followed, about = None, dict[str, Any]()
     if follows_plan(mode):
-        mode, followed, about = _follow(job, folder, world, mode, objects)
-    trainer = build(
-        Parts.from_job(job, folder, world, mode, objects, followed, resolved.splits, header=not measurements)
-    )
+        mode, followed, about = _follow(job, folder, world, mode, objects or Objects())
+    splits = precision.splits if precision else None
+    trainer = build(Parts.from_job(job, folder, world, mode, objects, followed, splits, header=not announced))
     trainer.writers = writers_of(folder, world, in_pieces=job.checkpoint.pieces and bool(trainer.network.layouts))
-    for note in (*resolved.said, *about.get("untimed", ()), *((about["reason"],) if about.get("reason") else ())):
+    notes = (*(precision.said if precision else ()), *about.get("untimed", ()), about.get("reason"))
+    for note in filter(None, notes):
         trainer.journal.event("note", note)
     ranks = gather_plain(local_environment(world), world)
     if world.is_main:
-        write_metadata(trainer, ranks, {**about, **decided})
+        write_metadata(trainer, ranks, {**about, **(precision.about if precision else {})})
     return trainer
 
 
-def _resolve_measured(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any, measurements: list[Any]) -> Any:
-    """`ResolvedPrecision`: the job with what it leaves to a measurement, and what plan.json says of that."""
+def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[Any, bool]:
+    """`ResolvedPrecision`, and whether a measurement was announced, before which the header was recorded."""
     from manyhands.train.data_setup import class_names
-    from manyhands.train.objects import Objects
     from manyhands.train.parts import Parts, record_setup
-    from manyhands.worker.precision import ResolvedPrecision, resolve_precision
+    from manyhands.worker.precision import resolve_precision
 
-    say, objects = functools.partial(Journal(folder, world.rank).event, "note"), objects or Objects()
+    announced, journal = list[str](), Journal(folder, world.rank)
 
     def announce(measurement: Any, text: str) -> None:
-        measurements.append(measurement)
         splits, names = measurement.splits, class_names(job, measurement.splits)
         record_setup(Parts.from_job(job, folder, world, mode, objects), splits, names, measurement.network())
-        say(text)
+        journal.event("note", text)
+        announced.append(text)
 
-    if not job.train.measured_precision:
-        return ResolvedPrecision(job)
-    return resolve_precision(job, folder, world, mode, objects, say=announce)
+    return resolve_precision(job, folder, world, mode, objects, say=announce), bool(announced)
 
 
 def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[str, Any, dict[str, Any]]:
     """The mode and plan that the processes follow, and what plan.json says of the choice."""
-    from manyhands.parallel.shared_plan import shared_plan
-    from manyhands.train.objects import Objects
+    if world.alone or not job.parallel.searches:
+        from manyhands.parallel.plan import shared_plan
+
+        return mode, shared_plan(job.parallel, world), {}
     from manyhands.worker.plan_choice import decide
 
-    if world.alone or not job.parallel.searches:
-        return mode, shared_plan(job.parallel, world), {}
-    decision = decide(job, world, folder, objects or Objects())
+    decision = decide(job, world, folder, objects)
     return (mode if decision.plan else USUAL_MODE), decision.plan, decision.about
 
 
@@ -218,97 +222,73 @@ def load_objects(argument: dict[str, Any]) -> Any:
     return cloudpickle.loads(Path(path).read_bytes())
 
 
-def evaluate_here(
-    job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
-) -> dict[str, Any]:
-    """Evaluates a checkpoint over all processes.
+def _evaluate(job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
+    """Evaluates a checkpoint over all processes."""
+    from manyhands.train.evaluate_checkpoint import evaluate_checkpoint
 
-    Raises:
-        Failed: something went wrong.
-    """
-
-    def evaluate(world: Any) -> dict[str, Any]:
-        from manyhands.train.evaluate_checkpoint import evaluate_checkpoint
-
-        path = Path(argument["checkpoint"]) if argument["checkpoint"] else None
-        given, whole = argument.get("given", ()), bool(argument.get("whole"))
-        return evaluate_checkpoint(job, path, world, load_objects(argument), given=given, whole=whole)
-
-    return _together(job, process_info, folder, say, evaluate, "evaluate")
+    path = Path(argument["checkpoint"]) if argument["checkpoint"] else None
+    given, whole = argument.get("given", ()), bool(argument.get("whole"))
+    return evaluate_checkpoint(job, path, world, load_objects(argument), given=given, whole=whole)
 
 
-def predict_here(
-    job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
-) -> dict[str, Any]:
-    """Says what is on pictures, shared out among all processes.
+def _predict(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
+    """Predicts the classes of pictures, shared out among all processes."""
+    from manyhands.train.trained import guess_together, open_trained
 
-    Raises:
-        Failed: something went wrong.
-    """
-
-    def predict(world: Any) -> dict[str, Any]:
-        from manyhands.train.trained import guess_together, open_trained
-
-        trained = open_trained(Path(argument["checkpoint"]), model=argument["model"], device=world.device)
-        return {"guesses": guess_together(trained, argument["pictures"], world)}
-
-    return _together(job, process_info, folder, say, predict, "predict")
+    trained = open_trained(Path(argument["checkpoint"]), model=argument["model"], device=world.device)
+    return {"guesses": guess_together(trained, argument["pictures"], world)}
 
 
-def plan_here(
-    job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
-) -> dict[str, Any]:
-    """Times plans, proves one, or measures the link between the processes: see `plan_trials`.
+def _try_plans(job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
+    """Times plans, verifies one, or measures the link between the processes."""
+    from manyhands.worker.plan_trials import try_out
 
-    Raises:
-        Failed: something went wrong.
-    """
-
-    def try_plans(world: Any) -> dict[str, Any]:
-        from manyhands.worker.plan_trials import try_out
-
-        return try_out(job, world, argument)
-
-    return _together(job, process_info, folder, say, try_plans, str(argument["action"]))
+    return try_out(job, world, argument)
 
 
-def add_up_here(
-    job: Job, process_info: ProcessInfo, folder: RunFolder, _argument: dict[str, Any], say: Say
-) -> dict[str, Any]:
-    """The doctor's sum: see `collective`.
+def _check_sum(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
+    """The doctor's sum. Raises RuntimeError where the sum of all processes' numbers is wrong."""
+    import torch
+    import torch.distributed as dist
 
-    Raises:
-        Failed: something went wrong.
-    """
-    from manyhands.worker.collective import check_sum
+    numbers = torch.full((NUMBERS,), float(world.rank + 1), device=world.device)
+    if not world.alone:
+        dist.all_reduce(numbers)
+    expected = world.size * (world.size + 1) / 2
+    if not bool((numbers == expected).all()):
+        raise RuntimeError(f"the sum over all machines is wrong: {numbers[0].item()}, expected {expected}")
+    return {"seconds": time.monotonic() - argument["joining_since"]}
 
-    started = time.monotonic()
-    _together(job, process_info, folder, say, check_sum, "doctor")
-    return {"seconds": time.monotonic() - started}
 
-
-def _together(
+def _in_group(
+    function: Callable[[Job, Any, dict[str, Any]], dict[str, Any]],
+    phase: str,
     job: Job,
     process_info: ProcessInfo,
     folder: RunFolder,
+    argument: dict[str, Any],
     say: Say,
-    task: Callable[[Any], T],
-    phase: str,
-) -> T:
-    """Joins the group, does the task with its world, and leaves; a failure leaves its record."""
-    mine = GroupMember(process_info, folder, phase)
+) -> dict[str, Any]:
+    """Joins the group, does a task, and leaves; a failure leaves its record.
+
+    Raises:
+        Failed: something went wrong.
+    """
+    mine = GroupMember(process_info, folder, phase or str(argument["action"]))
+    argument = {**argument, "joining_since": time.monotonic()}
     try:
-        return task(mine.join(job, shared_options(job), say).world)
+        return function(job, mine.join(job, shared_options(job), say).world, argument)
     except (Exception, KeyboardInterrupt) as error:
         raise Failed(mine.record_of(error)) from error
     finally:
         mine.give_back()
 
 
-TASKS = {
+# What processes may be asked to do; a failure's record names the phase.
+TASKS: dict[str, Task] = {
     "train": train_here,
-    "evaluate": evaluate_here,
-    "predict": predict_here,
-    "plan": plan_here,
-    "add-up": add_up_here,
+    "evaluate": functools.partial(_in_group, _evaluate, "evaluate"),
+    "predict": functools.partial(_in_group, _predict, "predict"),
+    "plan": functools.partial(_in_group, _try_plans, ""),  # links, measure or verify
+    "add-up": functools.partial(_in_group, _check_sum, "doctor"),
 }

@@ -1,5 +1,7 @@
 """A process among those of a run or task: it meets the others, hears why one of them fails, says why it does itself."""
 
+import hashlib
+import json
 import os
 import platform
 import time
@@ -10,14 +12,15 @@ from typing import Any
 
 from manyhands.checkpoint.saved import saved_step, unsaved
 from manyhands.cluster.failures import as_error
-from manyhands.config.job import Job
+from manyhands.config.job import ClusterOptions, Job
+from manyhands.config.load import flatten
 from manyhands.core import terminal
 from manyhands.core.errors import EXIT_USAGE
 from manyhands.core.records import FAILURE_FILE, Failure, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import held_back
+from manyhands.core.version import __version__
 from manyhands.core.world import ProcessInfo
-from manyhands.worker.shared_options import shared_options
 
 Say = Callable[[str], None]
 # How a process came to be: one head watches over all, or each machine has its own and they met.
@@ -210,3 +213,28 @@ def describe_peer(rank: int, failure: Any, trainer: Any) -> Failure:
         consequence=True,
     )
     return record.model_copy(update=heard(failure)) if failure else record
+
+
+# Of the cluster's options, those that all processes must agree in. Where they meet is not one of them: rank 0 may call
+# it 0.0.0.0, a name, or another of its addresses; and who meets compares the world's size.
+SHARED = {"backend"}
+
+
+def shared_options(job: Job) -> str:
+    """The job but for who takes part where, and the version: words such as "train.epochs=3", with spaces between.
+
+    Numbers are written out; of other values there is a digest, since they may name what is nobody else's business.
+    """
+    own = {
+        "cluster": set(ClusterOptions.model_fields) - SHARED,
+        "data": {"workers", "machine_workers"},
+        "run": {"out", "report"},
+        "checkpoint": {"resume"},
+    }
+    options = {"manyhands": __version__, **flatten(job.model_dump(mode="json", exclude=own))}
+    return " ".join(f"{key}={_word(value)}" for key, value in options.items())
+
+
+def _word(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return text if isinstance(value, int | float) else hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -17,8 +17,8 @@ from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.terminal import say
 from manyhands.core.world import ProcessInfo, World
 from manyhands.data.on_demand import as_picture
+from manyhands.parallel.group import existing_process_info
 from manyhands.parallel.plain import gather_plain
-from manyhands.parallel.standing import existing_process_info
 from manyhands.train.data_setup import open_splits
 from manyhands.train.objects import Objects
 from manyhands.train.same_data import digest_data, digest_trainable, digest_weights
@@ -27,9 +27,8 @@ from manyhands.train.state import load_snapshot
 from manyhands.train.stopping import StopSignal, listening
 from manyhands.train.trained import Guesses, guess, open_trained
 from manyhands.train.trainer import Trainer
-from manyhands.worker.member import GroupMember, share_folder
+from manyhands.worker.member import GroupMember, share_folder, shared_options
 from manyhands.worker.run_metadata import local_environment, write_metadata
-from manyhands.worker.shared_options import shared_options
 
 __all__ = ["as_picture", "existing_process_info", "guess", "guess_files", "load_weights", "open_trained", "opened"]
 

@@ -1,38 +1,27 @@
 """The mode auto, inside the processes that are about to train: they search, time the best plans in turns, and agree."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from manyhands.config.job import Job
 from manyhands.core.choices import module_names, unknown_choice
-from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.core.quantities import parse_memory
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import follows_plan
-from manyhands.parallel.graph import Graph
-from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.options import MODE_OF_SEARCHES, MODES
-from manyhands.parallel.plain import broadcast_plain
-from manyhands.parallel.plan import Plan, plan_from_plain, plan_of, read_plan
-from manyhands.parallel.shared_plan import shared_plan
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.plain import broadcast_plain, broadcast_result
+from manyhands.parallel.plan import Plan, plan_from_plain, plan_of, read_plan, shared_plan
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
-from manyhands.planner.find import SearchResult, find
-from manyhands.planner.mesh_links import links_of
-from manyhands.planner.op_times import OpTimes
+from manyhands.planner.timing import OpTimes
 from manyhands.planner.trial import PlanCase, measure
 from manyhands.sync.link_speeds import fitted_link
-from manyhands.train.data_setup import class_names, open_splits, pixels_for
 from manyhands.train.objects import Objects
-from manyhands.train.optimize import slots_of
-from manyhands.worker.plan_search import ROUNDS, TIMES_BUDGET_S, PlanRequest
-from manyhands.worker.plan_trials import LINKS, case_of, try_out
+from manyhands.worker.plan_case import network_of
+from manyhands.worker.plan_search import ROUNDS, TIMES_BUDGET_S, PlanRequest, search
+from manyhands.worker.plan_trials import LINKS, case_of, graph_of, try_out
 
 
 @dataclass(frozen=True)
@@ -58,11 +47,14 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> Decis
         return _decision(previous)
     if job.parallel.plan:
         return Decision(shared_plan(job.parallel, world))
-    case = _case(job, world, objects)
+    network = network_of(job, world, objects)
+    case = case_of(job, network, world.device, objects)
+    if own := objects.model:
+        # A user's own network, where its pictures are; in double precision where they are.
+        kind, device = torch.float64 if case.picture.dtype == torch.float64 else None, case.picture.device
+        case = replace(case, make=lambda: copy.deepcopy(own).to(device, kind).train())
     links = try_out(job, world, {"action": LINKS})["points"] if job.parallel.measure else []
-    answer = broadcast_plain(_search(job, world, case, links) if world.is_main else None, world)
-    if "error" in answer:
-        raise (UserError if answer["usage"] else RunError)(answer["error"], answer["where"], tuple(answer["hints"]))
+    answer = broadcast_result(lambda: _search(job, world, case, links), world)
     plans = {
         name: plan_from_plain(content, "plan") if content else None for name, content in answer["finalists"].items()
     }
@@ -105,77 +97,27 @@ def _decision(content: dict[str, Any]) -> Decision:
     return Decision(replace(plan, layouts=None, about=about), about)
 
 
-def _case(job: Job, world: World, objects: Objects) -> PlanCase:
-    splits = open_splits(job, world, objects)
-    pixels = pixels_for(job, splits, objects)
-    network = {
-        "channels": pixels.channels,
-        "size": pixels.size,
-        "classes": len(class_names(job, splits)),
-        "batch": min(job.train.batch, len(splits.train)),
-    }
-    case = case_of(job, network, world.device, objects)
-    if objects.model is None:
-        return case
-    return replace(case, make=_copying(objects.model, case.picture))
-
-
-def _copying(model: nn.Module, picture: Tensor) -> Callable[[], nn.Module]:
-    """A user's own network, where its pictures are; in double precision where they are."""
-    kind = torch.float64 if picture.dtype == torch.float64 else None
-    return lambda: copy.deepcopy(model).to(picture.device, kind).train()
-
-
 def _search(job: Job, world: World, case: PlanCase, points: list[list[float]]) -> dict[str, Any]:
-    """What rank 0 finds, as plain data; a mistake of the user's too, so that all processes learn of it."""
-    try:
-        found = _found(job, world, case, points)
-    except ManyhandsError as error:
-        usage = isinstance(error, UserError)
-        return {"error": error.message, "where": error.where, "hints": list(error.hints), "usage": usage}
-    finalists = found.finalists()
-    limit = parse_memory(job.parallel.memory) if job.parallel.memory else None
-    together = sum(option.prediction.memory_bytes for option in finalists)
+    """What rank 0 finds, as plain data. Raises ManyhandsError: a request can't be satisfied."""
+    options = job.parallel
+    pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
+    request = PlanRequest(world.size, options.mesh, pins, options.memory, options.link)
+    wanted = request.as_search(job, case.batch, world.device, case.norm_group)
+    measured = tuple((size, taken) for size, taken in points)
+    links = request.links(fitted_link("all_reduce", world.size, measured) if measured else None)
+    graph = graph_of(case.make(), case.picture, cross_entropy=case.cross_entropy)
+    times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
+    found = search(graph, wanted, times, links)
+    finalists, limit = found.finalists(), wanted.memory_limit_bytes
     return {
-        "finalists": {
-            option.name: None if option.name == DATA_PARALLEL else found.plan_of(option).as_plain()
-            for option in finalists
-        },
+        "finalists": found.plans_of(finalists),
         "chosen": found.pick.name,
         "reason": found.pick.reason,
-        "candidates": [_row(option) for option in found.options],
+        "candidates": [
+            {"name": one.name, "mesh": str(one.mesh), "fits": one.fits, **one.prediction.as_plain()}
+            for one in found.options
+        ],
         "untimed": list(found.notes),
         # All finalists are in memory at once while they are timed.
-        "measurable": limit is None or together <= limit,
+        "measurable": limit is None or sum(one.prediction.memory_bytes for one in finalists) <= limit,
     }
-
-
-def _found(job: Job, world: World, case: PlanCase, points: list[list[float]]) -> SearchResult:
-    options, slots = job.parallel, slots_of(job.train)
-    previous = plan_of(options, world.size) if options.pin or options.full_batch else None
-    request = PlanRequest(
-        world.size, options.mesh, previous.ops if previous else {}, options.memory, options.link, "search"
-    )
-    search = request.as_search(case.batch, case.norm_group, slots, accelerator=not world.device.startswith("cpu"))
-    links = request.links()
-    if points and not options.link:
-        within = fitted_link("all_reduce", world.size, tuple((size, taken) for size, taken in points))
-        links = lambda mesh: links_of(mesh, within=within)  # noqa: E731 - as `PlanRequest.links` gives
-    model = case.make()
-    group_batch_norms(model)
-    times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
-    try:
-        return find(_described(model, case), search, times, links)
-    finally:
-        times.save()
-
-
-def _described(model: nn.Module, case: PlanCase) -> Graph:
-    graph = describe_network(model, case.picture)
-    if not case.cross_entropy:
-        graph.keep_classes()
-    return graph
-
-
-def _row(option: Any) -> dict[str, Any]:
-    return {"name": option.name, "mesh": str(option.mesh), "fits": option.fits, **option.prediction.as_plain()}

@@ -10,17 +10,14 @@ from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
 from manyhands.planner.find import SearchRequest, price
-from manyhands.planner.mesh_links import LinkSpeeds, links_of
-from manyhands.planner.op_times import OpTimes
-from manyhands.planner.timing import Timing
+from manyhands.planner.links import LinkSpeeds, links_of
+from manyhands.planner.timing import OpTimes, Timing
 from manyhands.sync.choose import EXACT, check_method
 from manyhands.sync.link_speeds import WITHIN_A_MACHINE
 from manyhands.train.optimize import slots_of
-from manyhands.worker.plan_advice import sync_seconds, sync_taken, sync_words
-from manyhands.worker.plan_case import JobCase, case_to_plan
-from manyhands.worker.plan_costs import Costs
+from manyhands.worker.plan_advice import plan_sync, sync_seconds, sync_taken, sync_words
+from manyhands.worker.plan_case import Costs, JobCase, case_to_plan
 from manyhands.worker.plan_search import with_processes
-from manyhands.worker.plan_sync import plan_sync
 from manyhands.worker.plan_trials import norm_group
 
 # What timing shares of an update may take together, and each of them.

@@ -13,21 +13,21 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plan_record import write_plan_record
 from manyhands.core.quantities import parse_memory
+from manyhands.parallel.graph import Graph
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plan import Plan, parse_pins, read_plan
 from manyhands.parallel.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
-from manyhands.planner.explain import Layer, PlanCandidate, draw_plan
-from manyhands.planner.find import LinksOf, Option, SearchRequest, SearchResult, find
-from manyhands.planner.mesh_links import links_of
-from manyhands.planner.op_times import OpTimes
+from manyhands.planner.cost import Prediction
+from manyhands.planner.explain import Layer, draw_plan
+from manyhands.planner.find import LinksOf, PlanCandidate, SearchRequest, SearchResult, find
+from manyhands.planner.links import links_of
+from manyhands.planner.timing import OpTimes, Timing
 from manyhands.sync.choose import EXACT, check_method
 from manyhands.sync.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, named_link
 from manyhands.train.optimize import slots_of
-from manyhands.worker.plan_advice import Advice, advised, sync_row, sync_seconds
-from manyhands.worker.plan_case import case_to_plan
-from manyhands.worker.plan_costs import Costs
-from manyhands.worker.plan_sync import plan_sync
+from manyhands.worker.plan_advice import Advice, advised, plan_sync, sync_row, sync_seconds
+from manyhands.worker.plan_case import Costs, case_to_plan
 from manyhands.worker.plan_trials import LINKS, MEASURE, norm_group
 
 # Has processes of a job do a task, and gives what the first of them returned: starting them is the head's affair.
@@ -53,25 +53,12 @@ class PlanRequest:
     measure: bool = True  # time ops and the best plans on this machine
     device_model: str = ""  # the processes' devices, where they aren't this machine's; nothing is measured then
 
-    def as_search(self, batch: int, norm_group: int, slots: int, *, accelerator: bool) -> SearchRequest:
-        """Read and checked.
-
-        Raises:
-            UserError: something can't be read.
-        """
-        from manyhands.planner.find import SearchRequest
-
-        return SearchRequest(
-            self.world_size,
-            batch,
-            parse_mesh(self.mesh, "--mesh") if self.mesh else None,
-            dict(self.pins),
-            parse_memory(self.memory) if self.memory else None,
-            norm_group,
-            slots,
-            accelerator,
-            self.fill,
-        )
+    def as_search(self, job: Job, batch: int, device: str, group: int = 0) -> SearchRequest:
+        """Read and checked; `group`: samples that BatchNorm takes its statistics over. Raises UserError: see there."""
+        mesh = parse_mesh(self.mesh, "--mesh") if self.mesh else None
+        memory = parse_memory(self.memory) if self.memory else None
+        more = {"accelerator": not device.startswith("cpu"), "fill": self.fill}
+        return SearchRequest(self.world_size, batch, mesh, dict(self.pins), memory, group, slots_of(job.train), **more)
 
     def links(self, within: LinkSpeed | None = None, between: LinkSpeed | None = None) -> LinksOf:
         """Of each mesh: from machine to machine where that is named, or those of one machine.
@@ -83,12 +70,20 @@ class PlanRequest:
         Raises:
             UserError: the speed can't be read.
         """
-        if between is None and self.link:
-            between = named_link(self.link)
-        if between is not None:
-            far = between
+        far = between or (named_link(self.link) if self.link else None)
+        if far is not None:
             return lambda mesh: links_of(mesh, per_machine=1, between=far)
-        return lambda mesh: links_of(mesh, within=within) if within else links_of(mesh)
+        return lambda mesh: links_of(mesh, within=within or WITHIN_A_MACHINE)
+
+
+def search(
+    graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None = None
+) -> SearchResult:
+    """What `find` gives; keeps the times of ops that it has measured."""
+    try:
+        return find(graph, request, times, links, share)
+    finally:
+        times.save()
 
 
 def find_plan(  # noqa: PLR0913 - each is one wish
@@ -138,10 +133,7 @@ def find_plan(  # noqa: PLR0913 - each is one wish
     try:
         graph = describe_network(model.train(), sample[0] if batched else sample)
         times = OpTimes(device, TIMES_BUDGET_S if measure else 0.0)
-        search = request.as_search(samples, 0, slots_of(given.train), accelerator=not device.startswith("cpu"))
-        found = find(graph, search, times, request.links())
-        times.save()
-        return found.plan
+        return search(graph, request.as_search(given, samples, device), times, request.links()).plan
     finally:
         restore()
         model.train(training)
@@ -154,34 +146,30 @@ class Planned:
     found: SearchResult  # plans and the pick
     network: dict[str, Any]  # channels, size, classes, batch and samples, as plain data
     job: Job  # that it is for
-    links: LinksOf  # of each mesh
     notes: tuple[str, ...] = ()  # sentences on what was left out
-    # what ways of agreeing cost in the mode data, as JSON data; see `plan_sync`
+    # what ways of agreeing cost in the mode data, as JSON data; see `plan_advice.plan_sync`
     sync: dict[str, Any] = field(default_factory=dict[str, Any])
-    fewer: tuple[Option, ...] = ()  # data parallel on fewer processes
+    fewer: tuple[PlanCandidate, ...] = ()  # data parallel on fewer processes
     advice: Advice = field(default_factory=Advice)  # what is recommended, and why
 
     @property
     def candidates(self) -> list[PlanCandidate]:
         """All that was compared, for the one table."""
         data = self.found.candidates[0]
-        rows = [row for row in self.sync["methods"] if row["method"] != EXACT]
-        methods = [
-            replace(
-                data,
-                name=sync_row(row),
-                communication_seconds=0.0,
-                gradient_seconds=row["step_s"] - data.compute_seconds,
-                sent_bytes=row["sent_mb"] * 1e6,
-                measured_seconds=None,
-                note=row["refused"],
-            )
-            for row in rows
-        ]
-        alone = [option.candidate() for option in self.fewer]
-        return [*self.found.candidates, *methods, *alone]
 
-    def plan_of(self, option: Option) -> Plan:
+        def priced(row: dict[str, Any]) -> Prediction:
+            seconds = row["step_s"] - data.prediction.compute_seconds
+            moved = {"communication_seconds": 0.0, "gradient_seconds": seconds, "sent_bytes": row["sent_mb"] * 1e6}
+            return replace(data.prediction, **moved)
+
+        methods = [
+            replace(data, name=sync_row(row), prediction=priced(row), measured_seconds=None, note=row["refused"])
+            for row in self.sync["methods"]
+            if row["method"] != EXACT
+        ]
+        return [*self.found.candidates, *methods, *self.fewer]
+
+    def plan_of(self, option: PlanCandidate) -> Plan:
         """A plan, as its file says it, with what is needed to make the network again."""
         plan = self.found.plan_of(option)
         model = self.job.model.model_dump(mode="json", exclude_defaults=True)
@@ -225,7 +213,8 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     modelled, between, network = case.modelled, case.between, case.network
     if modelled:
         request = replace(request, measure=False, memory=request.memory or str(modelled.memory_bytes))
-    search = _search_request(job, request, network, case.device)
+    batch = network["batch"]
+    wanted = request.as_search(job, batch, case.device, norm_group(job, batch))
     ready()
     case = case.resolved(request.world_size, measure=request.measure)
     model, graph = case.described()
@@ -237,10 +226,9 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     links = request.links(within, costs.worked(between) if between else None)
     times = OpTimes(case.here, TIMES_BUDGET_S if request.measure else 0.0, rates=case.rates)
     share = costs.share(request.world_size)
-    found = find(graph, search, times, links, share)
-    times.save()
+    found = search(graph, wanted, times, links, share)
     notes = (*case.said, *times.notes, *times.doubts(), *found.notes, *graph.notes)
-    planned = Planned(found, network, on_all, links, notes)
+    planned = Planned(found, network, on_all, notes)
     planned = replace(planned, fewer=costs.fewer(found))
     planned = _timed(planned, run_task) if together else planned
     link = costs.worked(between) if between else within
@@ -250,11 +238,6 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     if not planned.found.pick.measured_seconds and (seconds := sync_seconds(planned.sync)):
         planned = replace(planned, found=planned.found.repicked(seconds))
     return replace(planned, advice=advised(planned.found, planned.sync, planned.fewer, apart=between is not None))
-
-
-def _search_request(job: Job, request: PlanRequest, network: dict[str, Any], device: str) -> SearchRequest:
-    batch = network["batch"]
-    return request.as_search(batch, norm_group(job, batch), slots_of(job.train), accelerator=device != "cpu")
 
 
 def with_processes(job: Job, count: int) -> Job:
@@ -273,10 +256,7 @@ def _timed(planned: Planned, run_task: RunTask) -> Planned:
     finalists = planned.found.finalists()
     if len(finalists) < 2:
         return planned
-    plans = {
-        option.name: None if option.name == DATA_PARALLEL else planned.found.plan_of(option).as_plain()
-        for option in finalists
-    }
+    plans = planned.found.plans_of(finalists)
     pick = pick_measured(run_task(planned.job, timing(planned.network, plans))["seconds"])
     if DATA_PARALLEL not in plans:
         pick = replace(pick, reason=planned.found.pick.reason)

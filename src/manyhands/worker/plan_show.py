@@ -10,17 +10,15 @@ from manyhands.config.load import load_job
 from manyhands.config.named_code import announce_planned
 from manyhands.core.errors import UserError
 from manyhands.parallel.graph import Graph
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.plan import Plan, read_plan, resolve
-from manyhands.parallel.strategy import parse_strategy, write_strategy
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.plan import Plan, read_plan
+from manyhands.parallel.strategy import parse_strategy, resolve, write_strategy
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import Collective, PlannedUpdate, collectives, shares
 from manyhands.planner.find import digest
 from manyhands.planner.work import parameter_part, piece_shape
 from manyhands.worker.plan_case import network_of
 from manyhands.worker.plan_search import NETWORK, timing, with_processes
-from manyhands.worker.plan_trials import VERIFY, make_network, norm_group, picture
+from manyhands.worker.plan_trials import VERIFY, graph_of, make_network, norm_group, picture
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,7 @@ def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
     plan = read_plan(path)
     job, network = _remade(plan, flags, str(path))
     model = make_network(job, network, "cpu")
-    group_batch_norms(model)
-    graph = describe_network(model, picture(job, network, "cpu"))
+    graph = graph_of(model, picture(job, network, "cpu"))
     letters = resolve(plan, graph, str(path))
     notes = list(graph.notes)
     known = plan.about.get("graph", {})

@@ -1,6 +1,6 @@
 """What each process does to try plans out: times updates, proves a plan, or measures the link between processes."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +9,15 @@ from manyhands.config.job import Job
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.models.build import build_model
+from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plan import plan_from_plain
-from manyhands.planner.measure import measure_all_reduce
-from manyhands.planner.trial import PlanCase, measure, verify
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
 from manyhands.train.optimize import make_optimizer
+
+if TYPE_CHECKING:
+    from manyhands.parallel.graph import Graph
+    from manyhands.planner.trial import PlanCase
 
 LINKS, MEASURE, VERIFY = "links", "measure", "verify"
 _BUDGET_S = 5.0
@@ -44,14 +47,27 @@ def picture(job: Job, network: dict[str, Any], device: str) -> Tensor:
     return torch.zeros(network["channels"], network["size"], network["size"], dtype=kind, device=device)
 
 
+def graph_of(model: nn.Module, sample: Tensor, *, cross_entropy: bool = True) -> "Graph":
+    """The ops of a network in training, whose BatchNorm layers are grouped."""
+    from manyhands.parallel.tracing import describe_network
+
+    group_batch_norms(model)
+    graph = describe_network(model, sample)
+    if not cross_entropy:
+        graph.keep_classes()
+    return graph
+
+
 def norm_group(job: Job, batch: int) -> int:
     """Samples that BatchNorm takes its statistics over; 0: whatever a process has."""
     group = job.train.norm_group
     return batch if group == "global" else group if isinstance(group, int) else 0
 
 
-def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | None = None) -> PlanCase:
+def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | None = None) -> "PlanCase":
     """A job's updates, on random samples."""
+    from manyhands.planner.trial import PlanCase
+
     own = objects or Objects()
     options = job.train.model_copy(update={"lr": _RATE})
     batch = network["batch"]
@@ -73,6 +89,9 @@ def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | N
 
 def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
     """Does what `argument["action"]` says; all processes call it alike and return the same plain data."""
+    from manyhands.planner.links import measure_all_reduce
+    from manyhands.planner.trial import measure, verify
+
     if argument["action"] == LINKS:
         return {"points": [list(point) for point in measure_all_reduce(world.device, budget_s=_BUDGET_S)]}
     case = case_of(job, argument["network"], world.device)

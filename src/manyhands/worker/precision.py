@@ -32,7 +32,6 @@ from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import ParallelNetwork, full_batch
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plain import broadcast_plain, gather_plain
-from manyhands.planner.op_times import OpTimes, environment
 from manyhands.planner.precision import (
     EXACT,
     KindOfMachine,
@@ -42,6 +41,7 @@ from manyhands.planner.precision import (
     choose_variant,
     time_variants,
 )
+from manyhands.planner.timing import OpTimes, environment
 from manyhands.train.data_setup import class_names, make_loader, open_splits, pixels_for
 from manyhands.train.draws import drawing
 from manyhands.train.loss import make_loss_fn

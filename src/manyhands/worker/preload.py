@@ -1,43 +1,74 @@
 """Imports what workers need before they are forked, so that they start at once and share its memory."""
 
+import contextlib
 import importlib
 import sys
+import threading
+from collections.abc import Generator
 
-# The imports are the purpose.
-import manyhands.cluster.doctor.accelerators
-import manyhands.train.build
-import manyhands.train.exceptions
-import manyhands.train.loop
-import manyhands.worker.precision  # noqa: F401
 from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.doctor.facts import torchvision_misfit
 from manyhands.config.job import Job
 from manyhands.core.errors import RunError
 from manyhands.data.known import is_published
-from manyhands.models.build import is_custom
+from manyhands.data.open import open_ahead
 from manyhands.parallel.options import USUAL_MODE
 
 
-def preload(orders: Orders | None = None) -> None:
-    """Imports torchvision, and with it torch's compiler, where workers are going to use either, or nobody knows yet.
+@contextlib.contextmanager
+def opened_ahead(orders: Orders) -> Generator[None]:
+    """Unpacks in a thread the published data set that the workers will open; the thread has ended with the block."""
+    job = Job.model_validate(orders.argument["job"])
+    named = orders.argument["task"] == "train" and not orders.argument.get("objects")
+    if not named or not is_published(job.data.name) or job.data.held_out:
+        yield
+        return
+    thread = threading.Thread(target=open_ahead, args=(job.data,), name="opens the data", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
-    Both take as long as torch itself. A worker that needs one after all imports it then.
+
+def import_training() -> None:
+    """Imports what every worker that trains needs."""
+    for name in (
+        "train.exceptions",
+        "train.build",
+        "train.loop",
+        "worker.run_metadata",
+        f"parallel.modes.{USUAL_MODE}",
+    ):
+        importlib.import_module(f"manyhands.{name}")
+
+
+def preload(orders: Orders | None = None) -> None:
+    """Imports what trains; what measures precision and torchvision only where workers need them, or nobody knows yet.
+
+    torchvision, and with it torch's compiler, takes as long as torch itself. A worker that needs it after all imports
+    it then.
 
     Raises:
         RunError: torchvision can't be imported.
     """
-    importlib.import_module(f"manyhands.parallel.modes.{USUAL_MODE}")
-    if orders is None or not _does_without(orders):
+    import_training()
+    job = Job.model_validate(orders.argument["job"]) if orders else None
+    if job is None or job.train.measured_precision:
+        importlib.import_module("manyhands.worker.precision")
+    if orders is None or job is None or not _does_without(orders, job):
         try:
             importlib.import_module("torchvision")
         except Exception as error:
+            from manyhands.cluster.doctor.facts import torchvision_misfit
+
             what = torchvision_misfit() or f"torchvision can't be imported: {type(error).__name__}: {error}"
             raise RunError(what, sys.executable, ("run manyhands doctor to see what to install",)) from error
 
 
-def _does_without(orders: Orders) -> bool:
+def _does_without(orders: Orders, job: Job) -> bool:
     """True where network, data and optimizer are ours, and gradients go through memory: DDP asks the compiler."""
-    job = Job.model_validate(orders.argument["job"])
+    from manyhands.models.build import is_custom
+
     own = is_custom(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile
     through_memory = (
         job.parallel.mode == USUAL_MODE and job.parallel.shared_memory and len(orders.rendezvous.sizes) == 1

@@ -17,8 +17,6 @@ from manyhands.core.records import read_lines, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain
 from manyhands.core.version import __version__
-from manyhands.report.changes import changes_since, refuse_idle
-from manyhands.report.follow import end_of
 from manyhands.sync.method import option_keys
 from manyhands.train.journal import Journal
 
@@ -39,12 +37,15 @@ def write_metadata(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, A
     from manyhands.train.exceptions import exception_of_buffers
 
     folder, journal, step = trainer.folder, trainer.journal, trainer.progress.step
-    trained = folder.has_trained()
-    if trained:
-        record_undone_steps(folder, journal, step)
-    changes = changes_since(folder, trainer.job) if trained else []
-    if trainer.done():
-        refuse_idle(folder, changes, step, trainer.total_steps)
+    trained, changes = folder.has_trained(), list[Any]()
+    if trained or trainer.done():
+        from manyhands.report.changes import changes_since, refuse_idle  # a new run needs no reader of runs
+
+        if trained:
+            record_undone_steps(folder, journal, step)
+            changes = changes_since(folder, trainer.job)
+        if trainer.done():
+            refuse_idle(folder, changes, step, trainer.total_steps)
     plan = plan_of(trainer)
     known = len(plan.exceptions)
     became = resolved(trainer, plan)
@@ -84,6 +85,8 @@ def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
 
     What an earlier start had made and lost has been told of: only records of the last one count.
     """
+    from manyhands.report.follow import end_of
+
     # This start has told already where it goes on from.
     resumed = (line for line in read_lines(folder.events) if line.get("kind") == "resumed")
     *_, since, _ = [0.0, 0.0, *(line.get("time", 0.0) for line in resumed)]

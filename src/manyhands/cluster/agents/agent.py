@@ -32,7 +32,7 @@ from manyhands.cluster.agents.code import checked_files, write_code
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.early import EARLY, short_spins
 from manyhands.cluster.agents.mirror import Receiver, Sender
-from manyhands.cluster.agents.orders import AHEAD, ELASTIC, PRELOAD, Orders
+from manyhands.cluster.agents.orders import ELASTIC, PRELOAD, Orders
 from manyhands.cluster.agents.protocol import (
     FilePiece,
     OpenRun,
@@ -340,8 +340,8 @@ def import_early() -> None:
     """
     # An import that fails here fails again where it is used, and is reported there.
     with contextlib.suppress(Exception):
-        for name in (ELASTIC, PRELOAD, AHEAD):
-            importlib.import_module(name)
+        importlib.import_module(ELASTIC)
+        importlib.import_module(PRELOAD).import_training()
     path = b""
     while not path.endswith(b"\0"):
         if not (read := os.read(0, 1)):  # no more than the path: what follows it are messages

@@ -38,7 +38,7 @@ from manyhands.cluster.agents.claim import Term, hold_as_agent, term_in
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.heartbeats import HeartbeatMonitor
 from manyhands.cluster.agents.leaving import Leaving, MemoryKills
-from manyhands.cluster.agents.orders import AHEAD, PRELOAD, SCRIPT, WORKER, Orders
+from manyhands.cluster.agents.orders import PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.agents.protocol import (
     FreeWorkers,
     HeadReplaced,
@@ -346,8 +346,9 @@ def devices_here(wanted: str, processes: int) -> tuple[str, int]:
 def preload(orders: Orders) -> None:
     """Imports what workers need that are to be forked, and opens their data."""
     if not orders.script and devices_here(orders.device, sum(orders.rendezvous.sizes))[0] == "cpu":
-        with importlib.import_module(AHEAD).opened_ahead(orders):
-            importlib.import_module(PRELOAD).preload(orders)
+        ours = importlib.import_module(PRELOAD)
+        with ours.opened_ahead(orders):
+            ours.preload(orders)
 
 
 def _resolve_devices(orders: Orders, listener: socket.socket | None) -> Orders:

@@ -8,10 +8,8 @@ from manyhands.config.job import Job
 
 # What each process runs, by name, since it lies above this package: our own tasks, or a script of the user's.
 WORKER, SCRIPT = "manyhands.worker.entry", "manyhands.worker.script"
-# Imported before CPU workers are forked, so that they start at once.
+# Imports what CPU workers need before they are forked, and opens their data meanwhile.
 PRELOAD = "manyhands.worker.preload"
-# Opens their data meanwhile.
-AHEAD = "manyhands.worker.ahead"
 # What starts and watches them: the only file of the agent's that imports torch.
 ELASTIC = "manyhands.cluster.agents.elastic"
 

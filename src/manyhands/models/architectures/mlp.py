@@ -5,8 +5,7 @@ from typing import Any
 from torch import nn
 
 from manyhands.core.errors import UserError
-from manyhands.models.construct import WHERE, construct
-from manyhands.models.needs import ModelNeeds
+from manyhands.models.construct import WHERE, ModelNeeds, construct
 
 
 def names() -> list[str]:

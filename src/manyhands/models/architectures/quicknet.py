@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from manyhands.core.errors import UserError
-from manyhands.models.construct import WHERE, construct
-from manyhands.models.first_look import InitializedFromData
-from manyhands.models.needs import ModelNeeds
+from manyhands.models.construct import WHERE, ModelNeeds, construct
+from manyhands.models.outputs import InitializedFromData
 
 SMALLEST = 9
 _GROUPS = 3

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from manyhands.models.construct import construct
-from manyhands.models.needs import ModelNeeds
+from manyhands.models.construct import ModelNeeds, construct
 
 PREFIX = "cifar:"
 TORCHVISION = True

@@ -1,0 +1,203 @@
+"""Costs of collectives along the axes of a mesh, and all-reduces timed between processes and between two threads."""
+
+import datetime
+import functools
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from manyhands.core.devices import wait_for
+from manyhands.core.mesh import Mesh
+from manyhands.sync.link_speeds import (
+    BETWEEN_MACHINES,
+    WITHIN_A_MACHINE,
+    LinkSpeed,
+    Points,
+    link_seconds,
+    rounds,
+    sent_bytes,
+    work_seconds,
+)
+
+
+@dataclass(frozen=True)
+class LinkSpeeds:
+    """The links along the axes of a mesh."""
+
+    mesh: Mesh  # the processes
+    axes: tuple[LinkSpeed, ...]  # the link along each axis
+    across: tuple[bool, ...]  # for each axis, True if it connects machines
+
+    @functools.cached_property
+    def alike(self) -> bool:
+        """True if all axes have the same link."""
+        return len(set(zip(self.axes, self.across, strict=True))) <= 1
+
+    def seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
+        """Returns the seconds of a collective in all groups along some axes at the same time.
+
+        A group over several axes is as slow as its slowest axis. Groups of one machine share its network card: there
+        are as many groups as processes along the other axes within a machine.
+        """
+        axes = tuple(sorted(axes))
+        processes = self.mesh.parts(axes)
+        if processes == 1 or not size_bytes:
+            return 0.0
+        beside = self.mesh.parts(axis for axis, far in enumerate(self.across) if axis not in axes and not far)
+        slowest = 0.0
+        for axis in axes:
+            link = self.axes[axis]
+            if self.across[axis]:
+                link = replace(link, bytes_per_s=link.bytes_per_s / beside)
+            if self.mesh.sizes[axis] > 1:
+                slowest = max(slowest, link_seconds(kind, processes, size_bytes, link))
+        return slowest
+
+    def work_seconds(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
+        """Returns the seconds of a collective in which the cores of a process can't compute."""
+        processes = self.mesh.parts(axes)
+        if processes == 1 or not size_bytes:
+            return 0.0
+        return max(work_seconds(kind, processes, size_bytes, self.axes[axis]) for axis in axes)
+
+    def sent_bytes(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
+        """Returns the bytes that a process sends in a collective."""
+        return sent_bytes(kind, self.mesh.parts(axes), size_bytes)
+
+
+def links_of(
+    mesh: Mesh,
+    per_machine: int | None = None,
+    within: LinkSpeed = WITHIN_A_MACHINE,
+    between: LinkSpeed = BETWEEN_MACHINES,
+) -> LinkSpeeds:
+    """Returns the links of a mesh whose minor axes lie within machines as far as they fit.
+
+    Args:
+        mesh: the processes; neighbours in rank share a machine.
+        per_machine: processes of a machine; all of them if None.
+        within: the link between processes of a machine.
+        between: the link between machines.
+    """
+    across: list[bool] = []
+    spanned = 1
+    for size in reversed(mesh.sizes):
+        spanned *= size
+        across.append(per_machine is not None and size > 1 and (spanned > per_machine or per_machine % spanned != 0))
+    across.reverse()
+    return LinkSpeeds(mesh, tuple(between if far else within for far in across), tuple(across))
+
+
+SIZES_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
+_REPEATS = 3
+
+
+def measure_all_reduce(device: str = "cpu", sizes_bytes: Sequence[int] = SIZES_BYTES, budget_s: float = 20.0) -> Points:
+    """Times all-reduces of ascending sizes over all processes, which must call this together.
+
+    Each size is timed `_REPEATS` times; larger sizes are left out once the budget is used up, except the first.
+
+    Returns:
+        Points (bytes, seconds), the same on all processes: the median of the repeats on the slowest process.
+    """
+    began = time.perf_counter()
+    points: list[tuple[float, float]] = []
+    for size in sizes_bytes:
+        # The time left differs from process to process; the largest is the same for all, so all stop at one place.
+        used_s = _largest(time.perf_counter() - began, device)
+        if points and used_s > budget_s:
+            break
+        count = max(1, size // 4)
+        points.append((4.0 * count, _largest(_median_seconds(torch.zeros(count, device=device)), device)))
+    return tuple(points)
+
+
+def _largest(value: float, device: str) -> float:
+    largest = torch.tensor(value, dtype=torch.float64 if device != "mps" else torch.float32, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def _median_seconds(tensor: torch.Tensor) -> float:
+    taken: list[float] = []
+    for repeat in range(_REPEATS + 1):
+        # All begin together, or the first would count the others' delay.
+        signal = torch.zeros(1, device=tensor.device)
+        dist.all_reduce(signal)
+        signal.item()
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        wait_for(str(tensor.device))
+        if repeat:
+            taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+_PARTIES = 2
+_SMALL, _LARGE = 1 << 10, 1 << 24
+_REPEATS_SMALL, _REPEATS_LARGE, _ROUNDS = 32, 2, 3
+_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def work_of_sums(cores: float) -> LinkSpeed:
+    """A link of which only the work is known: a process's seconds on so many cores, by byte sent and by message.
+
+    DDP puts each gradient into a bucket before, which is one more pass over memory.
+    """
+    threads = torch.get_num_threads()
+    # More than one would spin while they wait for each other, which counts as work.
+    torch.set_num_threads(1)
+    try:
+        groups = _pair()
+        small_s = statistics.median(_processor_seconds(groups, _SMALL, _REPEATS_SMALL) for _ in range(_ROUNDS))
+        large_s = statistics.median(_processor_seconds(groups, _LARGE, _REPEATS_LARGE) for _ in range(_ROUNDS))
+    finally:
+        torch.set_num_threads(threads)
+    messages, share = rounds("all_reduce", _PARTIES)
+    by_byte = max(0.0, large_s - small_s) / (share * (_LARGE - _SMALL)) / cores
+    return LinkSpeed(float("inf"), 0.0, by_byte, small_s / messages / cores)
+
+
+# torch's types know neither the options nor the collectives of the class.
+_Gloo: Any = dist.ProcessGroupGloo
+
+
+def _pair() -> list[Any]:
+    store = dist.HashStore()
+    made: dict[int, Any] = {}
+
+    def make(rank: int) -> None:
+        options = _Gloo._Options()
+        options._devices = [_Gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = _TIMEOUT
+        made[rank] = _Gloo(store, rank, _PARTIES, options)
+
+    _together(make)
+    return [made[rank] for rank in range(_PARTIES)]
+
+
+def _processor_seconds(groups: list[Any], size: int, repeats: int) -> float:
+    """Of one process in one all-reduce of so many bytes."""
+    tensors = [torch.zeros(size // 4) for _ in groups]
+    buckets = [torch.zeros(size // 4) for _ in groups]
+
+    def sum_up(rank: int) -> None:
+        for _ in range(repeats):
+            buckets[rank].copy_(tensors[rank])
+            groups[rank].allreduce([buckets[rank]]).wait()
+
+    _together(sum_up)
+    began = time.process_time()
+    _together(sum_up)
+    return (time.process_time() - began) / repeats / len(groups)
+
+
+def _together(run: Callable[[int], None]) -> None:
+    with ThreadPoolExecutor(_PARTIES) as pool:
+        list(pool.map(run, range(_PARTIES)))
