@@ -115,7 +115,7 @@ Quiet = Annotated[bool, Parameter(name=["-q", "--quiet"], help="print one line o
 
 
 @Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Flags:
     """Flags as fields of a dataclass, of which cyclopts makes a flag each."""
 
@@ -130,7 +130,7 @@ class Flags:
         return values | settings(getattr(self, "set_", None))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class JobFlags(Flags):
     """What is trained and how: flags of train, launch and profile."""
 
@@ -170,7 +170,7 @@ class JobFlags(Flags):
         return super().job_values() | {"parallel.mode": mode, "checkpoint.resume": find_start(self.resume)}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class PlaceFlags(Flags):
     """The place of this process among others: flags of train and explain."""
 
@@ -187,7 +187,7 @@ class PlaceFlags(Flags):
     cluster: Annotated[str | None, Help("cluster file that lists this machine"), Key("cluster.file")] = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class RunFlags(Flags):
     """More options, and what is printed: flags of train, launch, resume and imagenet."""
 
@@ -204,7 +204,7 @@ class RunFlags(Flags):
     quiet: Quiet = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class LaunchFlags(Flags):
     """The machines of a launch."""
 
@@ -225,7 +225,7 @@ class LaunchFlags(Flags):
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class ResumeFlags(Flags):
     """What a resumed run does otherwise than before."""
 
@@ -243,7 +243,7 @@ class ResumeFlags(Flags):
     debug_rank: DebugRank = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class EvaluateFlags(Flags):
     """Options of an evaluation that differ from the run's."""
 
@@ -253,7 +253,7 @@ class EvaluateFlags(Flags):
     set_: Settings = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class DoctorFlags(Flags):
     """The machines that are checked."""
 
@@ -268,7 +268,7 @@ class DoctorFlags(Flags):
     set_: Settings = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class ExplainFlags(PlaceFlags):
     """The place of this process, and what it would compute on."""
 

@@ -67,8 +67,11 @@ COMMANDS_ELSEWHERE = {
 
 def make_app(command: str = "") -> cyclopts.App:
     """The application with all its commands; the page of help of `command` shows its function's docstring."""
-    # No flag has its help from a docstring; searching the source of their classes takes a fifth of a page's time.
-    cast(Any, _collection).extract_docstring_help = lambda _function: {}  # pyright: ignore[reportUnknownLambdaType]
+    # Two searches of cyclopts take a third of a page's time and find nothing: no flag has its help from a docstring,
+    # or a group of its own.
+    private = cast(Any, _collection)
+    private.extract_docstring_help = lambda _function: {}  # pyright: ignore[reportUnknownLambdaType]
+    private._resolve_groups_from_callable = lambda *_function, **groups: list(groups.values())
     app = cyclopts.App(
         name="manyhands",
         help=HELP,

@@ -22,7 +22,7 @@ _WIDTH, _TABLE_WIDTH = 155, 100
 _MOST_PROCESSES = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class PlanFlags(Flags):
     """The plan that is searched for or shown, and its job."""
 

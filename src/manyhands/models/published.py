@@ -4,9 +4,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from manyhands.core.choices import module_names, read_choice, unknown_choice
 from manyhands.core.errors import UserError
-from manyhands.core.user_code import is_object_reference
 
 CHOICES = "manyhands.models.architectures"
 
@@ -29,6 +27,9 @@ def check_network(wanted: str, *, pretrained: bool) -> None:
     Raises:
         UserError: no network has that name, or it has no published weights.
     """
+    from manyhands.core.choices import module_names, read_choice, unknown_choice  # a page of help needs none of this
+    from manyhands.core.user_code import is_object_reference
+
     known, published, prefix = set[str](), set[str](), f"{wanted.partition(':')[0]}:"
     choices = [read_choice(CHOICES, word) for word in module_names(CHOICES)]
     of_prefix = [choice for choice in choices if choice.get("PREFIX") == prefix]
