@@ -27,7 +27,8 @@ def evaluate(
     from manyhands.run.tasks import evaluate_run
 
     values = {"data.name": data, "model.name": model} | flags.job_values()
-    show_evaluation(evaluate_run(find_reference(run), which=which, flags=values), as_json=as_json)
+    if found := evaluate_run(find_reference(run), which=which, flags=values):
+        show_evaluation(found, as_json=as_json)
     return 0
 
 

@@ -117,7 +117,7 @@ def _counts(text: str | None) -> tuple[int, int]:
 def _predict(job: "Job", first: int, last: int, flags: PlanFlags) -> int:
     """Predicts the throughput on each number of processes from `first` to `last`."""
     from manyhands.report.growth import growth_table
-    from manyhands.run.plan import predict_growth
+    from manyhands.run.tasks import predict_growth
 
     requested = {"first": first, "last": last, "measure": not flags.no_measure}
     requested |= {"link": flags.link or "", "device_model": flags.device_model or ""}
@@ -137,7 +137,8 @@ def _predict(job: "Job", first: int, last: int, flags: PlanFlags) -> int:
 def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]) -> int:
     """Finds, writes and explains the best plan; `values` are the job's options by dotted key, for --verify."""
     from manyhands.planner.explain import candidates_table
-    from manyhands.run.plan import search_plan, show_plan
+    from manyhands.run.tasks import search_plan
+    from manyhands.worker.plan_show import show_plan
 
     options = job.parallel
     requested = {
@@ -178,7 +179,8 @@ def wide(file: Any, least: int = _WIDTH) -> "Console":
 
 def _show(path: Path, values: dict[str, Any], flags: PlanFlags) -> int:
     """Shows a plan; verifies and times it where --verify and --measure ask for that."""
-    from manyhands.run.plan import show_plan, time_plan
+    from manyhands.run.tasks import run_by_agent
+    from manyhands.worker.plan_show import show_plan
 
     shown = show_plan(path, values)
     if flags.as_json:
@@ -189,7 +191,7 @@ def _show(path: Path, values: dict[str, Any], flags: PlanFlags) -> int:
     if flags.measure:
         from manyhands.planner.choose import pick_measured
 
-        seconds = time_plan(shown)
+        seconds = run_by_agent(*shown.comparison())["seconds"]
         for name, times in seconds.items():
             median = f"{statistics.median(times) * 1e3:8.1f} ms"
             show(f"{name:<15} {median} per update, median of {len(times)} rounds", flags.to)
@@ -225,9 +227,9 @@ def _print_plan(shown: "Shown") -> None:
 
 
 def _verify(shown: "Shown") -> int:
-    from manyhands.run.plan import verify_plan
+    from manyhands.run.tasks import run_by_agent
 
-    verification = verify_plan(shown)
+    verification = run_by_agent(*shown.verification())["proofs"]["plan"]
     what = f"largest difference {verification['worst']:.1e} of the largest value, in {verification['where']}"
     words = "computes the same as one process" if verification["holds"] else "DOES NOT compute the same as one process"
     show(
