@@ -138,7 +138,6 @@ def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]
     """Finds, writes and explains the best plan; `values` are the job's options by dotted key, for --verify."""
     from manyhands.planner.explain import candidates_table
     from manyhands.run.tasks import search_plan
-    from manyhands.worker.plan_show import show_plan
 
     options = job.parallel
     requested = {
@@ -166,6 +165,8 @@ def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]
         show_json(planned.as_plain(files))
     if not flags.verify:
         return EXIT_OK
+    from manyhands.worker.plan_show import show_plan
+
     return _verify(show_plan(out, {key: value for key, value in values.items() if key != "train.batch"}))
 
 
