@@ -23,7 +23,7 @@ def evaluate(
     as_json: Json = False,
 ) -> int:
     """Evaluate a run or a checkpoint on each test sample exactly once."""
-    from manyhands.run.find import find_reference
+    from manyhands.run.registry import find_reference
     from manyhands.run.tasks import evaluate_run
 
     values = {"data.name": data, "model.name": model} | flags.job_values()
@@ -63,7 +63,7 @@ def predict(
     as_json: Annotated[bool, Parameter(name="--json", help="print one JSON object per line")] = False,
 ) -> int:
     """Print the most likely classes of pictures."""
-    from manyhands.run.find import find_reference
+    from manyhands.run.registry import find_reference
     from manyhands.run.tasks import predict_files
 
     folder = find_reference(run)

@@ -34,7 +34,7 @@ checkpoint = cyclopts.App(
 @checkpoint.command
 def info(src: Source, /, *, which: Which = "last", as_json: Json = False) -> int:
     """Print the format, step and mesh of a checkpoint, and the shape, dtype, size and sharding of each tensor."""
-    from manyhands.run.find import find_reference
+    from manyhands.run.registry import find_reference
     from manyhands.run.tasks import describe_checkpoint
 
     found = describe_checkpoint(find_reference(src), which=which)
@@ -63,7 +63,7 @@ def _tensor_row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
 @checkpoint.command
 def merge(src: Source, dst: MergeTarget, /, *, which: Which = "best") -> int:
     """Write a checkpoint unsharded, as a folder or one file."""
-    from manyhands.run.find import find_reference
+    from manyhands.run.registry import find_reference
     from manyhands.run.tasks import rewrite_checkpoint
 
     return _say_written(dst, rewrite_checkpoint(find_reference(src), dst, which=which))
@@ -72,7 +72,7 @@ def merge(src: Source, dst: MergeTarget, /, *, which: Which = "best") -> int:
 @checkpoint.command
 def split(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -> int:
     """Shard an unsharded checkpoint or file by a plan."""
-    from manyhands.run.find import find_reference
+    from manyhands.run.registry import find_reference
     from manyhands.run.tasks import rewrite_checkpoint
 
     return _say_written(dst, rewrite_checkpoint(find_reference(src), dst, plan=plan, which=which))

@@ -164,7 +164,7 @@ class JobFlags(Flags):
             UserError: no run, or more than one, has the name of --resume.
         """
         from manyhands.parallel.options import MODE_OF_PLANS
-        from manyhands.run.find import find_start
+        from manyhands.run.registry import find_start
 
         mode = self.parallel or (MODE_OF_PLANS if self.pin else None)
         return super().job_values() | {"parallel.mode": mode, "checkpoint.resume": find_start(self.resume)}

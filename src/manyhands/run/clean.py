@@ -20,8 +20,7 @@ from manyhands.cluster.agents.claim import claim, new_holder
 from manyhands.core.errors import UserError
 from manyhands.core.scratch import PREFIX, abandoned
 from manyhands.data.places import cache_folder
-from manyhands.run.find import find_run
-from manyhands.run.registry import running
+from manyhands.run.registry import find_run, running
 
 # A file that hasn't been written for longer than this has no writer any more.
 OLD_S = 24 * 3600.0

@@ -25,8 +25,7 @@ from manyhands.core.files import free_name, private_files
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import ended_like_ctrl_c, request_stop
 from manyhands.core.timeouts import MAKE_WAY_S
-from manyhands.run.find import RUNS
-from manyhands.run.registry import headed_here, registered
+from manyhands.run.registry import RUNS, headed_here, registered
 
 # Seconds between two looks, and how long a job file may be missing while it is replaced.
 POLL_S, REPLACING_S = 1.0, 0.05

@@ -16,9 +16,8 @@ from manyhands.core.resuming import in_python, resume_command
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import say
 from manyhands.report.read import read_run
-from manyhands.run.find import find_reference
 from manyhands.run.folder import already_running
-from manyhands.run.registry import headed_here, remembered_reach
+from manyhands.run.registry import find_reference, headed_here, remembered_reach
 
 
 def record_of(checkpoint: Path) -> TrainedNetwork | None:

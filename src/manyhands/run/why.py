@@ -17,9 +17,8 @@ from manyhands.report import summary
 from manyhands.report.read import RunData, read_run
 from manyhands.report.summary import ago, duration
 from manyhands.report.time_shares import slow_rank
-from manyhands.run.find import find_reference
 from manyhands.run.logs import read_places
-from manyhands.run.registry import head_of
+from manyhands.run.registry import find_reference, head_of
 
 _SHOWN = 3
 _LONGEST = 300
