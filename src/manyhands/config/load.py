@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from manyhands.config.job import OBJECT, OF_BUILT_IN_OPTIMIZERS, Job
-from manyhands.config.recipes import recipe_for, recipe_named
+from manyhands.config.recipes import choose_recipe
 from manyhands.core.choices import did_you_mean, nearest
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.files import MOST_TOML_BYTES, decoded, parse_toml, read_bytes
@@ -104,8 +104,8 @@ def load_job(
         _overlay(values, origins, layer, name)
     _name_known_set(values, origins)
     model = str(values.get("model.name", ""))
-    chosen = recipe_named(recipe, model) if recipe else recipe_for(str(values.get("data.name", "digits")), model)
-    merged, merged_origins = dict(chosen.values), dict.fromkeys(chosen.values, f"recipe {chosen.name}")
+    recipe, merged = choose_recipe(recipe, str(values.get("data.name", "digits")), model)
+    merged_origins = dict.fromkeys(merged, f"recipe {recipe}")
     if values.get("train.loss", "cross-entropy") != "cross-entropy":
         # A recipe's smoothing is for its own loss.
         merged.pop("train.label_smoothing", None)
@@ -237,7 +237,7 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
     tree: dict[str, dict[str, Any]] = {}
     for key in filter(values.__contains__, keys):
         section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = _as_declared(key, values[key])
+        tree.setdefault(section, {})[name] = values[key]
     try:
         job = Job.model_validate(tree)
         if not problems:
@@ -249,16 +249,6 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
         raise UserError(what, where, tuple(filter(None, (hints,))))
     lines = tuple(f"{what}   [{where}]" + (f"   {hints}" if hints else "") for what, where, hints in problems)
     raise UserError(f"{len(problems)} values of the job are wrong", hints=lines)
-
-
-def _as_declared(key: str, value: Any) -> Any:
-    """A word stays a word: an option declared as text accepts what a flag parsed as a number."""
-    declared = _declared(key)
-    if declared is str and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if isinstance(value, list) and tuple in {declared, getattr(declared, "__origin__", None)}:
-        return tuple(cast(list[Any], value))
-    return cast(Any, value)
 
 
 def meant_key(word: str) -> str:
