@@ -102,7 +102,10 @@ def load_job(
     origins: dict[str, str] = {}
     for layer, name in layers:
         _overlay(values, origins, layer, name)
-    _name_known_set(values, origins)
+    name = str(values.get("data.name", ""))
+    if not _unusable("data.name", name) and (known := named(name)):  # a path to a known set's published files
+        values["data.name"], values["data.dir"] = known
+        origins["data.dir"] = origins["data.name"]
     model = str(values.get("model.name", ""))
     recipe, merged = choose_recipe(recipe, str(values.get("data.name", "digits")), model)
     merged_origins = dict.fromkeys(merged, f"recipe {recipe}")
@@ -167,14 +170,6 @@ def _overlay(values: Values, origins: dict[str, str], layer: Values, name: str) 
         key = f"{given}.{ONE_WORD[given]}" if given in ONE_WORD and not isinstance(value, dict) else given
         values[key] = value
         origins[key] = f"{name} {_variable(key)}" if name == "environment" else name
-
-
-def _name_known_set(values: Values, origins: dict[str, str]) -> None:
-    """Replaces a path to a known set's published files by the set's name and that folder."""
-    name = str(values.get("data.name", ""))
-    if not _unusable("data.name", name) and (known := named(name)):
-        values["data.name"], values["data.dir"] = known
-        origins["data.dir"] = origins["data.name"]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Values:
@@ -290,14 +285,15 @@ def _explained(error: ValidationError, origins: dict[str, str]) -> list[Problem]
     for number, item in enumerate(error.errors()):
         # The option; empty for what concerns several sections.
         key = ".".join(part for part in item["loc"][:2] if isinstance(part, str))
-        kinds = [] if item["type"] == "value_error" else _kinds(_declared(key))
+        kinds, words = _kinds(_declared(key))
+        kinds = [] if item["type"] == "value_error" else kinds
         given = item.get("input")
         message = str(item["msg"]).removeprefix("Value error, ")
         if kinds:
             message = f"should be {', '.join(kinds[:-1])} or {kinds[-1]}"
         found = "" if isinstance(given, dict) else f", found {shortened(json.dumps(given, default=str))}"
         what = f"{key}{key and ': '}{message[0].lower()}{message[1:]}{found}"
-        hint = did_you_mean(given, expected_values(key)) if isinstance(given, str) else ""
+        hint = did_you_mean(given, words) if isinstance(given, str) else ""
         problems.setdefault(key if kinds else number, (what, origins.get(key, "job"), hint))
     return list(problems.values())
 
@@ -315,24 +311,16 @@ def is_switch(key: str) -> bool:
     return _declared(key if "." in key else f"train.{key}") is bool
 
 
-def _kinds(declared: Any) -> list[str]:
-    """What a value may be that is declared as one of several; empty for others."""
-    names: dict[Any, list[str]] = {
-        bool: ["true", "false"],
-        int: ["a whole number"],
-        tuple[int, ...]: ["a list of whole numbers"],
-    }
-    if get_origin(declared) not in (Union, UnionType):
-        return []
-    return [kind for one in get_args(declared) for kind in names.get(one, [json.dumps(word) for word in get_args(one)])]
-
-
-def expected_values(key: str) -> list[str]:
-    """The words that an option accepts, where it is a choice among words."""
-    declared = _declared(key)
-    parts = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
-    words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
-    return [word for word in words if isinstance(word, str)]
+def _kinds(declared: Any) -> tuple[list[str], list[str]]:
+    """What a value may be that is declared as one of several, else nothing; and the words among all its values."""
+    several = get_origin(declared) in (Union, UnionType)
+    names = {bool: ["true", "false"], int: ["a whole number"], tuple[int, ...]: ["a list of whole numbers"]}
+    kinds, words = list[str](), list[str]()
+    for one in get_args(declared) if several else (declared,):
+        values = get_args(one) if get_origin(one) is Literal else ()
+        kinds += names.get(one) or map(json.dumps, values)
+        words += [word for word in values if isinstance(word, str)]
+    return kinds if several else [], words
 
 
 def read_toml(path: Path) -> dict[str, Any]:

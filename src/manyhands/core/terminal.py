@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 # Escape sequences and control characters; marks that change the direction of text, which can disguise a name; and lone
 # surrogates, which can't be encoded.
@@ -71,7 +71,7 @@ def show_json(content: Any) -> None:
     show(as_json(content))
 
 
-def writable(text: str, stream: TextIO) -> str:
+def writable(text: str, stream: IO[str]) -> str:
     """Escapes the characters that the encoding of a stream lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import shlex
@@ -45,7 +46,10 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
                 yield folder
         except ManyhandsError as error:
             if error.exit_code in {EXIT_USAGE, EXIT_DOCTOR} and topmost and not folder.metrics.exists():
-                _remove_new(folder.path, topmost)
+                shutil.rmtree(folder.path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    for place in itertools.takewhile(topmost.parent.__ne__, folder.path.parents):
+                        place.rmdir()
             raise
         finally:
             if lock:
@@ -115,16 +119,6 @@ def _lock(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
     for stale in folder.failures.glob("*.json"):
         stale.unlink()
     return lock
-
-
-def _remove_new(folder: Path, topmost: Path) -> None:
-    """Removes a new folder, and the empty ones above it up to `topmost`."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        for place in folder.parents:
-            if place == topmost.parent:
-                break
-            place.rmdir()
 
 
 class FolderWatch:
