@@ -38,7 +38,7 @@ COMMANDS = {
     "why": ("runs", "Explain why a run ended, or show its progress: rank, machine, step and file; what to do."),
     "stop": ("runs", "Ask an active run to save and stop, and wait for its end."),
     "profile": (
-        "runs",
+        "train",
         "Show where the processes of a run spend their time and which change would help most; or trace updates.",
     ),
     "clean": ("files", "List the disk space that old copies and caches take on this machine; remove them with --yes."),
