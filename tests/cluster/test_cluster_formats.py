@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.hosts.formats import accelerate, hostfile, rank_table, slurm, torchrun
+from manyhands.cluster.hosts.formats import accelerate, hostfile, kubernetes, rank_table, slurm
 from manyhands.cluster.hosts.inventory import Cluster, Machine
 from manyhands.cluster.hosts.machines import FORMATS, format_of, read_cluster, readable_formats
 from manyhands.core.choices import load_choice, module_names
@@ -216,11 +216,11 @@ class TestKubeflow:
     )
     def test_each_machine_knows_its_place(self, more, slots, port):
         listed = (Machine("job-0", slots), Machine("", slots), Machine("", slots))
-        assert torchrun.from_environment({**KUBEFLOW, **more}) == Cluster(listed, master_port=port, machine=2)
+        assert kubernetes.from_environment({**KUBEFLOW, **more}) == Cluster(listed, master_port=port, machine=2)
 
     def test_one_machine_needs_no_address(self):
-        assert torchrun.from_environment({"PET_NNODES": "1"}) == Cluster((Machine("localhost", 1),))
-        assert torchrun.from_environment({"RANK": "0"}) is None
+        assert kubernetes.from_environment({"PET_NNODES": "1"}) == Cluster((Machine("localhost", 1),))
+        assert kubernetes.from_environment({"RANK": "0"}) is None
 
     @pytest.mark.parametrize(
         ("wrong", "said"),
@@ -239,7 +239,7 @@ class TestKubeflow:
     )
     def test_mistakes_name_their_variable(self, wrong, said):
         with pytest.raises(UserError) as caught:
-            torchrun.from_environment({**KUBEFLOW, **wrong})
+            kubernetes.from_environment({**KUBEFLOW, **wrong})
         assert said in str(caught.value)
         assert "PET_" in str(caught.value)
 

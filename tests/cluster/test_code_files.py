@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from manyhands.cluster.agents.code import code_files, write_code
-from manyhands.cluster.doctor import fingerprints
+from manyhands.cluster.doctor import facts
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def folder(tmp_path):
 
 
 def test_both_look_at_the_same_files(folder):
-    compared = set(fingerprints.code(folder)["files"])
+    compared = set(facts.code(folder)["files"])
     assert compared == {"net.py", "conf/a.yaml", "ignored.py"}
     carried, left = code_files(folder)
     assert not left
@@ -41,8 +41,8 @@ def test_what_git_ignores_is_not_copied_and_its_configuration_runs_nothing(folde
 
 
 def test_more_folders_than_are_looked_at_is_said(folder, monkeypatch):
-    monkeypatch.setattr(fingerprints, "MOST_FOLDERS", 0)
-    assert fingerprints.code(folder)["whole"] is False
+    monkeypatch.setattr(facts, "MOST_FOLDERS", 0)
+    assert facts.code(folder)["whole"] is False
 
 
 SECRETS = ["kaggle.json", ".netrc", "id_rsa", "id_ed25519_work", ".env", "conf/prod.env", "server.pem", "secrets.yaml",
@@ -80,7 +80,7 @@ def test_what_lies_elsewhere_stays_there_and_that_is_said(folder):
     carried, left = code_files(folder)
     assert "same.py" in carried
     assert not {"hosts.txt", "up.txt", "pw.txt", "more/hosts.txt"} & set(carried)
-    assert set(fingerprints.code(folder)["files"]) == set(carried) - {"labels.txt"}
+    assert set(facts.code(folder)["files"]) == set(carried) - {"labels.txt"}
     hints = "; copy files that the job needs yourself"
     assert sorted(left) == [
         f"--sync-code skips files that link to files outside the folder: hosts.txt, up.txt{hints}",

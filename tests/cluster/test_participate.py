@@ -95,7 +95,7 @@ def test_masters_variables_win_under_slurm():
     ],
 )
 def test_a_task_with_its_own_devices_takes_its_first(more, device):
-    assert slurm.place(step(**more)).device == device
+    assert slurm.place(step(**more)).device_index == device
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,15 @@ def test_the_layout_of_modelarts_is_named():
     assert "server_list" in error.hints[0]
 
 
+def test_another_version_is_named_before_the_mistakes_that_it_explains():
+    table = json.loads(_table("right_8"))
+    table["server_list"][0]["device"][0]["rank_id"] = 0
+    table["version"] = "2.1"  # behind server_list
+    error = _refused(json.dumps(dict(sorted(table.items())), indent=1))
+    assert error.where.endswith(": version")
+    assert error.hints == ('write "1.0" or "1.2"',)
+
+
 def test_waiting_ends(tmp_path):
     path = tmp_path / "table.json"
     path.write_text(_table("wrong_initializing"))
@@ -266,13 +275,13 @@ def test_every_rank_has_its_place(tmp_path):
         variables = _environment(tmp_path, "right_16", RANK_ID=str(rank), RANK_SIZE="16", DEVICE_ID=str(rank % 8))
         place = rank_table.place(variables)
         assert (place.rank, place.size, place.local_rank, place.local_size) == (rank, 16, rank % 8, 8)
-        assert (place.device, place.master_address, place.master_port) == (rank % 8, "10.0.0.1", 29500)
+        assert (place.device_index, place.master_address, place.master_port) == (rank % 8, "10.0.0.1", 29500)
         assert place.origins["rank"] == "RANK_ID"
 
 
 def test_ranks_may_lie_on_any_card(tmp_path):
     place = rank_table.place(_environment(tmp_path, "right_2_on_second_ring", RANK_ID="1", MASTER_PORT="1234"))
-    assert (place.local_rank, place.device, place.master_address, place.master_port) == (1, 5, "127.0.0.1", 1234)
+    assert (place.local_rank, place.device_index, place.master_address, place.master_port) == (1, 5, "127.0.0.1", 1234)
 
 
 def test_without_a_rank_there_is_no_place(tmp_path):

@@ -343,7 +343,7 @@ def test_a_machine_that_is_dead_when_the_user_stops_is_named_and_a_second_wish_e
 
     ticks = iter([lambda: os.kill(os.getpid(), signal.SIGINT)])
     watch = Watch(lambda: next(ticks, lambda: None)(), on_warning=tell)
-    ending = supervise_once([link], [Orders({}, str(tmp_path), Rendezvous((2,)))], watch)
+    ending = supervise_once({link: Orders({}, str(tmp_path), Rendezvous((2,)))}, watch)
     assert ending.interrupted
     assert list(ending.lost) == ["n2"]
     [(after_s, said)] = heard
@@ -373,7 +373,7 @@ def test_a_machine_whose_processes_have_ended_is_assured_of_its_head_while_other
     links = [spoken_by(tmp_path, "n2", f"{ended}; exec tee {heard}"), spoken_by(tmp_path, "n1", "sleep 4")]
     told = []
     watch = Watch(evicts=True, on_warning=told.append)
-    ending = supervise_once(links, [Orders({}, str(tmp_path), Rendezvous((1, 1)))] * 2, watch)
+    ending = supervise_once(dict.fromkeys(links, Orders({}, str(tmp_path), Rendezvous((1, 1)))), watch)
     assert told == [f"n1 is lost: {ending.lost['n1']}; cleaning up"]
     assert ending.failed == {0: -9}
     assert list(ending.lost) == ["n1"]

@@ -48,7 +48,7 @@ def test_a_machine_is_given_up_only_after_its_ssh_and_its_python_had_their_time(
 def test_retries_and_exclusions_grow():
     assert limits.RECONNECT_S < limits.SILENT_S
     assert limits.RETRY_LEAST_S < limits.RETRY_MOST_S < limits.SILENT_S
-    assert limits.ASIDE_S < limits.ASIDE_MOST_S < limits.ALIKE_S
+    assert limits.EXCLUDED_S < limits.EXCLUDED_MOST_S < limits.ALIKE_S
 
 
 def test_time_limits_are_listed_by_name():

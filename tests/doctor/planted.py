@@ -1,7 +1,7 @@
 """A healthy cluster as facts, for tests to plant one fault in."""
 
-from manyhands.cluster.doctor.addresses import choose_addresses
 from manyhands.cluster.doctor.findings import AllReduceTest, Attempt, Needs, Survey
+from manyhands.cluster.doctor.survey import choose_addresses
 
 GIB = 1 << 30
 

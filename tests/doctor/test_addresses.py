@@ -5,8 +5,8 @@ import ipaddress
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from manyhands.cluster.doctor.addresses import choose_addresses, local_candidates, unlikely
 from manyhands.cluster.doctor.findings import Attempt
+from manyhands.cluster.doctor.survey import choose_addresses, local_candidates, unlikely
 
 NAMES = ("eth0", "eno1", "enp3s0", "docker0", "br-1a2b", "wg0", "tailscale0", "virbr0", "ib0", "lo")
 HOSTS = ("a", "b", "c", "d")

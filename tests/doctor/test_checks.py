@@ -1,12 +1,12 @@
 """Every planted fault is found, named, and is the only one; a healthy cluster has none."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.cluster.doctor.addresses import choose_addresses
 from manyhands.cluster.doctor.findings import (
     CHECKS,
     ORDER,
@@ -20,7 +20,7 @@ from manyhands.cluster.doctor.findings import (
     fails,
     sort_out,
 )
-from manyhands.cluster.doctor.survey import ways_tried
+from manyhands.cluster.doctor.survey import choose_addresses, ways_tried
 from manyhands.core.choices import load_choice, module_names
 from tests.doctor.planted import GIB, change, gpu, healthy
 
@@ -37,7 +37,7 @@ def only(survey):
     assert len(found) == 1, [finding.what for finding in found]
     (finding,) = found
     assert finding.hints or finding.check in {"facts", "accelerators"}
-    json.dumps(finding.as_json())
+    json.dumps(asdict(finding))
     return finding
 
 

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 
-from manyhands.cluster.doctor.exposure import open_ports
+from manyhands.cluster.doctor.probe import open_ports
 from tests.e2e.command import run
 
 LISTENS = (

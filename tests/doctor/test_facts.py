@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from manyhands.cluster.doctor import facts as fact_module
 from manyhands.cluster.doctor.accelerators import cards
-from manyhands.cluster.doctor.facts import gather, other_jobs
+from manyhands.cluster.doctor.facts import code, dataset, gather, other_jobs
 from manyhands.cluster.doctor.findings import FactsWanted
-from manyhands.cluster.doctor.fingerprints import code, dataset
 from manyhands.core.errors import EXIT_DOCTOR
 from tests.e2e.command import QUICK, assert_one_screen, run
 

@@ -8,6 +8,7 @@ import pytest
 
 from manyhands.cluster.doctor.probe import Listener, Probe
 from manyhands.cluster.messages import CallResult, call, decode, encode, perform
+from tests.e2e.command import wait_until
 
 
 @pytest.fixture
@@ -42,13 +43,13 @@ def test_a_listener_is_reached_and_the_time_of_a_message_measured(probe):
 
 
 def test_what_is_measured_went_through(probe):
-    assert ask(probe, call(Probe.measure, listen(probe), 0.2)).mbps > 1
+    assert ask(probe, call(Probe.measure, listen(probe), 0.2)) > 1
 
 
 def test_another_token_is_another_machine(probe):
     one, two = listen(probe), listen(probe)
     assert [a.result for a in attempts(probe, replace(one, token=two.token), two)] == ["other", "ok"]
-    assert "another program" in ask(probe, call(Probe.measure, replace(one, token="00" * 16), 0.2)).error
+    assert ask(probe, call(Probe.measure, replace(one, token="00" * 16), 0.2)) is None
 
 
 def test_a_program_that_speaks_first_is_another(probe):
@@ -86,9 +87,9 @@ def test_nothing_stays_open(probe):
 
 
 def test_a_listener_that_nobody_closes_closes_itself(probe):
-    target = listen(probe, seconds=0.2)
-    probe._open[0]._timer.join(10)
-    assert attempts(probe, target)[0].result == "refused"
+    target = listen(probe, seconds=0.5)
+    assert attempts(probe, target)[0].result == "ok"
+    wait_until(lambda: attempts(probe, target)[0].result == "refused")
 
 
 def test_an_address_that_is_not_ours_and_a_port_that_is_taken_are_said(probe):

@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import AgentLinks, open_here
-from manyhands.cluster.doctor.addresses import local_candidates
-from manyhands.cluster.doctor.findings import FactsWanted, Needs, examine
-from manyhands.cluster.doctor.survey import take_survey
+from manyhands.cluster.agents.assemble import open_here
+from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
+from manyhands.cluster.doctor.findings import Contact, FactsWanted, Needs, examine
+from manyhands.cluster.doctor.survey import local_candidates, take_survey
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call
 from manyhands.config.load import load_job
-from manyhands.run.doctor import diagnose
+from manyhands.run.doctor import diagnose, survey_agents
 
 
 @pytest.fixture
@@ -26,6 +26,10 @@ def agents(tmp_path):
     yield links
     for link in links:
         link.close()
+
+
+def machines_of(links):
+    return Machines([RunMachine(link.machine, MachineState.RUNNING, link=link) for link in links])
 
 
 def facts_of(links):
@@ -41,7 +45,7 @@ def failing(survey):
 
 
 def test_every_way_is_tried_and_measured(agents):
-    survey = take_survey(AgentLinks(agents, []).ask_some, facts_of(agents), "abc", Needs())
+    survey = take_survey(machines_of(agents).ask_named, facts_of(agents), "abc", Needs())
     pairs = {(one, two) for one in "abc" for two in "abc" if one != two}
     assert set(survey.reach) == set(survey.mbps) == set(survey.latency_ms) == pairs
     assert set(survey.chosen) == set("abc")
@@ -52,10 +56,22 @@ def test_every_way_is_tried_and_measured(agents):
 def test_a_machine_that_goes_while_it_is_asked_is_the_one_finding(agents):
     facts = facts_of(agents)
     agents[1].process.kill()
-    survey = take_survey(AgentLinks(agents, []).ask_some, facts, "abc", Needs())
+    survey = take_survey(machines_of(agents).ask_named, facts, "abc", Needs())
     assert set(survey.errors) == {"b"}
     assert set(survey.mbps) == {("a", "c"), ("c", "a")}
     assert failing(survey) == [("b",)]
+
+
+def test_a_machine_that_does_not_take_part_is_no_finding(agents):
+    """Such as one that doesn't answer when a run is resumed without it."""
+    facts = facts_of(agents)
+    machines = machines_of(agents)
+    for machine in machines.all:
+        machine.facts = facts[machine.name]
+    machines.all.append(RunMachine(Machine("d"), MachineState.LOST, problem=Contact("other", "d does not answer", ())))
+    job, named = load_job({}, environment={}).job, [machine.spec for machine in machines.running]
+    assert not survey_agents(job, machines, named, measure=False).errors
+    assert set(survey_agents(job, machines, [*named, Machine("d")], measure=False).errors) == {"d"}
 
 
 def command(*arguments, cwd, **environment):

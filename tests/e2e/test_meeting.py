@@ -125,8 +125,8 @@ def test_a_missing_rank_is_named(capsys):
     code, err = alone(capsys, *SOON, *place(f"tcp://127.0.0.1:{free_port()}", 3, 0))
     assert code == 1
     assert_one_screen(err)
-    assert "1 of 3 processes are here; missing: rank 1-2; giving up after 4 s" in err
-    assert "1 of 3 processes are here; missing: rank 1-2, after 4 s" in err
+    assert "1 of 3 processes have joined; missing: rank 1-2; giving up after 4 s" in err
+    assert "1 of 3 processes have joined; missing: rank 1-2, after 4 s" in err
 
 
 def test_one_rank_twice():

@@ -155,7 +155,7 @@ def test_a_device_that_is_not_here_is_refused_with_the_option_that_estimates_it(
 def test_a_pin_that_does_not_fit_is_answered_with_the_op_that_it_names(plan, here):
     ended = plan("digits", f"{nets.__file__}:OneNumber", "-n", "2", "--no-measure", "--pin", "matmul=h@dp")
     assert ended.code == 2
-    assert "matmul (matmul) can't be split as h@dp: h means nothing to it" in ended.err
+    assert "matmul (matmul) can't be split as h@dp: the op has no dimension h" in ended.err
     assert "split the op by n, r, i, o" in ended.err
 
 

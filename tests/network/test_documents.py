@@ -255,7 +255,7 @@ def test_003_a_server_that_is_not_started_is_named(lab, type_on, here):
     ended = finish(type_on(1, f"manyhands train {DIGITS} --rank-table ../table.json --cluster.join-timeout-s 2"))
     assert ended.code == 1
     assert_one_screen(ended.err)
-    assert "1 of 2 processes are here; missing: rank 1" in ended.err
+    assert "1 of 2 processes have joined; missing: rank 1" in ended.err
     assert f"where: tcp://{lab.address(1)}:29500" in ended.err
     assert "--init" not in ended.err
 

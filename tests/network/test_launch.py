@@ -101,7 +101,7 @@ def test_three_hosts_do_what_three_processes_here_do(lab, here):
     assert "unencrypted" in ended.err
     assert [entry["ranks"] for entry in json.loads(Path("far/machines.json").read_text())] == [[0, 1], [1, 1], [2, 1]]
     averages = json.loads(Path("far/plan.json").read_text())["averages"]
-    assert averages == "gradients are averaged by gloo: they are on several machines"
+    assert averages == "gradients are averaged by gloo: the processes are on several machines"
     # Shared memory adds three numbers up in another order.
     assert run("train", *SHORT, "-n", "3", "--out", "near", "--set", "parallel.shared_memory=false").code == 0
     assert_equal_weights(final_weights("far"), final_weights("near"))

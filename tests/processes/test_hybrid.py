@@ -310,7 +310,7 @@ def test_what_the_marks_mean():
         (lambda grid: grid.axis("tp").shard(torch.zeros(4, 2), 1), "too short for 3"),
         (lambda grid: grid.axis("tp").shard(grid.axis("tp").shard(torch.zeros(9, 9)), 1), "already sharded"),
         (lambda grid: grid.axis("tp").shard_module(nn.Linear(3, 3), wait=0), "has no wait"),
-        (lambda grid: grid.axis("tp").gather(torch.zeros(2), 0, length=9), "don't match"),
+        (lambda grid: grid.axis("tp").gather(torch.zeros(2), 0, length=9), "shards have lengths"),
         (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=("tp", 1)), "doesn't fit dimension 1"),
         (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=(1, "tp")), "layerwise_parallel can't be"),
         (lambda grid: Parameter(torch.zeros(2), shape=(4,)), "differs from the shard's"),
@@ -332,7 +332,7 @@ def test_a_piece_of_another_length_is_refused():
 
 def _gathers_wrong_pieces(world):
     tp = open_mesh("tp=2", world).axis("tp")
-    with pytest.raises(UserError, match=r"pieces of lengths \[1, 4\]"):
+    with pytest.raises(UserError, match=r"shards have lengths \[1, 4\]"):
         tp.gather(torch.zeros(4 if world.rank else 1), 0)
 
 

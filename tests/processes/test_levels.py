@@ -167,11 +167,11 @@ ALL_APART = [[0], [1], [2]]
 @pytest.mark.parametrize(
     ("machines", "request_", "sparse", "why"),
     [
-        (ALL_APART, ModeRequest(), False, "they are on several"),
+        (ALL_APART, ModeRequest(), False, "the processes are on several"),
         (TWO_AND_ONE, ModeRequest(shared_memory=False), False, "parallel.shared_memory is false"),
-        (TWO_AND_ONE, ModeRequest(hook=bf16_compress_hook), False, "the sync method changes them"),
-        (TWO_AND_ONE, ModeRequest(), True, "some are sparse"),
-        (TWO_AND_ONE, ModeRequest(unused=True), False, "some parameters get none"),
+        (TWO_AND_ONE, ModeRequest(hook=bf16_compress_hook), False, "the sync method transforms"),
+        (TWO_AND_ONE, ModeRequest(), True, "some gradients are sparse"),
+        (TWO_AND_ONE, ModeRequest(unused=True), False, "some parameters get no gradient"),
     ],
 )
 def test_other_gradients_are_averaged_by_the_backend(machines, request_, sparse, why):

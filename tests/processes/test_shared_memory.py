@@ -142,7 +142,7 @@ def _some_elsewhere(world):
 
 
 def test_processes_of_several_machines_do_without():
-    why = "they are on several machines"
+    why = "the processes are on several machines"
     for rank, found in enumerate(run_on_ranks(_some_elsewhere, 4)):
         assert found == (why, why if rank > 1 else "")
 
@@ -187,7 +187,7 @@ def _until_one_ends(folder, rank, size, how):
     assert is_consequence(raised.value)
     with place.open("a") as file:
         file.write(f" {time.monotonic()} {raised.value}")
-    with pytest.raises(RuntimeError, match="has left"):
+    with pytest.raises(RuntimeError, match="already released"):
         sums.add_up(torch.ones(100))
 
 
@@ -323,9 +323,9 @@ def _how(world, request, sparse=False):
     ("request_", "sparse", "why"),
     [
         (ModeRequest(shared_memory=False), False, "parallel.shared_memory is false"),
-        (ModeRequest(hook=bf16_compress_hook), False, "the sync method changes them"),
-        (ModeRequest(unused=True), False, "some parameters get none"),
-        (ModeRequest(), True, "some are sparse"),
+        (ModeRequest(hook=bf16_compress_hook), False, "the sync method transforms"),
+        (ModeRequest(unused=True), False, "some parameters get no gradient"),
+        (ModeRequest(), True, "some gradients are sparse"),
     ],
 )
 def test_what_does_not_suit_goes_by_the_backend_and_says_why(request_, sparse, why):

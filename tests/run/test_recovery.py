@@ -5,20 +5,22 @@ import time
 import pytest
 
 from manyhands.cluster.agents.ending import Ending
+from manyhands.cluster.agents.machines import SOON_UPDATES, RunMachine
+from manyhands.cluster.agents.supervise import Watch
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.records import PROCESS_ENDED, Failure, StepMetrics, append, read_lines
 from manyhands.core.run_folder import RunFolder
+from manyhands.run import recovery
 from manyhands.run.launch import launch
 from manyhands.run.recovery import (
     MOST_IN_VAIN,
-    SOON_UPDATES,
-    Recovery,
-    RestartBudget,
-    RunMachines,
-    Setbacks,
+    Restart,
+    RestartHooks,
+    RestartPolicy,
     failed_rank,
+    run_to_end,
     worth_a_start,
 )
 
@@ -31,20 +33,28 @@ def folder(tmp_path):
     return folder
 
 
+def policy(folder, settings=None):
+    return RestartPolicy(load_job(settings or {}, environment={}).job, folder, lambda *_: None)
+
+
 @pytest.mark.parametrize("named", ["auto", "never", "runs/other"])
-def test_what_the_user_names_holds_until_this_run_has_saved(folder, named):
-    recovery = Recovery(load_job({"checkpoint.resume": named}, environment={}).job, folder, lambda *_: None)
-    starts = [(recovery.number, recovery.job.checkpoint.resume)]
-    while recovery.again(Ending(failed={0: -9})):
-        starts.append((recovery.number, recovery.job.checkpoint.resume))
-        if recovery.number == 1:
+def test_what_the_user_names_holds_until_this_run_has_saved(folder, named, monkeypatch):
+    monkeypatch.setattr(recovery, "supervise_once", lambda *_: Ending(failed={0: -9}))
+    starts = []
+
+    def orders(job, number):
+        starts.append((number, job.checkpoint.resume))
+        if number == 1:
             (folder.checkpoints / "step-00000020").mkdir()
+        return {}
+
+    job = load_job({"checkpoint.resume": named}, environment={}).job
+    run_to_end(job, folder, RestartHooks(), orders, Watch(), lambda *_: None)
     assert starts == [(0, named), (1, named), *((number, "auto") for number in range(2, 2 + MOST_IN_VAIN))]
 
 
 def test_a_run_that_does_not_recover_has_one_start(folder):
-    recovery = Recovery(load_job({"cluster.elastic": "off"}, environment={}).job, folder, lambda *_: None)
-    assert not recovery.again(Ending(failed={0: -9}))
+    assert policy(folder, {"cluster.elastic": "off"}).after(Ending(failed={0: -9}), RestartHooks()) is None
 
 
 @pytest.mark.parametrize("word", ["sometimes", "4:2", "0", "2:", ":3", "1:2:3", "99999"])
@@ -63,15 +73,15 @@ def test_fewer_or_more_machines_than_are_wanted_begin_nothing(word, hosts, tmp_p
 
 
 def test_a_machine_that_fails_again_soon_is_set_aside_for_longer_and_longer_until_it_was_of_use():
-    setbacks, step, pauses = Setbacks(), 100, []
+    machine, other, step, pauses = RunMachine(Machine("n3")), RunMachine(Machine("n1"), since_step=100), 100, []
     for made in (3, 0, 5, 1, 0, 19, SOON_UPDATES, 2):
-        setbacks.begin(["n1", "n3"], step)
-        step += made
-        setbacks.begin(["n1", "n3"], step)  # a start for another reason
-        pauses.append(setbacks.fails("n3", step))
+        machine.since_step, step = step, step + made
+        pauses.append(machine.count_failure(step))
+        machine.exclude(0.0)
         step += 1000  # while it is away
     assert pauses == [0, 5, 10, 20, 40, 60, 0, 5]
-    assert setbacks.fails("n1", step) == 0
+    assert machine.since_step is None
+    assert other.count_failure(step) == 0
 
 
 def test_no_machine_is_set_aside_for_a_tunnel_that_has_ended():
@@ -81,25 +91,24 @@ def test_no_machine_is_set_aside_for_a_tunnel_that_has_ended():
     assert failed_rank(Ending()) is None
 
 
-class Coming(RunMachines):
-    def __init__(self, trial):
+class Joining(RestartHooks):
+    def __init__(self, trial=()):
         self.trial = trial
 
     def on_trial(self):
-        return self.trial
+        return [*self.trial]
 
-    def coming(self):
+    def can_join(self):
         return ["n4"]
 
 
 def test_a_start_for_a_machine_that_comes_is_no_fault(folder):
-    recovery = Recovery(load_job({}, environment={}).job, folder, lambda *_: None, Coming([]))
-    stopped = Ending(returned={0: {"status": "stopped"}}, regrouped=True)
-    assert all(recovery.again(stopped) for _ in range(2 * MOST_IN_VAIN))
-    assert {line["kind"] for line in read_lines(folder.events)} == {"regrouped"}
-    assert not recovery.again(Ending(returned={0: {"status": "finished"}}, regrouped=True))
-    assert not recovery.again(Ending(returned={0: {"status": "stopped"}}, regrouped=True, interrupted=1))
-    assert not recovery.again(Ending(returned={0: {"status": "stopped"}}))
+    decides, stopped = policy(folder), Ending(returned={0: {"status": "stopped"}}, regrouped=True)
+    restarts = [decides.after(stopped, Joining()) for _ in range(2 * MOST_IN_VAIN)]
+    assert set(restarts) == {Restart("regrouped", "n4 can join")}
+    assert not decides.after(Ending(returned={0: {"status": "finished"}}, regrouped=True), Joining())
+    assert not decides.after(Ending(returned={0: {"status": "stopped"}}, regrouped=True, interrupted=1), Joining())
+    assert not decides.after(Ending(returned={0: {"status": "stopped"}}), Joining())
 
 
 @pytest.mark.parametrize(
@@ -119,12 +128,15 @@ def test_nobody_is_taken_up_for_the_last_seconds_of_a_run_nor_for_an_update_that
     assert worth_a_start(folder) == worth
 
 
-def test_what_fails_with_a_machine_that_has_just_come_does_not_end_the_run(folder):
+def test_what_fails_with_a_machine_that_has_just_come_does_not_end_the_run(folder, monkeypatch):
     refused = Ending(refused=UserError("that is too much for n4"))
-    assert Recovery(load_job({}, environment={}).job, folder, lambda *_: None, Coming(["n4"])).again(refused)
+    endings = iter([refused, Ending(returned={0: {"status": "finished"}})])
+    monkeypatch.setattr(recovery, "supervise_once", lambda *_: next(endings))
+    job = load_job({}, environment={}).job
+    assert run_to_end(job, folder, Joining(["n4"]), lambda *_: {}, Watch(), lambda *_: None).ok
     (line,) = read_lines(folder.events)
     assert line["message"] == "the start with n4 failed (that is too much for n4): restarting from step 10"
-    assert not Recovery(load_job({}, environment={}).job, folder, lambda *_: None, Coming([])).again(refused)
+    assert not policy(folder).after(refused, Joining())
 
 
 def failure(at, line, step, error="KeyError", rank=0):
@@ -146,7 +158,7 @@ def failure(at, line, step, error="KeyError", rank=0):
     ],
 )
 def test_the_same_error_at_the_same_line_three_times_ends_the_run(failures, ends_at, folder):
-    budget = RestartBudget(folder)
+    decides = policy(folder)
     for number, (at, line, error, rank) in enumerate(failures):
         step = 100 * (number + 1)
         append(folder.metrics, StepMetrics(
@@ -154,7 +166,7 @@ def test_the_same_error_at_the_same_line_three_times_ends_the_run(failures, ends
             loss=1.0, top1=0.5, learning_rate=0.1, images_per_s=9.0, samples=9,
         ))  # fmt: skip
         (folder.checkpoints / f"step-{step:08}").mkdir()
-        why = budget.spend(failure(at, line, step, error, rank), script=False)
+        why = decides.count_fault(failure(at, line, step, error, rank))
         assert bool(why) == (number == ends_at)
         if why:
             assert why == "the same error 3 times within 10 minutes: not restarting"

@@ -37,7 +37,7 @@ def test_words_that_name_nothing_are_refused_with_a_suggestion():
     with pytest.raises(UserError, match="no parallel mode") as caught:
         resolve_mode("dta", World())
     assert 'did you mean "data"?' in caught.value.hints
-    with pytest.raises(UserError, match="single is for one process"):
+    with pytest.raises(UserError, match="single runs as one process"):
         resolve_mode("single", World(0, 2))
 
 

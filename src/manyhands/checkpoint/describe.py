@@ -157,7 +157,7 @@ def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError("pieces.json describes no pieces", where, hints) from error
     if not sound:
-        raise UserError("the pieces don't match the layouts", where, hints)
+        raise UserError("the saved shards don't match the layouts of the tensors", where, hints)
     return mesh, tensors
 
 

@@ -93,7 +93,7 @@ def remove_files(path: Path) -> bool:
 
 
 FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".ckpt", ".safetensors")
-_TRUST = "only if you trust the folder, whose code this runs; then name weights.pth"
+_TRUST = "only if you trust the folder, because this may run code in it; then name weights.pth"
 
 
 def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, list[str]]:
@@ -132,7 +132,7 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
             verify(reference.parent)  # a file of a checkpoint of ours
         return reference, []
     if not reference.is_dir():
-        raise UserError(f"there is no {reference}", hints=("name a run folder, a checkpoint folder or a file",))
+        raise UserError(f"there is no {reference}", hints=("name a run folder, a checkpoint folder or a weights file",))
     if (reference / files.MANIFEST).exists() or files.step_of(reference) is not None:
         verify(reference)
         return reference, []

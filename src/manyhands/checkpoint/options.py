@@ -1,31 +1,31 @@
 """The [checkpoint] section of a job."""
 
-from pydantic import Field
-
-from manyhands.core.options import Options
+from manyhands.core.options import Options, option
 
 
 class CheckpointOptions(Options):
-    """Checkpoint intervals and retention."""
+    """Options of checkpoint intervals and retention."""
 
-    every: str = Field(
-        default="auto",
+    every: str = option(
+        "auto",
+        'interval between checkpoints: a time ("60s", "10min"), "100steps", "1epoch" or "never"; auto: 10 s to 30 '
+        "min, depending on the cost of a save and how often the run fails; the best and the last state are always "
+        "saved",
         pattern=r"^(\d+(\.\d+)?(s|min|h)|\d+(steps?|epochs?)|never|auto)$",
-        description="auto: every 10 s to 30 min, by the cost of a save and how often the run fails; or a "
-        'time ("60s", "10min"), "100steps", "1epoch" or "never"; the end and the best are always saved',
     )
-    pieces: bool = Field(
-        default=False,
-        description="save a sharded network in pieces, each by the process that holds the shard (on a "
-        "shared disk); false: as a full network, by rank 0",
+    pieces: bool = option(
+        False,
+        "save a sharded network as shards, each written by the process that holds it (requires a shared disk); false: "
+        "rank 0 writes the unsharded network",
     )
-    keep: int = Field(default=2, ge=1, description="number of newest checkpoints to keep, besides the best")
-    resume: str = Field(
-        default="auto",
-        description="auto: resume an unfinished run in --out; never; or a run, checkpoint or file",
+    keep: int = option(2, "number of latest checkpoints to keep, in addition to the best one", ge=1)
+    resume: str = option(
+        "auto",
+        "auto: resume an unfinished run in --out; never: start anew; otherwise the path of a run, a checkpoint or a "
+        "weights file",
     )
-    pth_tar: str = Field(
-        default="",
-        description='folder (such as ".") for checkpoint.pth.tar and model_best.pth.tar as main.py writes them, '
-        "after each epoch; empty: none",
+    pth_tar: str = option(
+        "",
+        'folder for checkpoint.pth.tar and model_best.pth.tar, such as "."; both are written after each epoch in the '
+        "format of main.py, the ImageNet example of PyTorch; empty: not written",
     )

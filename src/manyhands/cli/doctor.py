@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-
 from manyhands.cli.flags import Data, DoctorFlags, ExplainFlags, Help, Int, Json, Model, load, named
 from manyhands.cli.printing import align, answer
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_OK
@@ -24,7 +22,7 @@ def doctor(
     *,
     flags: DoctorFlags = DoctorFlags(),
     exposure: Annotated[
-        bool, Help("only list the open ports and who can reach them, now and while a job runs")
+        bool, Help("list only the open ports and the machines that can reach them, now and during a job")
     ] = False,
     as_json: Json = False,
 ) -> int:
@@ -94,10 +92,10 @@ def explain(
     job: Annotated[Path | None, Help("a job.toml")] = None,
     /,
     *,
-    processes: Annotated[Int | None, Parameter(name=["-n", "--processes"], help="processes on this machine")] = None,
+    processes: Annotated[Int | None, Help("number of processes on this machine", "-n", "--processes")] = None,
     flags: ExplainFlags = ExplainFlags(),
     write: Annotated[
-        Path | None, Help("write the machines to a new file and exit: *.json is a rank table, others a hostfile")
+        Path | None, Help("write the machines to this new file and exit; *.json: a rank table; else: a hostfile")
     ] = None,
     as_json: Json = False,
 ) -> int:

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
-
 from manyhands.cli.flags import Device, EvaluateFlags, Help, Json, Processes, Which
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK
 from manyhands.core.quantities import percentage
@@ -14,8 +12,11 @@ from manyhands.core.terminal import plain, say, show, show_json
 
 def evaluate(
     run: Annotated[str, Help("a run (folder, part of its name, or last), a checkpoint, or a .pth.tar file of main.py")],
-    data: Annotated[str | None, Help("other data than the run's; all pictures of a plain folder")] = None,
-    model: Annotated[str | None, Help("the network, if the file does not name one")] = None,
+    data: Annotated[
+        str | None,
+        Help("evaluation data; default: as in the run; a folder without train/ and val/ is used entirely"),
+    ] = None,
+    model: Annotated[str | None, Help("the network; required if RUN is a file that does not name it")] = None,
     /,
     *,
     which: Which = "best",
@@ -58,9 +59,9 @@ def predict(
     processes: Processes = None,
     device: Device = None,
     model: Annotated[
-        str | None, Help("the network as file.py:object, if the run was trained on a Python object")
+        str | None, Help("the network as file.py:object; required if the run was given a network object")
     ] = None,
-    as_json: Annotated[bool, Parameter(name="--json", help="print one JSON object per line")] = False,
+    as_json: Annotated[bool, Help("print one JSON object per picture", "--json")] = False,
 ) -> int:
     """Print the most likely classes of pictures."""
     from manyhands.run.registry import find_reference

@@ -14,14 +14,14 @@ from manyhands.core.terminal import plain, say, show, show_json
 
 Source = Annotated[
     str,
-    Help("a run (folder, part of its name, last), a checkpoint, a .pth.tar, .pth, .pt or .safetensors file"),
+    Help("a run (folder, part of its name, or last), a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file")
 ]  # fmt: skip
-Target = Annotated[Path, Help("a new checkpoint folder")]
+Target = Annotated[Path, Help("checkpoint folder to create")]
 MergeTarget = Annotated[
-    Path, Help("a new checkpoint folder, or a new .safetensors, .pth or .pt file for the weights alone")
+    Path, Help("checkpoint folder to create, or a .safetensors, .pth or .pt file to create with the weights only")
 ]
-Plan = Annotated[Path, Help("a plan.json with the mesh and the layout of each sharded tensor")]
-Which = Annotated[Literal["best", "last"], Help("the checkpoint to use if SRC is a run")]
+Plan = Annotated[Path, Help("plan.json that defines the mesh and the sharding of each tensor")]
+Which = Annotated[Literal["best", "last"], Help("the checkpoint to use if SRC is not itself a checkpoint")]
 
 checkpoint = cyclopts.App(
     name="checkpoint",
@@ -89,14 +89,14 @@ def _say_written(dst: Path, notes: tuple[str, ...]) -> int:
 
 
 def pack(  # noqa: PLR0913 - one argument for each flag
-    folder: Annotated[Path, Help("a folder of class folders, or one with train/ and val/")],
+    folder: Annotated[Path, Help("folder of class folders, or folder with train/ and val/")],
     /,
     *,
-    size: Annotated[Int, Help("shrink pictures: pixels of the shorter side; 0: keep the original size")] = 0,
-    quality: Annotated[Int, Help("JPEG quality of pictures that --size shrinks, 1 to 95; 0: 90")] = 0,
-    to: Annotated[Path | None, Help("packed copy to write; default: FOLDER.pack, found by train")] = None,
-    processes: Annotated[Int, Help("parallel packing processes; 0: one per core")] = 0,
-    check: Annotated[bool, Help("read an existing packed copy and verify its digests")] = False,
+    size: Annotated[Int, Help("shrink pictures so that the shorter side has this many pixels; 0: no change")] = 0,
+    quality: Annotated[Int, Help("JPEG quality of pictures that --size shrinks, from 1 to 95; 0: 90")] = 0,
+    to: Annotated[Path | None, Help("folder to write; default: FOLDER.pack, where train looks for it")] = None,
+    processes: Annotated[Int, Help("number of packing processes; 0: one per CPU core")] = 0,
+    check: Annotated[bool, Help("do not pack, but verify the checksums of an existing packed copy")] = False,
     replace: Annotated[bool, Help("overwrite an existing packed copy")] = False,
     as_json: Json = False,
 ) -> int:
@@ -150,11 +150,11 @@ def pack(  # noqa: PLR0913 - one argument for each flag
 
 
 def clean(
-    *runs: Annotated[str, Help("runs to remove too: a folder, a name, the start of a name, or last")],
-    yes: Annotated[bool, Help("remove the files; without --yes only print their sizes")] = False,
+    *runs: Annotated[str, Help("runs to remove as well: a folder, a name, the start of a name, or last")],
+    yes: Annotated[bool, Help("remove the files; without --yes, only print their sizes")] = False,
     as_json: Json = False,
 ) -> int:
-    """List the disk space that old copies, caches and leftovers take; remove them with --yes, and runs by name."""
+    """List old copies, caches and leftovers with their sizes; remove them, and runs given by name, with --yes."""
     from manyhands.run.clean import find_leftovers, remove
 
     found, kept = find_leftovers(runs)

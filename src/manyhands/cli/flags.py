@@ -22,9 +22,9 @@ class Key(str):
     """The dotted key of the job's option that a flag sets."""
 
 
-def Help(text: str) -> Parameter:  # noqa: N802 - stands beside Key
-    """The help of a flag that needs no other setting."""
-    return Parameter(help=text)
+def Help(text: str, *names: str) -> Parameter:  # noqa: N802 - stands beside Key
+    """The help of a flag that needs no other setting than its names, by default the argument's name."""
+    return Parameter(name=names, help=text) if names else Parameter(help=text)
 
 
 def _whole_number(kind: Any, tokens: Sequence[cyclopts.Token]) -> Any:
@@ -53,21 +53,21 @@ Data = Annotated[
 ]
 Model = Annotated[str | None, Help("a network (mlp, cnn, resnet18 …), torchvision:NAME, or file.py:object")]
 Arguments = Annotated[
-    str, Parameter(name="ARGUMENTS", show=True, help="arguments for your script, after --: train.py -n 2 -- --lr 0.1")
+    str, Parameter(name="ARGUMENTS", show=True, help="arguments of your script, after --: train.py -n 2 -- --lr 0.1")
 ]
-RunName = Annotated[str, Parameter(name="RUN", help="a run's folder, part of its name, or last")]
-Which = Annotated[Literal["best", "last"], Help("the checkpoint to use if RUN is a run")]
+RunName = Annotated[str, Help("a run: its folder, a part of its name, or last", "RUN")]
+Which = Annotated[Literal["best", "last"], Help("the checkpoint to use if RUN is not itself a checkpoint")]
 
 # Options of the job.
 Processes = Annotated[
     Int | None,
-    Parameter(name=["-n", "--processes"], validator=Number(gte=1), help="processes on this machine"),
+    Parameter(name=["-n", "--processes"], validator=Number(gte=1), help="number of processes on this machine"),
     Key("cluster.processes"),
 ]
-Batch = Annotated[Int | None, Help("samples per update, over all processes"), Key("train.batch")]
+Batch = Annotated[Int | None, Help("global batch size: samples per update over all processes"), Key("train.batch")]
 Out = Annotated[str | None, Help("run folder; an unfinished run in this folder is resumed"), Key("run.out")]
 DataDir = Annotated[
-    str | None, Help("folder of the named data sets; default: MANYHANDS_DATA or the cache"), Key("data.dir")
+    str | None, Help("folder for named data sets; default: MANYHANDS_DATA or the user's cache folder"), Key("data.dir")
 ]
 Parallel = Annotated[
     str | None,
@@ -76,42 +76,40 @@ Parallel = Annotated[
 ]
 Sync = Annotated[
     str | None,
-    Help("gradient averaging: allreduce (default), bf16, powersgd, local, or auto (by network speed)"),
+    Help("gradient synchronization: allreduce (default), bf16, powersgd, local, or auto (by network speed)"),
     Key("sync.method"),
 ]
 Elastic = Annotated[
     str | None,
-    Help("restart after a fault: on, off, or 2:4 (only with 2 to 4 machines); default: on"),
+    Help("restart after a fault: on (default), off, or 2:4 (only with 2 to 4 machines)"),
     Key("cluster.elastic"),
 ]
 Backend = Annotated[
-    str | None, Help("communication backend: gloo, nccl, hccl …; default: the device's own"), Key("cluster.backend")
+    str | None, Help("torch.distributed backend: gloo, nccl, hccl …; default: by device type"), Key("cluster.backend")
 ]
 Device = Annotated[
-    str | None, Help("cpu, cuda, npu …; default: the accelerator if there is one"), Key("cluster.device")
+    str | None, Help("device type: cpu, cuda, npu …; default: the accelerator if there is one"), Key("cluster.device")
 ]
-Pretrained = Annotated[bool | None, Help("start from torchvision's published weights"), Key("model.pretrained")]
+Pretrained = Annotated[bool | None, Help("start from torchvision's pretrained weights"), Key("model.pretrained")]
 Compile = Annotated[
-    bool | None, Parameter(name="--compile", help="compile the network (torch.compile)"),
-    Key("train.compile"),
+    bool | None, Help("compile the network with torch.compile", "--compile"),
+    Key("train.compile")
 ]  # fmt: skip
 DebugRank = Annotated[
     Int | None,
-    Help("start this rank under debugpy and wait for VS Code; the launch.json entry is printed"),
+    Help("rank to start under debugpy, which waits for VS Code to attach; prints the entry for launch.json"),
     Key("cluster.debug_rank"),
 ]
 Interface = Annotated[
-    str | None, Help("network interface between machines, or ssh; default: detected"), Key("cluster.interface")
+    str | None, Help("network interface, or ssh for ssh tunnels; default: detected"), Key("cluster.interface")
 ]
 Hostfile = Annotated[str | None, Help("file with one machine per line, such as n1 slots=4"), Key("cluster.hostfile")]
 Hosts = Annotated[list[str] | None, Parameter(n_tokens=1, converter=_comma_separated), Key("cluster.hosts")]
-Settings = Annotated[
-    list[str] | None, Parameter(name="--set", help="any option of the job, such as train.momentum=0.8")
-]
+Settings = Annotated[list[str] | None, Help("set any option of the job, such as train.momentum=0.8", "--set")]
 
 # How a command answers.
-Json = Annotated[bool, Parameter(name="--json", help="print one JSON object as the last line of stdout")]
-Quiet = Annotated[bool, Parameter(name=["-q", "--quiet"], help="print one line on the job, no progress")]
+Json = Annotated[bool, Help("print the result as one JSON object, the last line of stdout", "--json")]
+Quiet = Annotated[bool, Help("print one line about the job and no progress", "-q", "--quiet")]
 
 
 @Parameter(name="*")
@@ -134,20 +132,23 @@ class Flags:
 class JobFlags(Flags):
     """What is trained and how: flags of train, launch and profile."""
 
-    recipe: Annotated[str | None, Help("named settings in place of the data set's own: cifar10-fast")] = None
-    epochs: Annotated[Int | None, Help("passes over the training data"), Key("train.epochs")] = None
+    recipe: Annotated[str | None, Help("name of a recipe, such as cifar10-fast; default: by data set")] = None
+    epochs: Annotated[Int | None, Help("number of epochs"), Key("train.epochs")] = None
     batch: Batch = None
     lr: Annotated[float | None, Help("peak learning rate"), Key("train.lr")] = None
-    seed: Annotated[Int | None, Help("seed of all random numbers"), Key("train.seed")] = None
+    seed: Annotated[Int | None, Help("seed of all random number generators"), Key("train.seed")] = None
     out: Out = None
-    resume: Annotated[str | None, Help("what to resume: auto, never, last, a run, a checkpoint or a .pth.tar")] = None
+    resume: Annotated[
+        str | None,
+        Help("run, checkpoint or weights file to resume; last: latest run; auto: unfinished run in --out; never: none"),
+    ] = None
     data_dir: DataDir = None
     parallel: Parallel = None
     mesh: Annotated[
-        str | None, Help("device mesh for hybrid, semi and auto, such as dp=2,tp=2"), Key("parallel.mesh")
+        str | None, Help("device mesh for modes hybrid, semi and auto, such as dp=2,tp=2"), Key("parallel.mesh")
     ] = None
     pin: Annotated[
-        list[str] | None, Help('sharding of one op, implies semi: "fc=n@dp o@tp"'), Key("parallel.pin")
+        list[str] | None, Help('sharding of an op: "fc=n@dp o@tp"; selects mode semi'), Key("parallel.pin")
     ] = None  # fmt: skip
     sync: Sync = None
     elastic: Elastic = None
@@ -178,9 +179,9 @@ class PlaceFlags(Flags):
         str | None, Help("rendezvous URL: tcp://HOST:PORT, file:///PATH or env://"), Key("cluster.init")
     ] = None
     world_size: Annotated[
-        Int | None, Help("with --init: number of processes on all machines"), Key("cluster.world_size")
+        Int | None, Help("number of processes on all machines; used only with --init"), Key("cluster.world_size")
     ] = None
-    rank: Annotated[Int | None, Help("with --init: rank of this process, counted from 0"), Key("cluster.rank")] = None
+    rank: Annotated[Int | None, Help("rank of this process; used only with --init"), Key("cluster.rank")] = None
     rank_table: Annotated[
         str | None, Help("Ascend rank table that lists this machine"), Key("cluster.rank_table")
     ] = None  # fmt: skip
@@ -192,12 +193,12 @@ class RunFlags(Flags):
     """More options, and what is printed: flags of train, launch, resume and imagenet."""
 
     set_: Settings = None
-    show_config: Annotated[bool, Help("print every value of the job and where the value comes from, and exit")] = False
+    show_config: Annotated[bool, Help("print each option of the job and the origin of its value, then exit")] = False
     dry_run: Annotated[
         bool,
         Help(
-            "check options, names, the layout of the data folder and processes, print what would be started or "
-            "submitted, and exit; pictures, memory, your own code and other machines are not checked"
+            "check the options, names, data folder layout and processes, print what would be started or submitted, "
+            "then exit; does not check pictures, memory, your own code or other machines"
         ),
     ] = False
     as_json: Json = False
@@ -209,19 +210,19 @@ class LaunchFlags(Flags):
     """The machines of a launch."""
 
     hosts: Annotated[
-        Hosts, Help("machines: n1,n2,n3; with processes: n1:4,n2:4; with a port: ssh://user@n1:31234")
+        Hosts, Help("machines: n1,n2,n3; with 4 processes each: n1:4,n2:4; with an ssh port: ssh://user@n1:31234")
     ] = None  # fmt: skip
     hostfile: Hostfile = None
-    on: Annotated[str | None, Help("submit the job to a scheduler: slurm or kubernetes"), Key("cluster.on")] = None
+    on: Annotated[str | None, Help("scheduler to submit the job to: slurm or kubernetes"), Key("cluster.on")] = None
     interface: Interface = None
     relay: Annotated[
-        bool | None, Help("relay between machines that can't log in to each other"), Key("cluster.relay")
+        bool | None, Help("connect machines that can't log in to each other via this machine"), Key("cluster.relay")
     ] = None
     detach: Annotated[
-        bool | None, Help("keep training when this terminal closes or this machine goes down"), Key("cluster.detach")
+        bool | None, Help("keep training after this terminal closes or this machine goes down"), Key("cluster.detach")
     ] = None
     sync_code: Annotated[
-        bool | None, Help("copy the code in this folder to the other machines first"), Key("cluster.sync_code")
+        bool | None, Help("copy the code in this directory to the other machines first"), Key("cluster.sync_code")
     ] = None
 
 
@@ -229,14 +230,14 @@ class LaunchFlags(Flags):
 class ResumeFlags(Flags):
     """What a resumed run does otherwise than before."""
 
-    processes: Annotated[Processes, Help("processes on this machine; the number may differ from before")] = None
+    processes: Annotated[Processes, Help("number of processes on this machine; may differ from before")] = None
     epochs: Annotated[
-        Int | None, Help("number of epochs in all, to train longer than the job says"), Key("train.epochs")
+        Int | None, Help("total number of epochs, to train longer than first planned"), Key("train.epochs")
     ] = None
     detach: Annotated[
         bool | None,
         Parameter(
-            negative="--no-detach", help="keep training without this terminal and machine; default: as at launch"
+            negative="--no-detach", help="keep training without this terminal and this machine; default: as at launch"
         ),
         Key("cluster.detach"),
     ] = None
@@ -248,7 +249,7 @@ class EvaluateFlags(Flags):
     """Options of an evaluation that differ from the run's."""
 
     processes: Processes = None
-    data_dir: Annotated[str | None, Help("folder of the named data sets"), Key("data.dir")] = None
+    data_dir: Annotated[str | None, Help("folder for named data sets"), Key("data.dir")] = None
     device: Device = None
     set_: Settings = None
 
@@ -258,11 +259,11 @@ class DoctorFlags(Flags):
     """The machines that are checked."""
 
     hosts: Annotated[
-        Hosts, Help("machines, optionally with processes: n1,n2,n3 or n1:4,n2:4; default: this machine")
+        Hosts, Help("machines to check: n1,n2,n3; with 4 processes each: n1:4,n2:4; default: this machine")
     ] = None
     hostfile: Hostfile = None
     processes: Annotated[
-        Int | None, Parameter(name=["-n", "--processes"], help="processes on each machine"), Key("cluster.processes")
+        Int | None, Help("number of processes on each machine", "-n", "--processes"), Key("cluster.processes")
     ] = None
     interface: Interface = None
     set_: Settings = None

@@ -48,42 +48,42 @@ class ImagenetFlags(Flags):
     data: Annotated[str | None, Parameter(parse=False)] = None  # the folder with train/ and val/
     arch: Annotated[str | None, Parameter(name=["-a", "--arch"], help=f"{NETWORKS}; default: resnet18")] = None
     workers: Annotated[
-        Int | None, Parameter(name=["-j", "--workers"], help="data loading processes of this node; default: by cores")
+        Int | None, Help("data loading processes on this node; default: by CPU cores", "-j", "--workers")
     ] = None
-    epochs: Annotated[Int | None, Help("passes over the training data; default: 90"), Key("train.epochs")] = None
+    epochs: Annotated[Int | None, Help("number of epochs; default: 90"), Key("train.epochs")] = None
     start_epoch: Annotated[
-        Int | None, Help("number of the first epoch, without a checkpoint"), Key("train.start_epoch")
+        Int | None, Help("number of the first epoch if no checkpoint is loaded"), Key("train.start_epoch")
     ] = None
-    batch_size: Annotated[
-        Int | None, Parameter(name=["-b", "--batch-size"], help="samples per update of this node; default: 256")
-    ] = None
+    batch_size: Annotated[Int | None, Help("samples per update on this node; default: 256", "-b", "--batch-size")] = (
+        None
+    )
     lr: Annotated[
         float | None,
-        Parameter(name=["--lr", "--learning-rate"], help="divided by 10 every 30 epochs; default: 0.1"),
+        Help("learning rate, divided by 10 every 30 epochs; default: 0.1", "--lr", "--learning-rate"),
         Key("train.lr"),
     ] = None
-    momentum: Annotated[float | None, Help("default: 0.9"), Key("train.momentum")] = None
+    momentum: Annotated[float | None, Help("momentum of SGD; default: 0.9"), Key("train.momentum")] = None
     weight_decay: Annotated[
-        float | None, Parameter(name=["--wd", "--weight-decay"], help="default: 0.0001"), Key("train.weight_decay")
+        float | None, Help("weight decay; default: 0.0001", "--wd", "--weight-decay"), Key("train.weight_decay")
     ] = None
     print_freq: Annotated[
         Int | None,
-        Parameter(name=["-p", "--print-freq"], help="updates between lines; default: a live line"),
+        Help("updates between progress lines; default: a live line", "-p", "--print-freq"),
         Key("run.log_steps"),
     ] = None
-    resume: Annotated[str | None, Help("resume from checkpoint.pth.tar, a run or a checkpoint")] = None
-    evaluate: Annotated[bool, Parameter(name=["-e", "--evaluate"], help="evaluate on val/ and exit")] = False
+    resume: Annotated[str | None, Help("checkpoint.pth.tar, run or checkpoint to resume from")] = None
+    evaluate: Annotated[bool, Help("evaluate on val/ and exit", "-e", "--evaluate")] = False
     pretrained: Pretrained = None
     world_size: Annotated[Int | None, Help("number of nodes")] = None
     rank: Annotated[Int | None, Help("rank of this node, counted from 0")] = None
     dist_url: Annotated[str | None, Help("rendezvous: tcp://ADDRESS_OF_NODE_0:PORT or env://")] = None
     dist_backend: Annotated[
-        str | None, Help("backend: gloo, nccl …; default: the device's own"), Key("cluster.backend")
+        str | None, Help("torch.distributed backend: gloo, nccl …; default: by device type"), Key("cluster.backend")
     ] = None
-    seed: Annotated[Int | None, Help("seed of all random numbers; default: 0"), Key("train.seed")] = None
-    gpu: Annotated[Int | None, Help("use only this GPU")] = None
-    no_accel: Annotated[bool, Help("use the CPU")] = False
-    multiprocessing_distributed: Annotated[bool, Help("with several nodes: start one process per accelerator")] = False
+    seed: Annotated[Int | None, Help("seed of all random number generators; default: 0"), Key("train.seed")] = None
+    gpu: Annotated[Int | None, Help("index of the only GPU to use")] = None
+    no_accel: Annotated[bool, Help("train on the CPU")] = False
+    multiprocessing_distributed: Annotated[bool, Help("start one process per accelerator of each node")] = False
     dummy: Annotated[bool, Help("train on random pictures, to measure speed")] = False
 
     @property
@@ -103,7 +103,7 @@ class Nodes:
 
 
 def imagenet(
-    data: Annotated[str | None, Help("folder with train/ and val/; default: imagenet")] = None,
+    data: Annotated[str | None, Help("folder with train/ and val/; default: ./imagenet")] = None,
     /,
     *,
     flags: ImagenetFlags = ImagenetFlags(),

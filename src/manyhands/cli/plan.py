@@ -30,31 +30,31 @@ class PlanFlags(Flags):
         str | None,
         Parameter(
             name=["-n", "--processes", "--world-size"],
-            help="number of processes, by default the job's, or 2; a range such as 1..1024 predicts scaling",
+            help="number of processes; default: from the job, or 2; for a range such as 1..1024, scaling is predicted",
         ),
     ] = None
-    mesh: Annotated[str | None, Help("the only mesh to consider, such as dp=2,tp=2; default: all")] = None
-    pin: Annotated[list[str] | None, Help('required sharding of one op: "fc=n@dp o@tp"')] = None
-    memory: Annotated[str | None, Help("memory limit of each process, such as 14GiB")] = None
+    mesh: Annotated[str | None, Help("only mesh to consider, such as dp=2,tp=2; default: all meshes")] = None
+    pin: Annotated[list[str] | None, Help('fixed sharding of an op, such as "fc=n@dp o@tp"')] = None
+    memory: Annotated[str | None, Help("memory limit per process, such as 14GiB")] = None
     link: Annotated[
-        str | None, Help("network speed between machines of one process each: 10mbit; default: one machine")
+        str | None, Help("bandwidth between processes on different machines: 10mbit; default: processes on one machine")
     ] = None
     fill: Annotated[
-        Literal["search", "data"], Help("ops without --pin: search their sharding, or split samples (data)")
+        Literal["search", "data"], Help("sharding of ops without --pin; search: the fastest; data: shard the batch")
     ] = "search"
-    no_measure: Annotated[bool, Help("estimate all times without running anything")] = False
+    no_measure: Annotated[bool, Help("estimate all times instead of measuring on this machine")] = False
     out: Annotated[
-        Path | None, Help("plan file, with a picture beside it; default: plan.json; of a range: the picture, .svg")
+        Path | None, Help("plan.json to write, with a picture beside it; for a range of processes: the .svg to write")
     ] = None
     force: Annotated[bool, Help("overwrite an existing plan")] = False
-    verify: Annotated[bool, Help("verify here that the plan computes the same as one process")] = False
-    measure: Annotated[bool, Help("time a plan.json and data parallelism in turns")] = False
+    verify: Annotated[bool, Help("verify on this machine that the plan computes the same as one process")] = False
+    measure: Annotated[bool, Help("time updates with an existing plan.json and with data parallelism")] = False
     batch: Batch = None
     sync: Sync = None
     elastic: Elastic = None
     data_dir: DataDir = None
     device: Device = None
-    device_model: Annotated[str | None, Help("estimate for another device model: h100, a100, 910b, rtx4090 …")] = None
+    device_model: Annotated[str | None, Help("device model to estimate times for: h100, a100, 910b, rtx4090 …")] = None
     set_: Settings = None
     as_json: Json = False
 
@@ -67,7 +67,7 @@ class PlanFlags(Flags):
 def plan(
     target: Annotated[str | None, Help("a job.toml, a data set or folder as in train, or a plan.json to show")] = None,
     model: Model = None,
-    other_model: Annotated[str | None, Help("the network, after a plan.json and its data")] = None,
+    other_model: Annotated[str | None, Help("the network, if a plan.json and a data set come first")] = None,
     /,
     *,
     flags: PlanFlags = PlanFlags(),
@@ -85,7 +85,8 @@ def plan(
     if other_model:
         raise UserError(f"unexpected argument {other_model}", "", ("use manyhands plan DATA MODEL",))
     if flags.measure:
-        raise UserError("--measure needs a plan.json; a search always measures", "--measure", ("remove --measure",))
+        hints = ("remove --measure: a search for a plan always measures",)
+        raise UserError("--measure applies only to an existing plan.json", "--measure", hints)
     first, last = _counts(flags.processes)
     if first != last:
         alone = {"--mesh": flags.mesh, "--pin": flags.pin, "--memory": flags.memory, "--verify": flags.verify}

@@ -5,8 +5,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-
 from manyhands.cli.flags import Help, Int, Json, RunName, Settings, settings
 from manyhands.cli.printing import align, answer
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
@@ -22,7 +20,7 @@ NO_LAUNCHER = "no launcher"
 SILENT_S = 60.0
 
 
-def ps(*, as_json: Annotated[bool, Parameter(name="--json", help="print one JSON array")] = False) -> int:
+def ps(*, as_json: Annotated[bool, Help("print one JSON array", "--json")] = False) -> int:
     """List active runs: machine, running time and progress."""
     from manyhands.report.follow import as_object, look
     from manyhands.run.registry import headless, registry_folder, running
@@ -39,7 +37,7 @@ def ps(*, as_json: Annotated[bool, Parameter(name="--json", help="print one JSON
     head = ("run", "state", "pid", "on", "for", "progress", "top-1")
     show(align([head, *(_row(record, now) for record, now in found)]))
     if any(not record.here for record, _ in found):
-        say(f"to remove the runs of a dead machine from this list, delete their entries: files in {registry_folder()}")
+        say(f"to remove the runs of a dead machine from this list, delete their files in {registry_folder()}")
     if left:
         say(f"{NO_LAUNCHER}: to save and stop the processes, run manyhands stop RUN; for details, manyhands why RUN")
     return 0
@@ -80,9 +78,9 @@ def logs(
     run: RunName,
     /,
     *,
-    rank: Annotated[Int | None, Help("show only this rank, without the rank before each line")] = None,
-    follow: Annotated[bool, Parameter(name=["-f", "--follow"], help="follow until the run ends")] = False,
-    last: Annotated[Int, Help("number of last lines to show of each process; 0: all")] = 0,
+    rank: Annotated[Int | None, Help("show only the output of this rank, without a prefix")] = None,
+    follow: Annotated[bool, Help("print new output until the run ends", "-f", "--follow")] = False,
+    last: Annotated[Int, Help("show only this many last lines of each process; 0: all lines")] = 0,
     set_: Settings = None,
 ) -> int:
     """Show the output of the processes of a run."""
@@ -99,7 +97,7 @@ def logs(
 
 
 def why(run: RunName, /, *, as_json: Json = False) -> int:
-    """Explain why a run ended, or show its progress: rank, machine, step and file; what was and can be done."""
+    """Explain why a run ended (rank, machine, step, file, and what to do), or show its progress."""
     from manyhands.run.why import why as find_why
 
     found = find_why(run)
@@ -119,7 +117,7 @@ def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, wit
         headless = stop_headless(folder, say, now=now)
         end = None if headless else stop_run(head_of_active(folder), say, now=now)
     except KeyboardInterrupt:
-        say("the run still ends; only this command stops waiting")
+        say("this command no longer waits; the run is still stopping")
         raise
     path, saved = folder.path, saved_step(folder)
     if headless and saved is None and not now:
@@ -135,7 +133,7 @@ def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, wit
 
 
 def report(run: RunName, /) -> int:
-    """Write the report.html of a run and its pictures again; the run may be active or have failed."""
+    """Write report.html of a run again, with its pictures; the run may be active or have failed."""
     from manyhands.report.page import write_report
     from manyhands.run.registry import find_reference
 
@@ -144,11 +142,11 @@ def report(run: RunName, /) -> int:
 
 
 def join(
-    run: Annotated[str, Help("a run launched from here: folder, part of its name, or last")],
+    run: Annotated[str, Help("a run launched from this machine: its folder, a part of its name, or last")],
     /,
     *,
     host: Annotated[
-        str | None, Help("the machine to add, as ssh on this machine reaches it: n4, user@n4, ssh://n4:31234")
+        str | None, Help("machine to add, as ssh on this machine addresses it: n4, user@n4, ssh://n4:31234")
     ] = None,
 ) -> int:
     """Add a machine to an active run. Run join on the machine that launched the run."""

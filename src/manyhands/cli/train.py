@@ -122,12 +122,12 @@ def resume(name: RunName, /, *, flags: ResumeFlags = ResumeFlags(), run: RunFlag
 
 def profile(
     run: Annotated[
-        str | None, Help("a run to analyse (folder, start of its name, last), or data or a job.toml to trace")
+        str | None, Help("a run to analyse (folder, start of its name, or last), or a data set or job.toml to trace")
     ] = None,
     model: Model = None,
     /,
     *,
-    steps: Annotated[Int, Help("number of updates to trace, if RUN is not a run")] = 20,
+    steps: Annotated[Int, Help("number of updates to train and trace; unused if RUN is a run")] = 20,
     processes: Processes = None,
     job: JobFlags = JobFlags(),
     output: RunFlags = RunFlags(),

@@ -71,20 +71,24 @@ def code_files(
         if most_folders is not None and count > most_folders:
             raise TooManyFoldersError
         here = Path(place)
-        folders[:] = sorted(name for name in folders if not _left_out(here / name))
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not (name in LEFT_OUT or name.startswith(".") or (here / name / "pyvenv.cfg").exists())
+            and not holds_run(here / name)
+        )
         for name in sorted(names):
             path = here / name
             why = _reason_to_leave(path, top)
-            code = not why and _is_code(path, suffixes)
-            if why or (code and _holds_key(path)):
-                leave(path, why or CREDENTIALS)
-            elif code:
+            if not why:
+                named = path.suffix in suffixes and not name.startswith(".") and path.is_file()
+                if not named or path.stat().st_size > FILE_BYTES or not os.access(path, os.R_OK):
+                    continue  # no code
+                why = CREDENTIALS if _holds_key(path) else ""
+            if why:
+                leave(path, why)
+            else:
                 yield path
-
-
-def _is_code(path: Path, suffixes: frozenset[str]) -> bool:
-    wanted = path.suffix in suffixes and not path.name.startswith(".") and path.is_file()
-    return wanted and path.stat().st_size <= FILE_BYTES and os.access(path, os.R_OK)
 
 
 def _reason_to_leave(path: Path, top: Path) -> str:
@@ -98,11 +102,6 @@ def _reason_to_leave(path: Path, top: Path) -> str:
         return ELSEWHERE
     inside = real.relative_to(top)
     return CREDENTIALS if inside.name.startswith(".") or _named_like_credentials(inside.name) else ""
-
-
-def _left_out(folder: Path) -> bool:
-    hidden = folder.name in LEFT_OUT or folder.name.startswith(".")
-    return hidden or (folder / "pyvenv.cfg").exists() or holds_run(folder)
 
 
 def _named_like_credentials(name: str) -> bool:

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from manyhands.checkpoint.options import CheckpointOptions
 from manyhands.core.choices import did_you_mean
-from manyhands.core.options import Options
+from manyhands.core.options import Options, option
 from manyhands.core.user_code import is_object_reference
 from manyhands.data.options import DataOptions
 from manyhands.models.options import ModelOptions
@@ -37,103 +37,102 @@ _FIGURES: tuple[str, ...] = ("top1", "top5", "loss", "val_loss", "train_loss", "
 class TrainOptions(Options):
     """Options of the training algorithm, independent of the number of processes."""
 
-    epochs: int = Field(default=10, ge=0, le=1_000_000, description="passes over the training data")
-    batch: int = Field(default=128, ge=1, description="samples per update over all processes")
-    micro_batch: int = Field(
-        default=0,
+    epochs: int = option(10, "number of passes over the training data", ge=0, le=1_000_000)
+    batch: int = option(128, "size of the global batch: samples per update over all processes", ge=1)
+    micro_batch: int = option(
+        0,
+        "maximum size of a micro-batch on each process; if a process has more samples per update, it accumulates "
+        "gradients over several micro-batches; 0: no limit",
         ge=0,
-        description="maximum samples per pass on each process; gradients of several passes accumulate; 0: no limit",
     )
-    optimizer: str = Field(
-        default="sgd", description="sgd, adamw, or file.py:function that takes the parameters and returns an optimizer"
+    optimizer: str = option("sgd", "sgd, adamw, or file.py:function that takes the parameters and returns an optimizer")
+    lr: float = option(0.05, "peak learning rate of sgd and adamw; an optimizer of your own sets it itself", gt=0.0)
+    momentum: float = option(0.9, "momentum of sgd", ge=0.0, lt=1.0)
+    nesterov: bool = option(True, "use Nesterov momentum with sgd")
+    betas: tuple[float, float] = option((0.9, 0.999), "beta coefficients of adamw")
+    weight_decay: float = option(
+        5e-4,
+        "weight decay of sgd and adamw; applies to biases and normalization layers only with decay_norm_and_bias",
+        ge=0.0,
     )
-    lr: float = Field(default=0.05, gt=0.0, description="peak learning rate; your own optimizer sets its own")
-    momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="momentum of sgd")
-    nesterov: bool = Field(default=True, description="use Nesterov momentum with sgd")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="betas of adamw")
-    weight_decay: float = Field(default=5e-4, ge=0.0, description="weight decay; see also decay_norm_and_bias")
-    decay_norm_and_bias: bool = Field(default=False, description="apply weight decay to biases and norms too")
-    bias_rate: float = Field(default=1.0, gt=0.0, description="learning rate of biases and norms, as a multiple of lr")
-    schedule: str = Field(
-        default="cosine",
-        description="learning rate schedule: constant, step, cosine, one-cycle, or file.py:function that takes the "
-        "step or the optimizer",
+    decay_norm_and_bias: bool = option(False, "apply weight decay to biases and normalization layers too")
+    bias_rate: float = option(1.0, "learning rate of biases and normalization layers, as a multiple of lr", gt=0.0)
+    schedule: str = option(
+        "cosine",
+        "learning rate schedule: constant, step, cosine, one-cycle, or file.py:function that takes the update number "
+        "or the optimizer",
     )
-    warmup_epochs: float = Field(default=0.0, ge=0.0, description="epochs of linear learning rate warm-up")
-    step_epochs: int = Field(
-        default=30, ge=1, description="for schedule step: epochs between drops of the learning rate"
+    warmup_epochs: float = option(0.0, "number of epochs of linear learning rate warm-up", ge=0.0)
+    step_epochs: int = option(30, "epochs between drops of the learning rate; used only with schedule step", ge=1)
+    step_factor: float = option(
+        0.1, "multiplier of the learning rate at each drop; used only with schedule step", gt=0.0, le=1.0
     )
-    step_factor: float = Field(
-        default=0.1, gt=0.0, le=1.0, description="for schedule step: factor of the learning rate at each drop"
+    loss: str = option("cross-entropy", "loss function: cross-entropy, nll, or file.py:function of outputs and labels")
+    label_smoothing: float = option(0.0, "label smoothing of the cross-entropy loss", ge=0.0, lt=1.0)
+    clip: float = option(0.0, "maximum global norm to which gradients are clipped; 0: no clipping", ge=0.0)
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = option(
+        "auto",
+        "numeric precision; bf16: autocast; fp16: autocast with a loss scaler; fp64: for tests; auto: bf16 if all "
+        "machines support it natively and a short measurement shows a speedup of at least 1.3, else fp32",
     )
-    loss: str = Field(default="cross-entropy", description="cross-entropy, nll, or file.py:function")
-    label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0, description="label smoothing of cross-entropy")
-    clip: float = Field(default=0.0, ge=0.0, description="largest global norm of the gradients; 0: no clipping")
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
-        default="auto",
-        description="bf16 and fp16 use autocast, fp16 with a loss scaler; fp64 is for tests; auto: bf16 if all "
-        "machines support bf16 natively and a short measurement shows 1.3 times the speed, else fp32",
+    channels_last: bool | Literal["auto"] = option(
+        "auto",
+        "use the channels_last memory format; auto: if a short measurement shows a speedup of at least 1.05",
     )
-    channels_last: bool | Literal["auto"] = Field(
-        default="auto",
-        description="use the channels_last memory format; auto: if a short measurement shows 1.05 times the speed",
+    compile: bool = option(False, "compile the network for training with torch.compile")
+    norm_group: int | Literal["global", "local"] = option(
+        32,
+        "BatchNorm statistics are computed over groups of this many samples of the global batch; global: over the "
+        "whole batch; local: over the samples of each process, so that results depend on the number of processes",
     )
-    compile: bool = Field(default=False, description="compile the training passes with torch.compile")
-    norm_group: int | Literal["global", "local"] = Field(
-        default=32,
-        description="number of samples of the global batch in each group that BatchNorm computes statistics of; "
-        "global: the whole batch; local: each process's own samples, so that results depend on the number of processes",
-    )
-    stop_after_bad: int = Field(
-        default=3,
+    stop_after_bad: int = option(
+        3,
+        "number of consecutive updates with a non-finite loss or gradient after which the run ends; before that, such "
+        "updates are skipped on all processes; 1: end at the first",
         ge=1,
-        description="end the run after this many consecutive updates with a non-finite loss or gradient; all processes "
-        "skip the updates before; 1: end at the first",
     )
-    drop_last: bool = Field(default=False, description="skip the last batch of an epoch if incomplete")
-    metrics: tuple[str, ...] = Field(
-        default=(),
-        description="your own metrics of each evaluation: file.py:name of a function of outputs and labels that "
-        "returns one value per sample, or of an object with update and compute",
+    drop_last: bool = option(False, "drop the last batch of each epoch if it is incomplete")
+    metrics: tuple[str, ...] = option(
+        (),
+        "additional evaluation metrics, written file.py:name; each is a function of outputs and labels that returns "
+        "one value per sample, or an object with the methods update and compute",
     )
-    best: str = Field(
-        default=BY_TOP1,
-        description="criterion of the best evaluation, whose weights are kept: highest top1, highest top5, lowest "
-        "loss, or highest or lowest and the name of one of your metrics",
+    best: str = option(
+        BY_TOP1,
+        "criterion for the best checkpoint: highest top1, highest top5, lowest loss, or highest NAME or lowest NAME, "
+        "where NAME is one of your metrics",
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of all random numbers")
-    deterministic: bool = Field(default=False, description="use only torch's deterministic algorithms")
-    evaluate_every: float = Field(default=1.0, ge=0.0, description="epochs between evaluations; 0: only at the end")
-    evaluate_batch: int = Field(default=256, ge=1, description="samples per pass of an evaluation")
-    evaluate_views: Literal[1, 2, 6] = Field(
-        default=1,
-        description="views of each picture whose outputs an evaluation averages; 2: the picture and its mirror image; "
-        "6: both, also shifted by one pixel toward two corners",
+    seed: int = option(0, "seed of all random number generators", ge=0, lt=2**63)
+    deterministic: bool = option(False, "use only deterministic algorithms of torch")
+    evaluate_every: float = option(1.0, "number of epochs between evaluations; 0: evaluate only at the end", ge=0.0)
+    evaluate_batch: int = option(256, "batch size for evaluation on each process", ge=1)
+    evaluate_views: Literal[1, 2, 6] = option(
+        1,
+        "number of views of each picture over which an evaluation averages the outputs; 2: the picture and its mirror "
+        "image; 6: additionally both of them shifted by one pixel toward two corners",
     )
-    audit_every: int = Field(default=500, ge=0, description="steps between checks that replicas are equal; 0: never")
-    max_steps: int = Field(default=0, ge=0, description="stop after this many updates; 0: no limit")
-    start_epoch: int = Field(
-        default=0, ge=0, description="number of the epoch to start from if no checkpoint is loaded"
-    )
+    audit_every: int = option(500, "number of updates between checks that the replicas are equal; 0: no checks", ge=0)
+    max_steps: int = option(0, "maximum number of updates; 0: no limit", ge=0)
+    start_epoch: int = option(0, "number of the first epoch, counted from 0, if no checkpoint is loaded", ge=0)
 
     @property
     def built_in(self) -> bool:
-        """True for a built-in optimizer."""
+        """True if the optimizer is a built-in one."""
         return self.optimizer in BUILT_IN_OPTIMIZERS
 
     @property
     def measured_precision(self) -> bool:
-        """True if precision or memory format is chosen by measurement."""
+        """True if measurements choose the precision or the memory format."""
         return "auto" in (self.precision, self.channels_last)
 
     @property
     def custom_code(self) -> tuple[str, ...]:
-        """The values that may name objects in the user's code, as file.py:object."""
+        """The values of the options that may refer to user code, written file.py:object."""
         return (self.loss, self.optimizer, self.schedule, *self.metrics)
 
     @property
     def custom_schedule(self) -> bool:
-        """True if the schedule is an object in the user's code."""
+        """True if the schedule is user code."""
         return self.schedule not in BUILT_IN_SCHEDULES
 
     @field_validator("optimizer", "schedule")
@@ -159,7 +158,7 @@ class TrainOptions(Options):
             if not is_object_reference(word) and not (kind == OBJECT and name.isidentifier()):
                 raise ValueError("should be a list of file.py:function")
             if name in names:
-                raise ValueError(f"the name {name} belongs to another metric")
+                raise ValueError(f"the name {name} is already in use")
             names.append(name)
         return words
 
@@ -180,54 +179,55 @@ class TrainOptions(Options):
 
 
 class ClusterOptions(Options):
-    """Processes and machines of a run, and how they connect."""
+    """Options of the processes and machines of a run, and of their connections."""
 
-    processes: int = Field(default=0, ge=0, le=1024, description="processes here; 0: one per accelerator, else one")
-    init: str = Field(
-        default="", pattern=r"^($|tcp://.+|file://.+|env://.*)", description="rendezvous URL: tcp://, file:// or env://"
+    processes: int = option(
+        0, "processes on this machine; 0: one per accelerator, or one without accelerators", ge=0, le=1024
     )
-    world_size: int = Field(default=0, ge=0, description="with init: processes on all machines")
-    rank: int = Field(default=-1, ge=-1, description="with init: rank of this process")
-    backend: str = Field(default="auto", description="collectives: gloo, nccl, hccl, xccl …; auto: the device's own")
-    device: str = Field(default="auto", description="cpu, cuda, npu, xpu, mps; auto: the accelerator if there is one")
-    threads: int = Field(default=0, ge=0, description="CPU threads for each process; 0: cores divided by processes")
-    hosts: tuple[str, ...] = Field(
-        default=(), description='machines to launch on, over ssh: "n1", "user@n2:4", "ssh://user@n3:31234"'
+    init: str = option("", "rendezvous URL: tcp://, file:// or env://", pattern=r"^($|tcp://.+|file://.+|env://.*)")
+    world_size: int = option(0, "number of processes on all machines; used only with init", ge=0)
+    rank: int = option(-1, "rank of this process; used only with init", ge=-1)
+    backend: str = option(
+        "auto", "torch.distributed backend: gloo, nccl, hccl, xccl …; auto: the default for the device"
     )
-    hostfile: str = Field(default="", description='file of machines to launch on, one per line: "n1 slots=4 port=22"')
-    file: str = Field(default="", description="cluster file, in any supported format (--cluster FILE)")
-    rank_table: str = Field(default="", description="Ascend rank table that lists this machine")
-    on: Literal["", "slurm", "kubernetes"] = Field(default="", description="submit the job to this scheduler")
-    shares: Literal["machines", "equal", "auto"] | tuple[int, ...] = Field(
-        default="machines",
-        description="samples of each update per process: a list by rank that adds up to train.batch, such as [24, 8]; "
-        "auto: in proportion to the measured speeds; machines: auto if machines differ in kind, else equal",
+    device: str = option("auto", "device type: cpu, cuda, npu, xpu or mps; auto: the accelerator if there is one")
+    threads: int = option(0, "number of CPU threads per process; 0: the machine's cores divided by its processes", ge=0)
+    hosts: tuple[str, ...] = option(
+        (), 'machines to launch on, over ssh: "n1", "user@n2:4" for 4 processes, "ssh://user@n3:31234" for an ssh port'
     )
-    interface: str = Field(
-        default="",
-        description="network interface between the machines; empty: detected; ssh: tunnels through ssh, between "
-        "machines that can log in to each other",
+    hostfile: str = option("", 'file that lists the machines to launch on, one per line, such as "n1 slots=4 port=22"')
+    file: str = option("", "cluster file that lists this machine, in any supported format (--cluster FILE)")
+    rank_table: str = option("", "Ascend rank table that lists this machine")
+    on: Literal["", "slurm", "kubernetes"] = option("", "scheduler to submit the job to; empty: none")
+    shares: Literal["machines", "equal", "auto"] | tuple[int, ...] = option(
+        "machines",
+        "how the global batch is divided among processes: a list of samples per rank that adds up to train.batch, "
+        "such as [24, 8]; equal: equally; auto: in proportion to the measured speed of each process; machines: auto "
+        "if the machines have different hardware, else equal",
     )
-    relay: bool = Field(
-        default=False, description="connect machines that can't log in to each other through the launching machine"
+    interface: str = option(
+        "",
+        "network interface for connections between machines; empty: detected; ssh: connect through ssh tunnels, "
+        "between machines that can log in to each other",
     )
-    detach: bool = Field(
-        default=False, description="keep training when the terminal closes or the launching machine goes down"
+    relay: bool = option(
+        False, "with ssh tunnels, connect machines that can't log in to each other through the launching machine"
     )
-    ssh: str = Field(default="ssh", description="ssh command, with any options")
-    python: str = Field(default="", description="Python on the other machines; empty: detected")
-    workdir: str = Field(default="", description="working folder on the other machines; empty: the same as here")
-    sync_code: bool = Field(default=False, description="copy the code in this folder to the other machines")
-    elastic: str = Field(
-        default="on",
-        description="restart automatically after losing a process or a machine; off: end the run; 2:4: restart with "
-        "two to four machines only",
+    detach: bool = option(False, "keep training after the terminal closes or the launching machine goes down")
+    ssh: str = option("ssh", "ssh command, including its options")
+    python: str = option("", "Python interpreter on the other machines; empty: detected")
+    workdir: str = option("", "working directory on the other machines; empty: the same path as here")
+    sync_code: bool = option(False, "copy the code in the current directory to the other machines")
+    elastic: str = option(
+        "on",
+        "on: restart automatically after losing a process or a machine; off: end the run instead; 2: restart only "
+        "with two or more machines; 2:4: only with two to four",
     )
-    join_warn_s: float = Field(default=30.0, gt=0.0, description="seconds until missing processes are named")
-    join_timeout_s: float = Field(default=600.0, gt=0.0, description="seconds to wait for missing processes")
-    collective_timeout_s: float = Field(default=600.0, gt=0.0, description="seconds a collective waits for a peer")
-    debug_rank: int = Field(default=-1, ge=-1, description="start this rank under debugpy; -1: none")
-    debug_port: int = Field(default=5678, ge=1, le=65535, description="port of debugpy on 127.0.0.1")
+    join_warn_s: float = option(30.0, "seconds to wait before logging which processes have not joined", gt=0.0)
+    join_timeout_s: float = option(600.0, "seconds to wait for all processes to join before giving up", gt=0.0)
+    collective_timeout_s: float = option(600.0, "timeout of collectives in seconds", gt=0.0)
+    debug_rank: int = option(-1, "rank to start under debugpy; -1: none", ge=-1)
+    debug_port: int = option(5678, "port for debugpy on 127.0.0.1", ge=1, le=65535)
 
     def mark_flags(self, names: Iterable[str]) -> None:
         """Records which options were given by a flag or a Python argument; not part of the stored job."""
@@ -245,12 +245,12 @@ class ClusterOptions(Options):
 
     @property
     def debugging(self) -> bool:
-        """True if a debugger can suspend a rank."""
+        """True if a rank is started under a debugger."""
         return self.debug_rank >= 0
 
     @property
     def peer_timeout_s(self) -> float:
-        """The timeout of collectives, in seconds."""
+        """The timeout of collectives in seconds, longer under a debugger."""
         return _DEBUG_TIMEOUT_S if self.debugging else self.collective_timeout_s
 
     @property
@@ -260,7 +260,7 @@ class ClusterOptions(Options):
 
     @property
     def machines_wanted(self) -> range:
-        """The numbers of machines with which the run may start or continue."""
+        """The range of the number of machines with which the run may start or continue."""
         least, _, most = self.elastic.partition(":")
         return range(int(least) if least.isdecimal() else 1, int(most or 10_000) + 1)
 
@@ -286,55 +286,54 @@ class ClusterOptions(Options):
 
 
 class SubmitOptions(Options):
-    """Resources requested from a scheduler (`launch --on`)."""
+    """Resources to request from a scheduler (`launch --on`)."""
 
-    nodes: int = Field(default=1, ge=1, le=100_000, description="number of machines")
-    accelerators: int = Field(
-        default=0,
+    nodes: int = option(1, "number of machines", ge=1, le=100_000)
+    accelerators: int = option(
+        0,
+        "number of accelerators to request per machine; 0: one per process if --device is an accelerator, else none",
         ge=0,
         le=1024,
-        description="accelerators to request per machine; 0: one per process if --device names a type",
     )
-    time_limit: str = Field(
-        default="",
+    time_limit: str = option(
+        "",
+        "Slurm time limit as minutes, H:MM:SS or D-HH; the job is requeued to resume an unfinished run",
         pattern=r"^[0-9:-]*$",
-        description="Slurm time limit: minutes, H:MM:SS or D-HH; the next job resumes the run",
     )
-    options: tuple[str, ...] = Field(default=(), description='more options of sbatch: "--partition=gpu"')
-    image: str = Field(default="", description="Kubernetes: container image with manyhands and the data")
-    kind: Literal["TrainJob", "PyTorchJob"] = Field(
-        default="TrainJob", description="Kubernetes: resource of Kubeflow Trainer, or of the older training operator"
+    options: tuple[str, ...] = option((), 'additional options of sbatch, such as "--partition=gpu"')
+    image: str = option("", "container image that contains manyhands and the data; used only with Kubernetes")
+    kind: Literal["TrainJob", "PyTorchJob"] = option(
+        "TrainJob", "Kubernetes resource to create: TrainJob (Kubeflow Trainer) or PyTorchJob (older training operator)"
     )
-    runtime: str = Field(default="torch-distributed", description="Kubernetes: runtime of a TrainJob")
-    namespace: str = Field(default="", description="Kubernetes namespace; empty: the current one")
+    runtime: str = option("torch-distributed", "training runtime of the TrainJob; used only with Kubernetes")
+    namespace: str = option("", "Kubernetes namespace; empty: the current namespace")
 
 
 class RunOptions(Options):
-    """Run folder, progress records and report."""
+    """Options of the run folder, the progress records and the report."""
 
-    out: str = Field(default="", description="run folder; empty: runs/<date>-<data>-<model>")
-    log_every_s: float = Field(
-        default=0.5,
-        gt=0.0,
-        le=60.0,
-        description="seconds between progress records, and between checks for a stop request",
+    out: str = option("", "run folder; empty: runs/<date>-<data>-<model>")
+    log_every_s: float = option(
+        0.5, "seconds between progress records; requests to stop are checked at the same interval", gt=0.0, le=60.0
     )
-    log_steps: int = Field(
-        default=0, ge=0, description="print a line at the first update of an epoch and every N updates; 0: by time"
+    log_steps: int = option(
+        0,
+        "print a progress line at the first update of an epoch and every N updates; 0: at time intervals",
+        ge=0,
     )
-    report: bool = Field(default=True, description="write report.html at the end")
-    trace_steps: int = Field(
-        default=0, ge=0, le=1000, description="record a trace of this many updates (trace.json), then end; 0: no trace"
+    report: bool = option(True, "write report.html at the end of the run")
+    trace_steps: int = option(
+        0, "record a trace of this many updates in trace.json, then end the run; 0: no trace", ge=0, le=1000
     )
-    script: tuple[str, ...] = Field(
-        default=(), description="your own training script and its arguments, run in place of the built-in training"
+    script: tuple[str, ...] = option(
+        (), "training script of your own and its arguments, run instead of the built-in training"
     )
 
 
 class Job(Options):
     """The complete configuration of a run.
 
-    Flags win over the environment, the environment over job.toml, job.toml over a recipe, a recipe over defaults.
+    Precedence, from highest to lowest: flags, environment variables, job.toml, the recipe, the defaults.
     """
 
     data: DataOptions = Field(default_factory=DataOptions)
@@ -356,5 +355,5 @@ class Job(Options):
                 f"{optimizer} with {schedule}; to write no such files, add --set 'checkpoint.pth_tar=\"\"'"
             )
         if self.checkpoint.pth_tar and self.train.best != BY_TOP1:
-            raise ValueError(f"checkpoint.pth_tar writes files for main.py, whose best is the {BY_TOP1}; remove best")
+            raise ValueError(f"checkpoint.pth_tar writes files for main.py, whose criterion is {BY_TOP1}; remove best")
         return self

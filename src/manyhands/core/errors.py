@@ -62,13 +62,13 @@ def shortened(text: str, most: int = 80) -> str:
 
 
 class UserError(ManyhandsError):
-    """The user's input is invalid; nothing was started or changed."""
+    """Raised if the user's input is invalid. Nothing was started or changed."""
 
     exit_code = EXIT_USAGE
 
 
 class RunError(ManyhandsError):
-    """A run started and failed."""
+    """Raised if a run fails after it has started."""
 
 
 class PeerError(RunError):

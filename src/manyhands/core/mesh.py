@@ -20,7 +20,7 @@ MOST_PROCESSES = 65_536
 
 @dataclass(frozen=True)
 class Mesh:
-    """The named axes of a mesh, major to minor: with dp=2,tp=4, ranks 0 to 3 have the same index on dp.
+    """The named axes of a mesh. The last axis varies fastest: with dp=2,tp=4, ranks 0 to 3 have the same index on dp.
 
     Attributes:
         axes: (name, size) of each axis.
@@ -35,7 +35,7 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes, major to minor."""
+        """The names of the axes, the slowest varying axis first."""
         return tuple(name for name, _ in self.axes)
 
     @cached_property
@@ -58,25 +58,25 @@ class Mesh:
         return tuple(reversed(places))
 
     def rank(self, coordinates: Iterable[int]) -> int:
-        """Returns the rank with these indices; the inverse of `coordinates`."""
+        """Returns the rank with these indices on the axes; the inverse of `coordinates`."""
         number = 0
         for place, size in zip(coordinates, self.sizes, strict=True):
             number = number * size + place
         return number
 
     def parts(self, axes: Iterable[int]) -> int:
-        """Returns the number of processes along the axes, which are given by index."""
+        """Returns the number of processes in a group along the axes with the indices `axes`."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place(self, axes: Iterable[int], rank: int) -> int:
-        """Returns the index of a rank in its group along the axes, in ascending order; the first varies slowest."""
+        """Returns the index of a rank in its group along the axes with the (ascending) indices `axes`."""
         place, coordinates = 0, self.coordinates(rank)
         for axis in axes:
             place = place * self.sizes[axis] + coordinates[axis]
         return place
 
     def peers(self, axes: Iterable[int], rank: int) -> list[int]:
-        """Returns the ranks of the group of `rank` along the axes, itself included, in ascending order."""
+        """Returns the ranks in the group of `rank` along the axes with the indices `axes`, in ascending order."""
         free, here = set(axes), self.coordinates(rank)
         choices = [range(size) if axis in free else (here[axis],) for axis, size in enumerate(self.sizes)]
         return [self.rank(place) for place in itertools.product(*choices)]

@@ -74,7 +74,7 @@ class PhaseMetrics(Record):
 
 
 class EvaluationMetrics(Record):
-    """One evaluation, in which each sample was counted once."""
+    """The metrics of one evaluation, which counts each sample once."""
 
     kind: Literal["evaluation"] = "evaluation"
     epoch: int
@@ -102,7 +102,7 @@ class Event(Record):
 class EvaluationDetail(Record):
     """The content of evaluations/best.json and last.json.
 
-    `confusion` is sparse: [true class, predicted class, count], for counts above zero.
+    `confusion` lists the nonzero cells of the confusion matrix as [true class, predicted class, count].
     """
 
     epoch: int

@@ -9,32 +9,34 @@ tests/core/test_timeouts.py checks the inequalities between them. `manyhands exp
 HEARTBEAT_S = 1.0
 # A step that takes STALL_S longer than STALL times the usual is a stall.
 STALL_S, STALL = 30.0, 3.0
-# A rank that does not run at all for this long is evicted, if the run can continue without it.
+# A rank whose process does not run at all (stopped, as its agent sees) is killed after this time, if the run recovers.
 EVICT_S = 15.0
-# A peer that is silent for longer is lost. After a break of 8 s TCP retransmits after 12.6 s; the last heartbeat was
-# sent up to an interval before the break, and busy machines are slow.
+# A machine without a message for this long is lost; until then a broken connection is replaced. After a break of 8 s
+# TCP retransmits after 12.6 s; the last heartbeat was sent up to an interval before, and busy machines are slow.
 SILENT_S = 16.0
-# A machine that is silent for this long while the user waits for the end of the run is named.
+# A machine without a message for this long is named, while the user waits for the end of the run.
 AWAITED_S = 4.0
 # The launcher looks ten times a second; after a longer gap it was itself suspended, or its machine slept.
 PAUSED_S = 3.0
-# Interval between two attempts to reconnect.
+# Interval between two attempts to replace a broken connection to an agent, until SILENT_S is over.
 RECONNECT_S = 1.0
 
 # --- Contacting machines ---
 
-# ssh gives up on a machine that doesn't answer; it notices a dead connection after three times ALIVE_S.
+# ssh gives up on a machine that does not answer after SSH_CONNECT_S, and on a dead connection after 3 * SSH_ALIVE_S.
 SSH_CONNECT_S, SSH_ALIVE_S = 10, 5
 # First answer of an agent: ssh connects first, and Python starts slowly on a busy machine. Each ssh also takes this
 # machine's processor for a moment, to agree on keys.
 HELLO_S, HELLO_EACH_S = 45.0, 0.2
 # Answer of an agent to a short request.
 REQUEST_S = 30.0
-# Importing torch from a cold disk, and starting workers, which may have to do that.
-PREPARE_S = START_WORKERS_S = 300.0
-# All questions to a machine that rejoins or is added; importing torch may take most of it.
+# Importing torch from a cold disk.
+PREPARE_S = 300.0
+# A machine may be silent for this long, instead of SILENT_S, until its workers have started: they may import torch.
+START_WORKERS_S = 300.0
+# All requests to a machine that rejoins or is added, instead of HELLO_S, REQUEST_S and PREPARE_S.
 CONTACT_S = 300.0
-# Pause between two attempts to contact a lost machine: from, to.
+# Pause between two contacts with a lost machine: 2 % of the time since its loss, but within these.
 RETRY_LEAST_S, RETRY_MOST_S = 1.0, 5.0
 # Copying code or records to a machine over a slow link.
 COPY_S = 120.0
@@ -53,44 +55,45 @@ OPEN_TUNNELS_S, TUNNEL_ENDS_S = SSH_CONNECT_S + 20.0, 60.0
 
 # --- Stopping, leaving and saving ---
 
-# Workers notice a peer's failure at their next collective, and save then.
+# After a worker has failed, the others of its machine are killed this much later, unless they are saving.
 LEAVE_S = 6.0
-# When the workers of one machine failed, those of the others are killed this long after their agents' last report that
-# they are still saving.
+# When the workers of one machine failed, those of the other machines are killed this long after their agents' last
+# report that they are still saving.
 LEAVE_OTHERS_S = 6.0
-# The peers of a lost machine may wait for it without an error.
+# After a machine is lost, the workers of the others are killed this much later if the run does not recover: they may
+# wait for it without an error. If it recovers, LEAVE_OTHERS_S holds.
 LEAVE_LOST_S = 2.0
 # A save without progress for this long is given up, as is one that takes longer than SAVE_MOST_S.
 SAVE_QUIET_S, SAVE_MOST_S = 30.0, 600.0
-# A requested stop waits for an evaluation and a save.
+# Agents kill workers this long after a requested stop, which may have to wait for an evaluation and a save.
 STOP_S = 600.0
-# By this time after a stop request a hung process is recognised; others get the time they need.
+# A hung process is recognized this long after a stop request, and all are killed; others get the time they need.
 HUNG_S = 2.0
 # Agents kill their workers after a second Ctrl-C.
 KILL_S = 10.0
 # `manyhands stop --now` waits this long for a run before it kills the launcher.
 KILL_RUN_S = 20.0
-# Workers that lost their launcher are killed this long after its last sign; those that are saving get longer.
+# Workers that lost their launcher are killed this long after its last message: ALONE_SAVING_S if they are saving.
 ALONE_S, ALONE_SAVING_S = 26.0, 30.0
-# Agents of an earlier start whose launcher was killed: their workers save and leave.
+# A new start waits at most this long for each agent of an earlier start whose launcher was killed.
 LEAVING_S = 10.0
-# A machine of the same run that shares the disk has written by then that the folder is the run's.
+# A machine waits this long for another machine of the run, with which it shares the disk, to claim the run folder.
 CLAIM_S = 2.0
 
 # --- Restarting and taking over ---
 
 # Opening the run folder on a machine.
 OPEN_FOLDER_S = 30.0
-# Processes of a detached run save and leave for a new launcher: on the machine of the lock, and once more for its
-# agents.
+# A new launcher of a detached run waits this long for the lock of the run folder, and again for its agents to leave.
 MAKE_WAY_S = 90.0
-# The new launcher waits for that.
+# The new launcher waits this long for the answers of all machines, each of which waits twice MAKE_WAY_S at most.
 TAKE_OVER_S = 200.0
-# A machine that fails again soon is excluded: for this long at first, and at most.
-ASIDE_S, ASIDE_MOST_S = 5.0, 60.0
-# The same error this often (see run/recovery.py) within this time ends the run.
+# A machine that fails again soon is excluded for EXCLUDED_S, doubled with each failure up to EXCLUDED_MOST_S; a lost
+# machine is not contacted for that long.
+EXCLUDED_S, EXCLUDED_MOST_S = 5.0, 60.0
+# The same error three times (MOST_ALIKE in run/recovery.py) within this time ends the run.
 ALIKE_S = 600.0
-# Time of a restart; a run that would end sooner is not restarted for a machine that could join.
+# Estimated duration of a restart; a run that would end sooner is not restarted for a machine that can join.
 RESTART_S = 5.0
 
 

@@ -2,58 +2,63 @@
 
 from typing import Literal
 
-from pydantic import Field
-
-from manyhands.core.options import Options
+from manyhands.core.options import Options, option
 
 
 class DataOptions(Options):
-    """The data set and the preprocessing."""
+    """Options of the data set and its preprocessing."""
 
-    name: str = Field(default="digits", description="a data set's name, a folder, or file.py:function")
-    dir: str = Field(default="", description="folder of named data sets; empty: the user's cache folder")
-    download: bool = Field(default=True, description="download a named data set that is missing")
-    image_size: int = Field(default=0, ge=0, le=4096, description="picture size in pixels; 0: from data set or model")
-    channels: Literal[0, 1, 3] = Field(default=0, description="channels of a picture; 0: from data set or model")
-    mean: tuple[float, ...] = Field(
-        default=(), description="mean per channel, for pixels in [0, 1]; empty: the data set's"
+    name: str = option(
+        "digits", "name of a data set, folder of pictures, or file.py:function that returns your own data"
     )
-    std: tuple[float, ...] = Field(
-        default=(), description="standard deviation per channel, for pixels in [0, 1]; empty: the data set's"
+    dir: str = option("", "folder for named data sets; empty: the user's cache folder")
+    download: bool = option(True, "download a named data set if it is missing")
+    image_size: int = option(0, "picture size in pixels; 0: the default of the data set or model", ge=0, le=4096)
+    channels: Literal[0, 1, 3] = option(0, "number of channels of a picture; 0: the default of the data set or model")
+    mean: tuple[float, ...] = option(
+        (), "mean of each channel, for pixel values in [0, 1]; empty: the default of the data set"
     )
-    augment: Literal["auto", "none", "crop", "crop-flip", "resized-crop-flip"] = Field(
-        default="auto",
-        description="crop: shift; crop-flip: shift and mirror; resized-crop-flip: as for ImageNet; auto: the recipe's",
+    std: tuple[float, ...] = option(
+        (), "standard deviation of each channel, for pixel values in [0, 1]; empty: the default of the data set"
     )
-    shift: int = Field(default=0, ge=0, description="largest shift of crop in pixels; 0: an eighth of the picture")
-    shift_fill: Literal["black", "reflect"] = Field(
-        default="black", description="pixels that fill the border after a shift; reflect: the picture's edge, mirrored"
+    augment: Literal["auto", "none", "crop", "crop-flip", "resized-crop-flip"] = option(
+        "auto",
+        "augmentation of training pictures; crop: random shift; crop-flip: random shift and mirroring; "
+        "resized-crop-flip: random resized crop and mirroring, as for ImageNet; auto: the default of the data set",
     )
-    mirror: Literal["random", "alternate"] = Field(
-        default="random", description="random: mirror by chance; alternate: mirror each picture in every second epoch"
+    shift: int = option(0, "largest shift by crop or crop-flip, in pixels; 0: an eighth of the picture size", ge=0)
+    shift_fill: Literal["black", "reflect"] = option(
+        "black", "fill of the pixels that a shift exposes; black: zeros; reflect: the mirrored edge of the picture"
     )
-    validation: float = Field(
-        default=0.1, gt=0.0, lt=1.0, description="share of the pictures for evaluation if a folder has no val/ or test/"
+    mirror: Literal["random", "alternate"] = option(
+        "random", "when to mirror a training picture; random: with probability 0.5; alternate: in every second epoch"
     )
-    held_out: str = Field(
-        default="",
-        description="data set for one evaluation at the end, without influence on training: a folder of "
-        "class folders, a data set's name or file.py:function; empty: test/ of a folder that also has val/",
+    validation: float = option(
+        0.1,
+        "fraction of the training samples to hold out for evaluation if the data has no evaluation set, such as a "
+        "folder without val/ and test/",
+        gt=0.0,
+        lt=1.0,
     )
-    skip_corrupt: bool = Field(
-        default=False,
-        description="leave out pictures that are unreadable at the start; replace training pictures that become "
-        "unreadable later by others (at most 10, or 0.1 %); evaluation never replaces pictures",
+    held_out: str = option(
+        "",
+        "data set for a final test at the end, never used to select a checkpoint: a folder of class folders, the name "
+        "of a data set or file.py:function; empty: the test/ folder of data that also has val/",
     )
-    packed: bool = Field(default=True, description="read the packed copy beside a folder if the copy is up to date")
-    workers: int = Field(default=-1, ge=-1, le=256, description="decoding processes per rank; -1: depends on the cores")
-    machine_workers: int = Field(
-        default=0, ge=0, le=1024, description="decoding processes per machine, for all of its ranks; 0: as workers says"
+    skip_corrupt: bool = option(
+        False,
+        "skip pictures that are unreadable at startup, and replace training pictures that become unreadable later; the "
+        "run ends if more than 10 pictures, and more than 0.1 % of all, are unreadable; evaluation replaces none",
     )
-    memory_limit_mib: int = Field(
-        default=2048, ge=0, description="keep decoded pictures of one size in memory if they take at most this many MiB"
+    packed: bool = option(True, "read the packed copy of a folder (FOLDER.pack) if it is up to date")
+    workers: int = option(-1, "decoding processes per rank; -1: derived from the number of CPU cores", ge=-1, le=256)
+    machine_workers: int = option(
+        0, "decoding processes per machine, divided among its ranks; 0: set by workers", ge=0, le=1024
     )
-    train_samples: int = Field(
-        default=0, ge=0, description="use only this many training samples, at even intervals; 0: all"
+    memory_limit_mib: int = option(
+        2048,
+        "keep small square pictures (up to 64 pixels) decoded in memory if they need at most this many MiB",
+        ge=0,
     )
-    test_samples: int = Field(default=0, ge=0, description="use only this many test samples, at even intervals; 0: all")
+    train_samples: int = option(0, "number of training samples to use, taken at even intervals; 0: all", ge=0)
+    test_samples: int = option(0, "number of evaluation samples to use, taken at even intervals; 0: all", ge=0)

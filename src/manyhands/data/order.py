@@ -135,7 +135,7 @@ def _micro_batch_bounds(edges: list[int], limit: int, batch_sharing: BatchSharin
     for first, last in itertools.pairwise(edges):
         if last - first > limit:
             raise UserError(
-                f"BatchNorm needs {last - first} samples in one pass; {batch_sharing.processes} process(es) "
+                f"BatchNorm needs {last - first} samples in one micro-batch, but {batch_sharing.processes} process(es) "
                 f"take {limit} with train.micro_batch = {batch_sharing.micro_batch}",
                 "train.micro_batch",
                 ("raise train.micro_batch", f"or lower the group size: --set train.norm_group={max(2, limit)}"),

@@ -28,7 +28,7 @@ def resolve_mode(mode: str, world: World) -> str:
     only = one_process(mode)
     if only and not world.alone:
         hints = (f"use --parallel {USUAL_MODE} for several processes", "or start one process: -n 1")
-        raise UserError(f"mode {mode} is for {only}, but {world.size} are running", "parallel.mode", hints)
+        raise UserError(f"mode {mode} runs as {only}, but {world.size} processes are running", "parallel.mode", hints)
     return MODE_ALONE if world.alone and getattr(load_choice(MODES, mode), "NOTHING_ALONE", False) else mode
 
 

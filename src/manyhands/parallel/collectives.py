@@ -66,7 +66,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Returns member `source`'s tensor. The others pass a tensor of the same shape and dtype."""
+        """Returns the tensor of member `source` on all members. Others pass a tensor of the same shape and dtype."""
         sender, result = self._rank_of(source, "broadcast"), _own_copy(tensor)
         if self.size > 1:
             dist.broadcast(result, src=sender, group=self._handle)
@@ -95,7 +95,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def all_to_all(self, tensors: Tensor) -> Tensor:
-        """Exchanges rows: row i of the result is row `rank` of member i's `tensors`. Both are [size, …]."""
+        """Exchanges rows: row i of the result [size, …] is row `rank` of the `tensors` [size, …] of member i."""
         self._require_member()
         self._require_rows(tensors, "all_to_all")
         mine = _own_copy(tensors)
@@ -124,7 +124,7 @@ class Subgroup:
         return self.broadcast(tensors, source)[self.rank].clone()
 
     def reduce_scatter(self, tensors: Tensor, operation: Operation = "sum") -> Tensor:
-        """Combines the members' `tensors` [size, …] by `operation` and returns row `rank`."""
+        """Combines the members' `tensors` [size, …] by `operation` and returns row `rank` of the result."""
         self._require_rows(tensors, "reduce_scatter")
         return self.all_reduce(tensors, operation)[self.rank].clone()
 

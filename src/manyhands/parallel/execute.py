@@ -60,7 +60,7 @@ def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]
             first, other = users.setdefault(id(tensor), (op.name, layout))
             if other != layout:
                 hints = ("pin both ops to the same split of the parameter, or to n or r",)
-                raise UserError(f"{first} and {op.name} share {name}, with different splits", "plan", hints)
+                raise UserError(f"{first} and {op.name} share {name}, but split it differently", "plan", hints)
     return found
 
 

@@ -37,13 +37,13 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Grid:
-    """A mesh with its process groups, on this process. All processes create the same meshes in the same order.
+    """A mesh with the process groups of this process. All processes must create the same meshes in the same order.
 
     Attributes:
         mesh: the axes.
         world: rank, size, device and backend of this process.
         coordinates: this process's index on each axis.
-        batch: samples of the current micro-batch over all processes, set by the training loop.
+        batch: the number of samples in the current micro-batch over all processes; set by the training loop.
     """
 
     def __init__(self, mesh: Mesh, world: World) -> None:
@@ -62,22 +62,22 @@ class Grid:
         return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=patience)[0]
 
     def group(self, axes: Sequence[int]) -> Any:
-        """Returns this process's torch process group along the axes; None, as in torch, for all processes."""
+        """Returns the process group of this process along the axes; None for torch's default group of all processes."""
         return self._groups[tuple(axis for axis in axes if self.mesh.sizes[axis] > 1)]
 
     def parts(self, axes: Sequence[int]) -> int:
         return self.mesh.parts(axes)
 
     def place(self, axes: Sequence[int]) -> int:
-        """Returns this process's index in its group along the axes."""
+        """Returns the index of this process in its group along the axes."""
         return self.mesh.place(axes, self.world.rank)
 
     def first(self, axes: Sequence[int]) -> bool:
-        """Returns True on the first process along the axes."""
+        """Returns True if this process is the first in its group along the axes."""
         return all(self.coordinates[axis] == 0 for axis in axes)
 
     def axis(self, *names: str) -> "Axis":
-        """Returns an axis, or several as one: `mesh.axis("tp")`.
+        """Returns an axis by name, or several combined into one: `mesh.axis("tp")`.
 
         Raises:
             UserError: the mesh has no such axis.
@@ -99,8 +99,8 @@ def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None)
     """Arranges all processes as a mesh; a collective.
 
     Args:
-        sizes: the axes, major to minor: "dp=2,tp=2" or {"dp": 2, "tp": 2}.
-        world: the processes; None for those of torch.distributed's default group, or this process alone without one.
+        sizes: the axes: "dp=2,tp=2" or {"dp": 2, "tp": 2}. The last axis varies fastest.
+        world: the processes; None: the default group of torch.distributed, or this process alone without one.
 
     Raises:
         UserError: `sizes` is not a mesh, or its size is not the number of processes.
@@ -125,7 +125,7 @@ def _present_world() -> World:
 
 
 class Axis:
-    """An axis of a mesh, or several as one. With one process along the axis, all collectives return their input.
+    """An axis of a mesh, or several combined into one. With one process along the axis, collectives return their input.
 
     All processes along the axis must call the same methods in the same order.
     """
@@ -141,7 +141,7 @@ class Axis:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes, major to minor."""
+        """The names of the axes, the slowest varying axis first."""
         return tuple(self._grid.mesh.names[axis] for axis in self._axes)
 
     @property
@@ -159,8 +159,8 @@ class Axis:
     def shard(self, tensor: Tensor, dim: int = 0) -> Parameter:
         """Returns this process's shard of a tensor as a Parameter.
 
-        All processes must pass the same full tensor (use the same seed), so that the network starts as on one process.
-        A parameter that is sharded over another axis can be sharded again in another dimension.
+        All processes must pass the same full tensor (use the same seed), so that the initial network is the same as
+        on one process. A parameter that is sharded over another axis can be sharded again in another dimension.
 
         Raises:
             UserError: `dim` does not exist, is sharded already, or is shorter than the number of processes.
@@ -223,21 +223,21 @@ class Axis:
     def all_reduce(self, y: Tensor) -> Tensor:
         """Sums y over the axis: all-reduce in forward, identity in backward.
 
-        The gradient of each term is that of the sum, which all processes have; an all-reduce in backward would count
-        it `size` times. The adjoint of `enter`.
+        All processes have the gradient of the sum, which is also the gradient of each term. An all-reduce in backward
+        would multiply it by `size`. The adjoint of `enter`.
         """
         return self._turn(y, ("P", "R"), ("R", "R"), y.shape)
 
     def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
         """Concatenates the shards of all processes: all-gather in forward, slice in backward.
 
-        The work that follows must be the same on all processes along the axis. If it is sharded again, write
+        Computation on the result must be the same on all processes along the axis. If it is sharded again, use
         `tp.enter(tp.gather(x, dim))`. The adjoint of `scatter`.
 
         Args:
             x: this process's shard, as `scatter` returns it: lengths differ by at most one.
             dim: the sharded dimension.
-            length: the full length of `dim`; None to exchange the lengths in a small collective.
+            length: the full length of `dim`; None: the processes exchange their lengths in a small collective.
         """
         dim = self._dim(x, dim, "gather")
         shape = list(x.shape)
@@ -261,15 +261,15 @@ class Axis:
         return self._turn(x, ("P", dim), ("R", dim), x.shape)
 
     def all_to_all(self, x: Tensor, cut: int, joined: int, length: int | None = None) -> Tensor:
-        """Shards another dimension: all-to-all in forward and backward.
+        """Moves the sharding from one dimension to another: all-to-all in forward and backward.
 
-        Equal to `gather` in `joined` followed by `scatter` in `cut`, with a fraction of the traffic.
+        Equal to `gather` along `joined` followed by `scatter` along `cut`, with a fraction of the traffic.
 
         Args:
-            x: this process's shard in dimension `joined`.
+            x: this process's shard, sharded in dimension `joined`.
             cut: the dimension to shard.
             joined: the dimension to concatenate.
-            length: the full length of `joined`; None to exchange the lengths in a small collective.
+            length: the full length of `joined`; None: the processes exchange their lengths in a small collective.
         """
         cut, joined = self._dim(x, cut, "all_to_all"), self._dim(x, joined, "all_to_all")
         if cut == joined:
@@ -315,7 +315,7 @@ class Axis:
             )
         total = sum(lengths) if length is None else length
         if lengths != _lengths(total, self.size):
-            what = f"pieces of lengths {lengths} in dimension {dim} don't match {_lengths(total, self.size)}"
+            what = f"shards have lengths {lengths} in dimension {dim}, expected {_lengths(total, self.size)}"
             raise UserError(what, f"gather over {','.join(self.names)}", ("use shard, scatter or reduce_scatter",))
         return total
 

@@ -241,7 +241,7 @@ def _chosen(kind: str, index: int, count: int) -> str:
     if index >= count:
         what = f"this process is assigned {kind} device {index}, but the devices here are 0 to {count - 1}"
         hints = ("number the devices from 0 within the visible ones (CUDA_VISIBLE_DEVICES)",)
-        raise UserError(what, "DEVICE_ID, or the description of the cluster", hints)
+        raise UserError(what, "DEVICE_ID, or the cluster file", hints)
     return f"{kind}:{index}"
 
 
@@ -351,7 +351,7 @@ def _wait_for_listener(host: str, port: int, process_info: ProcessInfo, say: Say
                 raise PeerError(
                     f"rank {process_info.rank} can't reach rank 0 at {host}:{port}: {reason}",
                     _address_is_from(process_info),
-                    ("check that rank 0 is started and the address right", f"check the firewall: nc -zv {host} {port}"),
+                    ("check that rank 0 is running at that address", f"check the firewall: nc -zv {host} {port}"),
                 ) from None
             if waited > process_info.join_warn_s and not warned:
                 warned = True

@@ -30,7 +30,7 @@ class Mark:
 
 
 class Parameter(nn.Parameter):
-    """A parameter of which each process may hold a shard.
+    """A parameter that may be sharded over processes.
 
     Modules register it like any nn.Parameter. Its gradient is not summed over the axes that shard it.
 

@@ -136,7 +136,7 @@ def _wait_for_names(names: Any, process_info: ProcessInfo, digest: str, say: Say
         _refuse_two(names, process_info, present)
         _refuse_invalid_rank(names, process_info, digest)
         waited = time.monotonic() - started
-        text = f"{len(present)} of {process_info.size} processes are here; missing: rank {_ranges(missing)}"
+        text = f"{len(present)} of {process_info.size} processes have joined; missing: rank {_ranges(missing)}"
         if waited > process_info.join_timeout_s:
             raise PeerError(
                 f"{text}, after {waited:.0f} s",

@@ -121,7 +121,7 @@ class GroupedNorm(_BatchNorm):
         finally:
             self.track_running_stats = tracks
         if not ours.called:
-            what = f"{type(self).__mro__[2].__name__} is a subclass of BatchNorm, but doesn't call its normalisation"
+            what = f"{type(self).__mro__[2].__name__} is a subclass of BatchNorm, but never calls torch's batch_norm"
             hints = ("call super().forward or torch's batch_norm", "or derive the class from nn.Module")
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", hints)
         return output

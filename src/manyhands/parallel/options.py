@@ -2,10 +2,8 @@
 
 from typing import Literal
 
-from pydantic import Field
-
 from manyhands.core.choices import module_names, unknown_choice
-from manyhands.core.options import Options
+from manyhands.core.options import Options, option
 
 MODES = "manyhands.parallel.modes"
 # Modes that are taken where no mode is named: usually, by one process alone, for a plan that is followed, and for one
@@ -21,42 +19,43 @@ def check_mode(mode: str) -> None:
 
 
 class ParallelOptions(Options):
-    """The parallel mode, the mesh and the plan."""
+    """Options of the parallel mode, the mesh and the plan."""
 
-    mode: str = Field(
-        default=USUAL_MODE,
-        description=f"how to parallelize: {', '.join(module_names(MODES))}; {MODE_OF_SEARCHES}: the fastest",
+    mode: str = option(
+        USUAL_MODE,
+        f"parallel mode: {', '.join(module_names(MODES))}; {MODE_OF_SEARCHES}: the fastest plan that a search finds",
     )
-    mesh: str = Field(
-        default="", description="mesh of processes with named axes, such as dp=2,tp=2; empty: all along one axis dp"
+    mesh: str = option("", "device mesh with named axes, such as dp=2,tp=2; empty: all processes along one axis, dp")
+    pin: tuple[str, ...] = option(
+        (),
+        'sharding of the ops that match a module path or glob: "fc=n@dp o@tp" shards dimension n of fc over the axis '
+        "dp and o over tp; used only with modes semi and auto",
     )
-    pin: tuple[str, ...] = Field(
-        default=(), description='for semi and auto: split of an op, given by module path or glob: "fc=n@dp o@tp"'
+    plan: str = option("", "plan.json with the sharding of each op; used only with modes semi and auto")
+    samples: str = option(
+        "",
+        "mesh axes that shard the batch, such as dp; empty: axes that shard no parameter; used only with mode hybrid",
     )
-    plan: str = Field(default="", description="for semi and auto: plan.json file to follow")
-    samples: str = Field(
-        default="", description="for hybrid: axes that divide the samples, such as dp; empty: all that shard no tensor"
+    fill: Literal["data", "search"] = option(
+        "data",
+        "sharding of ops that are not pinned; data: shard the batch; search: the fastest; used only with mode semi",
     )
-    fill: Literal["data", "search"] = Field(
-        default="data",
-        description="for semi: strategy of ops without a pin: data shards the samples, search finds the fastest",
+    memory: str = option("", "memory limit per process, such as 14GiB; used only when searching for a plan")
+    link: str = option(
+        "", "bandwidth between machines, such as 1gbit; empty: measured; used only when searching for a plan"
     )
-    memory: str = Field(default="", description="for auto: memory limit per process, such as 14GiB")
-    link: str = Field(default="", description="for auto: bandwidth between machines, such as 1gbit; empty: measured")
-    measure: bool = Field(default=True, description="for auto: time the best plans before choosing one")
-    full_batch: bool = Field(
-        default=False, description="for semi and auto: each process loads the full batch and takes its own part"
+    measure: bool = option(True, "time the best plans before choosing one; used only when searching for a plan")
+    full_batch: bool = option(
+        False, "each process loads the full batch and takes its own shard of it; used only with modes semi and auto"
     )
-    gradients_mean: bool = Field(
-        default=True, description="average the gradients of all processes; false: sum them, as in MindSpore"
-    )
-    parameter_broadcast: bool = Field(
-        default=False, description="broadcast rank 0's parameters at the start; false: check that all are equal"
+    gradients_mean: bool = option(True, "average the gradients over all processes; false: sum them, as in MindSpore")
+    parameter_broadcast: bool = option(
+        False, "broadcast the parameters of rank 0 at startup; false: check that all processes have equal parameters"
     )
 
-    shared_memory: bool = Field(
-        default=True,
-        description="for data: average CPU gradients within a machine through shared memory; false: by the backend",
+    shared_memory: bool = option(
+        True,
+        "average CPU gradients within a machine through shared memory; false: by the backend; used only with mode data",
     )
 
     @property

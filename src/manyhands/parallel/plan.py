@@ -26,7 +26,7 @@ class Plan:
         ops: strategies by op, module path or glob; the last match applies.
         default: the strategy of other ops; if empty, `fallback` shards the samples over all axes.
         pinned: the keys of `ops` that the user set.
-        layouts: the layout of each tensor, filled in from the network for tools that don't load it.
+        layouts: the layout of each tensor, filled in from the network for tools that read the plan alone.
         about: other fields of plan.json, such as predicted, measured, reason and graph; see `PlanRecord`.
     """
 
@@ -118,8 +118,8 @@ def _refuse_if_none_keeps(pattern: str, text: str, unkept: Mapping[str, str], wh
     for letter in dict.fromkeys("".join(unkept.values())):
         if all(letter in letters for letters in unkept.values()):
             names = ", ".join(list(unkept)[:4])
-            what = f"{pattern} can't be split as {text}: the ops {names} don't have the letter {letter}"
-            raise UserError(what, where, ("name one op and a letter of that op", "see manyhands plan"))
+            what = f"{pattern} can't be split as {text}: the ops {names} have no dimension {letter}"
+            raise UserError(what, where, ("name one op and a dimension of that op", "see manyhands plan"))
 
 
 def _read(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, str]:
@@ -224,7 +224,7 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
     for letter in set(letters):
         loop = op.letters.get(letter)
         if loop is None:
-            return f"{letter} means nothing to it"
+            return f"the op has no dimension {letter}"
         if isinstance(loop, str):
             return loop
         parts = mesh.parts([axis for axis, one in enumerate(letters) if one == letter])
@@ -275,6 +275,6 @@ def plan_of(options: ParallelOptions, world_size: int) -> Plan:
     rest = {name: text for name, text in plan.ops.items() if name not in pins}
     if options.full_batch and INPUT in pins:
         hints = ("leave --parallel.full-batch out", f"or leave the pin of {INPUT} out")
-        raise UserError(f"parallel.full_batch and a pin of {INPUT} exclude each other", "parallel.pin", hints)
+        raise UserError(f"parallel.full_batch and a pin of {INPUT} can't be combined", "parallel.pin", hints)
     whole_input = {INPUT: f"r@{','.join(plan.mesh.names)}"} if options.full_batch else {}
     return replace(plan, ops={**rest, **pins, **whole_input}, pinned=(*kept, *pins))

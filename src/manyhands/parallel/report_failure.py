@@ -35,7 +35,7 @@ def _store(process_info: ProcessInfo) -> Any:
     if url.scheme == "file":
         path = Path(url.netloc + url.path)
         if not path.stat().st_size:
-            raise OSError(f"nobody is at {path}")
+            raise OSError(f"no process listens at {path}")
         return dist.FileStore(str(path), process_info.size)
     host, port = url.hostname or os.environ.get("MASTER_ADDR", ""), url.port or int(os.environ.get("MASTER_PORT", "0"))
     # Where nobody listens, torch itself would try again and again.

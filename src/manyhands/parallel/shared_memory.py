@@ -32,7 +32,7 @@ from manyhands.core.world import World
 from manyhands.parallel.plain import gather_plain
 
 # Why there are no sums through memory.
-ON_SEVERAL, ALONE = "they are on several machines", "this process has no neighbour"
+ON_SEVERAL, ALONE = "the processes are on several machines", "no other process uses this machine"
 SLOT_BYTES = 1 << 20  # more gains nothing, and leaves the processor's cache
 # So many values torch copies and adds without other threads. A thread beside the one that computes would get some of
 # its own, which take the cores from the others.
@@ -168,7 +168,7 @@ class SharedSums:
     def _meet(self) -> None:
         """Says that this process's slot is filled, and waits for all others'."""
         if self._file.closed:
-            raise RuntimeError("this process has left the memory that it shared")
+            raise RuntimeError("this process has already released the shared memory")
         SharedSums.begun += self.of_all
         for semaphore in self._mine:
             _QUICK.sem_post(semaphore)
@@ -185,7 +185,7 @@ class SharedSums:
             if self._has_gone(place):
                 if not _QUICK.sem_trywait(semaphore):  # it came, and left then
                     return
-                raise RuntimeError(f"remote process exited: rank {self._ranks[place]}, which memory was shared with")
+                raise RuntimeError(f"remote process exited: rank {self._ranks[place]}, which shared this memory")
             if time.monotonic() - began > self._timeout_s:
                 answers = f"Timed out waiting for rank {self._ranks[place]}, silent for {self._timeout_s:.0f} s"
                 raise RuntimeError(answers)
@@ -216,7 +216,7 @@ def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
     """Ranks of those who can open each other's memory, by their first; or why nobody can. A collective."""
     answers = gather_plain(_machine(), world, group)
     if not any(answers):
-        return "this system has no memory without a name, or no semaphores in it"
+        return "this system supports no anonymous shared memory with semaphores"
     machines: dict[Any, list[int]] = {}
     for rank, name in zip(dist.get_process_group_ranks(group), answers, strict=True):
         machines.setdefault(name or rank, []).append(rank)
@@ -278,7 +278,7 @@ def _opened(offer: dict[str, Any]) -> Any:
     path = Path(f"/proc/{offer['pid']}/fd/{offer['file']}")
     # Looked at before it is opened: it might be anything of anybody's.
     if offer["name"] not in str(path.readlink()):
-        raise ValueError(f"{path} is another file")
+        raise ValueError(f"{path} is not the shared memory of this run")
     return path.open("r+b", buffering=0)
 
 

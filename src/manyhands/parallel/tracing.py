@@ -293,7 +293,7 @@ def _refuse_hidden(op: Op) -> None:
         if made:
             op.letters[letter] = f"the parameter {made[0]} is computed from other tensors"
         elif module._forward_hooks or module._forward_pre_hooks:
-            op.letters[letter] = "the module has hooks, which would see only a part"
+            op.letters[letter] = "the module has hooks, which would see only a shard"
 
 
 def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -> None:
@@ -303,7 +303,7 @@ def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -
     sources = [op for op in reads if op.extents]
     loss = Op(LOSS, LOSS, sources=tuple(op.name for op in sources), tied=LOSS, trains=True)
     if not sources or not all(op.batched for op in sources):
-        raise UserError("the network's output doesn't hold a row for each sample", "model.name")
+        raise UserError("the network's output doesn't have one row per sample", "model.name")
     sides: tuple[Side, ...] = tuple(0 for _ in sources)
     loss.letters = {"n": Loop(sides, SPREAD), "r": Loop(tuple(WHOLE for _ in sources), WHOLE)}
     dims = sources[0].extent.dims
@@ -322,11 +322,11 @@ def _notes(graph: Graph, unseen: dict[str, str]) -> list[str]:
     if mixing:
         more = f" and {len(mixing) - 3} more" if len(mixing) > 3 else ""
         shown = ", ".join(mixing[:3])
-        notes.append(f"{shown}{more}: each process computes all samples (samples are mixed, or not first)")
+        notes.append(f"{shown}{more}: each process computes all samples (mixed, or not in dimension 0)")
     plain = [op for op in graph.ops.values() if op.kind == Op.kind and op.name != INPUT and op.batched and op.extents]
     words = sorted({_word(op) for op in plain if op.batchwise})
     if words:
-        notes.append(f"only samples are divided in ops without a rule: {', '.join(words)}")
+        notes.append(f"ops without a sharding rule shard only the batch: {', '.join(words)}")
     return notes
 
 

@@ -36,13 +36,13 @@ _MOST_SHOWN = 12
 
 @dataclass(frozen=True)
 class Finding:
-    """One error in a network that is sharded by hand.
+    """One error that `verify_gradients` found in a network that is sharded by hand.
 
     Attributes:
         name: the parameter, or "output".
-        cause: "missing": a sum is missing; "doubled": a sum is made twice; "replicas": replicas differ; "cut": the
-            output is sharded; "mark": a sharded parameter has no mark; "wrong": any other.
-        axes: names of the mesh axes concerned.
+        cause: "missing": an all-reduce is missing; "doubled": an all-reduce is done twice; "replicas": replicas differ;
+            "cut": the output is sharded; "mark": a shard is not a manyhands.Parameter; "wrong": any other.
+        axes: the names of the mesh axes over which the error occurs.
         what: the observation, with the rank that has the largest error.
         hints: a likely correction.
     """
@@ -108,13 +108,13 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
     Args:
         net: a function of a mesh that makes the network, such as its class; or the network. A copy of the network runs
             on a mesh of one process, so its forward must ask axes for their sizes and not store them.
-        sample: a batch [n, …]; rank 0's is used, and as much of it as the processes can share equally.
-        labels: of the samples, for cross-entropy or the loss.
+        sample: a batch [n, …]. The batch of rank 0 is used, truncated so that processes get equal shares.
+        labels: the labels of the samples, for `loss` or the default, cross-entropy.
         mesh: required with a function, and with a network that has no axis of a mesh.
-        loss: a function (output, labels) of the mean loss or of one loss per sample. Without loss and labels, a
+        loss: a function of (output, labels) that returns the mean loss or one loss per sample. Without both, a
             weighted sum of all outputs is used, so that a wrong output does not make all gradients wrong.
-        samples: names of the axes over which samples are shared; None: all that shard no parameter.
-        tolerance: relative to the largest value of what is compared.
+        samples: names of the axes that shard the batch; None: all axes that shard no parameter.
+        tolerance: the largest error allowed, relative to the largest value of the compared tensor.
         check: raise an error if there are findings.
 
     Raises:
@@ -198,7 +198,7 @@ class _Check:
         for number, (output, due_output) in enumerate(zip(outputs, due_outputs, strict=True)):
             name = OUTPUT if len(due_outputs) == 1 else f"{OUTPUT} {number}"
             if any(gather_plain(output.shape != due_output.shape, self.grid.world)):
-                what = f"rank 0 has shape {tuple(output.shape)}, where {tuple(due_output.shape)} is expected"
+                what = f"rank 0 has shape {tuple(output.shape)}, expected {tuple(due_output.shape)}"
                 hints = "check for a missing gather or scatter, or a wrong axis"
                 return [*found, Finding(name, "cut", (), broadcast_plain(what, self.grid.world), hints)], 0.0
             error, rank = self._compare(output, due_output)
@@ -353,7 +353,7 @@ class _Check:
         if name.startswith(OUTPUT):
             subject = "the output"
             hints = "check for a missing collective, a wrong axis, or a bias added before an all_reduce"
-        return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}, which no single sum explains", hints)
+        return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}; no single sum explains the error", hints)
 
     def _finding(self, name: str, cause: Cause, sets: list[tuple[int, ...]], rank: int) -> Finding:
         names = [[self.grid.mesh.names[axis] for axis in over] for over in sets]

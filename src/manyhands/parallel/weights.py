@@ -70,7 +70,7 @@ def _as_wanted(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str
     """How a parameter lies for all of its readers under one letter, or why it can't."""
     sides: set[Side] = set()
     for reader, place in reading:
-        loop = reader.letters.get(letter, f"{letter} means nothing to it")
+        loop = reader.letters.get(letter, f"the op has no dimension {letter}")
         if isinstance(loop, str):
             return f"{reader.name} reads the parameter, and {loop}"
         sides.add(loop.inputs[place])

@@ -9,14 +9,14 @@ from typing import Any
 from urllib.parse import urlparse
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import AgentLinks, assembled, prepare
+from manyhands.cluster.agents.assemble import assembled, prepare
+from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.ending import first_cause
+from manyhands.cluster.agents.machines import Machines
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.ssh import reached_by
 from manyhands.cluster.agents.store_tunnel import StoreTunnel
 from manyhands.cluster.agents.supervise import Watch, supervise
-from manyhands.cluster.doctor.addresses import local_candidates
-from manyhands.cluster.doctor.exposure import OpenPort, open_ports
 from manyhands.cluster.doctor.facts import gather
 from manyhands.cluster.doctor.findings import (
     AllReduceTest,
@@ -28,8 +28,8 @@ from manyhands.cluster.doctor.findings import (
     examine,
     fails,
 )
-from manyhands.cluster.doctor.probe import Listeners
-from manyhands.cluster.doctor.survey import matrix, take_survey
+from manyhands.cluster.doctor.probe import OpenPort, Probe, open_ports
+from manyhands.cluster.doctor.survey import local_candidates, matrix, take_survey
 from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.messages import call
@@ -65,7 +65,7 @@ class Diagnosis:
             "v": 1,
             "fails": fails(self.findings),
             "hosts": list(survey.hosts),
-            "findings": [finding.as_json() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "addresses": {host: {"interface": i, "address": a} for host, (i, a) in survey.chosen.items()},
             "mbps": matrix(survey, survey.mbps),
             "latency_ms": matrix(survey, survey.latency_ms),
@@ -125,12 +125,11 @@ def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
         then = "train, fit and session open ports on loopback only, for users of this machine"
         return Exposure({"this machine": open_ports()}, {}, (then,))
     with scratch("doctor") as logs, assembled(machines, job.cluster, logs, facts_wanted(job)) as agents:
-        names = [link.machine.name for link in agents.links]
-        ports = dict(zip(names, agents.ask_each(call(Agent.open_ports)), strict=True))
+        ports = {machine.name: found for machine, found in agents.ask_each(call(Agent.open_ports)).items()}
         if len(machines) > 1:
             say(LISTENING)
         survey = survey_agents(job, agents, machines, measure=False)
-        why_not = {host: contact.what for host, contact in agents.contacts.items()}
+        why_not = {host: contact.what for host, contact in agents.problems.items()}
     hosts, chosen = survey.hosts, survey.chosen
     through_ssh = job.cluster.through_ssh or (public_addresses(chosen) and not job.cluster.interface)
     if len(hosts) == 1 or through_ssh or len(chosen) < len(hosts):
@@ -180,7 +179,6 @@ def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) ->
         port=_rendezvous(job)[1],
         interface=job.cluster.interface,
         through_ssh=job.cluster.through_ssh,
-        data=job.data.name,
         download=job.data.download,
         code=any(is_object_reference(word) for word in references) and carried,
         files=tuple(word.rpartition(":")[0] for word in references if is_object_reference(word)) if carried else (),
@@ -195,10 +193,11 @@ def _survey_here(job: Job) -> Survey:
     survey = known_of(job, [Machine(name, job.cluster.processes)], facts)
     address, port = _rendezvous(job)
     if address in local_candidates(facts[name]) or address in LOOPBACK:
-        listeners = Listeners([address], port)
-        listeners.close()
-        if listeners.opened[0].error:
-            survey.port_errors[name] = listeners.opened[0].trouble
+        probe = Probe()
+        (listener,) = probe.listen((address,), port)
+        probe.unlisten()
+        if listener.error:
+            survey.port_errors[name] = listener.trouble
     return survey
 
 
@@ -213,7 +212,7 @@ def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) 
     return Survey(tuple(machine.name for machine in machines), dict(facts), needs=_needs(job, machines, facts))
 
 
-def survey_agents(job: Job, agents: AgentLinks, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
+def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
     """Tests connections between the machines that answer, and records why the others don't.
 
     Args:
@@ -222,14 +221,14 @@ def survey_agents(job: Job, agents: AgentLinks, machines: Sequence[Machine], *, 
         machines: all machines.
         measure: measure clocks and the speed of links too, which takes seconds.
     """
-    facts = {link.machine.name: own for link, own in zip(agents.links, agents.facts, strict=True)}
+    facts = agents.facts
     needs = _needs(job, machines, facts)
-    survey = take_survey(agents.ask_some, facts, [machine.name for machine in machines], needs, measure=measure)
-    survey.errors |= agents.contacts
+    survey = take_survey(agents.ask_named, facts, [machine.name for machine in machines], needs, measure=measure)
+    survey.errors |= {host: problem for host, problem in agents.problems.items() if host in needs.reach}
     return survey
 
 
-def _test_all_reduce(job: Job, agents: AgentLinks, survey: Survey, say: Callable[[str], object]) -> AllReduceTest:
+def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[str], object]) -> AllReduceTest:
     """Runs an all-reduce with one process on each machine, unless a finding already says that it would fail."""
     if len(survey.hosts) < 2 or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
         return AllReduceTest("skipped")
@@ -238,11 +237,11 @@ def _test_all_reduce(job: Job, agents: AgentLinks, survey: Survey, say: Callable
             orders = _orders(job, agents, survey, way)
         except ManyhandsError as error:
             return AllReduceTest("failed", error.message)
-        met = orders[0].rendezvous
+        met = next(iter(orders.values())).rendezvous
         store = "" if met.address == LOOPBACK[0] else f"port {met.port} of {met.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
         say(f"during the all-reduce test {store}a free port on each of {where} are open, without a password")
-        ending = supervise(agents.links, orders, Watch())
+        ending = supervise(orders, Watch())
     if ending.ok:
         return AllReduceTest("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))
     cause = first_cause(ending)
@@ -250,22 +249,23 @@ def _test_all_reduce(job: Job, agents: AgentLinks, survey: Survey, say: Callable
     return AllReduceTest("failed", said, missing=tuple(ending.lost))
 
 
-def _orders(job: Job, agents: AgentLinks, survey: Survey, way: StoreTunnel) -> list[Orders]:
+def _orders(job: Job, agents: Machines, survey: Survey, way: StoreTunnel) -> dict[AgentConnection, Orders]:
     """Returns orders for one process on each machine, which writes into a temporary folder of its agent."""
-    _, devices = prepare(agents, [1] * len(agents.links), job.cluster)
-    addresses = [Address(*survey.chosen[host]) for host in survey.hosts]
-    places = way.open(agents, addresses)
+    prepare(agents, job.cluster, processes=1)
+    for machine in agents.running:
+        machine.address = Address(*survey.chosen[machine.name])
+    places = way.open(agents)
     folders = agents.ask_each(call(Agent.make_scratch), COLLECTIVE_S)
     limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
     quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)})
-    return [
-        orders_for(
+    return {
+        machine.agent: orders_for(
             quick,
             "add-up",
             folder,
-            Rendezvous((1,) * len(folders), machine, *places.ends[machine]),
-            device=devices[machine],
-            environment=addresses[machine].environment(),
+            Rendezvous((1,) * len(folders), number, *places.ends[machine]),
+            device=machine.device,
+            environment=machine.address.environment(),
         )
-        for machine, folder in enumerate(folders)
-    ]
+        for number, (machine, folder) in enumerate(folders.items())
+    }

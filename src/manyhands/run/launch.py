@@ -3,44 +3,39 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from manyhands.checkpoint.saved import saved_step
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import AgentLinks, assembled, prepare, refuse_doubles
+from manyhands.cluster.agents.assemble import assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.claim import run_id
 from manyhands.cluster.agents.code import code_files
 from manyhands.cluster.agents.debugger import attach_notice
+from manyhands.cluster.agents.machines import Machines
 from manyhands.cluster.agents.mirror import Receiver
-from manyhands.cluster.agents.protocol import FilePiece, RunOpened
+from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.agents.store_tunnel import StoreTunnel
-from manyhands.cluster.agents.supervise import supervise_once
-from manyhands.cluster.doctor.findings import DoctorFinding, Facts, examine
-from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine
+from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call
 from manyhands.config.job import Job
-from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
+from manyhands.core.errors import UserError
 from manyhands.core.records import read_lines
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import COPY_S
 from manyhands.report.screen import Screen
-from manyhands.run.doctor import LISTENING, facts_wanted, known_of, public_addresses, survey_agents
+from manyhands.run.doctor import LISTENING, facts_wanted
 from manyhands.run.folder import run_folder
 from manyhands.run.join import join_listener
 from manyhands.run.logs import reach_of, read_places
-from manyhands.run.on_machines import AgentMachines
+from manyhands.run.machines import Membership
 from manyhands.run.outcome import Outcome, conclude, ends_noted, note_replaced, starts_and_stops
-from manyhands.run.pending import PendingMachines, RefusedError
-from manyhands.run.recovery import Recovery
+from manyhands.run.recovery import run_to_end
 from manyhands.run.registry import remember_reach
 from manyhands.run.script import shown
+from manyhands.run.start import Starts, check_machines
 from manyhands.run.train import check_names, watch_on
 
 NOT_BEGUN = "stopping before training has begun"
-# Checks of the doctor whose findings may have changed by the next minute.
-MOMENTARY = {"cpu", "jobs"}
 
 
 def launch(
@@ -75,58 +70,55 @@ def launch(
                 screen.say(attach_notice(job.cluster))
             if len(machines) > 1 and not job.cluster.through_ssh:
                 screen.say(LISTENING)
-            reached = assembled(machines, job.cluster, folder.ranks, facts_wanted(job), lambda: screen.say(NOT_BEGUN))
-            with ExitStack() as stack, reached as agents, StoreTunnel(job.cluster) as way:
-                absent = _absent(job, folder, agents, machines, screen)
+            wanted, on_stop = facts_wanted(job), lambda: screen.say(NOT_BEGUN)
+            with assembled(machines, job.cluster, folder.ranks, wanted, on_stop) as found, ExitStack() as stack:
+                _require_enough(job, folder, found, screen)
                 remember_reach(folder.path, reach_of(job.cluster))
-                pending = stack.enter_context(
-                    closing(PendingMachines(job, folder, partial(judge, job, agents), screen.say))
-                )
-                run_machines = _ready(job, agents, folder, receiver, screen, pending, absent)
-                stack.callback(run_machines.head_tunnels.close)
+                membership = stack.enter_context(closing(Membership(job, found, folder, screen.say)))
+                starts = stack.enter_context(Starts(job, membership, folder, receiver, screen.say))
+                _prepare(job, membership, starts, folder, screen)
                 show_news = shown(job, folder, screen, quiet=quiet)
+                hear = stack.enter_context(join_listener(folder.path, membership.add, screen.say))
 
                 def on_tick() -> None:
                     show_news()
-                    if run_machines.steps or job.run.script:
+                    if membership.trained or job.run.script:
                         begun(folder.path)
+
+                def regroups() -> bool:
+                    hear()
+                    membership.tick()
+                    if starts.copy:
+                        starts.copy.carry()
+                    return membership.regroups()
 
                 watch = replace(
                     watch_on(job, screen, on_tick),
-                    on_file=_RecordKeeper(receiver, screen, agents.links[0].machine.name),
-                    clock_offsets_s=agents.clock_offsets_s,
-                    cut=run_machines.head_tunnels.ended,
-                    regroups=run_machines.regroups,
+                    on_file=_RecordKeeper(receiver, screen, found.running[0].name),
+                    cut=starts.tunnels.ended,
+                    regroups=regroups,
                 )
-                run_machines.hear = stack.enter_context(
-                    join_listener(folder.path, run_machines.add_pending, screen.say)
-                )
-                recovery = Recovery(job, folder, screen.say, run_machines)
-                while recovery.again(ending := supervise_once(agents.links, run_machines.orders(recovery, way), watch)):
-                    run_machines.handle_ending(ending)
-                if run_machines.copy:
-                    run_machines.copy.finish()
+                ending = run_to_end(job, folder, membership, starts.orders, watch, screen.say)
+                if starts.copy:
+                    starts.copy.finish()
                 if ending.replaced:
                     note_replaced(folder, ending.replaced)
         return conclude(job, folder, ending, earlier)
 
 
-def _absent(
-    job: Job, folder: RunFolder, agents: AgentLinks, machines: Sequence[Machine], screen: Screen
-) -> Sequence[Machine]:
-    """Returns the machines that don't answer, if `--elastic` allows a run with a checkpoint to resume without them.
+def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Screen) -> None:
+    """Accepts that machines don't answer, if `--elastic` allows a run with a checkpoint to resume without them.
 
     Raises:
         RunError: one that is needed doesn't answer.
     """
-    there = [link.machine for link in agents.links]
     resumes = job.cluster.recovers and saved_step(folder) is not None and job.checkpoint.resume == "auto"
-    if not (resumes and there and len(there) >= job.cluster.machines_wanted.start):
-        agents.require_all()
-    for contact in agents.contacts.values():
-        screen.say(f"{contact.what}: continuing without this machine", "WARNING")
-    agents.contacts.clear()
-    return [machine for machine in machines if machine not in there]
+    if not (resumes and len(machines.running) >= max(1, job.cluster.machines_wanted.start)):
+        machines.require_all()
+    for machine in machines.waiting:
+        if machine.problem:
+            screen.say(f"{machine.problem.what}: continuing without this machine", "WARNING")
+            machine.problem = None
 
 
 class _RecordKeeper:
@@ -146,86 +138,29 @@ class _RecordKeeper:
             self._screen.say(f"{what}; new records are on {self._source} only", "WARNING")
 
 
-def check_machines(job: Job, say: Callable[[str, str], object], agents: AgentLinks) -> list[Address]:
-    """Runs the doctor's checks without measurements, and returns the addresses at which the machines reach each other.
-
-    Returns no addresses if the machines are to connect through ssh, or only ssh reaches them.
-
-    Raises:
-        RunError: training would fail; the error has the doctor's findings.
-    """
-    if len(agents.links) == 1:
-        return [Address("", LOOPBACK)]
-    survey = survey_agents(job, agents, [link.machine for link in agents.links], measure=False)
-    found = examine(survey)
-    failures = _failures(found)
-    apart = bool(failures) and all(finding.check == "reach" for finding in failures)
-    public = public_addresses(survey.chosen)
-    allowed = not job.cluster.interface or (apart and job.cluster.relay)
-    through_ssh = job.cluster.through_ssh or (bool(apart or public) and allowed)
-    if apart and through_ssh:
-        say(f"{failures[0].what}: trying ssh between the machines", "INFO")
-    elif failures:
-        others = [f"also: {finding.what}" for finding in failures[1:]]
-        error = RunError(failures[0].what, ", ".join(failures[0].hosts), (*failures[0].hints, *others))
-        error.exit_code = EXIT_DOCTOR
-        raise error
-    if public and through_ssh and not job.cluster.through_ssh:
-        say(f"{public}: connecting through ssh; to connect unencrypted, use --interface NAME", "INFO")
-    for finding in found:
-        if finding.severity == "warn" and finding.check not in MOMENTARY:
-            say(finding.what, "WARNING")
-    return [] if through_ssh else [Address(*survey.chosen[link.machine.name]) for link in agents.links]
-
-
-def judge(job: Job, agents: AgentLinks, machine: Machine, facts: Facts) -> None:
-    """Checks the facts of a machine that joins against those of the machines of the run.
-
-    Raises:
-        RefusedError: training with it would fail.
-    """
-    known = {link.machine.name: own for link, own in zip(agents.links, agents.facts, strict=True) if not link.closed}
-    machines = [*(link.machine for link in agents.links if not link.closed), machine]
-    if failures := _failures(examine(known_of(job, machines, {**known, machine.name: facts}))):
-        raise RefusedError(failures[0].what, machine.name, failures[0].hints)
-
-
-def _failures(found: list[DoctorFinding]) -> list[DoctorFinding]:
-    return [finding for finding in found if finding.severity == "fail"]
-
-
-def _ready(
-    job: Job,
-    agents: AgentLinks,
-    folder: RunFolder,
-    receiver: Receiver,
-    screen: Screen,
-    pending: PendingMachines,
-    absent: Sequence[Machine],
-) -> AgentMachines:
-    """Prepares everything that the workers need: addresses, sizes, folders, code."""
-    addresses = check_machines(job, screen.say, agents)
+def _prepare(job: Job, membership: Membership, starts: Starts, folder: RunFolder, screen: Screen) -> None:
+    """Prepares everything that the first start needs: addresses, devices, folders, code."""
+    machines = membership.machines
     # Checks come first, so that a user's mistake leaves no folders on other machines.
-    sizes, devices = prepare(agents, [link.machine.slots for link in agents.links], job.cluster)
-    again = partial(check_machines, job, screen.say)
-    machines = AgentMachines(job, agents, sizes, devices, addresses, folder, receiver, screen.say, again, pending)
+    addresses = check_machines(job, screen.say, machines)
+    prepare(machines, job.cluster)
     if not addresses:
-        _refuse_devices(job, devices)
-    opened = machines.folders.open(output=bool(job.run.script))
-    _refuse_another_run(job, folder, agents, opened)
+        _refuse_devices(job, machines)
+    starts.set_addresses(addresses)
+    starts.open_folders(output=bool(job.run.script))
+    _refuse_another_run(job, folder, machines)
     if job.checkpoint.resume == "auto" and not job.run.script:
-        machines.resume_from_newest(absent)
-    _refuse_lost_checkpoints(job, folder, agents, machines.folders.opened[0])
+        starts.resume_from_newest()
+    _refuse_lost_checkpoints(job, folder, machines)
     if job.cluster.sync_code:
-        pending.code = _share_code(agents, screen)
-    return machines
+        membership.code = _share_code(machines, screen)
 
 
-def _refuse_devices(job: Job, devices: Sequence[str]) -> None:
+def _refuse_devices(job: Job, machines: Machines) -> None:
     """Raises UserError if the collectives would not use gloo, the only backend that works through ssh."""
-    if any(device != "cpu" for device in devices) and job.cluster.backend != "gloo":
-        others = ", ".join(sorted({*devices} - {"cpu"}))
-        what = f"only ssh connects these machines, and collectives of {others} devices can't go through ssh"
+    others = sorted({machine.device for machine in machines.running} - {"cpu"})
+    if others and job.cluster.backend != "gloo":
+        what = f"only ssh connects these machines, and collectives of {', '.join(others)} devices can't go through ssh"
         hints = (
             "use --backend gloo, which copies through CPU memory",
             "or --device cpu",
@@ -235,23 +170,23 @@ def _refuse_devices(job: Job, devices: Sequence[str]) -> None:
         raise UserError(what, "cluster.backend", hints)
 
 
-def _refuse_another_run(job: Job, folder: RunFolder, agents: AgentLinks, opened: Sequence[RunOpened]) -> None:
+def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None:
     """Refuses a machine whose folder of this name is in use, or has checkpoints of another run.
 
     Raises:
         UserError: one has; its checkpoints would be taken for this run's.
     """
     resumes = job.run.out and job.checkpoint.resume != "never"
-    for link, answer in zip(agents.links, opened, strict=True):
-        name, place = link.machine.name, answer.folder
+    for machine in machines.running:
+        name, answer, place = machine.name, machine.run_folder, machine.run_folder.folder
         if answer.taken:
             hints = ("wait for its end, or stop the run where it was launched", "or choose another --out runs/NAME")
             raise UserError(f"a run is active in {name}:{place}", "--out", hints)
-        if link.here or answer.shared or not answer.checkpoints:
+        if machine.agent.here or answer.shared or not answer.checkpoints:
             continue
         found = answer.run
         if found and found != run_id(folder):
-            copy = copied_by(link.machine, place, str(folder.path))
+            copy = copied_by(machine.spec, place, str(folder.path))
             hints = ("choose another --out runs/NAME", f"or, to resume that run, copy it to a new folder: {copy}")
             raise UserError(f"{name} holds another run in {place} than {folder.path}", "--out", hints)
         if not found and not resumes:
@@ -262,28 +197,29 @@ def _refuse_another_run(job: Job, folder: RunFolder, agents: AgentLinks, opened:
             raise UserError(f"{name} already holds a run in {place}", "--out", hints)
 
 
-def _refuse_lost_checkpoints(job: Job, folder: RunFolder, agents: AgentLinks, opened: RunOpened) -> None:
+def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) -> None:
     """Refuses to restart a saved run from scratch because the first machine has no checkpoint.
 
     Raises:
         UserError: there is no checkpoint where rank 0 looks for one.
     """
     saved = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
-    link = agents.links[0]
-    if saved and job.checkpoint.resume == "auto" and not opened.checkpoints:
+    first = machines.running[0]
+    if saved and job.checkpoint.resume == "auto" and not first.run_folder.checkpoints:
         had = next((place.host for place in read_places(folder)), "")
         raise UserError(
-            f"{link.machine.name} has no checkpoint of {folder.path}; the last checkpoint is of step {saved[-1]}"
+            f"{first.name} has no checkpoint of {folder.path}; the last checkpoint is of step {saved[-1]}"
             + (f" on {had}" if had else ""),
-            f"{link.machine.name}:{opened.folder}/checkpoints",
+            f"{first.name}:{first.run_folder.folder}/checkpoints",
             ("name the machine with the checkpoint first", "or copy the folder there", "or choose another --out"),
         )
 
 
-def _share_code(agents: AgentLinks, screen: Screen) -> dict[str, str]:
+def _share_code(machines: Machines, screen: Screen) -> dict[str, str]:
     """Copies the code of this folder to every other machine; agents, and so their workers, change to that folder."""
     files, left = code_files(Path.cwd())
     for line in left:
         screen.say(line)
-    agents.ask([call(Agent.clock) if link.here else call(Agent.take_code, files) for link in agents.links], COPY_S)
+    others = [machine for machine in machines.running if not machine.agent.here]
+    machines.ask(dict.fromkeys(others, call(Agent.take_code, files)), COPY_S)
     return files

@@ -155,11 +155,11 @@ def _remote_logs(
         if rank is not None:
             agents.require_all()
         for place in wanted:
-            contact = agents.contacts.get(place.machine.name)
+            contact = agents.problems.get(place.machine.name)
             if contact:
                 who = f"ranks {place.ranks[0]} to {sum(place.ranks) - 1}"
                 say(f"{contact.what}; the logs of {who} are in {place.folder}/ranks there")
-        links = {link.machine.name: link for link in agents.links}
+        links = {machine.name: machine.agent for machine in agents.running}
         yield {
             each: Log(f"{place.folder}/ranks/{each}.log", links[place.machine.name])
             for place in wanted

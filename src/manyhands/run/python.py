@@ -68,7 +68,7 @@ class Run:
 
     @property
     def best(self) -> EvaluationMetrics:
-        """The best evaluation by the criterion train.best."""
+        """The best evaluation according to train.best."""
         found = best_evaluation(read_run(self.path))
         return found if isinstance(found, EvaluationMetrics) else self.final  # which raises UserError
 
@@ -159,18 +159,18 @@ def fit(  # noqa: PLR0913 - all but three are named
     Args:
         model: a torch.nn.Module, or the name of a network such as "resnet18"; None: the network of the job.
         train_set: a torch Dataset of (x, y), or a name or folder such as "cifar10"; None: the data of the job.
-        test_set: a Dataset to evaluate on, which also selects the best epoch; None: a tenth of train_set, held back.
+        test_set: a Dataset to evaluate on, which also selects the best epoch; None: a tenth of train_set, held out.
         job: a Job or the path of a job.toml. Other arguments override the values of the job.
         held_out_set: a Dataset for the final test, evaluated once at the end, with the best and with the last weights.
-        processes: number of processes to start on this machine; None: the number in the job, or this process alone,
-            or this process as a rank of the group that torchrun started.
+        processes: number of processes to start on this machine; None: the number in the job. Without a number, this
+            process trains alone, or as a rank of the group that torchrun started.
         loss: function of (output, labels) that returns the mean loss or one loss per sample, or a value of train.loss;
             None: cross-entropy.
         optimizer: function of the list of parameters that returns a torch.optim.Optimizer, such as torch.optim.RMSprop,
             or a value of train.optimizer. The schedule scales the learning rate of the optimizer.
         schedule: function of the update number, from 0, that returns the fraction of the peak learning rate, or
-            function of one parameter named optimizer that returns a torch scheduler. Both may take total_steps and
-            steps_per_epoch by these names. Or a value of train.schedule.
+            function of one parameter named optimizer that returns a torch scheduler. Both may have parameters
+            named total_steps and steps_per_epoch. Or a value of train.schedule.
         metrics: additional evaluation metrics by name: functions of (outputs [n, C], labels [n]) that return one value
             per sample, or objects with update(outputs, labels), which returns sums, and compute(sums). Or a value of
             train.metrics.
@@ -323,15 +323,15 @@ def evaluate(
     metrics: Mapping[str, Any] | None = None,
     job: JobLike = None,
 ) -> "Evaluation":
-    """Evaluates a network on a data set in this process, or in all processes of a launcher.
+    """Evaluates a network on a data set in this process, or in all processes that a launcher started.
 
     8-bit pictures are normalized with the mean and standard deviation of the training data, which `fit`, `load` and
     `Session.prepare` attach to the network. Float tensors are used unchanged.
 
     Args:
-        model: a network; or a Run, a run folder or a checkpoint, of which the best weights are evaluated.
+        model: a network, a Run, a run folder or a checkpoint. Of a run, the best weights are evaluated.
         test_set: a torch Dataset of (x, y).
-        batch: samples per pass; None: the value in the job, or 256.
+        batch: the batch size on each process; None: train.evaluate_batch of the job, or 256.
         metrics: additional metrics by name, as in `fit`.
         job: a Job or the path of a job.toml.
 
@@ -358,7 +358,7 @@ def load(
     Args:
         run: a Run, a run folder or a checkpoint.
         which: "best" or "last", if `run` is a run.
-        model: a network to load the weights into, or its name; required if the run trained a Python object.
+        model: a network to load the weights into, or its name; required if the run was given a network object.
         device: torch device of the network.
 
     Returns:
@@ -418,9 +418,9 @@ def session(
     Args:
         job: a Job or the path of a job.toml. Other arguments override the values of the job.
         metrics: additional evaluation metrics by name, as in `fit`.
-        out: the run folder, in which each epoch is saved and from which a loop over `epochs` resumes; None: no folder.
+        out: the run folder, to which `epochs` saves checkpoints and from which it resumes; None: nothing is saved.
         settings: options of the train section (seed, norm_group, micro_batch, precision, clip …), or of any section as
-            section__name. The loop sets the learning rate itself, unless schedule and epochs are given.
+            section__name. Your loop sets the learning rate, unless both schedule and epochs are given.
 
     Returns:
         A context manager that gives a Session with rank, size, device, collectives, new_group, prepare, epochs,

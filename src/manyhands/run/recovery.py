@@ -1,11 +1,16 @@
-"""Goes on by itself after a fault: the processes are started again from what was saved, where that is of any use."""
+"""Restarts the processes of a run after a fault, from the newest checkpoint, unless a restart would not help."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 from manyhands.checkpoint.saved import saved_step
+from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.ending import Ending, first_cause
+from manyhands.cluster.agents.machines import SOON_UPDATES
+from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, RunError
 from manyhands.core.records import (
@@ -19,168 +24,138 @@ from manyhands.core.records import (
     write_json,
 )
 from manyhands.core.run_folder import RunFolder
-from manyhands.core.timeouts import ALIKE_S, ASIDE_MOST_S, ASIDE_S, RESTART_S
+from manyhands.core.timeouts import ALIKE_S, RESTART_S
 from manyhands.report.follow import end_of
 from manyhands.report.read import parse_metrics
 
-# The same error again before so many updates is one that comes every time.
-SOON_UPDATES = 20
-# The same error at the same line so often within ALIKE_S is one that comes every time, too.
+# The same error at the same line so often within ALIKE_S would occur again after every restart.
 MOST_ALIKE = 3
 # Starts in a row after which nothing new was saved.
 MOST_IN_VAIN = 3
+# Updates over which the duration of an update is measured.
 _RECENT = 20
 
 
-class LostWorkError(RunError):
-    """What was trained is on no machine that is left."""
-
-
-class RunMachines:
-    """Who takes part, as far as a recovery asks. On one machine nobody is lost, and nobody comes."""
+class RestartHooks:
+    """What decides about restarts beside the fault: the machines. These are for a run on one machine."""
 
     def too_few(self) -> str:
-        """Why there is nobody to start the processes on, or nothing."""
+        """Returns why the run can't continue on the machines that are left, or nothing."""
         return ""
 
     def on_trial(self) -> list[str]:
-        """Machines that have just come; what fails before they have done anything is not the run's fault."""
+        """Returns the machines that joined with this start, until it has made an update."""
         return []
 
-    def coming(self) -> list[str]:
-        """Machines that the next start has."""
+    def can_join(self) -> list[str]:
+        """Returns the machines that the next start takes in."""
         return []
 
+    def note_ending(self, ending: Ending) -> None:
+        """Notes which machines were lost or have failed, before the next start."""
 
-class Recovery:
-    """Starts the processes of a run again after each fault that a new start may mend.
+
+def run_to_end(
+    job: Job,
+    folder: RunFolder,
+    machines: RestartHooks,
+    orders: Callable[[Job, int], Mapping[AgentConnection, Orders]],
+    watch: Watch,
+    say: Callable[[str, str], object],
+) -> Ending:
+    """Starts the processes of a run, and again after each fault that a restart may fix.
 
     Args:
         job: what to do.
-        folder: where the run is kept.
+        folder: the run folder.
+        machines: where the processes run.
+        orders: prepares the start of this number, which may leave out or take in machines, and returns their orders.
+        watch: what is called during supervision.
         say: tells the user, a sentence and its level.
-        machines: who takes part.
 
-    Attributes:
-        job: as the next start has it.
-        number: of the next start, counted from 0.
+    Returns:
+        How the last start ended.
     """
-
-    def __init__(
-        self, job: Job, folder: RunFolder, say: Callable[[str, str], object], machines: RunMachines | None = None
-    ) -> None:
-        self.job, self.number = job, 0
-        self._folder, self._say, self._machines = folder, say, machines or RunMachines()
-        self._budget, self._before = RestartBudget(folder), saved_step(folder)
-
-    def again(self, ending: Ending) -> bool:
-        """Whether the run is to go on by another start; notes what has happened, or says why there is none."""
-        if ending.interrupted or not self.job.cluster.recovers:
-            return False
-        if ending.ok:
-            return ending.regrouped and self._regrouped(ending)
-        cause = first_cause(ending)
-        trial = "" if from_outside(cause) else " and ".join(self._machines.on_trial())
-        if trial:
-            what = cause.what if cause else ending.refused.message if ending.refused else ending.broken
-            return self._restart("restarted", cause, f"the start with {trial} failed ({what})")
-        if ending.refused:
-            return False
-        useless, too_few = self._budget.spend(cause, script=bool(self.job.run.script)), self._machines.too_few()
-        if too_few or (useless and self.number):
-            self._say(too_few or useless, "WARNING")
-        if useless or too_few:
-            return False
-        what = cause.what if cause else f"the agent that watches the processes failed: {ending.broken}"
-        return self._restart("restarted", cause, what)
-
-    def _regrouped(self, ending: Ending) -> bool:
-        """The processes were asked to leave because somebody has come; they may have been at their end just then."""
-        if all(value["status"] == "finished" for value in ending.returned.values()):
-            return False
-        if why := self._machines.too_few():
-            self._say(why, "WARNING")
-            return False
-        self._budget.begin()
-        return self._restart("regrouped", None, f"{' and '.join(self._machines.coming())} can join")
-
-    def _restart(self, kind: str, cause: Failure | None, what: str) -> bool:
-        step = saved_step(self._folder)
-        restart = "restarting from the beginning" if step is None else f"restarting from step {step}"
-        _note(self._folder, kind, cause, self.number, f"{what}: {restart}", step)
-        self.number += 1
-        if step != self._before:
-            self.job = gone_on_with(self.job)
-        return True
+    policy, number, first_step = RestartPolicy(job, folder, say), 0, saved_step(folder)
+    while True:
+        ending = supervise_once(orders(job, number), watch)
+        restart = policy.after(ending, machines)
+        if restart is None:
+            return ending
+        step = saved_step(folder)
+        where = "restarting from the beginning" if step is None else f"restarting from step {step}"
+        _note(folder, restart, number, f"{restart.reason}: {where}", step)
+        number += 1
+        if step != first_step:  # from now on this run's own checkpoints count
+            job = resumed(job)
+        machines.note_ending(ending)
 
 
-def from_outside(cause: Failure | None) -> bool:
-    """True for what may come to any process, whatever it does; an error of the program's own likely comes again."""
-    return cause is not None and cause.error in {MACHINE_LOST, PROCESS_ENDED}
+@dataclass(frozen=True)
+class Restart:
+    """The decision to start the processes again."""
+
+    kind: str  # of the event: "restarted", or "regrouped" for a machine that joins
+    reason: str  # a sentence for the user
+    cause: Failure | None = None  # the fault
 
 
-def failed_rank(ending: Ending) -> int | None:
-    """Of the process that has failed; None where a machine is lost, or a tunnel between two has ended."""
-    cause = first_cause(ending)
-    return None if cause is None or cause.error == MACHINE_LOST else cause.rank
-
-
-def worth_a_start(folder: RunFolder) -> bool:
-    """Whether enough is left to train, after the update that goes on, for another start to be of any use."""
-    found = [parse_metrics(line, folder) for line in end_of(folder.metrics)]
-    steps = [one for one in found if isinstance(one, StepMetrics)][-_RECENT:]
-    if not steps:
-        return False
-    first, last = steps[0], steps[-1]
-    left = last.total_steps - last.step - 1
-    return left > 0 and (first is last or left * (last.time - first.time) > RESTART_S * (last.step - first.step))
-
-
-class Setbacks:
-    """How often each machine has failed before it was of much use."""
-
-    def __init__(self) -> None:
-        self._times: dict[str, int] = {}
-        self._since: dict[str, int] = {}
-
-    def begin(self, names: Sequence[str], step: int) -> None:
-        """These take part from a step on."""
-        self._since = {name: self._since.get(name, step) for name in names}
-
-    def fails(self, name: str, step: int) -> float:
-        """Counts a failure after a committed step; for how many seconds the machine is set aside."""
-        useful = step - self._since.pop(name, step) >= SOON_UPDATES
-        times = self._times[name] = 1 if useful else self._times.get(name, 0) + 1
-        return min(ASIDE_MOST_S, ASIDE_S * 2 ** (times - 2)) if times > 1 else 0.0
-
-
-class RestartBudget:
-    """Whether another start is of any use.
+class RestartPolicy:
+    """Decides after each start whether to restart.
 
     Args:
-        folder: where the run is kept.
+        job: what to do.
+        folder: the run folder.
+        say: tells the user, a sentence and its level.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+    def __init__(self, job: Job, folder: RunFolder, say: Callable[[str, str], object]) -> None:
+        self._folder, self._say = folder, say
+        self._recovers, self._script = job.cluster.recovers, bool(job.run.script)
         self._began, self._saved = time.time(), saved_step(folder)
-        self._in_vain = 0
+        self._starts = self._in_vain = 0
         self._last: tuple[str, int, int] | None = None
         self._times: dict[str, list[float]] = {}
 
-    def begin(self) -> None:
-        """A start."""
-        self._began = time.time()
+    def after(self, ending: Ending, machines: RestartHooks) -> Restart | None:
+        """Returns how a run continues after a start has ended; None if it doesn't, which the user may be told."""
+        self._starts += 1
+        if ending.interrupted or not self._recovers:
+            return None
+        if ending.ok:
+            return self._after_regrouping(ending, machines) if ending.regrouped else None
+        cause = first_cause(ending)
+        trial = "" if from_outside(cause) else " and ".join(machines.on_trial())
+        if trial:
+            return Restart("restarted", f"the start with {trial} failed ({what_failed(ending)})", cause)
+        if ending.refused:
+            return None
+        useless, too_few = self.count_fault(cause), machines.too_few()
+        if too_few or (useless and self._starts > 1):
+            self._say(too_few or useless, "WARNING")
+        if useless or too_few:
+            return None
+        broken = f"the agent that watches the processes failed: {ending.broken}"
+        return Restart("restarted", cause.what if cause else broken, cause)
 
-    def spend(self, cause: Failure | None, *, script: bool) -> str:
-        """Counts a fault; why the run can't go on by itself, or nothing where it may."""
-        began = self._began
-        self.begin()
+    def _after_regrouping(self, ending: Ending, machines: RestartHooks) -> Restart | None:
+        """The processes were stopped because a machine can join; they may have finished just then."""
+        if all(value["status"] == "finished" for value in ending.returned.values()):
+            return None
+        if why := machines.too_few():
+            self._say(why, "WARNING")
+            return None
+        self._began = time.time()
+        return Restart("regrouped", f"{' and '.join(machines.can_join()) or 'a machine'} can join")
+
+    def count_fault(self, cause: Failure | None) -> str:
+        """Counts a fault; returns why a restart would be of no use, or nothing."""
+        began, self._began = self._began, time.time()
         own = cause is not None and not from_outside(cause)
-        # What we could name ourselves, such as a loss that is no number or a full disk, comes again.
+        # Errors that manyhands explains itself, such as a loss that is not finite or a full disk, would occur again.
         if cause is not None and (cause.exit_code != EXIT_FAILED or cause.error == RunError.__name__):
             return "a restart would not fix this error"
-        if own and (script or not self._trained_since(began)):
+        if own and (self._script or not self._trained_since(began)):
             return "the run failed before its first update, so a restart would fail too"
         saved = saved_step(self._folder)
         this = (cause.error, cause.rank, saved or 0) if cause and own else None
@@ -203,25 +178,59 @@ class RestartBudget:
         return any(line.get("time", 0.0) >= began for line in read_lines(self._folder.metrics))
 
 
+def from_outside(cause: Failure | None) -> bool:
+    """True for what may come to any process, whatever it does; an error of the program's own likely comes again."""
+    return cause is not None and cause.error in {MACHINE_LOST, PROCESS_ENDED}
+
+
+def failed_rank(ending: Ending) -> int | None:
+    """Returns the rank of the failed process; None if a machine is lost, or a tunnel between two has ended."""
+    cause = first_cause(ending)
+    return None if cause is None or cause.error == MACHINE_LOST else cause.rank
+
+
+def what_failed(ending: Ending) -> str:
+    """Returns in a sentence why a start failed."""
+    cause = first_cause(ending)
+    return cause.what if cause else ending.refused.message if ending.refused else ending.broken
+
+
+def worth_a_start(folder: RunFolder) -> bool:
+    """Whether enough is left to train, after the update that goes on, for another start to be of any use."""
+    found = [parse_metrics(line, folder) for line in end_of(folder.metrics)]
+    steps = [one for one in found if isinstance(one, StepMetrics)][-_RECENT:]
+    if not steps:
+        return False
+    first, last = steps[0], steps[-1]
+    left = last.total_steps - last.step - 1
+    return left > 0 and (first is last or left * (last.time - first.time) > RESTART_S * (last.step - first.step))
+
+
 def _raised_at(cause: Failure) -> str:
     """The exception and the last line of code in its traceback; its message, which may have numbers, is left out."""
     lines = [line.strip() for line in cause.traceback.splitlines() if line.lstrip().startswith("File ")]
     return f"{cause.error} {lines[-1] if lines else cause.where}"
 
 
-def gone_on_with(job: Job) -> Job:
-    """The job as a later start has it that finds what an earlier one saved: not from what the user named, or anew."""
+def resumed(job: Job) -> Job:
+    """Returns the job of a later start, which resumes from what an earlier one saved, whatever the user named."""
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": "auto"})})
 
 
-def _note(folder: RunFolder, kind: str, cause: Failure | None, number: int, message: str, step: int | None) -> None:
-    """Adds an event, and removes the failed processes' own records for those of the next start."""
+def _note(folder: RunFolder, restart: Restart, number: int, message: str, step: int | None) -> None:
+    """Records a restart, and moves the failed processes' records aside for those of the next start."""
+    cause = restart.cause
     rank, at = (cause.rank, cause.time) if cause else (0, time.time())
     with suppress(OSError):
         append(
             folder.events,
             Event(
-                time=at, kind=kind, rank=rank, step=step, message=message, data={"host": cause.host if cause else ""}
+                time=at,
+                kind=restart.kind,
+                rank=rank,
+                step=step,
+                message=message,
+                data={"host": cause.host if cause else ""},
             ),
         )
         kept = folder.failures / f"start-{number}"

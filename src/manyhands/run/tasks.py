@@ -306,7 +306,7 @@ def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
     """
     with _private_folder() as folder:
         orders = orders_for(job, folder=str(folder.path), rendezvous=Rendezvous((job.cluster.processes,)), **argument)
-        ending = supervise([open_here(folder.ranks / "agent.log")], [orders], Watch())
+        ending = supervise({open_here(folder.ranks / "agent.log"): orders}, Watch())
         if ending.interrupted:
             raise KeyboardInterrupt  # there is nothing to save, and what a signal ended is no failure
         if not ending.ok:

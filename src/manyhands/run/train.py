@@ -14,8 +14,7 @@ from manyhands.cluster.agents.assemble import open_here
 from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.early import FILES, FILES_EACH, end_early, raise_file_limit
-from manyhands.cluster.agents.ending import Ending
-from manyhands.cluster.agents.orders import orders_for
+from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
@@ -47,7 +46,7 @@ from manyhands.run.outcome import (
     starts_and_stops,
     with_resume_hint,
 )
-from manyhands.run.recovery import Recovery
+from manyhands.run.recovery import RestartHooks, run_to_end
 from manyhands.run.script import shown, stopping
 from manyhands.sync.choose import check_method
 
@@ -93,23 +92,22 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
             watch = watch_on(job, screen, shown(job, folder, screen, quiet=quiet))
             # With one command per machine no launcher watches all processes: none are restarted or evicted.
             watch.evicts &= not several
-            recovery, agent = Recovery(job, folder, screen.say), list[AgentConnection]()
+            agents = list[AgentConnection]()
 
-            def start() -> Ending:
-                if not agent or agent[0].closed:
-                    agent[:] = [open_here(folder.ranks / "agent.log")]
-                there, number = str(folder.path.resolve()), recovery.number
-                orders = orders_for(recovery.job, "train", there, rendezvous, generation=number, **more)
-                return supervise_once(agent, [orders], watch)
+            def orders(job: Job, number: int) -> dict[AgentConnection, Orders]:
+                if not agents or agents[-1].closed:
+                    agents.append(open_here(folder.ranks / "agent.log"))
+                there = str(folder.path.resolve())
+                return {agents[-1]: orders_for(job, "train", there, rendezvous, generation=number, **more)}
 
             try:
-                ending = start()
-                while not several and recovery.again(ending):
-                    ending = start()
+                if several:
+                    ending = supervise_once(orders(job, 0), watch)
+                else:
+                    ending = run_to_end(job, folder, RestartHooks(), orders, watch, screen.say)
             finally:
-                if agent:
-                    close_all(agent)
-                    watch.on_tick()
+                close_all(agents)
+                watch.on_tick()
         return replace(conclude(job, folder, ending, earlier), is_main=rendezvous.machine == 0)
 
 

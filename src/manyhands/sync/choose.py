@@ -67,7 +67,7 @@ def choose(
         paced = next(cost for cost in rest if cost.step_s <= fastest.step_s * (1 + _ALIKE_SHARE))
         chosen = chosen if chosen and _near(chosen, paced, case, _LOST_FOR_ACCURACY) else paced
     if chosen is None:
-        raise ValueError(f"there is no method {only}")
+        raise ValueError(f"there is no sync method {only}")
     best = min(able, key=_step_s)
     return SyncChoice(chosen, costs, _reason(case, chosen, best, next(cost for cost in costs if cost.method == EXACT)))
 

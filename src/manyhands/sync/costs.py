@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
-
-from manyhands.core.options import Options
+from manyhands.core.options import Options, option
 from manyhands.sync.link_speeds import LinkSpeed
 
 CodecName = Literal["none", "bf16", "int8", "int4", "lowrank"]
@@ -150,6 +148,6 @@ def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
 class RankOptions(Options):
     """How thin factors are."""
 
-    rank: int = Field(
-        default=4, ge=1, le=128, description="for powersgd and codec lowrank: rank of each approximated matrix"
+    rank: int = option(
+        4, "rank of the low-rank approximation; used only with method powersgd or codec lowrank", ge=1, le=128
     )

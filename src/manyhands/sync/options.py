@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, create_model
+from pydantic import create_model
 
-from manyhands.core.options import Options
+from manyhands.core.options import Options, option
 from manyhands.sync.method import methods
 
 # Has the link decide.
@@ -17,14 +17,15 @@ def _names() -> str:
 
 
 class CommonOptions(Options):
-    """Gradient synchronization."""
+    """Options of gradient synchronization."""
 
-    method: str = Field(default="allreduce", description=_names())
-    within: Literal["auto", "machine", "process"] = Field(
-        default="auto",
-        description="unit of exchange over the link; auto: machine, or process if each machine runs one",
+    method: str = option("allreduce", f"gradient synchronization: {_names()}; {AUTO}: chosen by network speed")
+    within: Literal["auto", "machine", "process"] = option(
+        "auto",
+        "which processes communicate over the network; process: every process; machine: one process per machine, "
+        "after averaging within the machine; auto: machine if there are several machines, else process",
     )
-    link: str = Field(default="", description="bandwidth between machines, such as 10mbit; empty: measured")
+    link: str = option("", "bandwidth between machines, such as 10mbit; empty: measured")
 
     @property
     def is_auto(self) -> bool:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """The state of a run at the end of an epoch. Changing this object does not change the training.
+    """The state of a run at the end of an epoch. Modifying this object has no effect on the training.
 
     Attributes:
-        epoch: the number of complete epochs.
-        step: the number of complete updates.
+        epoch: the number of completed epochs.
+        step: the number of completed updates.
         evaluation: the evaluation after this epoch, or None.
         path: the run folder.
     """

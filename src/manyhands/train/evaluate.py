@@ -38,8 +38,8 @@ class Evaluation:
         loss: the mean cross-entropy, or the mean negative log-likelihood.
         top1: top-1 accuracy, 0 to 1.
         top5: top-5 accuracy, 0 to 1.
-        cells: int64 [cells, 3], the nonzero cells of the confusion matrix: true class, predicted class, samples.
-        classes: the number of rows and columns of the matrix: the classes, and further outputs if predicted.
+        cells: int64 [cells, 3], the nonzero cells of the confusion matrix: true class, predicted class, count.
+        classes: the number of rows and columns of the matrix: the classes, or more if other outputs were predicted.
         seconds: the duration of the evaluation.
         metrics: the user's metrics, by name.
     """
@@ -54,7 +54,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     def figure(self, name: str) -> float:
-        """Returns top1, top5, loss or a metric of the user by name."""
+        """Returns a value by its name: top1, top5, loss or a metric of the user."""
         return self.metrics[name] if name in self.metrics else getattr(self, name)
 
     @property

@@ -54,7 +54,7 @@ class Session(Subgroup):
 
     Attributes:
         world: rank, size, device and backend of this process.
-        job: the resolved settings.
+        job: the resolved options.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Session(Subgroup):
             model: a module on the CPU or on this process's device. All processes get rank 0's weights.
             optimizer: an optimizer of the model's parameters.
             train_set: a torch Dataset of (x, y).
-            batch: samples per update, over all processes.
+            batch: the global batch size: samples per update over all processes.
             plan: shards the model: a plan from `find_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"}.
             scheduler: a scheduler of this optimizer. Checkpoints include its state.
 
@@ -135,7 +135,7 @@ class Session(Subgroup):
             nothing within an update.
 
         Raises:
-            UserError: the arguments contradict each other or the job, or the run folder holds another training.
+            UserError: the arguments contradict each other or the job, or the run folder belongs to another training.
         """
         if self._folder and self._trainer:
             hints = ("open another session with another out=… for each training",)
@@ -164,7 +164,7 @@ class Session(Subgroup):
         return trainer.network.call, prepared, SessionSamples(self.batches, trainer.feed.order)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yields the remaining epochs, 0 … count - 1 for a new run. Saves a checkpoint at the end of each epoch.
+        """Yields the remaining epoch numbers, 0 … count - 1 for a new run. Saves a checkpoint after each epoch.
 
         Raises:
             UserError: all epochs are complete, but the network or the data changed.
@@ -183,7 +183,7 @@ class Session(Subgroup):
             self._conclude()
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields this process's remaining micro-batches of the epoch."""
+        """Yields the micro-batches that remain in the epoch for this process."""
         trainer = self._ready()
         if self._owed:
             # All its updates were made before it was saved; what the user's loop does at its end was not.
@@ -212,7 +212,7 @@ class Session(Subgroup):
 
         Args:
             loss: the mean loss [].
-            weight: the sum of the samples' weights in a weighted mean; None for the number of samples. Pass weights for
+            weight: the sum of the weights if `loss` is a weighted mean; None: the number of samples. Pass weights for
                 all micro-batches or for none.
         """
         self._ready()
@@ -225,7 +225,7 @@ class Session(Subgroup):
         self._loss = [torch.stack([added.to(counts.dtype), counts]) + sum(self._loss)]
 
     def mean_loss(self) -> float:
-        """Returns the mean loss of all processes since the last call, NaN without any; a collective."""
+        """Returns the mean loss over all processes since the last call, NaN if there was no loss; a collective."""
         loss, counts = self.all_reduce(self._loss_sums())
         self._loss = []
         return float(loss / counts)
@@ -236,7 +236,7 @@ class Session(Subgroup):
             print(*words, flush=True)  # noqa: T201 - the user's own words
 
     def save(self) -> None:
-        """Saves a checkpoint of the model, optimizer, scheduler and position to the run folder; a collective.
+        """Saves the model, optimizer, scheduler and data position as a checkpoint in the run folder; a collective.
 
         Does nothing at the end of an epoch, because `epochs` saves there.
 
@@ -256,7 +256,7 @@ class Session(Subgroup):
     def evaluate(
         self, model: nn.Module, test_set: Any, classes: int | None = None, metrics: Mapping[str, Any] | None = None
     ) -> Evaluation:
-        """Evaluates on all processes, counting each sample once. The run folder records the model's results."""
+        """Evaluates a model, counting each sample once; a collective. Results of the prepared model are recorded."""
         trainer = self._of_prepared(model)
         network = trainer.network if trainer else None
         evaluated = network.evaluated if network else model
@@ -286,7 +286,7 @@ class Session(Subgroup):
             return trainer.network.full_state_dict()
 
     def finish(self) -> None:
-        """Synchronizes the model and saves a checkpoint; a collective, called at the end of the session."""
+        """Synchronizes the model and saves a checkpoint; a collective. The session calls it when it ends."""
         trainer = self._trainer
         if not trainer or self._owed:
             return

@@ -107,7 +107,7 @@ def need_network(record: TrainedNetwork, objects: Objects, where: str) -> None:
 
 
 class Trained(NamedTuple):
-    """A trained network, ready for use on one process.
+    """A trained network, ready for inference in one process.
 
     Attributes:
         network: the network on its device, in evaluation mode.

@@ -109,14 +109,14 @@ def find_plan(  # noqa: PLR0913 - each is one wish
     Args:
         model: the network. In-place ops are replaced by out-of-place ops.
         sample: a batch [N, C, H, W] or one picture [C, H, W] with any values.
-        job: a Job or the path of a job.toml, with the defaults of the arguments below and the optimizer.
-        world_size: the number of processes; 0 for the job's number, or 8.
-        memory: the memory limit of each process, such as "14GiB"; empty for no limit.
+        job: a Job or the path of a job.toml; supplies the optimizer and the defaults of the arguments below.
+        world_size: the number of processes; 0: the number in the job, or 8.
+        memory: the memory limit of each process, such as "14GiB"; empty: no limit.
         pin: fixed strategies, by op or glob: {"fc": "n@dp o@tp"}.
-        mesh: the mesh to search, such as "dp=2,tp=4"; None for all meshes.
-        link: the link speed between processes, such as "1gbit"; empty for processes of one machine.
-        batch: samples per update; 0 for the size of `sample`, or 32 per process if `sample` is one picture.
-        measure: benchmark ops on this device (cached) instead of estimating their times.
+        mesh: the only mesh to search, such as "dp=2,tp=4"; None: all meshes.
+        link: the bandwidth between processes, such as "1gbit"; empty: all processes are on one machine.
+        batch: the global batch size; 0: the size of `sample`, or 32 per process if `sample` is one picture.
+        measure: benchmark the ops on this device instead of estimating their times; results are cached.
 
     Returns:
         The plan. `plan.about["reason"]` explains the choice.

@@ -6,92 +6,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, MisunderstoodError, ask_all, close_all
 from manyhands.cluster.agents.early import AGENT, take_early
+from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
 from manyhands.cluster.agents.ssh import agent_command, explain_contact
-from manyhands.cluster.doctor.findings import Contact, Facts, FactsWanted
+from manyhands.cluster.doctor.findings import Contact, FactsWanted
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.hosts.this_process import is_here
-from manyhands.cluster.messages import R, Request, call
+from manyhands.cluster.messages import call
 from manyhands.config.job import ClusterOptions
-from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
+from manyhands.core.errors import RunError, UserError
 from manyhands.core.files import usual_umask
 from manyhands.core.stops import ended_like_ctrl_c
-from manyhands.core.timeouts import HELLO_EACH_S, HELLO_S, PREPARE_S, REQUEST_S
+from manyhands.core.timeouts import HELLO_EACH_S, HELLO_S, PREPARE_S
 
 # Two pipes for each machine, one more while it is started, and what the head itself needs.
 FILES_EACH, OWN_FILES = 2, 200
 # Of a wish to stop while nothing runs yet; who isn't gone then is killed.
 STOPPED_S = 1.0
-
-
-@dataclass
-class AgentLinks:
-    """The agents of all machines, in the order of their ranks."""
-
-    links: list[AgentConnection]  # the conversations
-    facts: list[Facts]  # what each machine said of itself
-    # machine's name to how far its clock is ahead of ours
-    clock_offsets_s: dict[str, float] = field(default_factory=dict[str, float])
-    # machine's name to why no agent answers there; such a machine has no link
-    contacts: dict[str, Contact] = field(default_factory=dict[str, Contact])
-
-    def keep(self, wanted: Callable[[AgentConnection], bool]) -> None:
-        """Leaves out the machines that aren't wanted."""
-        kept = [number for number, link in enumerate(self.links) if wanted(link)]
-        self.links[:] = [self.links[number] for number in kept]
-        self.facts[:] = [self.facts[number] for number in kept]
-
-    def heartbeat(self) -> None:
-        """Lets all machines know that their head is there, where it is time to."""
-        for link in self.links:
-            link.heartbeat()
-
-    def ask(self, requests: Sequence[Request[R]], timeout_s: float = REQUEST_S) -> list[R]:
-        """Asks every machine its own question.
-
-        Raises:
-            RunError: a machine is gone, or its request failed.
-        """
-        answers: list[R] = []
-        for answer in ask_all(self.links, requests, timeout_s):
-            if isinstance(answer, RunError):
-                raise answer
-            answers.append(answer)
-        return answers
-
-    def ask_each(self, request: Request[R], timeout_s: float = REQUEST_S) -> list[R]:
-        """Asks every machine the same question."""
-        return self.ask([request] * len(self.links), timeout_s)
-
-    def ask_some(self, requests: Mapping[str, Request[R]], timeout_s: float) -> dict[str, R | RunError]:
-        """Asks the machines that are named, while the others are kept; for each its answer, or the error."""
-        asked = [link for link in self.links if link.machine.name in requests]
-        replies = ask_all(asked, [requests[link.machine.name] for link in asked], timeout_s, self.links)
-        return {link.machine.name: reply for link, reply in zip(asked, replies, strict=True)}
-
-    def require_all(self) -> None:
-        """Refuses to go on without the machines that no agent answers from.
-
-        Raises:
-            RunError: names them, and says how to mend it.
-        """
-        if not self.contacts:
-            return
-        if len(self.contacts) == 1:
-            ((host, contact),) = self.contacts.items()
-            error = RunError(contact.what, host, contact.hints)
-        else:
-            lines = tuple(f"{contact.what}: {contact.hints[0]}" for contact in self.contacts.values())
-            error = RunError(f"{len(self.contacts)} machines can't be used", ", ".join(self.contacts), lines)
-        error.exit_code = EXIT_DOCTOR
-        raise error
 
 
 @contextmanager
@@ -101,8 +38,8 @@ def assembled(
     logs: Path,
     wanted: FactsWanted,
     on_stop: Callable[[], object] = lambda: None,
-) -> Iterator[AgentLinks]:
-    """Starts an agent on each machine and has it say who it is; all are ended with the block.
+) -> Iterator[Machines]:
+    """Starts an agent on each machine and asks it for its facts; all are ended with the block.
 
     Args:
         machines: each but this one is reached over ssh.
@@ -113,18 +50,20 @@ def assembled(
     """
     refuse_doubles(machines)
     allow_open_files(OWN_FILES + FILES_EACH * len(machines))
-    links: list[AgentConnection] = []
+    found = Machines([])
     with ended_like_ctrl_c():
         try:
-            links.extend(open_agent(machine, options, logs) for machine in machines)
-            yield _greet(links, options, wanted)
+            for machine in machines:
+                found.all.append(RunMachine(machine, link=open_agent(machine, options, logs)))
+            _greet(found, options, wanted)
+            yield found
         except KeyboardInterrupt:
             on_stop()
             # Where the connection ends the agent does, whatever it is busy with.
-            close_all(links, STOPPED_S)
+            found.close(STOPPED_S)
             raise
         finally:
-            close_all(links)
+            found.close()
 
 
 def allow_open_files(count: int) -> None:
@@ -215,25 +154,25 @@ def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentCo
     return open_there(machine, options, logs / f"agent@{machine.name}.log")
 
 
-def _greet(links: list[AgentConnection], options: ClusterOptions, wanted: FactsWanted) -> AgentLinks:
-    asked = time.time()
-    patience_s = HELLO_S + HELLO_EACH_S * len(links)
-    answers = ask_all(links, [call(Agent.hello, wanted, not link.here) for link in links], patience_s)
-    agents = AgentLinks([], [])
-    close_all([link for link, answer in zip(links, answers, strict=True) if isinstance(answer, LinkClosed)])
-    for link, answer in zip(links, answers, strict=True):
+def _greet(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> None:
+    """Asks all agents for their facts; machines that answer take part, the others have a `problem`."""
+    asked, links = time.time(), {machine.agent: machine for machine in machines.all}
+    requests = {link: call(Agent.hello, wanted, not link.here) for link in links}
+    answers = ask_all(requests, HELLO_S + HELLO_EACH_S * len(links))
+    close_all([link for link, answer in answers.items() if isinstance(answer, LinkClosed)])
+    for link, machine in links.items():
+        answer = answers[link]
         if isinstance(answer, LinkClosed):
-            code = link.close()
-            agents.contacts[link.machine.name] = explain_contact(link.machine, code, link.log_tail(), options)
+            machine.problem = explain_contact(machine.spec, link.close(), link.log_tail(), options)
         elif isinstance(answer, MisunderstoodError):
-            agents.contacts[link.machine.name] = Contact("other-version", answer.message, answer.hints)
+            machine.problem = Contact("other-version", answer.message, answer.hints)
         elif isinstance(answer, RunError):
             raise answer
         else:
-            agents.links.append(link)
-            agents.facts.append(answer)
-            agents.clock_offsets_s[link.machine.name] = clock_offset(answer.get("time", 0.0), asked)
-    return agents
+            machine.state, machine.facts = MachineState.RUNNING, answer
+            link.clock_offset_s = clock_offset(answer.get("time", 0.0), asked)
+    for machine in machines.waiting:
+        machine.lose()
 
 
 def clock_offset(there: float, asked: float) -> float:
@@ -242,20 +181,25 @@ def clock_offset(there: float, asked: float) -> float:
     return there - now if there > now else there - asked if there < asked else 0.0
 
 
-def prepare(agents: AgentLinks, sizes: Sequence[int], options: ClusterOptions) -> tuple[list[int], list[str]]:
-    """Has every machine import torch, and learns the number of processes where it is left to the machine.
+def prepare(machines: Machines, options: ClusterOptions, processes: int | None = None) -> None:
+    """Has the machines import torch, and notes the kind of device and the number of processes of each.
 
-    Returns:
-        Processes on each machine, and the kind of device there.
+    Args:
+        machines: those that take part are asked.
+        options: of the cluster.
+        processes: on each machine; None: as many as its slots, or as it has devices.
+
+    Raises:
+        UserError: a machine has fewer devices.
     """
-    answers = agents.ask([call(Agent.prepare, size, options.threads, options.device) for size in sizes], PREPARE_S)
-    for link, size, answer in zip(agents.links, sizes, answers, strict=True):
-        device, count = answer.device, answer.count
+    sizes = {machine: machine.spec.slots if processes is None else processes for machine in machines.running}
+    requests = {machine: call(Agent.prepare, size, options.threads, options.device) for machine, size in sizes.items()}
+    for machine, answer in machines.ask(requests, PREPARE_S).items():
+        size, device, count = sizes[machine], answer.device, answer.count
         if size > count and device not in {"cpu", "mps"}:
             raise UserError(
-                f"{link.machine.name} has {count} {device} devices, but {size} processes are requested",
+                f"{machine.name} has {count} {device} devices, but {size} processes are requested",
                 "cluster.hosts",
-                (f'write "{link.machine.target} slots={count}"', "or train on the CPU: --device cpu"),
+                (f'write "{machine.spec.target} slots={count}"', "or train on the CPU: --device cpu"),
             )
-    counts = [size or answer.count for size, answer in zip(sizes, answers, strict=True)]
-    return counts, [answer.device for answer in answers]
+        machine.device, machine.processes = device, size or count

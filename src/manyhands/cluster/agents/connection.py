@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class AgentConnection:
         unsent: bytes to send once the machine can take them, so that a slow one does not delay the others.
         connect_again: starts another ssh to the machine, with these arguments for Python there; None where nothing
             can.
+        clock_offset_s: how far the machine's clock is ahead of ours.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class AgentConnection:
         self.unsent = bytearray()
         self.connect_again: Callable[[Sequence[str]], subprocess.Popen[bytes]] | None = None
         self._lines, self._unacknowledged, self._socket = Lines(), Unacknowledged(), ""
-        self.connected = True
+        self.connected, self.clock_offset_s = True, 0.0
         self._reconnect_at = 0.0  # time of the next attempt, where the last connection was lost
         self._asked, self._log_start, self._heartbeat_at = 0, log_start, 0.0
         _unblock(process)
@@ -190,7 +191,7 @@ class AgentConnection:
             LinkClosed: the machine is gone or silent.
             RunError: the request failed there.
         """
-        (answer,) = ask_all([self], [request], timeout_s, others)
+        (answer,) = ask_all({self: request}, timeout_s, others).values()
         if isinstance(answer, RunError):
             raise answer
         return answer
@@ -228,7 +229,7 @@ class AgentConnection:
         return self.process.returncode
 
 
-def close_all(links: Sequence[AgentConnection], patience_s: float = 5.0) -> None:
+def close_all(links: Collection[AgentConnection], patience_s: float = 5.0) -> None:
     """Closes several links at once; all together may take the patience."""
     for link in links:
         link.hang_up()
@@ -245,39 +246,35 @@ def _unblock(process: subprocess.Popen[bytes]) -> None:
 
 
 def ask_all(
-    links: Sequence[AgentConnection],
-    requests: Sequence[Request[R]],
-    timeout_s: float,
-    others: Collection[AgentConnection] = (),
-) -> list[R | RunError]:
-    """Asks several machines at once, each its own question.
+    requests: Mapping[AgentConnection, Request[R]], timeout_s: float, others: Collection[AgentConnection] = ()
+) -> dict[AgentConnection, R | RunError]:
+    """Asks several machines at once, each its own request.
 
     Args:
-        links: to the machines that are asked.
-        requests: one for each of them.
-        timeout_s: for all answers together.
+        requests: for each connection the request.
+        timeout_s: limit for all answers together.
         others: machines that receive heartbeats meanwhile.
 
     Returns:
-        For each link its answer, or an error: LinkClosed where the machine is gone or silent, RunError where the
+        For each connection the answer, or an error: LinkClosed if the machine is gone or silent, RunError if the
         request failed there.
     """
-    asked = {link: (link.post(request), request) for link, request in zip(links, requests, strict=True)}
+    asked = {link: (link.post(request), request) for link, request in requests.items()}
     answers: dict[AgentConnection, R | RunError] = {}
     until = time.monotonic() + timeout_s
-    kept = {*links, *others}
-    while len(answers) < len(links) and time.monotonic() < until:
+    kept = {*asked, *others}
+    while len(answers) < len(asked) and time.monotonic() < until:
         for link in kept:
             link.heartbeat()
-        waiting = [link for link in links if link not in answers]
+        waiting = [link for link in asked if link not in answers]
         for link in [*stir(waiting, 0.2), *(link for link in waiting if link.closed)]:
             for answer in answer_to(link, *asked[link]):
                 answers[link] = answer
     silent = f"did not answer within {timeout_s:.0f} s"
-    return [answers.get(link, _closed(link, f"{link.machine.name} {silent}")) for link in links]
+    return {link: answers.get(link, _closed(link, f"{link.machine.name} {silent}")) for link in asked}
 
 
-def stir(links: Sequence[AgentConnection], patience_s: float) -> list[AgentConnection]:
+def stir(links: Iterable[AgentConnection], patience_s: float) -> list[AgentConnection]:
     """Waits until a link can be read or written; writes, and returns the links that can be read."""
     with selectors.DefaultSelector() as selector:
         for link in links:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import AgentLinks
+from manyhands.cluster.agents.machines import Machines
 from manyhands.cluster.agents.ssh import ssh_command
 from manyhands.cluster.agents.tunnel import STANDS, Tunnels
 from manyhands.cluster.hosts.inventory import Machine
@@ -77,11 +77,11 @@ class _Login:
         return [*ssh_command(to, options, *words), f"exec sh -c {shlex.quote(script)}"]
 
 
-def join_through_ssh(agents: AgentLinks, options: ClusterOptions, head: Tunnels) -> TunnelRoutes:
+def join_through_ssh(machines: Machines, options: ClusterOptions, head: Tunnels) -> TunnelRoutes:
     """Opens ssh tunnels between any two of the machines.
 
     Args:
-        agents: their agents, which hold the tunnels until they are opened anew.
+        machines: those that take part; their agents hold the tunnels until they are opened anew.
         options: of the cluster; whether the head's machine may pass on what others send.
         head: the head's own tunnels; used where they are needed and allowed.
 
@@ -90,7 +90,7 @@ def join_through_ssh(agents: AgentLinks, options: ClusterOptions, head: Tunnels)
         RunError: a machine is gone, or can't have tunnels.
     """
     head.close()
-    opening = _Opening(agents, options, head)
+    opening = _Opening(machines, options, head)
     pairs = list(combinations(opening.names, 2))
     opening.straight(pairs)
     opening.straight([(two, one) for one, two in pairs if (one, two) not in opening.way.opened_by])
@@ -104,10 +104,10 @@ def join_through_ssh(agents: AgentLinks, options: ClusterOptions, head: Tunnels)
 
 
 class _Opening:
-    def __init__(self, agents: AgentLinks, options: ClusterOptions, head: Tunnels) -> None:
-        self._agents, self._options, self._head = agents, options, head
-        self._machines = {link.machine.name: link.machine for link in agents.links}
-        self.names = list(self._machines)
+    def __init__(self, machines: Machines, options: ClusterOptions, head: Tunnels) -> None:
+        self._machines, self._options, self._head = machines, options, head
+        self._specs = {machine.name: machine.spec for machine in machines.running}
+        self.names = list(self._specs)
         self.said: dict[Pair, str] = {}
         if len(self.names) > MOST_MACHINES:
             what = f"ssh tunnels support at most {MOST_MACHINES} machines, but the run has {len(self.names)}"
@@ -117,10 +117,10 @@ class _Opening:
     def _open(self) -> dict[str, TunnelEnds]:
         # Other runs on the same machines have numbers of their own.
         net = f"127.{random.SystemRandom().randrange(64, 250)}.{random.SystemRandom().randrange(256)}"
-        addresses = [f"{net}.{number}" for number, _ in enumerate(self.names, 1)]
-        folders = self._agents.ask([call(Agent.open_tunnel_ends, address) for address in addresses], TUNNEL_ENDS_S)
-        opened = zip(self.names, addresses, folders, strict=True)
-        return {name: TunnelEnds(address, folder) for name, address, folder in opened}
+        addresses = {machine: f"{net}.{number}" for number, machine in enumerate(self._machines.running, 1)}
+        requests = {machine: call(Agent.open_tunnel_ends, address) for machine, address in addresses.items()}
+        folders = self._machines.ask(requests, TUNNEL_ENDS_S)
+        return {machine.name: TunnelEnds(addresses[machine], folder) for machine, folder in folders.items()}
 
     def straight(self, pairs: Sequence[Pair]) -> None:
         """The first of each pair logs in to the second; both ways lead through that."""
@@ -170,9 +170,9 @@ class _Opening:
             login = _Login(
                 {self._head.ends.towards(ends.address): ends.entrance}, self._passing(ends, self._head.ends, others)
             )
-            commands[name] = login.command(self._machines[name], ends, self._options)
+            commands[name] = login.command(self._specs[name], ends, self._options)
         # Machines must not take their head's silence for its end.
-        for name, said in self._head.open_tunnels(commands, OPEN_TUNNELS_S, self._agents.heartbeat).items():
+        for name, said in self._head.open_tunnels(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
             hints = (f"set AllowStreamLocalForwarding yes in sshd_config on {name}",)
             raise RunError(f"can't open an ssh tunnel to {name}: {said}", name, hints)
 
@@ -191,9 +191,9 @@ class _Opening:
         """Has machines log in to others; for each pair nothing, or what stood in its way."""
         commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
         for (one, two), login in logins.items():
-            commands[one][two] = login.command(self._machines[two], self.way.ends[two], self._options)
+            commands[one][two] = login.command(self._specs[two], self.way.ends[two], self._options)
         asked = {name: call(Agent.open_tunnels, found, OPEN_TUNNELS_S) for name, found in commands.items()}
-        answers = self._agents.ask_some(asked, OPEN_TUNNELS_S + TUNNEL_ENDS_S)
+        answers = self._machines.ask_named(asked, OPEN_TUNNELS_S + TUNNEL_ENDS_S)
         found: dict[Pair, str] = {}
         for one, answer in answers.items():
             if isinstance(answer, RunError):

@@ -5,15 +5,15 @@ Where ssh forwards nothing, it listens on the first machine's address between th
 
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import AgentLinks
+from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.tunnel import SshTunnels, TunnelError
 from manyhands.cluster.doctor.findings import Attempt
 from manyhands.cluster.doctor.probe import Listener
-from manyhands.cluster.hosts.inventory import LOOPBACK, Address
+from manyhands.cluster.hosts.inventory import LOOPBACK
 from manyhands.cluster.messages import Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
@@ -25,7 +25,7 @@ from manyhands.core.timeouts import STORE_CONNECT_S, STORE_S
 class StorePlaces:
     """Where each machine's processes find the store of one start."""
 
-    ends: tuple[tuple[str, int], ...]  # address and port for each machine, in the order of ranks
+    ends: Mapping[RunMachine, tuple[str, int]]  # address and port for each machine
     why_open: str = ""  # why it doesn't listen on loopback alone; empty where it does
 
 
@@ -36,55 +36,48 @@ class StoreTunnel(contextlib.ExitStack):
         super().__init__()
         self._options = options
 
-    def open(self, agents: AgentLinks, addresses: Sequence[Address]) -> StorePlaces:
+    def open(self, machines: Machines) -> StorePlaces:
         """Has the first machine listen for the store, and the others reach it.
-
-        Args:
-            agents: the machines' agents.
-            addresses: where the others reach each.
 
         Raises:
             RunError: a machine is lost.
         """
         self.close()
-        first = agents.links[0]
-        if len(agents.links) == 1:
-            return StorePlaces(((LOOPBACK, first.ask(call(Agent.bind, LOOPBACK), STORE_S)),))
+        first, *others = machines.running
+        if not others:
+            return StorePlaces({first: (LOOPBACK, first.agent.ask(call(Agent.bind, LOOPBACK), STORE_S))})
         try:
-            return StorePlaces(self._through_ssh(agents, addresses))
+            return StorePlaces(self._through_ssh(machines))
         except TunnelError as error:
             self.close()
-            address = addresses[0].address
-            port = first.ask(call(Agent.bind, address), STORE_S, agents.links)
-            return StorePlaces(((address, port),) * len(agents.links), str(error))
+            return open_store(machines, str(error))
 
-    def _through_ssh(self, agents: AgentLinks, addresses: Sequence[Address]) -> tuple[tuple[str, int], ...]:
-        first, others = agents.links[0], agents.links[1:]
+    def _through_ssh(self, machines: Machines) -> dict[RunMachine, tuple[str, int]]:
+        first, *others = machines.running
         folder = self.enter_context(scratch("ssh", swept=True))
-        far = [link.machine for link in agents.links if not link.here]
-        tunnels = self.enter_context(contextlib.closing(SshTunnels(far, self._options, folder, agents.heartbeat)))
+        far = [machine.spec for machine in machines.running if not machine.agent.here]
+        tunnels = self.enter_context(contextlib.closing(SshTunnels(far, self._options, folder, machines.heartbeat)))
         # The tunnels are tried, with a listener at the end that knows a token, before the store takes its port.
-        (listener,) = first.ask(call(Agent.listen, (LOOPBACK,), seconds=STORE_S), STORE_S, agents.links)
+        (listener,) = first.agent.ask(call(Agent.listen, (LOOPBACK,), seconds=STORE_S), STORE_S, machines.links)
         store = via = f"{LOOPBACK}:{listener.port}"
-        if not first.here:
+        if not first.agent.here:
             via = str(folder / "store")
-            tunnels.here(first.machine.name, via, store)
-        ends = {first: listener.port}
-        for link in others:
-            agents.heartbeat()
-            if link.here:
-                with socket.create_server((LOOPBACK, 0)) as free:
-                    ends[link] = free.getsockname()[1]
-                tunnels.here(first.machine.name, f"{LOOPBACK}:{ends[link]}", store)
-            else:
-                ends[link] = tunnels.there(link.machine.name, via)
+            tunnels.here(first.name, via, store)
+        ends = {first: (LOOPBACK, listener.port)}
         asked: dict[str, Request[tuple[Attempt, ...]]] = {}
-        for link, place in zip(agents.links, addresses, strict=True):
+        for machine in others:
+            machines.heartbeat()
+            if machine.agent.here:
+                with socket.create_server((LOOPBACK, 0)) as free:
+                    port = free.getsockname()[1]
+                tunnels.here(first.name, f"{LOOPBACK}:{port}", store)
+            else:
+                port = tunnels.there(machine.name, via)
+            ends[machine] = (LOOPBACK, port)
             # The machine's address for others must lead nowhere.
-            targets = tuple(Listener(at, ends[link], listener.token) for at in (LOOPBACK, place.address))
-            asked[link.machine.name] = call(Agent.connect, targets, STORE_CONNECT_S)
-        del asked[first.machine.name]
-        for name, answer in agents.ask_some(asked, STORE_S).items():
+            targets = tuple(Listener(at, port, listener.token) for at in (LOOPBACK, machine.address.address))
+            asked[machine.name] = call(Agent.connect, targets, STORE_CONNECT_S)
+        for name, answer in machines.ask_named(asked, STORE_S).items():
             if isinstance(answer, RunError):
                 raise answer
             loopback, outside = answer
@@ -93,6 +86,14 @@ class StoreTunnel(contextlib.ExitStack):
             if outside.result == "ok":
                 exposed = f"the ssh server of {name} exposes forwarded ports (set GatewayPorts no in sshd_config)"
                 raise TunnelError(exposed)
-        first.ask(call(Agent.unlisten), STORE_S, agents.links)
-        first.ask(call(Agent.bind, LOOPBACK, listener.port), STORE_S, agents.links)
-        return tuple((LOOPBACK, ends[link]) for link in agents.links)
+        first.agent.ask(call(Agent.unlisten), STORE_S, machines.links)
+        first.agent.ask(call(Agent.bind, LOOPBACK, listener.port), STORE_S, machines.links)
+        return ends
+
+
+def open_store(machines: Machines, why_open: str = "") -> StorePlaces:
+    """Has the first machine listen for the store at its address for the others."""
+    first = machines.running[0]
+    address = first.address.address
+    port = first.agent.ask(call(Agent.bind, address), STORE_S, machines.links)
+    return StorePlaces(dict.fromkeys(machines.running, (address, port)), why_open)

@@ -1,8 +1,8 @@
-"""Watches the agents of all machines from their head: passes on Ctrl-C, and waits for the end."""
+"""Supervises the workers of one start from the launcher: passes on Ctrl-C, detects losses, and waits for the end."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from manyhands.cluster.agents.agent import Agent
@@ -44,54 +44,52 @@ POLL_S = 0.1
 
 @dataclass
 class Watch:
-    """What the head wants to hear of while it watches.
+    """What the launcher does during supervision.
 
     Attributes:
-        on_tick: called a few times a second.
-        on_stop: called at the first wish to stop.
-        on_warning: told how the first process failed, as soon as that is known, and that the run stands still, and why.
-        on_file: given each piece of the run's records that comes from another machine.
-        clock_offsets_s: machine's name to how far its clock is ahead of ours.
-        stalls: a run that stalls is reported.
-        evicts: a process that hangs is ended, so that the run can go on without it.
-        cut: asked now and then what is told of a tunnel of the head's own that has ended.
-        regroups: asked as often; True has the processes save and leave, so that they can be started on other machines.
+        on_tick: called every POLL_S.
+        on_stop: called at the first request to stop.
+        on_warning: receives how the first process failed, as soon as that is known, and why the run stalls.
+        on_file: receives each piece of the run's records that another machine sends.
+        stalls: stalls are reported.
+        evicts: the run is restarted after faults: a process that hangs is killed, and peers of a lost machine save.
+        cut: returns why a tunnel of the launcher has ended, or nothing.
+        regroups: called every POLL_S; True has the processes save and exit, to restart them on other machines.
     """
 
     on_tick: Callable[[], None] = lambda: None
     on_stop: Callable[[], None] = lambda: None
     on_warning: Callable[[str], None] = lambda _text: None
     on_file: Callable[[FilePiece], None] = lambda _piece: None
-    clock_offsets_s: Mapping[str, float] = field(default_factory=dict[str, float])
     stalls: bool = True
     evicts: bool = False
     cut: Callable[[], str] = str
     regroups: Callable[[], bool] = lambda: False
 
 
-def supervise(links: Sequence[AgentConnection], orders: Sequence[Orders], watch: Watch) -> Ending:
-    """Gives each agent its orders, waits for the end of all as `supervise_once` does, and closes the links."""
+def supervise(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:
+    """Does what `supervise_once` does, and closes the connections."""
     try:
-        return supervise_once(links, orders, watch)
+        return supervise_once(orders, watch)
     finally:
-        close_all(links)
+        close_all(orders)
         watch.on_tick()
 
 
-def supervise_once(links: Sequence[AgentConnection], orders: Sequence[Orders], watch: Watch) -> Ending:
-    """Gives each agent its orders and waits for the end of all; agents that are still there can take new ones.
+def supervise_once(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:
+    """Sends each agent its orders and waits until all workers have ended; agents that remain can take new orders.
 
     The first signal that asks for a stop has the workers save and leave, the second kills them. When one machine's
     processes fail, or the machine is lost, the other machines' are ended too.
     """
-    head, signals = _Head(links, watch), list[int]()
+    head, signals = _Head(orders, watch), list[int]()
     try:
         with handled(lambda number, _frame: signals.append(number)):
-            for link, order in zip(links, orders, strict=True):
+            for link, order in orders.items():
                 link.last_received = time.monotonic()
                 link.post(call(Agent.start_workers, order))
             while head.running:
-                ready = stir(links, POLL_S)
+                ready = stir(orders, POLL_S)
                 head.notice_pause()
                 for link in ready:
                     head.receive(link)
@@ -101,16 +99,16 @@ def supervise_once(links: Sequence[AgentConnection], orders: Sequence[Orders], w
                 if watch.regroups():
                     head.regroup()
     except BaseException:
-        close_all(links)
+        close_all(orders)
         raise
     watch.on_tick()
     return head.ending
 
 
 class _Head:
-    """The state of one generation on all machines."""
+    """The state of one start on all machines."""
 
-    def __init__(self, links: Sequence[AgentConnection], watch: Watch) -> None:
+    def __init__(self, links: Collection[AgentConnection], watch: Watch) -> None:
         self.ending = Ending()
         self._links, self.running = links, set(links)
         self._started: set[AgentConnection] = set()
@@ -137,7 +135,7 @@ class _Head:
             case WorkerExited():
                 self._report_exit(message)
             case StillLeaving():
-                self._wait_for_leavers()
+                self._prolong_leaving()
             case HeadReplaced() if not self.ending.replaced:
                 self.ending.replaced = f"the run was stopped from {link.machine.name} or taken over by another launcher"
                 self._watch.on_warning(self.ending.replaced)
@@ -153,7 +151,7 @@ class _Head:
                 pass
 
     def obey(self, stop_requests: int) -> None:
-        """Passes on the user's wish to stop, or a later head's."""
+        """Passes on a request to stop, of the user or of a later launcher."""
         stop_requests = max(stop_requests, int(bool(self.ending.replaced)))
         if stop_requests == self.ending.interrupted:
             return
@@ -168,13 +166,13 @@ class _Head:
                 link.process.kill()
 
     def regroup(self) -> None:
-        """Has the processes save and leave, unless they are about to leave anyway."""
+        """Has the processes save and exit, unless they are about to exit anyway."""
         if not (self.ending.regrouped or self.ending.interrupted) and self.running == self._started:
             self.ending.regrouped = True
             self._command(StopWorkers())
 
     def look(self) -> None:
-        """Keeps the machines assured of their head, and gives up those that are silent or don't obey."""
+        """Sends heartbeats, and gives up machines that are silent or do not obey."""
         for link in self._links:  # also those whose processes have ended, which the next start needs
             if link.connected == (link in self._apart):
                 (self._apart.discard if link.connected else self._apart.add)(link)
@@ -202,7 +200,7 @@ class _Head:
                 link.process.kill()
 
     def notice_pause(self) -> None:
-        """Gives machines their time again where this process was itself stopped."""
+        """Extends the time of the machines if this process was itself suspended."""
         now = time.monotonic()
         paused_s, self._looked_at = now - self._looked_at, now
         if paused_s > PAUSED_S:
@@ -226,7 +224,7 @@ class _Head:
         return [link for link in self.running if not link.here and now - link.last_received > AWAITED_S]
 
     def _say_who_is_awaited(self, now: float) -> None:
-        """Where a machine doesn't answer the wish to stop, or is lost, the user hears whom all wait for."""
+        """Tells the user which machines the stop waits for: silent ones, or all that are left after a loss."""
         asked = self.ending.interrupted == 1
         silent = self._silent(now) if asked and now - self._asked_at > AWAITED_S else []
         left = silent or (self.running if asked and self.ending.lost else ())
@@ -237,14 +235,14 @@ class _Head:
             self._watch.on_warning(f"waiting for {who}; press Ctrl-C again to stop at once")
 
     def _cut_off(self, what: str) -> None:
-        """A tunnel between machines has ended: whoever waits for what came through it is let go."""
+        """Handles the end of a tunnel between machines: workers that wait for data from it exit."""
         self.ending.cut = self.ending.cut or what
         if self._watch.evicts:
             self._command(FreeWorkers())
         self._kill_at = min(self._kill_at, time.monotonic() + LEAVE_LOST_S)
 
     def _evict(self) -> None:
-        """Ends a process that hangs, which its peers then hear of as of any that has gone."""
+        """Kills a process that hangs; its peers notice that as any other failure."""
         found = self._stalls.culprit()
         if found and found[0] not in self.ending.evicted:
             rank, why = found
@@ -254,7 +252,7 @@ class _Head:
             self._command(KillWorker(rank))
 
     def _report_exit(self, exited: WorkerExited) -> None:
-        """Says at once what ended a process, where that is no mere consequence; the whole comes with the end."""
+        """Tells the user at once why a process ended, unless that is a consequence of another failure."""
         record = exited.record
         later = record is not None and (record.consequence or record.exit_code == EXIT_USAGE)
         if not (self._failure_reported or later or self.ending.interrupted):
@@ -285,7 +283,7 @@ class _Head:
             self._kill_at = min(self._kill_at, time.monotonic() + patience_s)
             self._command(PeersFailed())
 
-    def _wait_for_leavers(self) -> None:
+    def _prolong_leaving(self) -> None:
         if self._kill_at < float("inf") and self._watch.evicts:
             self._kill_at = time.monotonic() + LEAVE_OTHERS_S
 
@@ -312,9 +310,8 @@ class _Head:
         ending.failed.update(ended.failed)
         ending.words.update(ended.words)
         ending.hosts.update(dict.fromkeys(ended.failed, ended.host))
-        offset_s = self._watch.clock_offsets_s.get(link.machine.name, 0.0)
         for record in ended.records:
-            ending.records[record.rank] = record.model_copy(update={"time": record.time - offset_s})
+            ending.records[record.rank] = record.model_copy(update={"time": record.time - link.clock_offset_s})
         if ended.broken:
             ending.broken = ended.broken
         elif not ended.returned and not ended.failed and not (ending.interrupted or ending.regrouped):

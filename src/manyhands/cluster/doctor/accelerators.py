@@ -1,4 +1,4 @@
-"""Accelerators of this machine, as the vendors' tools and torch report them, and why torch can't use one."""
+"""Accelerators of this machine, as vendors' tools and torch report them, and reasons why torch can't use one."""
 
 import json
 import os
@@ -20,7 +20,7 @@ DRIVER_FILES = {
     "cann": ("/usr/local/Ascend/ascend-toolkit/latest/version.cfg", r"\[([\d.]+\w*)"),
 }
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-# Of each vendor the classes on the PCI bus of the cards that compute (03xx: display, 12xx: processing accelerator).
+# Vendors on the PCI bus, and the classes of their computing cards (03xx: display, 12xx: processing accelerator).
 CARDS = {"0x10de": ("NVIDIA", ("0x0300", "0x0302")), "0x1002": ("AMD", ("0x0380", "0x1200")),
          "0x19e5": ("Huawei", ("0x1200",))}  # fmt: skip
 # Variables that hide devices from a process.
@@ -70,12 +70,9 @@ def count_accelerators() -> int:
 
 
 def driver_versions() -> dict[str, str]:
-    """Versions of NVIDIA's driver, Ascend's driver and CANN, of those that are installed."""
-    found: dict[str, str] = {}
-    for name, (file, pattern) in DRIVER_FILES.items():
-        if match := re.search(pattern, _text(Path(file))):
-            found[name] = match[1]
-    return found
+    """Returns the versions of NVIDIA's driver, Ascend's driver and CANN, if installed."""
+    found = {name: re.search(pattern, _text(Path(file))) for name, (file, pattern) in DRIVER_FILES.items()}
+    return {name: match[1] for name, match in found.items() if match}
 
 
 def _text(path: Path) -> str:
@@ -83,7 +80,7 @@ def _text(path: Path) -> str:
 
 
 def cards(bus: Path = PCI_DEVICES) -> list[dict[str, str]]:
-    """Accelerator cards that are plugged in, whether or not a driver works: "vendor" and "address" on the PCI bus."""
+    """Returns the plugged-in accelerator cards, with or without a driver: "vendor" and "address" on the PCI bus."""
     found: list[dict[str, str]] = []
     for device in sorted(bus.iterdir()) if bus.is_dir() else []:
         vendor, classes = CARDS.get(_text(device / "vendor"), ("", ()))
@@ -93,9 +90,9 @@ def cards(bus: Path = PCI_DEVICES) -> list[dict[str, str]]:
 
 
 def accelerators() -> list[dict[str, Any]]:
-    """Each accelerator with its name, memory and processes. Raises RuntimeError: the vendor's tool fails.
+    """Returns each accelerator with its name, memory and processes. Raises RuntimeError: the vendor's tool fails.
 
-    Ascend's are found by their device files alone: the output of npu-smi isn't made for programs.
+    Ascend's are only found by their device files: the output of npu-smi isn't made for programs.
     """
     found: dict[str, dict[str, Any]] = {}
     if shutil.which("nvidia-smi"):

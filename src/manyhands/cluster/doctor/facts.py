@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from ipaddress import ip_address
 from itertools import pairwise
@@ -23,11 +23,14 @@ from typing import Any
 
 import psutil
 
+from manyhands.cluster.code_files import TooManyFoldersError, code_files, revision
 from manyhands.cluster.doctor.accelerators import HIDING, accelerators, ask_torch, cards, driver_versions
 from manyhands.cluster.doctor.findings import FactsWanted
-from manyhands.cluster.doctor.fingerprints import code, dataset
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 from manyhands.core.machine import cores, memory, this_machine
+from manyhands.data.known import recognise
+from manyhands.data.options import DataOptions
+from manyhands.data.places import data_folder
 
 # Variables that affect how processes connect and how many cores they use.
 VARIABLES = (
@@ -45,6 +48,11 @@ PACKAGES = ("torch", "torchvision", "numpy", "torch-npu", "mindspore")
 PACKAGE = Path(__file__).parents[2]
 # NCCL comes as a package of its own, named after the CUDA that it is for.
 NCCL = tuple(f"nvidia-nccl-cu{version}" for version in (11, 12, 13, 14))
+# A folder with more files is not the code of a job.
+MOST_FILES = 2000
+MOST_FOLDERS = 5000
+DATA_S = 3.0
+BUILT_IN = ("digits", "synthetic")
 
 
 def gather(wanted: FactsWanted) -> dict[str, Any]:
@@ -53,18 +61,10 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
     errors: dict[str, str] = {}
     facts: dict[str, Any] = {"time": time.time(), "system": platform.system(), "architecture": platform.machine()}
     collectors: dict[str, Callable[[], Any]] = {
-        "name": host_name,
-        "interfaces": interfaces,
-        "default_interface": default_interface,
-        "firewall": firewall_rules,
+        "name": host_name, "interfaces": interfaces, "default_interface": default_interface, "firewall": firewall_rules,
         "python": lambda: {"version": platform.python_version(), "path": sys.executable},
-        "versions": versions,
-        "torchvision": torchvision_misfit,
-        "compiler": has_compiler,
-        "package": package_hash,
-        "drivers": driver_versions,
-        "accelerators": accelerators,
-        "cards": cards,
+        "versions": versions, "torchvision": torchvision_misfit, "compiler": has_compiler, "package": package_hash,
+        "drivers": driver_versions, "accelerators": accelerators, "cards": cards,
         "torch_devices": lambda: (
             ask_torch() if wanted.torch and any(map(facts.get, ("accelerators", "cards"))) else None
         ),
@@ -75,10 +75,8 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
         "jobs": other_jobs,
         "code": lambda: code(workdir),
         "data": lambda: dataset(wanted.data, wanted.data_dir, workdir),
-        "machine": this_machine,
-        "user": getpass.getuser,
-        "open_files": _open_files,
-    }
+        "machine": this_machine, "user": getpass.getuser, "open_files": _open_files,
+    }  # fmt: skip
     for name in wanted.only or collectors:
         collect = collectors[name]
         try:
@@ -96,7 +94,7 @@ def _open_files() -> int:
 
 
 def host_name() -> dict[str, Any]:
-    """The host's name and the addresses that it resolves to here."""
+    """Returns the host's name and the addresses that it resolves to here."""
     name = socket.gethostname()
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -106,33 +104,29 @@ def host_name() -> dict[str, Any]:
 
 
 def interfaces() -> list[dict[str, Any]]:
-    """Every interface with its addresses, whether it is up, its speed and largest packet."""
-    states, found = psutil.net_if_stats(), list[dict[str, Any]]()
+    """Returns each interface with its addresses, state, speed and largest packet."""
+    states, longest = psutil.net_if_stats(), {socket.AF_INET: 32, socket.AF_INET6: 128}
+    found: list[dict[str, Any]] = []
     for name, entries in psutil.net_if_addrs().items():
         addresses: list[dict[str, Any]] = []
-        for entry in entries:
-            if entry.family in (socket.AF_INET, socket.AF_INET6):
-                longest = 32 if entry.family == socket.AF_INET else 128
-                bits = int(ip_address(entry.netmask)).bit_count() if entry.netmask else longest
-                addresses.append({"address": entry.address.partition("%")[0], "prefix": bits})
-        state = states.get(name)
-        speed, mtu = (state.speed, state.mtu) if state else (0, 0)
-        up = bool(state and state.isup)
+        for entry in (each for each in entries if each.family in longest):
+            bits = int(ip_address(entry.netmask)).bit_count() if entry.netmask else longest[entry.family]
+            addresses.append({"address": entry.address.partition("%")[0], "prefix": bits})
+        up, _, speed, mtu, *_ = states.get(name, (False, 0, 0, 0))
         found.append({"name": name, "up": up, "speed_mbps": speed, "mtu": mtu, "addresses": addresses})
     return found
 
 
 def default_interface() -> str:
-    """The interface of the default route; empty where there is none."""
-    routes = Path("/proc/net/route")
-    rows = [line.split() for line in routes.read_text().splitlines()[1:]] if routes.exists() else []
-    found = [(int(words[6]), words[0]) for words in rows if words[1] == words[7] == "00000000"]
-    routes = Path("/proc/net/ipv6_route")
-    rows = [line.split() for line in routes.read_text().splitlines()] if routes.exists() and not found else []
-    found += [(int(words[5], 16), words[9]) for words in rows if words[0] == "0" * 32 and words[1] == "00"]
-    if found := [each for each in found if each[1] != "lo"]:
+    """Returns the interface of the default route; empty without one."""
+    found: list[tuple[int, str]] = []
+    with contextlib.suppress(FileNotFoundError):  # other systems have no such tables
+        rows = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+        found += [(int(row[6]), row[0]) for row in rows if row[1] == row[7] == "00000000"]
+        rows = [line.split() for line in Path("/proc/net/ipv6_route").read_text().splitlines()] if not found else []
+        found += [(int(row[5], 16), row[9]) for row in rows if row[0] == "0" * 32 and row[1] == "00" and row[9] != "lo"]
+    if found:
         return min(found)[1]
-    # Other systems have no such table.
     for family, address in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing, but selects the route
@@ -153,14 +147,14 @@ def firewall_rules() -> list[str]:
             continue
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3)
         for line in done.stdout.splitlines():
-            words = line.lower().replace(";", " ").split()
-            if {"drop", "reject"} & set(words) or line.startswith((":INPUT DROP", ":OUTPUT DROP")):
+            words = set(line.lower().replace(";", " ").split())
+            if words & {"drop", "reject"} or line.startswith((":INPUT DROP", ":OUTPUT DROP")):
                 rules.append(line.strip())
     return rules[:MOST_RULES]
 
 
 def places(named: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """For /dev/shm and each named folder: its size and free bytes, whether it is there and can be written to."""
+    """Returns path, existence, write permission, size and free bytes of /dev/shm and of each named folder."""
     found: dict[str, dict[str, Any]] = {}
     for name, path in [*([("shm", SHM)] if SHM.is_dir() else []), *named.items()]:
         nearest = path.absolute()
@@ -234,3 +228,72 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def code(folder: Path) -> dict[str, Any]:
+    """Hashes each file of code and all together, with git's revision; "whole" is false if there are too many files."""
+    if not folder.is_dir():
+        return {"exists": False, "path": str(folder.absolute())}
+    files, complete = dict[str, str](), True
+    try:
+        for path in code_files(folder, most_folders=MOST_FOLDERS):
+            if len(files) == MOST_FILES:
+                raise TooManyFoldersError
+            files[path.relative_to(folder).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except TooManyFoldersError:
+        complete = False
+    common = _common(f"{name} {digest}" for name, digest in files.items())
+    return {"exists": True, "path": str(folder.absolute()), "hash": common, "files": files, "whole": complete,
+            "revision": revision(folder)}  # fmt: skip
+
+
+def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
+    """Finds a data set on this machine and hashes its files' names and sizes.
+
+    Returns:
+        "kind": none (made, not stored), folder or named; unless none, "path" and "exists"; if it exists, "files",
+        "bytes", "hash", and "whole", which is false if there was no time to see all files.
+    """
+    if not name or name in BUILT_IN or name.startswith("synthetic:") or ".py:" in name:
+        return {"kind": "none"}
+    path = workdir / Path(name).expanduser()
+    if path.is_dir() or "/" in name or name.startswith("."):
+        return {"kind": "folder", "path": str(path.absolute()), **_tree([path] if path.is_dir() else [])}
+    above = data_folder(DataOptions(dir=folder))
+
+    def plain(name: str) -> str:
+        return "".join(filter(str.isalnum, name.lower()))
+
+    word = plain(name.partition(":")[2] or name)
+    entries = sorted(above.iterdir()) if above.is_dir() else []
+    roots = [entry for entry in entries if plain(entry.name).startswith(word)]
+    if not roots and above.is_dir() and recognise(above) == name:
+        roots = [above]
+    return {"kind": "named", "path": str(above / name), **_tree(roots)}
+
+
+def _tree(roots: list[Path]) -> dict[str, Any]:
+    if not roots:
+        return {"exists": False}
+    until, lines, total, complete = time.monotonic() + DATA_S, list[str](), 0, True
+    for root in roots:
+        walked = os.walk(root, followlinks=True) if root.is_dir() else [(str(root.parent), [], [root.name])]
+        for place, folders, names in walked:
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in names:
+                path = Path(place) / name
+                if not name.startswith(".") and path.is_file():
+                    size = path.stat().st_size
+                    lines.append(f"{path.relative_to(root).as_posix() if path != root else name} {size}")
+                    total += size
+            if time.monotonic() > until:
+                complete = False
+                break
+    return {"exists": True, "files": len(lines), "bytes": total, "hash": _common(lines), "whole": complete}
+
+
+def _common(lines: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for line in sorted(lines):
+        digest.update(line.encode("utf-8", "surrogateescape") + b"\n")
+    return digest.hexdigest()[:16]

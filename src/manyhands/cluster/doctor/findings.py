@@ -1,29 +1,29 @@
-"""Survey of a job's machines, and the doctor's findings: runs all checks and keeps one finding for each cause."""
+"""The survey of a job's machines, and the findings of all checks on it, one for each cause."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from manyhands.core.choices import load_choice, module_names
 
 CHECKS = "manyhands.cluster.doctor.checks"
 
-# Plain JSON data about one machine; `facts` says what is in it. A fact that couldn't be found is missing.
+# Plain JSON data about one machine, from `facts.gather`; a fact that couldn't be determined is missing.
 Facts = Mapping[str, Any]
 Severity = Literal["fail", "warn", "ok"]
 Reached = Literal["ok", "refused", "timeout", "unreachable", "other"]
 Value = TypeVar("Value", bound=Hashable)
 
 WORST_FIRST: tuple[Severity, ...] = ("fail", "warn", "ok")
-# Of equally bad findings, what must be fixed before the rest can be seen.
+# The order of equally bad findings: first what must be fixed before the rest can be seen.
 ORDER = ("contact", "twice", "reach", "interface", "port", "accelerators", "versions", "data", "code", "memory", "disk",
          "collective", "links", "names", "jobs", "cpu", "clock", "facts")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class FactsWanted:
-    """What a machine is asked for beside the general facts."""
+    """The facts that a machine gathers for a job."""
 
     workdir: str = ""  # of the job; empty for where the agent is
     runs: str = ""  # folder in which run folders will lie; empty for the usual one
@@ -35,20 +35,20 @@ class FactsWanted:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of a machine to reach another at one of its addresses."""
+    """One attempt of a machine to connect to another at one of its addresses."""
 
-    address: str  # that was tried
+    address: str  # of the other machine
     # refused: nothing listens there or a firewall rejects; timeout: no answer at all; unreachable: no route;
     # other: something answers that isn't our machine
     result: Reached
-    local: str = ""  # the address that the attempt left from; empty where it didn't
-    latency_ms: float | None = None  # of one small message and its answer, the median of several
-    port: int = 0  # that was tried
+    local: str = ""  # the source address; empty without a connection
+    latency_ms: float | None = None  # median round trip of a small message
+    port: int = 0  # of the other machine
 
 
 @dataclass(frozen=True)
 class Contact:
-    """Why no agent answers from a machine."""
+    """The reason why a machine can't be used: its agent couldn't be started, or stopped answering."""
 
     kind: str  # unknown-host, unreachable, refused, host-key, auth, no-manyhands, no-folder, other-version or other
     what: str  # one sentence
@@ -60,7 +60,7 @@ class AllReduceTest:
     """The result of a real all-reduce over all machines."""
 
     result: Literal["ok", "failed", "skipped"]  # skipped: not all machines could take part
-    said: str = ""  # the first cause, where it failed
+    said: str = ""  # the first cause, if it failed
     seconds: float = 0.0  # for the rendezvous and the all-reduce, without torch's import
     missing: tuple[str, ...] = ()  # hosts that did not arrive
 
@@ -72,9 +72,8 @@ class Needs:
     processes: Mapping[str, int] = field(default_factory=dict)  # on each host; a host that isn't named runs one
     threads: int = 0  # of each process; 0: cores divided by processes
     port: int = 0  # that the job names; 0: any
-    interface: str = ""  # that the job names; empty: found by trying
+    interface: str = ""  # that the job names; empty: found by testing
     through_ssh: bool = False  # the machines connect through ssh alone
-    data: str = ""  # what the user called the data; empty: nothing to compare
     download: bool = True  # a named data set may be fetched where it is missing
     code: bool = False  # the job uses the user's own Python files
     files: tuple[str, ...] = ()  # the user's own files that the job names, by their path in the work folder
@@ -85,23 +84,23 @@ class Needs:
 
 @dataclass
 class Survey:
-    """Everything that was found out about the machines, for the checks."""
+    """Everything known about the machines, for the checks."""
 
     hosts: tuple[str, ...]  # in the order of their ranks; one alone means this machine
-    facts: dict[str, Facts] = field(default_factory=dict)  # of each machine that could be asked
-    errors: dict[str, Contact] = field(default_factory=dict)  # why the others could not
-    # (from, to) to the attempts, one for each address of the second
+    facts: dict[str, Facts] = field(default_factory=dict)  # of each machine that answers
+    errors: dict[str, Contact] = field(default_factory=dict)  # for each machine that doesn't answer
+    # (from, to) to the attempts, one for each address of the second machine
     reach: dict[tuple[str, str], tuple[Attempt, ...]] = field(default_factory=dict)
-    # the interface and address that each machine is to be reached at
+    # the interface and address of each machine for the other machines
     chosen: dict[str, tuple[str, str]] = field(default_factory=dict)
-    mbps: dict[tuple[str, str], float] = field(default_factory=dict)  # (from, to) to what went through
-    # (from, to) to the median of a small message and its answer
+    mbps: dict[tuple[str, str], float] = field(default_factory=dict)  # (from, to) to the measured bandwidth
+    # (from, to) to the median round trip of a small message
     latency_ms: dict[tuple[str, str], float] = field(default_factory=dict)
-    # how far each clock is ahead of the asking machine's, and how uncertain that is
+    # offset of each machine's clock from this machine's, and the error of that offset
     clock_s: dict[str, tuple[float, float]] = field(default_factory=dict)
-    # host to why the port that the job names can't be used there
+    # host to the reason why the port that the job names can't be used there
     port_errors: dict[str, str] = field(default_factory=dict)
-    collective: AllReduceTest | None = None  # the real one; None where it wasn't tried
+    collective: AllReduceTest | None = None  # None without the test
     needs: Needs = field(default_factory=Needs)  # of the job
 
     def fact(self, *path: str) -> dict[str, Any]:
@@ -131,9 +130,6 @@ class DoctorFinding:
     hints: tuple[str, ...] = ()  # hints, with a command if possible
     cause: str = ""  # of several findings with the same cause, only the worst is shown
     explains: tuple[str, ...] = ()  # causes that follow from this finding and are hidden
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "hosts": list(self.hosts), "hints": list(self.hints), "explains": list(self.explains)}
 
 
 def examine(survey: Survey) -> list[DoctorFinding]:

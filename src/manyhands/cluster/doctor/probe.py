@@ -1,7 +1,7 @@
-"""What a machine does when it is asked to be reached, to reach others, and to measure the way to one of them.
+"""Tests of connections between machines: listeners, attempts to reach them, bandwidth, and manyhands' open ports.
 
-A listener answers only who knows its own token, so that another program, or another machine with the same address,
-is not taken for the one that was meant. It only counts bytes, and is closed after a while if nobody closes it.
+A listener answers only a peer that knows its token, so that another program, or another machine with the same address,
+is not taken for the intended one. It only counts bytes, and closes itself after a while.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from manyhands.cluster.doctor.exposure import OpenPort, open_ports
+import psutil
+
 from manyhands.cluster.doctor.findings import Attempt, Reached
 from manyhands.cluster.messages import remote
 from manyhands.parallel.ports import holder_of
@@ -28,91 +28,41 @@ ECHO, COUNT = b"E", b"C"
 READY = b"manyhands\n"
 EXCHANGES = 5
 BLOCK_BYTES = 256 * 1024
-# What is in flight when the time is up is thrown away; a small buffer keeps it little on slow links.
+# Bytes in flight when the time is up don't count; a small buffer keeps them few on slow links.
 SEND_BUFFER_BYTES = 512 * 1024
-# Of a measurement's time, before its bytes count: connections start slowly, and shaped links with a burst.
+# The share of a measurement's time before bytes count: connections start slowly, and shaped links with a burst.
 WARM_UP = 0.25
 PEER_PATIENCE_S = 5.0
 OPEN_AT_ONCE = 64
+# Addresses that stand for all of a machine's own, and one of those.
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+ANSWER_S = 0.5
 
 
 @dataclass(frozen=True)
 class Listener:
-    """Where a machine listens, or why it can't."""
+    """A listener of a machine, or the reason why there is none."""
 
-    address: str  # its own
+    address: str  # of that machine
     port: int = 0  # of the listener
     token: str = ""  # a peer that does not know it gets no answer
-    error: str = ""  # why nothing listens there; empty where something does
-    holder: str = ""  # the process that holds the port, if that is why
+    error: str = ""  # the reason why nothing listens; empty if it listens
+    holder: str = ""  # the process that holds the port, if that is the reason
 
     @property
     def trouble(self) -> str:
-        """The error and the process to blame; empty where it listens."""
+        """The error and the process that holds the port; empty if it listens."""
         return self.error + (f", by {self.holder}" if self.holder else "")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The bandwidth to a listener; None where it couldn't be measured."""
+class OpenPort:
+    """A port on which a process of manyhands listens."""
 
-    mbps: float | None = None
-    error: str = ""
-
-
-class Listeners:
-    """This machine's open ears, until `close`, or for `seconds` at most."""
-
-    def __init__(self, addresses: Sequence[str], port: int = 0, *, seconds: float = 60.0) -> None:
-        """Listens on exactly these addresses, on one port (0: any), for some seconds; `opened`: where, or why not."""
-        self._sockets: list[socket.socket] = []
-        self._busy = threading.BoundedSemaphore(OPEN_AT_ONCE)
-        self.opened = tuple(self._open(address, port) for address in addresses)
-        self._timer = threading.Timer(seconds, self.close)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _open(self, address: str, port: int) -> Listener:
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, port))
-            listener.listen(OPEN_AT_ONCE)
-        except OSError as error:
-            listener.close()
-            holder = holder_of(port) if error.errno == errno.EADDRINUSE else ""
-            return Listener(address, error=error.strerror or str(error), holder=holder)
-        self._sockets.append(listener)
-        token = secrets.token_bytes(TOKEN_BYTES)
-        threading.Thread(target=self._accept, args=(listener, token), daemon=True).start()
-        return Listener(address, listener.getsockname()[1], token.hex())
-
-    def _accept(self, listener: socket.socket, token: bytes) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return  # it was closed
-            if not self._busy.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection, token), daemon=True).start()
-
-    def _serve(self, connection: socket.socket, token: bytes) -> None:
-        try:
-            # A peer that breaks off or never speaks is the peer's measurement that fails, and it says so itself.
-            with connection, contextlib.suppress(OSError):
-                _answer(connection, token)
-        finally:
-            self._busy.release()
-
-    def close(self) -> None:
-        self._timer.cancel()
-        for listener in self._sockets:
-            # shutdown wakes the thread that waits in accept; not every system allows it on a listener.
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
+    address: str  # of this machine; 0.0.0.0 or :: for all of them
+    port: int
+    pid: int
+    lets_in: bool  # True if a connection to it was accepted just now
 
 
 def _answer(connection: socket.socket, token: bytes) -> None:
@@ -128,19 +78,19 @@ def _answer(connection: socket.socket, token: bytes) -> None:
     elif asked == COUNT:
         (seconds,) = struct.unpack("!d", _exactly(connection, 8))
         connection.sendall(struct.pack("!dd", *_count(connection, min(max(seconds, 0.01), 10.0))))
-        # What is still under way is taken until the sender has read that and breaks off: an end with bytes unread would
-        # be a reset, which on its way through ssh may overtake the answer.
+        # Receive the bytes in flight until the sender closes: closing with unread bytes would send a reset, which may
+        # overtake the answer on its way through ssh.
         place = bytearray(BLOCK_BYTES)
         while connection.recv_into(place):
             pass
 
 
 def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
-    """Bytes that arrive, and in what time, after a warm-up."""
+    """Returns the number of bytes received after a warm-up, and the seconds that they took."""
     place = memoryview(bytearray(BLOCK_BYTES))
     start = time.monotonic()
     count, since, last = 0, 0.0, start
-    # On a busy machine the time may be over before anything is counted.
+    # On a busy machine the time may be over before anything counts.
     while last - start < seconds or not count:
         received = connection.recv_into(place)
         if not received:
@@ -154,32 +104,26 @@ def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
 
 
 def _connect(target: Listener, timeout_s: float) -> Attempt:
-    """Tries to reach one listener and measures the time of small messages; `timeout_s` is for each answer."""
-    local, latency_ms, result = "", None, "ok"
+    """Tries to reach one listener and measures the latency of small messages; `timeout_s` is for each answer."""
+    local, latency_ms, times = "", None, list[float]()
+    result: Reached = "ok"
     try:
         with _open_connection(target, timeout_s) as connection:
             local = connection.getsockname()[0]
             connection.sendall(ECHO)
-            latency_ms = 1000 * statistics.median([_exchange(connection) for _ in range(EXCHANGES)])
+            for _ in range(EXCHANGES):
+                start = time.perf_counter()
+                connection.sendall(b".")
+                _exactly(connection, 1)
+                times.append(time.perf_counter() - start)
+            latency_ms = 1000 * statistics.median(times)
     except _OtherError:
         result = "other"
     except OSError as error:
-        result = _kind(error)
+        refused = error.errno in (errno.ECONNREFUSED, errno.ECONNRESET)
+        late = isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT
+        result = "timeout" if late else "refused" if refused else "unreachable"
     return Attempt(target.address, result, local, latency_ms, target.port)
-
-
-def _pour(connection: socket.socket, seconds: float) -> None:
-    """Sends until the receiver has something to say."""
-    block, deadline = memoryview(bytes(BLOCK_BYTES)), time.monotonic() + seconds
-    connection.setblocking(False)
-    while time.monotonic() < deadline:
-        readable, writable, _ = select.select([connection], [connection], [], 0.5)
-        if readable:
-            break
-        if writable:
-            with contextlib.suppress(BlockingIOError):
-                connection.send(block)
-    connection.settimeout(PEER_PATIENCE_S)
 
 
 class _OtherError(Exception):
@@ -194,27 +138,17 @@ def _open_connection(target: Listener, timeout_s: float, send_buffer: int = 0) -
         if send_buffer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         connection.connect((target.address, target.port))
-        _greet(connection, bytes.fromhex(target.token))
+        try:
+            connection.sendall(bytes.fromhex(target.token))
+            known = _exactly(connection, len(READY)) == READY
+        except ConnectionError:
+            known = False
+        if not known:
+            raise _OtherError
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-def _greet(connection: socket.socket, token: bytes) -> None:
-    try:
-        connection.sendall(token)
-        if _exactly(connection, len(READY)) != READY:
-            raise _OtherError
-    except ConnectionError:
-        raise _OtherError from None
-
-
-def _exchange(connection: socket.socket) -> float:
-    start = time.perf_counter()
-    connection.sendall(b".")
-    _exactly(connection, 1)
-    return time.perf_counter() - start
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
@@ -227,29 +161,90 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     return bytes(parts)
 
 
-def _kind(error: OSError) -> Reached:
-    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
-        return "timeout"
-    return "refused" if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET) else "unreachable"
+def open_ports() -> tuple[OpenPort, ...]:
+    """Returns the ports of this user's manyhands processes and their children, as far as the system shows them."""
+    ours: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if any(word == "manyhands" or word.startswith("manyhands.") or word.endswith("/manyhands") for word in words):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                ours |= {each.pid: each for each in (process, *process.children(recursive=True))}
+    found: dict[tuple[str, int], OpenPort] = {}
+    for pid, process in ours.items():
+        with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+            for each in process.net_connections("tcp"):
+                if each.status == psutil.CONN_LISTEN:
+                    place = each.laddr
+                    found[place.ip, place.port] = OpenPort(place.ip, place.port, pid, _lets_in(place.ip, place.port))
+    return tuple(found[place] for place in sorted(found))
+
+
+def _lets_in(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((EVERYWHERE.get(address, address), port), timeout=ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 class Probe:
-    """What a launcher can have a machine try; keeps its listeners between calls."""
+    """The calls by which a launcher tests a machine's connections; keeps its listeners between calls."""
 
     def __init__(self) -> None:
-        self._open: list[Listeners] = []
+        self._listening: list[socket.socket] = []
+        self._busy = threading.BoundedSemaphore(OPEN_AT_ONCE)
 
     @remote
     def listen(self, addresses: tuple[str, ...], port: int = 0, seconds: float = 60.0) -> tuple[Listener, ...]:
         """Listens on exactly these addresses, for so long at most; port 0 is any free one."""
-        self._open.append(Listeners(addresses, port, seconds=seconds))
-        return self._open[-1].opened
+        return tuple(self._listen(address, port, time.monotonic() + seconds) for address in addresses)
+
+    def _listen(self, address: str, port: int, until: float) -> Listener:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(OPEN_AT_ONCE)
+        except OSError as error:
+            listener.close()
+            holder = holder_of(port) if error.errno == errno.EADDRINUSE else ""
+            return Listener(address, error=error.strerror or str(error), holder=holder)
+        self._listening.append(listener)
+        opened = Listener(address, listener.getsockname()[1], secrets.token_hex(TOKEN_BYTES))
+        token = bytes.fromhex(opened.token)
+        threading.Thread(target=self._accept, args=(listener, token, until), daemon=True).start()
+        return opened
+
+    def _accept(self, listener: socket.socket, token: bytes, until: float) -> None:
+        # An OSError is the end: the listener was closed, or its time is over.
+        with listener, contextlib.suppress(OSError):
+            while True:
+                listener.settimeout(max(until - time.monotonic(), 0.001))
+                connection, _ = listener.accept()
+                if self._busy.acquire(blocking=False):
+                    threading.Thread(target=self._serve, args=(connection, token), daemon=True).start()
+                else:
+                    connection.close()
+
+    def _serve(self, connection: socket.socket, token: bytes) -> None:
+        try:
+            # A peer that disconnects or never speaks reports the failure itself.
+            with connection, contextlib.suppress(OSError):
+                _answer(connection, token)
+        finally:
+            self._busy.release()
 
     @remote
     def unlisten(self) -> None:
         """Closes all listeners."""
-        while self._open:
-            self._open.pop().close()
+        while self._listening:
+            listener = self._listening.pop()
+            try:
+                # This wakes the thread that waits in accept and then closes the listener. Closing it here instead would
+                # free its number, which that thread may be about to wait for, for another file.
+                listener.shutdown(socket.SHUT_RDWR)
+            except OSError:  # not every system allows it on a listener
+                listener.close()
 
     @remote
     def connect(self, targets: tuple[Listener, ...], timeout_s: float) -> tuple[Attempt, ...]:
@@ -258,22 +253,26 @@ class Probe:
             return tuple(pool.map(lambda target: _connect(target, timeout_s), targets))
 
     @remote
-    def measure(self, target: Listener, seconds: float) -> Measured:
-        """Sends to a listener for about so long, as fast as possible."""
+    def measure(self, target: Listener, seconds: float) -> float | None:
+        """Sends to a listener for about so long, as fast as possible; returns Mbit/s, or None if that failed."""
         try:
             with _open_connection(target, PEER_PATIENCE_S, SEND_BUFFER_BYTES) as connection:
                 connection.sendall(COUNT + struct.pack("!d", seconds))
-                _pour(connection, seconds + PEER_PATIENCE_S)
+                block, deadline = memoryview(bytes(BLOCK_BYTES)), time.monotonic() + seconds + PEER_PATIENCE_S
+                connection.setblocking(False)
+                readable = False  # the receiver answers when its time is up
+                while not readable and time.monotonic() < deadline:
+                    readable, writable, _ = select.select([connection], [connection], [], 0.5)
+                    if writable and not readable:
+                        with contextlib.suppress(BlockingIOError):
+                            connection.send(block)
+                connection.settimeout(PEER_PATIENCE_S)
                 count, taken = struct.unpack("!dd", _exactly(connection, 16))
-                # What is still in the buffer is not sent any more.
+                # Drop what is still in the buffer.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        except _OtherError:
-            return Measured(error="another program answered")
-        except OSError as error:
-            return Measured(error=error.strerror or str(error))
-        if not (count and taken):
-            return Measured(error="not enough data was received")
-        return Measured(count * 8 / taken / 1e6)
+        except (_OtherError, OSError):
+            return None
+        return count * 8 / taken / 1e6 if count and taken else None
 
     @remote
     def clock(self) -> float:

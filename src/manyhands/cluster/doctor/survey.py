@@ -1,66 +1,67 @@
-"""Asks machines all that the doctor's checks want to know: their facts are there; clocks, ways and speeds are tried."""
+"""Surveys a job's machines: compares clocks, tests and measures connections, and selects each machine's address."""
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import Any, NamedTuple
 
-from manyhands.cluster.doctor.addresses import choose_addresses, local_candidates
 from manyhands.cluster.doctor.findings import Attempt, Contact, Facts, Needs, Survey
 from manyhands.cluster.doctor.probe import Listener, Probe
 from manyhands.cluster.messages import R, Request, call
 from manyhands.core.errors import RunError
 
-# Longer than a measurement may take where every word of it comes at the last moment.
+# Longer than the slowest measurement.
 ANSWER_S = 30.0
 CONNECT_S = 3.0
 MEASURE_S = 0.4
-# With many machines not every pair is measured, so that it stays a matter of seconds; nor does each reach for all
-# others, which would be a million ways with a thousand machines.
+# With many machines not every pair is measured, so that a survey takes seconds; nor does each machine connect to all
+# others, which would be a million connections with a thousand machines.
 MOST_ROUNDS, MOST_TRIED = 24, 64
 AGAIN_FACTOR = 2.0
 CLOCK_QUESTIONS = 3
 LISTEN_S = 120.0
-
-
-class AskMachines(Protocol):
-    """Asks several machines at once, by name, each its own question."""
-
-    def __call__(self, requests: Mapping[str, Request[R]], timeout_s: float) -> Mapping[str, R | RunError]:
-        """For each machine its answer, or the error that stands in its place."""
-        ...
+# Prefixes of interfaces inside a machine, and of tunnels.
+VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "lxd", "vmnet", "vboxnet", "podman")
+TUNNELS = ("tun", "tap", "wg", "tailscale", "zt", "utun")
+Pair = tuple[str, str]
+# Asks several machines at once, by name; returns the answer of each, or the RunError in its place.
+AskMachines = Callable[[Mapping[str, Request[Any]], float], Mapping[str, Any]]
 
 
 def take_survey(
     ask: AskMachines, facts: Mapping[str, Facts], hosts: Sequence[str], needs: Needs, *, measure: bool = True
 ) -> Survey:
-    """Tries out everything between machines whose facts are known.
+    """Tests the connections between machines whose facts are known.
 
     `hosts` are all machines in the order of their ranks, those included that don't answer. A machine that stops
     answering meanwhile is noted among the survey's errors, and left out of the rest. `measure`: clocks and the speed of
     links too, which takes seconds.
     """
-    survey = Survey(tuple(hosts), dict(facts), needs=needs)
-    talk = _Talk(ask, survey)
+    surveyor = _Surveyor(ask, Survey(tuple(hosts), dict(facts), needs=needs))
+    survey = surveyor.survey
     if measure:
-        _compare_clocks(talk, survey)
-    if len(talk.hosts) > 1 and not needs.through_ssh:
-        targets = _listen(talk, survey)
-        _try_all(talk, survey, targets)
-        survey.chosen = choose_addresses(_narrowed(survey), survey.reach)
+        surveyor.compare_clocks()
+    if len(surveyor.hosts) > 1 and not needs.through_ssh:
+        surveyor.listen()
+        surveyor.connect_all()
+        survey.chosen = choose_addresses(surveyor.narrowed(), survey.reach)
         if measure:
-            _measure_all(talk, survey, targets)
-        talk.ask(dict.fromkeys(talk.hosts, call(Probe.unlisten)))
-    _try_port(talk, survey)
+            surveyor.measure_all()
+        surveyor.ask(dict.fromkeys(surveyor.hosts, call(Probe.unlisten)))
+    surveyor.try_port()
     return survey
 
 
-class _Talk:
-    """The conversations with those machines that still answer."""
+class _Surveyor:
+    """Asks the machines that still answer, and fills in the survey."""
 
     def __init__(self, ask: AskMachines, survey: Survey) -> None:
+        self.survey = survey
         self.hosts = list(survey.facts)
-        self._ask, self._survey = ask, survey
+        self._ask = ask
+        self._listeners: dict[str, list[Listener]] = {}
 
     def ask(self, requests: Mapping[str, Request[R]], timeout_s: float = ANSWER_S) -> dict[str, R]:
         """Asks several machines at once; those that fail are noted, and not asked again."""
@@ -69,49 +70,105 @@ class _Talk:
         for host, reply in self._ask(asked, timeout_s).items() if asked else ():
             if isinstance(reply, RunError):
                 self.hosts.remove(host)
-                self._survey.facts.pop(host, None)
+                self.survey.facts.pop(host, None)
                 what = f"{host} stopped answering: {reply.message}"
-                self._survey.errors[host] = Contact("other", what, reply.hints or ("run the doctor again",))
+                self.survey.errors[host] = Contact("other", what, reply.hints or ("run the doctor again",))
             else:
                 answers[host] = reply
         return answers
 
+    def compare_clocks(self) -> None:
+        """Takes the quickest of a few answers; its duration bounds the error of the offset."""
+        for host in list(self.hosts):
+            tries: list[tuple[float, float]] = []
+            for _ in range(CLOCK_QUESTIONS):
+                before = time.time()
+                shown = self.ask({host: call(Probe.clock)}).get(host)
+                after = time.time()
+                if shown is not None:
+                    tries.append(((after - before) / 2, shown - (before + after) / 2))
+            if tries:
+                uncertain, offset = min(tries)
+                self.survey.clock_s[host] = (offset, uncertain)
 
-def _compare_clocks(talk: _Talk, survey: Survey) -> None:
-    """Takes the quickest of a few questions: what its way took is how uncertain the answer is."""
-    for host in list(talk.hosts):
-        tries: list[tuple[float, float]] = []
-        for _ in range(CLOCK_QUESTIONS):
-            before = time.time()
-            shown = talk.ask({host: call(Probe.clock)}).get(host)
-            after = time.time()
-            if shown is not None:
-                tries.append(((after - before) / 2, shown - (before + after) / 2))
-        if tries:
-            uncertain, offset = min(tries)
-            survey.clock_s[host] = (offset, uncertain)
+    def narrowed(self) -> dict[str, Facts]:
+        """Returns the facts with only the interface that the job names, where a machine has it."""
+        wanted, narrowed = self.survey.needs.interface, dict[str, Facts]()
+        for host, facts in self.survey.facts.items():
+            named = [entry for entry in facts.get("interfaces", ()) if entry["name"] == wanted]
+            narrowed[host] = {**facts, "interfaces": named} if named else facts
+        return narrowed
 
+    def listen(self) -> None:
+        """Has each machine listen on each of its addresses."""
+        addresses = {host: tuple(local_candidates(facts)) for host, facts in self.narrowed().items()}
+        answers = self.ask({host: call(Probe.listen, own, seconds=LISTEN_S) for host, own in addresses.items()})
+        self._listeners = {host: [one for one in found if not one.error] for host, found in answers.items()}
 
-def _narrowed(survey: Survey) -> dict[str, Facts]:
-    """The facts with only the interface that the job names, where a machine has it; where not, a check says so."""
-    wanted = survey.needs.interface
-    narrowed: dict[str, Facts] = {}
-    for host, facts in survey.facts.items():
-        kept = [entry for entry in facts.get("interfaces", ()) if entry["name"] == wanted]
-        narrowed[host] = {**facts, "interfaces": kept} if kept else facts
-    return narrowed
+    def connect_all(self) -> None:
+        found = ways_tried(self.hosts).items()
+        others = {host: [other for other in tried if other in self._listeners] for host, tried in found}
+        ways = {host: [(other, to) for other in others[host] for to in self._listeners[other]] for host in others}
+        requests = {host: call(Probe.connect, tuple(to for _, to in way), CONNECT_S) for host, way in ways.items()}
+        reach = self.survey.reach
+        for host, attempts in self.ask(requests).items():
+            reach.update({(host, other): () for other in others[host]})
+            for (other, _), attempt in zip(ways[host], attempts, strict=True):
+                reach[host, other] = (*reach[host, other], attempt)
 
+    def measure_all(self) -> None:
+        """Measures in rounds of disjoint pairs, so that no machine's link carries two measurements at once.
 
-def _listen(talk: _Talk, survey: Survey) -> dict[str, list[Listener]]:
-    """Has each machine listen on each of its addresses; gives what others need to reach it."""
-    facts = _narrowed(survey)
-    addresses = {host: tuple(local_candidates(facts[host])) for host in talk.hosts}
-    answers = talk.ask({host: call(Probe.listen, own, seconds=LISTEN_S) for host, own in addresses.items()})
-    return {host: [one for one in listeners if not one.error] for host, listeners in answers.items()}
+        A machine that is busy for a moment makes a link look slow, or gives no figure at all, and nothing makes it look
+        fast: so odd ones are tried again.
+        """
+        mbps = self.survey.mbps
+        for pairs in rounds(self.hosts, MOST_ROUNDS):
+            self._measure(pairs)
+        usual = statistics.median(mbps.values()) if mbps else 0.0
+        for pairs in rounds(self.hosts, MOST_ROUNDS):
+            self._measure([pair for pair in pairs if mbps.get(pair, 0.0) * AGAIN_FACTOR <= usual])
+
+    def _measure(self, pairs: list[Pair]) -> None:
+        """Measures where the first of a pair reached the second: at the chosen address, or at any."""
+        survey, requests = self.survey, dict[str, Request[float | None]]()
+        for pair in pairs:
+            reached = [attempt for attempt in survey.reach.get(pair, ()) if attempt.result == "ok"]
+            if reached:
+                chosen = survey.chosen.get(pair[1], ("", ""))[1]
+                attempt = min(reached, key=lambda attempt: attempt.address != chosen)
+                target = next(one for one in self._listeners[pair[1]] if one.address == attempt.address)
+                requests[pair[0]] = call(Probe.measure, target, MEASURE_S)
+                if attempt.latency_ms is not None:
+                    survey.latency_ms[pair] = attempt.latency_ms
+        receivers = dict(pairs)
+        for host, mbps in self.ask(requests).items():
+            if mbps is not None:
+                pair = host, receivers[host]
+                survey.mbps[pair] = max(mbps, survey.mbps.get(pair, 0.0))
+
+    def try_port(self) -> None:
+        """Tests that the first machine can listen on the port that the job names, and that the others reach it."""
+        survey = self.survey
+        host, port = survey.hosts[0], survey.needs.port
+        address = survey.chosen.get(host, ("", ""))[1]
+        if not (port and address and host in self.hosts):
+            return
+        (listener,) = self.ask({host: call(Probe.listen, (address,), port)}).get(host, (None,))
+        if listener and listener.error:
+            survey.port_errors[host] = listener.trouble
+        elif listener:
+            connect = call(Probe.connect, (listener,), CONNECT_S)
+            answers = self.ask({other: connect for other in self.hosts if other != host})
+            results = {other: attempt.result for other, (attempt,) in answers.items()}
+            lost = [f"{other} can't connect ({result})" for other, result in results.items() if result != "ok"]
+            if lost:
+                survey.port_errors[host] = "; ".join(lost)
+        self.ask({host: call(Probe.unlisten)})
 
 
 def ways_tried(hosts: Sequence[str]) -> dict[str, list[str]]:
-    """Whom each machine tries to reach: all others, or of many some, and the first, which all must reach."""
+    """Returns whom each machine tries to reach: all others, or of many some, and the first, which all must reach."""
     pairs = {pair for pairs in rounds(hosts, MOST_TRIED) for pair in pairs} | {(host, hosts[0]) for host in hosts[1:]}
     found: dict[str, list[str]] = {host: [] for host in hosts}
     for host, other in sorted(pairs):
@@ -119,76 +176,74 @@ def ways_tried(hosts: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _try_all(talk: _Talk, survey: Survey, targets: Mapping[str, list[Listener]]) -> None:
-    others = {host: [other for other in found if other in targets] for host, found in ways_tried(talk.hosts).items()}
-    asked = {host: [(other, target) for other in others[host] for target in targets[other]] for host in talk.hosts}
-    requests = {
-        host: call(Probe.connect, tuple(target for _, target in tried), CONNECT_S) for host, tried in asked.items()
-    }
-    for host, attempts in talk.ask(requests).items():
-        survey.reach.update({(host, other): () for other in others[host]})
-        for (other, _), attempt in zip(asked[host], attempts, strict=True):
-            survey.reach[host, other] = (*survey.reach[host, other], attempt)
+class AddressCandidate(NamedTuple):
+    """One address of a machine."""
+
+    interface: str  # its name
+    address: str
+    ip: IPv4Address | IPv6Address
+    network: str  # the subnet, as text
+    speed_mbps: int  # as the interface reports it; 0 if unknown
 
 
-def _measure_all(talk: _Talk, survey: Survey, targets: Mapping[str, list[Listener]]) -> None:
-    """Rounds of disjoint pairs, so that no machine's link carries two measurements at once.
+def choose_addresses(
+    facts: Mapping[str, Facts], reach: Mapping[tuple[str, str], Sequence[Attempt]]
+) -> dict[str, tuple[str, str]]:
+    """Selects each machine's interface and address: one that every machine that tried did reach, if there is one.
 
-    A machine that is busy for a moment makes a link look slow, or gives no figure at all, and nothing makes it look
-    fast: so odd ones are tried again.
+    Of several: the same family on all machines (IPv4 first), no container bridges, no tunnels, the subnet that most
+    machines share, private before public, the faster interface.
     """
-    for pairs in rounds(talk.hosts, MOST_ROUNDS):
-        _measure(talk, survey, targets, pairs)
-    usual = statistics.median(survey.mbps.values()) if survey.mbps else 0.0
-    for pairs in rounds(talk.hosts, MOST_ROUNDS):
-        odd = [pair for pair in pairs if survey.mbps.get(pair, 0.0) * AGAIN_FACTOR <= usual]
-        _measure(talk, survey, targets, odd)
+    candidates: dict[str, list[AddressCandidate]] = {}
+    for host in facts:
+        tries = [reach[other, host] for other in facts if (other, host) in reach]
+        reached = [{attempt.address for attempt in tried if attempt.result == "ok"} for tried in tries]
+        found = [each for each in _candidates(facts[host]) if all(each.address in addresses for addresses in reached)]
+        if found:
+            candidates[host] = found
+    families = [{each.ip.version for each in found} for found in candidates.values()]
+    everywhere = [version for version in (4, 6) if all(version in family for family in families)]
+    shared = Counter(network for found in candidates.values() for network in {each.network for each in found})
+
+    def order(candidate: AddressCandidate) -> tuple[object, ...]:
+        return (
+            candidate.ip.version != everywhere[0] if everywhere else candidate.ip.version,
+            unlikely(candidate.interface),
+            -shared[candidate.network],
+            not candidate.ip.is_private,
+            -candidate.speed_mbps,
+            candidate.network,
+            candidate.address,
+        )
+
+    best = {host: min(found, key=order) for host, found in candidates.items()}
+    return {host: (candidate.interface, candidate.address) for host, candidate in best.items()}
 
 
-def _measure(talk: _Talk, survey: Survey, targets: Mapping[str, list[Listener]], pairs: list[tuple[str, str]]) -> None:
-    ways = {pair: way for pair in pairs if (way := _way(survey, targets, pair))}
-    answers = talk.ask({pair[0]: call(Probe.measure, target, MEASURE_S) for pair, (target, _) in ways.items()})
-    for pair, (_, attempt) in ways.items():
-        answer = answers.get(pair[0])
-        if answer and answer.mbps is not None:
-            survey.mbps[pair] = max(answer.mbps, survey.mbps.get(pair, 0.0))
-        if attempt.latency_ms is not None:
-            survey.latency_ms[pair] = attempt.latency_ms
+def local_candidates(facts: Facts) -> list[str]:
+    """Returns the addresses at which others might reach a machine: of interfaces that are up, without loopback."""
+    return [candidate.address for candidate in _candidates(facts)]
 
 
-def _way(
-    survey: Survey, targets: Mapping[str, list[Listener]], pair: tuple[str, str]
-) -> tuple[Listener, Attempt] | None:
-    """Where the first of a pair reached the second: at the chosen address, or at any."""
-    reached = [attempt for attempt in survey.reach.get(pair, ()) if attempt.result == "ok"]
-    chosen = survey.chosen.get(pair[1], ("", ""))[1]
-    reached.sort(key=lambda attempt: attempt.address != chosen)
-    for attempt in reached[:1]:
-        return next(target for target in targets[pair[1]] if target.address == attempt.address), attempt
-    return None
+def unlikely(interface: str) -> int:
+    """Returns 0 for an interface that usually connects machines, 1 for a tunnel, 2 for a container bridge."""
+    if interface.startswith(VIRTUAL):
+        return 2
+    return 1 if interface.startswith(TUNNELS) else 0
 
 
-def _try_port(talk: _Talk, survey: Survey) -> None:
-    """Whether the first machine could listen on the port that the job names, and the others reach it there."""
-    host, port = survey.hosts[0], survey.needs.port
-    address = survey.chosen.get(host, ("", ""))[1]
-    if not (port and address and host in talk.hosts):
-        return
-    (listener,) = talk.ask({host: call(Probe.listen, (address,), port)}).get(host, (None,))
-    if listener and listener.error:
-        survey.port_errors[host] = listener.trouble
-    elif listener:
-        connect = call(Probe.connect, (listener,), CONNECT_S)
-        answers = talk.ask({other: connect for other in talk.hosts if other != host})
-        results = {other: attempt.result for other, (attempt,) in answers.items()}
-        lost = [f"{other} can't connect ({result})" for other, result in results.items() if result != "ok"]
-        if lost:
-            survey.port_errors[host] = "; ".join(lost)
-    talk.ask({host: call(Probe.unlisten)})
+def _candidates(facts: Facts) -> Iterator[AddressCandidate]:
+    for interface in facts.get("interfaces", ()):
+        for entry in interface.get("addresses", ()) if interface.get("up") else ():
+            ip = ip_address(entry["address"])
+            # A link-local address is only valid together with an interface of the other machine.
+            if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified):
+                network = str(ip_network(f"{ip}/{entry['prefix']}", strict=False))
+                yield AddressCandidate(interface["name"], str(ip), ip, network, interface.get("speed_mbps") or 0)
 
 
 def matrix(survey: Survey, values: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
-    """Pairs as nested tables, for scripts."""
+    """Returns values of pairs as nested tables, for scripts."""
     return {
         one: {two: values[one, two] for two in survey.hosts if (one, two) in values}
         for one in survey.hosts

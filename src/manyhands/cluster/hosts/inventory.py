@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from manyhands.core.world import ProcessInfo
+
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?")
 LOOPBACK = "127.0.0.1"
@@ -83,17 +85,11 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class LauncherPlace:
-    """This process's rank, as read from a launcher's environment."""
+class LauncherPlace(ProcessInfo):
+    """This process's rank, as read from flags or a launcher's environment, without the job's options."""
 
-    rank: int  # among all processes
-    size: int  # number of processes
-    local_rank: int = 0  # on this machine
-    local_size: int = 1  # processes on this machine
-    master_address: str = ""  # of rank 0's store
-    master_port: int = 0  # of rank 0's store
-    device: int | None = None  # number of this process's device; None for the local rank's
-    started_by: str = ""  # the launcher, for the user: "Slurm", "OpenMPI" …
+    master_address: str = ""  # of rank 0's store, if `init` is empty
+    master_port: int = 0
     # field name to the variable (or the rule) that its value came from, for `manyhands explain`
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 

@@ -9,7 +9,6 @@ import os
 import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 from urllib.parse import urlsplit
 
 from manyhands.cluster.hosts.inventory import (
@@ -58,10 +57,9 @@ def participate(options: ClusterOptions, environment: Mapping[str, str] | None =
         UserError: the flags or variables contradict each other or leave something out.
     """
     variables = os.environ if environment is None else environment
-    if options.init and not options.init.startswith("env://"):
-        return _by_hand(options, variables)
     if options.init:
-        return _from_environment(options, variables)
+        place = _by_variables(variables) if options.init.startswith("env://") else _by_hand(options)
+        return _decision(options, place, variables)
     if options.rank >= 0 or options.world_size:
         raise UserError(
             "--rank and --world-size require --init",
@@ -116,12 +114,12 @@ def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDe
     # Kubeflow sets RANK for each machine, beside PET_… for torchrun; torchrun's own workers have LOCAL_RANK.
     counts_machines = "LOCAL_RANK" not in variables and described_cluster(variables)
     if all(variables.get(name) for name in LAUNCHER_VARIABLES) and not counts_machines:
-        return _from_environment(options, variables)
+        return _decision(options, _by_variables(variables), variables)
     if options.rank_table:
         variables = {**variables, "RANK_TABLE_FILE": options.rank_table}
     for module in modules_with("place"):
         if place := module.place(variables):
-            return _at_place(options, place, variables)
+            return _decision(options, place, variables)
     if not counts_machines and (variables.get("RANK") or number(variables, "WORLD_SIZE", 1) > 1):
         raise _incomplete("the launcher did not set", variables)
     return None
@@ -171,7 +169,8 @@ def rendezvous_in(
     return Rendezvous(sizes, here, address, port, own.devices), origins
 
 
-def _by_hand(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision:
+def _by_hand(options: ClusterOptions) -> LauncherPlace:
+    """Returns the rank that the flags --init, --rank and --world-size give."""
     if options.processes > 1:
         raise UserError(
             "-n and --init contradict each other: -n starts several processes, and --init joins only one",
@@ -187,50 +186,42 @@ def _by_hand(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDec
                 "set --rank to 0 for the first process, 1 for the second, and so on",
             ),
         )
-    place = {"rank": options.rank, "size": options.world_size}
-    process_info = _process_info(options, _reachable_url(options), "--init", **place)
-    _check_rank(process_info, "--rank", "--world-size")
     origins = {
         "rank": "--rank", "size": "--world-size", "master_address": "--init", "master_port": "--init",
         "local_rank": "determined at rendezvous", "local_size": "determined at rendezvous",
     }  # fmt: skip
-    return _decision(process_info, origins, variables)
+    init = _reachable_url(options)
+    return LauncherPlace(options.rank, options.world_size, started_by="--init", origins=origins, init=init)
 
 
-def _check_rank(process_info: ProcessInfo, rank_word: str, size_word: str) -> None:
-    try:
-        check_rank(process_info.rank, process_info.size, rank_word, size_word)
-    except UserError as error:
-        outside = RankOutsideError(error.message, error.where, error.hints)
-        outside.process_info = process_info
-        raise outside from None
-
-
-def _from_environment(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision:
-    return _decision(*_environment_info(options, variables), variables, options)
-
-
-def _environment_info(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[ProcessInfo, dict[str, str]]:
-    """This process's place by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and each value's origin."""
+def _by_variables(variables: Mapping[str, str]) -> LauncherPlace:
+    """Returns the rank that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT give."""
     if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
         raise _incomplete("env:// requires", variables)
-    names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
-    defaults = {"local_rank": 0, "local_size": 1}
-    place = {key: number(variables, name, defaults.get(key)) for key, name in names.items()}
+    size, local_size = number(variables, "WORLD_SIZE"), number(variables, "LOCAL_WORLD_SIZE", 1)
     address, (port, _) = variables["MASTER_ADDR"], master_port(variables, DEFAULT_PORT, "")
     served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     init = "env://"
-    if place["size"] > place["local_size"] and not served:
-        # Without LOCAL_WORLD_SIZE, the processes may all be on one machine and connect over loopback.
-        known = "LOCAL_WORLD_SIZE" not in variables and _is_loopback(address)
-        found = address if known else reachable(address)
+    # Without LOCAL_WORLD_SIZE, the processes may all be on one machine and connect over loopback.
+    unknown = "LOCAL_WORLD_SIZE" not in variables and _is_loopback(address)
+    if size > local_size and not served and not unknown:
+        found = reachable(address)
         init = init if found == address else f"tcp://{in_brackets(found)}:{port}"
-    started_by = "torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment"
-    attempt = number(variables, "TORCHELASTIC_RESTART_COUNT", 0)
-    process_info = _process_info(options, init, started_by, **place, agent_store=served, attempt=attempt)
-    _check_rank(process_info, "RANK", "WORLD_SIZE")
-    names |= {"master_address": "MASTER_ADDR", "master_port": "MASTER_PORT"}
-    return process_info, {key: name if name in variables else "default" for key, name in names.items()}
+    names = {
+        "rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
+        "master_address": "MASTER_ADDR", "master_port": "MASTER_PORT",
+    }  # fmt: skip
+    return LauncherPlace(
+        number(variables, "RANK"),
+        size,
+        number(variables, "LOCAL_RANK", 0),
+        local_size,
+        started_by="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment",
+        origins={key: name if name in variables else "default" for key, name in names.items()},
+        init=init,
+        agent_store=served,
+        attempt=number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
+    )
 
 
 def _incomplete(problem: str, variables: Mapping[str, str]) -> UserError:
@@ -242,60 +233,42 @@ def _incomplete(problem: str, variables: Mapping[str, str]) -> UserError:
     return UserError(f"{problem} {', '.join(missing)}{found}", "environment", tuple(hints))
 
 
-def _at_place(options: ClusterOptions, place: LauncherPlace, variables: Mapping[str, str]) -> LaunchDecision:
-    """Returns the rank that a launcher's own variables give; several machines need an address that all reach."""
-    check_rank(place.rank, place.size, *(place.origins.get(key, key) for key in ("rank", "size")))
-    address = place.master_address if place.size == place.local_size else reachable(place.master_address)
-    process_info = _process_info(
-        options,
-        f"tcp://{in_brackets(address)}:{place.master_port}",
-        place.started_by,
-        rank=place.rank,
-        size=place.size,
-        local_rank=place.local_rank,
-        local_size=place.local_size,
-        device_index=place.device,
-    )
-    return _decision(process_info, {key: value for key, value in place.origins.items() if value}, variables, options)
+def _process_info(options: ClusterOptions, place: LauncherPlace) -> ProcessInfo:
+    """Adds the options of the job to a rank; several machines need an address that all reach."""
+    init = place.init
+    if not init:
+        address = place.master_address if place.size == place.local_size else reachable(place.master_address)
+        init = f"tcp://{in_brackets(address)}:{place.master_port}"
+    names = ("backend", "device", "join_warn_s", "join_timeout_s")
+    process_info = replace(place, init=init, **{name: getattr(options, name) for name in names})
+    try:
+        check_rank(place.rank, place.size, *(place.origins.get(key, key) for key in ("rank", "size")))
+    except UserError as error:
+        outside = RankOutsideError(error.message, error.where, error.hints)
+        outside.process_info = process_info
+        raise outside from None
+    return process_info
 
 
-def _process_info(options: ClusterOptions, init: str, started_by: str, **place: Any) -> ProcessInfo:
-    """Adds the options of the job to a rank."""
-    return ProcessInfo(
-        init=init,
-        started_by=started_by,
-        backend=options.backend,
-        device=options.device,
-        join_warn_s=options.join_warn_s,
-        join_timeout_s=options.join_timeout_s,
-        **place,
-    )
-
-
-def _decision(
-    process_info: ProcessInfo,
-    origins: dict[str, str],
-    variables: Mapping[str, str],
-    options: ClusterOptions | None = None,
-) -> LaunchDecision:
+def _decision(options: ClusterOptions, place: LauncherPlace, variables: Mapping[str, str]) -> LaunchDecision:
     """Records in the origins what else named a place for this process and was not followed."""
-    chosen, others = (process_info.rank, process_info.size), list[str]()
+    process_info = _process_info(options, place)
+    origins, others = {key: value for key, value in place.origins.items() if value}, list[str]()
     for module in modules_with("place"):
         try:
-            place: LauncherPlace | None = module.place(variables)
+            other: LauncherPlace | None = module.place(variables)
         except UserError:
             continue  # variables of a launcher that is not used may be incomplete
-        if place and (place.rank, place.size) != chosen:
-            rank, size = place.origins.get("rank", "rank"), place.origins.get("size", "size")
-            others.append(f"{place.started_by}: {rank} {place.rank}, {size} {place.size}")
+        if other and (other.rank, other.size) != (place.rank, place.size):
+            rank, size = other.origins.get("rank", "rank"), other.origins.get("size", "size")
+            others.append(f"{other.started_by}: {rank} {other.rank}, {size} {other.size}")
     if "RANK" in variables and origins["rank"] != "RANK":
         theirs = variables["RANK"], variables.get("WORLD_SIZE", "")
-        if theirs != tuple(map(str, chosen)):
+        if theirs != (str(place.rank), str(place.size)):
             others.append(f"RANK {theirs[0]}, WORLD_SIZE {theirs[1] or 'not set'}")
-    if options and options.processes:
-        others.append(f"-n {options.processes}")
-    if options and options.file:
-        others.append(f"--cluster {options.file}")
+    if place.started_by != "--init":
+        others += [f"-n {options.processes}"] if options.processes else []
+        others += [f"--cluster {options.file}"] if options.file else []
     if others:
         origins["overridden"] = "; ".join(others)
     return LaunchDecision(process_info, origins=origins)
@@ -303,16 +276,11 @@ def _decision(
 
 def worker_process_info(options: ClusterOptions, variables: Mapping[str, str], file: str = "") -> ProcessInfo:
     """Returns the rank of a process that our agent started. The agent serves the store, unless `file` is one."""
-    variables = {**variables, "MASTER_PORT": str(DEFAULT_PORT)} if file else variables
-    process_info, _ = _environment_info(options, variables)
+    place = _by_variables({**variables, "MASTER_PORT": str(DEFAULT_PORT)} if file else variables)
     device = number(variables, DEVICE_INDEX, -1)
-    return replace(
-        process_info,
-        started_by="manyhands",
-        init=file or "env://",
-        agent_store=process_info.agent_store and not file,
-        device_index=device if device >= 0 else None,
-    )
+    served = place.agent_store and not file
+    place = replace(place, started_by="manyhands", init=file or "env://", agent_store=served)
+    return _process_info(options, replace(place, device_index=device if device >= 0 else None))
 
 
 def _reachable_url(options: ClusterOptions) -> str:

@@ -1,1 +1,1 @@
-"""One file per data set: `NAMES` lists the words users write, `open(name, options)` returns its splits."""
+"""One module per kind of data set: `NAMES` lists the values of data.name, `open(name, options)` returns the splits."""

@@ -1,1 +1,1 @@
-"""One file per family: `names()` lists the words users write, `needs(…)` what pictures suit, `build(…)` makes it."""
+"""One module per family: `names()` lists values of model.name, `needs(…)` the supported pictures, `build(…)` builds."""

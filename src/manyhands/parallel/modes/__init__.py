@@ -1,16 +1,16 @@
-"""One file for each parallel mode; the word that users write is the file's name. None imports another.
+"""One module for each parallel mode, named like the value of parallel.mode. No module imports another.
 
-What a file has:
+A module defines:
 
-- `DESCRIPTION`: what it does, in a few words.
-- `NORM_GROUPS`: whether BatchNorm's groups can be the same at any number of processes.
-- `OFFERS`: what sync methods find under it, of `core/needs.py`; without anything it averages gradients by itself.
-- `apply(model, world, request) -> ParallelNetwork`: has the network run.
+- `DESCRIPTION`: a short description for users.
+- `NORM_GROUPS`: True if BatchNorm groups don't depend on the number of processes.
+- `OFFERS`: the needs of sync methods (`core/needs.py`) that the mode meets; empty: it averages gradients itself.
+- `apply(model, world, request) -> ParallelNetwork`: wraps the network for this mode.
 
-What it may have:
+A module may define:
 
-- `FOLLOWS_PLAN = True`: it splits ops by a plan, which it is given as `request.plan`.
-- `TAKES_MESH = True`: the network's author splits it, so that it is constructed with the mesh, `request.grid`.
-- `ONE_PROCESS`: what it is, where it isn't for several processes: "one process".
-- `NOTHING_ALONE = True`: one process alone runs the network as it is.
+- `FOLLOWS_PLAN = True`: the mode shards ops by the plan in `request.plan`.
+- `TAKES_MESH = True`: the network shards itself and is constructed with the mesh, `request.grid`.
+- `ONE_PROCESS`: a description such as "one process", for a mode that doesn't support several processes.
+- `NOTHING_ALONE = True`: with one process, the mode has no effect.
 """

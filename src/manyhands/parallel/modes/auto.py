@@ -7,7 +7,7 @@ from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.split import split
 
-DESCRIPTION = "chooses the split of each op by a search over measured costs"
+DESCRIPTION = "searches for the fastest sharding of each op, by measured costs"
 NORM_GROUPS = True
 OFFERS = frozenset[Need]()
 NOTHING_ALONE = True

@@ -68,7 +68,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
     if between and (len(machines) == world.size or request.group is not None or world.backend != "gloo"):
         sums = ON_SEVERAL
     else:
-        sums = "some parameters get none" if request.unused else share_within(machines, world, request.group)
+        sums = "some parameters get no gradient" if request.unused else share_within(machines, world, request.group)
     if isinstance(sums, str):
         return _by_ddp(model, world, request, sums)
     if between:
@@ -114,11 +114,11 @@ def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> P
 def _why_not(model: nn.Module, world: World, request: ModeRequest) -> str:
     """Why gradients don't go through memory, as far as the job says it; empty where they may."""
     reasons = {
-        "they are on an accelerator": world.device != "cpu",
+        "the gradients are on an accelerator": world.device != "cpu",
         "parallel.shared_memory is false": not request.shared_memory,
         ALONE: dist.get_world_size(request.group) == 1,
-        "the sync method changes them on their way": request.hook is not None,
-        "some are sparse": any(getattr(module, "sparse", False) for module in model.modules()),
+        "the sync method transforms the gradients": request.hook is not None,
+        "some gradients are sparse": any(getattr(module, "sparse", False) for module in model.modules()),
     }
     return next((why for why, holds in reasons.items() if holds), "")
 

@@ -7,7 +7,7 @@ from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.split import split
 
-DESCRIPTION = "ops named by --pin are split as given; all other ops divide the samples"
+DESCRIPTION = "shards the ops given by --pin; all other ops shard the batch"
 NORM_GROUPS = True
 OFFERS = frozenset[Need]()
 FOLLOWS_PLAN = True

@@ -1,5 +1,5 @@
-"""One file per kind of op: which ops it is for, and what each letter means to them.
+"""One module for each kind of op: the ops that it matches and the dimensions that can be sharded.
 
-A file exposes `KIND`, `matches(op)` and `describe(op, inputs)`, which fills in `op.letters` (and `feature`, `views`),
-and maybe `local(op, letters, grid)`: a module that does the op's work on this process's piece.
+A module defines `KIND`, `matches(op)` and `describe(op, inputs)`, which sets `op.letters` (and `feature`, `views`), and
+may define `local(op, letters, grid)`, which returns a module that computes the op on the shards of this process.
 """

@@ -1,21 +1,23 @@
-"""One file for each way of agreeing; the word that users write is the file's name. None imports another.
+"""One module for each sync method, named like the value of sync.method. No module imports another.
 
-What a file has:
+A module defines:
 
-- `DESCRIPTION`: what it does, in a few words.
-- `EXACT`: whether processes make the updates that one would make, but for the order of sums.
-- `NEEDS`: what it can't do without, of `core/needs.py`; empty where the parallel mode does it all.
-- `estimate(case, options) -> list[Cost]`: what it costs; one for each way in which it may be taken.
-- `make(network, context, options, cost) -> Synchronizer`: builds it; a collective. See `sync/synchronizer.py`.
+- `DESCRIPTION`: a short description for users.
+- `EXACT`: True if the updates equal those of one process, up to the order of sums.
+- `NEEDS`: the requirements of the method (`core/needs.py`); empty if the parallel mode does all the work.
+- `estimate(case, options) -> list[Cost]`: the estimated cost of each variant of the method.
+- `make(network, context, options, cost) -> Synchronizer`: builds the synchronizer; a collective. See
+  `sync/synchronizer.py`.
 
-What it may have:
+A module may define:
 
-- `Options`: its own options, a class of pydantic fields. They are part of the job's section `sync`.
-- `EXCEPTION`: for plan.json, how results depend on the number of processes, where it isn't exact.
-- `PRECEDENCE`: among methods that are about equally fast `auto` takes the lowest number; without it the last.
-- `EVERY_UPDATE = False`: processes agree now and then. Then it has two functions besides: `asked(options)` gives the
-  `Cost` with the pace that the options name whole, or None where the link decides; it refuses options that contradict
-  each other. `fits(cost, options)` says whether a pace that was decided before is one that the options allow.
+- `Options`: a class with the options of the method, which become part of the section `sync` of the job.
+- `EXCEPTION`: a sentence for plan.json on how results depend on the number of processes, if not `EXACT`.
+- `PRECEDENCE`: `auto` takes the lowest number among methods of about equal speed; by default the highest.
+- `EVERY_UPDATE = False`: processes don't synchronize in every update. The module then defines two more functions:
+  `asked(options)` returns the `Cost` with the interval that the options fix, or None if it depends on the link, and
+  raises UserError if options contradict each other. `fits(cost, options)` returns True if the options allow the
+  interval of an earlier start.
 
-The job is read where torch isn't imported, so a file imports what needs torch within its functions.
+The job is read without torch, so a module imports whatever needs torch within its functions.
 """

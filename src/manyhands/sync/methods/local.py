@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
 from manyhands.core.errors import UserError
 from manyhands.core.needs import OWN_AVERAGE, OWN_STATISTICS, WHOLE_GRADIENTS, HasGradients
+from manyhands.core.options import option
 from manyhands.sync.costs import CodecName, Cost, LinkCase, RankOptions
 
 if TYPE_CHECKING:
@@ -46,18 +45,23 @@ _CHANGE, _TIMES = 1.5, 3
 class Options(RankOptions):
     """How often processes agree, and how that is sent."""
 
-    codec: Literal["auto", "none", "bf16", "int8", "int4", "lowrank"] = Field(
-        default="auto", description="for local: compression of the exchange"
+    codec: Literal["auto", "none", "bf16", "int8", "int4", "lowrank"] = option(
+        "auto", "compression of exchanged parameter changes; used only with method local"
     )
-    every: int = Field(default=0, ge=0, description="for local: steps between exchanges; 0: chosen by link speed")
-    delay: int = Field(
-        default=-1, ge=-1, description="for local: steps that may overlap an exchange; 0: none; -1: by link speed"
+    every: int = option(0, "updates between exchanges; 0: chosen by network speed; used only with method local", ge=0)
+    delay: int = option(
+        -1,
+        "updates that may run during an exchange; 0: none; -1: chosen by network speed; used only with method local",
+        ge=-1,
     )
-    outer_lr: float = Field(
-        default=1.0, gt=0, le=10, description="for local: learning rate of the averaged parameter change"
+    outer_lr: float = option(
+        1.0,
+        "outer learning rate, applied to the averaged parameter changes; used only with method local",
+        gt=0,
+        le=10,
     )
-    outer_momentum: float = Field(
-        default=0.0, ge=0, lt=1, description="for local: Nesterov momentum of the averaged parameter changes"
+    outer_momentum: float = option(
+        0.0, "outer Nesterov momentum, applied to averaged parameter changes; used only with method local", ge=0, lt=1
     )
 
 

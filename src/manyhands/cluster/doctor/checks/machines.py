@@ -5,8 +5,8 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from manyhands.cluster.doctor.addresses import local_candidates
 from manyhands.cluster.doctor.findings import DoctorFinding, Survey, who
+from manyhands.cluster.doctor.survey import local_candidates
 
 APART_S = 1.0
 

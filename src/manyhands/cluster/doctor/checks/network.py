@@ -3,8 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from manyhands.cluster.doctor.addresses import unlikely
 from manyhands.cluster.doctor.findings import DoctorFinding, Survey, who
+from manyhands.cluster.doctor.survey import unlikely
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 
 Pair = tuple[str, str]

@@ -18,7 +18,6 @@ _USER = r"(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*@)?"
 _HOST = re.compile(rf"{_USER}(\[(?P<six>[^\[\]]*)\]|(?P<name>{_NAME}))(:(?P<slots>.*))?")
 _BARE_SIX = re.compile(rf"{_USER}(?P<six>[0-9A-Fa-f:.%]*:[0-9A-Fa-f:.%]*:[0-9A-Za-z:.%_-]*)")
 _SSH = re.compile(rf"ssh://{_USER}(\[(?P<six>[^\[\]]*)\]|(?P<name>{_NAME}))(:(?P<port>[0-9]*))?/?")
-_SETTINGS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots", "port": "port"}
 _MOST = {"slots": 1024, "max_slots": 1024, "port": 65535}
 # A larger number behind a colon may be an ssh port.
 _LIKE_A_PORT = 128
@@ -78,16 +77,15 @@ def read_list(text: str, where: str) -> Cluster:
 
 def write(cluster: Cluster) -> tuple[str, list[str]]:
     """Returns a hostfile, and notes on what the format can't hold."""
-    notes: list[str] = []
-    if any(machine.devices for machine in cluster.machines):
-        notes.append("device numbers are omitted: hostfiles don't have device numbers")
-    if cluster.master_port:
-        notes.append("the master's port is omitted: hostfiles don't have a port for the master")
+    notes = {
+        "device numbers are omitted: hostfiles don't have device numbers": any(m.devices for m in cluster.machines),
+        "the master's port is omitted: hostfiles don't have a port for the master": cluster.master_port,
+    }
     lines = [
         m.host + (f" slots={m.slots}" if m.slots else "") + (f" port={m.port}" if m.port else "")
         for m in cluster.machines
     ]
-    return "\n".join(lines) + "\n", notes
+    return "\n".join(lines) + "\n", [note for note, applies in notes.items() if applies]
 
 
 def _without_comment(line: str) -> str:
@@ -149,13 +147,13 @@ def _number(text: str, setting: str, name: str, where: str) -> int:
 def _with_settings(machine: Machine, words: list[str], where: str) -> Machine:
     found = {name: value for name, value in (("slots", machine.slots), ("port", machine.port)) if value}
     for word in words:
-        key, equals, value = word.partition("=")
-        if key not in _SETTINGS or not equals:
-            hint = did_you_mean(key, _SETTINGS) if key not in _SETTINGS else ""
+        name, equals, value = word.partition("=")
+        name = "max_slots" if name == "max-slots" else name
+        if name not in _MOST or not equals:
+            hint = did_you_mean(name, _MOST) if name not in _MOST else ""
             hint = f"write slots={word}" if word.isdecimal() else hint
             known = "write settings without spaces around =: slots=4, max_slots=8, port=31234"
             raise UserError(f'"{word}" is not a hostfile setting', where, (hint or known,))
-        name = _SETTINGS[key]
         if name in found:
             raise UserError(f"{name} is given twice on one line", where, (f"remove one of the {name} settings",))
         found[name] = _number(value, name, name, where)

@@ -66,7 +66,10 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
         "rank": family.rank, "size": family.size, "local_rank": local_rank_name, "local_size": local_size_name,
         "master_address": master[1], "master_port": port_origin,
     }  # fmt: skip
-    return LauncherPlace(rank, size, local_rank, local_size, master[0], port, None, family.name, origins)
+    return LauncherPlace(
+        rank, size, local_rank, local_size,
+        started_by=family.name, master_address=master[0], master_port=port, origins=origins,
+    )  # fmt: skip
 
 
 def _is_slurms_own(environment: Mapping[str, str], family: _Family) -> bool:

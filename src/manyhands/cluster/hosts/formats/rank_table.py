@@ -7,11 +7,11 @@ left empty, as in other formats. Unknown fields are ignored, as HCCL does, unles
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -25,48 +25,57 @@ from manyhands.core.terminal import say
 
 POLL_S = 1.0
 HCCN = Path("/etc/hccn.conf")
-Version = Literal["1.0", "1.2"]
 Keys = tuple[str | int, ...]  # the path of a value in the file
 Mistake = tuple[Keys, str, *tuple[str, ...]]  # the path of a wrong value, the error message, and hints
 
 _TABLE_NAME = re.compile(r"(rank_?table|^hccl).*\.json$")
 _PLACEHOLDER = re.compile(r"[*<>?…\s]|\.\.\.|^$|(?i:(^|[._-])x{2,}([._-]|$)|^[\dx.]*x[\dx.]*$)")
-_VERSIONS = " or ".join(f'"{word}"' for word in get_args(Version))
-_OTHER_LAYOUTS = {"group_list": 'of MindSpore before 1.0 ("group_list")', "rank_list": 'of version 2.0 ("rank_list")'}
+_NEW_TABLE = "create a new table from a list of hosts: manyhands explain --cluster HOSTFILE --write table.json"
+# Keys that only tables of other layouts have, with the message and the hint.
+_OTHER_LAYOUTS = {
+    "group_list": ('the rank table has the layout of MindSpore before 1.0 ("group_list"); '
+                   "versions 1.0 and 1.2 are supported", _NEW_TABLE),
+    "rank_list": ('the rank table has the layout of version 2.0 ("rank_list"); '
+                  "versions 1.0 and 1.2 are supported", _NEW_TABLE),
+    "server_group_list": ("the rank table has ModelArts' layout, with each server_list inside server_group_list",
+                          'replace "server_group_list" with the "server_list" of one group, next to "status"'),
+}  # fmt: skip
+_INITIALIZING = 'its status is "initializing"'
 _SIMILAR = 0.85
 # Fields that only machines newer than Ascend 910 have; these connect their cards in another way.
 _NEWER = {"device_port", "super_device_id", "backup_device_ip"}
+_UNKNOWN = {"", "reserve"}  # what tools write for an unknown address
+# Fields that no two servers or cards share, with the hint.
+_UNIQUE = {
+    "server_id": "list all cards of one machine under one server",
+    "device_id": "list each card once; `ls /dev/davinci*` shows the numbers of the cards",
+    "device_ip": "take each card's own address from /etc/hccn.conf on the server",
+}
+_PORT = 'a port from "1" to "65535"'
+_NO_PLACEHOLDER = "a value from your cluster, not a placeholder"
 
 
-def _filled_in(word: str) -> str:
-    if _PLACEHOLDER.search(word):
-        raise ValueError("expected a value from your cluster, not a placeholder")
-    return word
+def _rule(holds: Callable[[str], object], expected: str) -> AfterValidator:
+    def check(word: str) -> str:
+        if not holds(word):
+            raise ValueError(f"expected {expected}")
+        return word
 
-
-def _port(word: str) -> str:
-    if not 0 < (typed_number(word) or 0) < 65536:
-        raise ValueError('expected a port from "1" to "65535"')
-    return word
-
-
-def _address(word: str) -> str:
-    """Accepts "reserve" and the empty string, which tools write for an unknown address."""
-    if word not in {"", "reserve"} and not is_address(_filled_in(word)):
-        raise ValueError("expected an IP address")
-    return word
-
-
-def _identity(word: str) -> str:
-    if len(_filled_in(word)) > 64 or not word.isprintable():
-        raise ValueError("expected at most 64 printable characters")
-    return word
+    return AfterValidator(check)
 
 
 Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
-Port = Annotated[str, AfterValidator(_port)]
-Address = Annotated[str, AfterValidator(_address)]
-Identity = Annotated[str, AfterValidator(_identity)]
+Port = Annotated[str, _rule(lambda word: 0 < (typed_number(word) or 0) < 65536, _PORT)]
+Address = Annotated[
+    str,
+    _rule(lambda word: word in _UNKNOWN or not _PLACEHOLDER.search(word), _NO_PLACEHOLDER),
+    _rule(lambda word: word in _UNKNOWN or is_address(word), "an IP address"),
+]
+Identity = Annotated[
+    str,
+    _rule(lambda word: not _PLACEHOLDER.search(word), _NO_PLACEHOLDER),
+    _rule(lambda word: len(word) <= 64 and word.isprintable(), "at most 64 printable characters"),
+]
 
 
 class _Part(BaseModel):
@@ -110,8 +119,9 @@ class Server(_Part):
     hardware_type: str | None = None
 
     @property
-    def by_rank(self) -> list[Device]:
-        return sorted(self.device, key=lambda device: int(device.rank_id))
+    def cards(self) -> tuple[int, ...]:
+        """The numbers of the cards, in the order of their ranks."""
+        return tuple(int(card.device_id) for card in sorted(self.device, key=lambda card: int(card.rank_id)))
 
     @property
     def host(self) -> str:
@@ -134,12 +144,12 @@ class SuperPod(_Part):
 
 
 class RankTable(_Part):
-    """A rank table of any supported version."""
+    """A completed rank table of any supported version."""
 
-    version: Version | None = None
+    version: Literal["1.0", "1.2"] | None = None
     server_count: Number | None = None
     server_list: list[Server] = Field(min_length=1)
-    status: Literal["completed", "initializing"]
+    status: Literal["completed"]
     super_pod_list: list[SuperPod] | None = None
     board_id: str | None = None
     chip_info: str | None = None
@@ -150,22 +160,19 @@ class RankTable(_Part):
 
     @property
     def by_rank(self) -> list[Server]:
-        return sorted(self.server_list, key=lambda server: int(server.by_rank[0].rank_id))
+        return sorted(self.server_list, key=lambda server: min(int(card.rank_id) for card in server.device))
 
 
 def recognise(path: str, text: str) -> bool:
     """Returns True for a JSON object with a list of servers, or an incomplete one with a rank table's file name."""
-    return text.lstrip().startswith("{") and (
-        bool(re.search(r'"(server_list|rank_list|group_list)"\s*:', text)) or bool(_TABLE_NAME.search(Path(path).name))
-    )
+    listed = re.search(r'"(server_list|rank_list|group_list)"\s*:', text) or _TABLE_NAME.search(Path(path).name)
+    return text.lstrip().startswith("{") and listed is not None
 
 
 def read(text: str, where: str) -> Cluster:
     """Reads a completed table. Raises UserError: see `read_table`."""
-    machines: list[Machine] = []
-    for server in read_table(text, where).by_rank:
-        cards = tuple(int(device.device_id) for device in server.by_rank)
-        machines.append(Machine(server.host, len(cards), () if cards == tuple(range(len(cards))) else cards))
+    servers = [(server.host, server.cards) for server in read_table(text, where).by_rank]
+    machines = (Machine(host, len(ids), () if ids == tuple(range(len(ids))) else ids) for host, ids in servers)
     return Cluster(tuple(machines), source=f"rank table {where}".rstrip())
 
 
@@ -175,82 +182,72 @@ def read_table(text: str, where: str) -> RankTable:
     Raises:
         UserError: The table is not JSON, has a wrong or missing field, or breaks a rule of HCCL. Names line and field.
     """
-    value = _parse(text, where)
-    mistake = next(_wrong_layout(value), None)
-    if not mistake:
+    text = text.removeprefix("\ufeff")
+    try:
+        value = parse_json(text, once_each=True)
+    except UnreadableError as error:
+        line, message = error.line or 1, f"the rank table is not valid JSON: {error.problem}"
+        paths, lines = set[Keys](), _lines(text) if isinstance(error, RepeatedNameError) else []
+        if again := next((entry for entry in lines if entry[0] in paths or paths.add(entry[0])), None):
+            line, message = again[1], f"{_dotted(again[0])} is given twice"
+        hints = ("correct the file at this line; JSON allows neither comments nor trailing commas",)
+        raise UserError(message, at_line(where, line), hints) from None
+    mistakes = [*islice(_wrong_layout(value), 1)]
+    if not mistakes:
         try:
             table = RankTable.model_validate(value)
         except ValidationError as error:
-            lines = dict(_lines(text))
-            mistake = _wrong_value(dict(min(error.errors(), key=lambda one: lines.get(one["loc"], 10**9))))
+            mistakes = [_wrong_value(dict(each)) for each in error.errors()]
         else:
-            rules = (_broken_lists, _repeated, _broken_ranks, _broken_groups)
-            mistake = next(chain.from_iterable(rule(table) for rule in rules), None)
-            if not mistake:
+            rules = (_broken_lists, _broken_ranks, _broken_groups)
+            mistakes = [*islice(chain.from_iterable(rule(table) for rule in rules), 1)]
+            if not mistakes:
                 return table
-    path, message, *hints = mistake
     lines = dict(_lines(text))
-    line = next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), 1)
-    raise UserError(message, ": ".join(filter(None, (at_line(where, line), _dotted(path)))), tuple(hints))
+
+    def line_of(path: Keys) -> int:
+        return next((lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in lines), 1)
+
+    # Another version explains all other mistakes.
+    path, message, *hints = min(mistakes, key=lambda mistake: (mistake[0] != ("version",), line_of(mistake[0])))
+    place = ": ".join(filter(None, (at_line(where, line_of(path)), _dotted(path))))
+    raise UserError(message, place, tuple(hints))
 
 
-def _dotted(path: Sequence[str | int]) -> str:
+def _dotted(path: Keys) -> str:
     """Formats a path as in server_list[1].device[0].rank_id."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
-def _parse(text: str, where: str) -> Any:
-    text = text.removeprefix("\ufeff")
-    try:
-        return parse_json(text, once_each=True)
-    except UnreadableError as error:
-        line, message = error.line or 1, f"the rank table is not valid JSON: {error.problem}"
-        seen = set[Keys]()
-        for path, at in _lines(text) if isinstance(error, RepeatedNameError) else ():
-            if path in seen:
-                line, message = at, f"{_dotted(path)} is given twice"
-                break
-            seen.add(path)
-        hints = ("correct the file at this line; JSON allows neither comments nor trailing commas",)
-        raise UserError(message, at_line(where, line), hints) from None
+def _lines(text: str) -> list[tuple[Keys, int]]:
+    """Returns each value's path and line, in the order of the file. The path of a repeated key comes twice."""
 
+    def below(node: Any, path: Keys) -> Iterator[tuple[Keys, int]]:
+        yield path, node.start_mark.line + 1
+        inner: Any = enumerate(node.value) if isinstance(node, yaml.SequenceNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            inner = ((str(key.value), value) for key, value in node.value)
+        for key, value in inner:
+            yield from below(value, (*path, key))
 
-def _lines(text: str) -> Iterator[tuple[Keys, int]]:
-    """Yields each value's path and line, in the order of the file. The path of a repeated key comes twice."""
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # JSON is YAML, but for tabs and some escapes
     composed: Any = yaml
     try:
-        waiting: list[tuple[Any, Keys]] = [(composed.compose(text.replace("\t", " "), Loader=loader), ())]
+        return [*below(composed.compose(text.replace("\t", " "), Loader=loader), ())]
     except (yaml.YAMLError, RecursionError):
-        return
-    while waiting:
-        node, path = waiting.pop()
-        yield path, node.start_mark.line + 1
-        inner: list[tuple[str | int, Any]] = []
-        if isinstance(node, yaml.MappingNode):
-            inner = [(str(key.value), value) for key, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            inner = list(enumerate(node.value))
-        waiting += [(value, (*path, key)) for key, value in reversed(inner)]
+        return []
 
 
 def _wrong_layout(value: Any) -> Iterator[Mistake]:
     if not isinstance(value, dict):
         yield (), "the rank table is not a JSON object, { … }", "see docs/guides/cluster-files.md for the format"
         return
-    for key, name in _OTHER_LAYOUTS.items():
+    for key, mistake in _OTHER_LAYOUTS.items():
         if key in value and "server_list" not in value:
-            hint = "create a new table from a list of hosts: manyhands explain --cluster HOSTFILE --write table.json"
-            yield (key,), f"the rank table has the layout {name}; versions 1.0 and 1.2 are supported", hint
-    if "server_group_list" in value and "server_list" not in value:
-        message = "the rank table has ModelArts' layout, with each server_list inside server_group_list"
-        hint = 'replace "server_group_list" with the "server_list" of one group, next to "status"'
-        yield ("server_group_list",), message, hint
-    if value.get("version") not in (None, *get_args(Version)):
-        yield ("version",), f"version is {json.dumps(value['version'])}; expected {_VERSIONS}", f"write {_VERSIONS}"
+            yield (key,), *mistake
     if value.get("status") == "initializing":
         hint = 'wait until the program that writes the table sets status to "completed"'
-        yield ("status",), 'the rank table is incomplete: its status is "initializing"', hint
+        yield ("status",), f"the rank table is incomplete: {_INITIALIZING}", hint
 
 
 def _wrong_value(error: dict[str, Any]) -> Mistake:
@@ -261,18 +258,19 @@ def _wrong_value(error: dict[str, Any]) -> Mistake:
         return path, f"{name} is missing", f'add "{field}" at this place'
     if error["type"] == "misspelled":
         return (*path, error["ctx"]["key"]), error["msg"], f'did you mean "{error["ctx"]["near"]}"?'
+    choices = str(error.get("ctx", {}).get("expected", "")).replace("'", '"')
     kinds = {
         "string_type": "expected a string in double quotes",
         "list_type": "expected a list, [ … ]",
         "model_type": "expected an object, { … }",
         "string_pattern_mismatch": 'expected a number in quotes, "0" or higher',
         "too_short": "expected at least one entry",
-        "literal_error": f"expected {error.get('ctx', {}).get('expected', '')}".replace("'", '"'),
+        "literal_error": f"expected {choices}",
     }
     kind = kinds.get(error["type"], str(error["msg"]).removeprefix("Value error, "))
     found = json.dumps(error["input"], ensure_ascii=False)
-    hint = "correct this value"
-    if isinstance(error["input"], int):
+    hint = f"write {choices}" if choices else "correct this value"
+    if isinstance(error["input"], int) and not choices:
         hint = f'write "{found}"'
     elif field in {"device_ip", "backup_device_ip"}:
         hint = "take the address from /etc/hccn.conf on the server: address_0 belongs to device 0"
@@ -282,67 +280,60 @@ def _wrong_value(error: dict[str, Any]) -> Mistake:
 
 
 def _broken_lists(table: RankTable) -> Iterator[Mistake]:
-    """Yields a wrong count of servers, and members of super pods that are not in the list."""
+    """Yields a wrong count of servers, unlisted members of super pods, and what two servers or cards share."""
     ids = [server.server_id for server in table.server_list]
     if table.server_count is not None and int(table.server_count) != len(ids):
-        message = (
-            f'server_count is "{table.server_count}", but server_list has {len(ids)} servers; expected "{len(ids)}"'
-        )
-        yield ("server_count",), message, "correct the count, or add the missing servers"
+        counts = f'"{table.server_count}", but server_list has {len(ids)} servers; expected "{len(ids)}"'
+        yield ("server_count",), f"server_count is {counts}", "correct the count, or add the missing servers"
     for at, pod in enumerate(table.super_pod_list or []):
         for index, server in enumerate(pod.server_list):
             if server.server_id not in ids:
                 message = f'server_id "{server.server_id}" of a super pod is not in server_list'
                 yield ("super_pod_list", at, "server_list", index, "server_id"), message, "correct this server_id"
-
-
-def _repeated(table: RankTable) -> Iterator[Mistake]:
-    """Yields server IDs, device IDs and addresses that two servers or cards share."""
-    entries: list[tuple[Keys, str, object, str]] = []  # path, value, what must be unique, hint
+    entries: list[tuple[Keys, str, str, object]] = []  # path, field, value, and what must be unique
     for at, server in enumerate(table.server_list):
-        path: Keys = ("server_list", at)
-        hint = "list all cards of one machine under one server"
-        entries.append(((*path, "server_id"), server.server_id, server.server_id, hint))
+        entries.append((("server_list", at), "server_id", server.server_id, server.server_id))
         for index, card in enumerate(server.device):
-            path = ("server_list", at, "device", index)
-            hint = "list each card once; `ls /dev/davinci*` shows the numbers of the cards"
-            entries.append(((*path, "device_id"), card.device_id, (at, card.device_id), hint))
-            if card.device_ip not in {"", "reserve"}:
-                hint = "take each card's own address from /etc/hccn.conf on the server"
-                entries.append(((*path, "device_ip"), card.device_ip, (card.device_ip, card.device_port), hint))
+            path: Keys = ("server_list", at, "device", index)
+            entries.append((path, "device_id", card.device_id, (at, card.device_id)))
+            if card.device_ip not in _UNKNOWN:
+                entries.append((path, "device_ip", card.device_ip, (card.device_ip, card.device_port)))
     seen = dict[object, Keys]()
-    for path, value, unique, hint in entries:
-        first = seen.setdefault((path[-1], unique), path)
+    for path, field, value, unique in entries:
+        first = seen.setdefault((field, unique), path)
         if first != path:
-            yield path, f'{path[-1]} "{value}" repeats the {path[-1]} of {_dotted(first[:-1])}', hint
+            yield (*path, field), f'{field} "{value}" repeats the {field} of {_dotted(first)}', _UNIQUE[field]
 
 
 def _broken_ranks(table: RankTable) -> Iterator[Mistake]:
     """Yields ranks that repeat, are out of range, or don't follow the text order of server_id."""
     servers = table.server_list
-    ranks = [int(card.rank_id) for server in servers for card in server.device]
-    missing = sorted({*range(len(ranks))} - {*ranks})
+    ranks = {
+        ("server_list", at, "device", index, "rank_id"): int(card.rank_id)
+        for at, server in enumerate(servers)
+        for index, card in enumerate(server.device)
+    }
+    missing = sorted({*range(len(ranks))} - {*ranks.values()})
     hint, expected = f"missing: {', '.join(map(str, missing[:8]))}", f"expected 0 … {len(ranks) - 1}, each once"
-    seen = set[str]()
-    for at, server in enumerate(servers):
-        for index, card in enumerate(server.device):
-            path: Keys = ("server_list", at, "device", index, "rank_id")
-            if card.rank_id in seen:
-                yield path, f'rank_id "{card.rank_id}" is given twice; {expected}', hint
-            if int(card.rank_id) >= len(ranks):
-                yield path, f'rank_id is "{card.rank_id}", but the table has {len(ranks)} cards; {expected}', hint
-            seen.add(card.rank_id)
+    seen = set[int]()
+    for path, rank in ranks.items():
+        if rank in seen:
+            yield path, f'rank_id "{rank}" is given twice; {expected}', hint
+        if rank >= len(ranks):
+            yield path, f'rank_id is "{rank}", but the table has {len(ranks)} cards; {expected}', hint
+        seen.add(rank)
     lowest, before = 0, ""
     hint = 'number the ranks in the text order of server_id; "10.0.0.10" comes before "10.0.0.9"'
     for at, server in sorted(enumerate(servers), key=lambda entry: entry[1].server_id):
         wanted = range(lowest, lowest := lowest + len(server.device))
-        for index, card in enumerate(server.device):
-            if int(card.rank_id) not in wanted:
+        for index in range(len(server.device)):
+            path = ("server_list", at, "device", index, "rank_id")
+            if ranks[path] not in wanted:
                 message = (
-                    f'rank_id is "{card.rank_id}"; expected {wanted[0]} … {wanted[-1]} on server '
+                    f'rank_id is "{ranks[path]}"; expected {wanted[0]} … {wanted[-1]} on server '
                     f'"{server.server_id}", because ranks follow the text order of server_id{before}'
                 )
-                yield ("server_list", at, "device", index, "rank_id"), message, hint
+                yield path, message, hint
         before = f' and "{server.server_id}" comes first'
 
 
@@ -357,8 +348,7 @@ def _broken_groups(table: RankTable) -> Iterator[Mistake]:
         return
     other = 'for servers newer than Ascend 910, add the type next to server_id, such as "hardware_type": "800T-A2"'
     for at, server in enumerate(servers):
-        path: Keys = ("server_list", at, "device")
-        cards = sorted(int(device.device_id) for device in server.device)
+        path, cards = ("server_list", at, "device"), sorted(server.cards)
         listed = ", ".join(map(str, cards))
         if len(cards) not in (1, 2, 4, 8):
             message = f"the server has {len(cards)} cards; HCCL supports 1, 2, 4 or 8 cards on one server"
@@ -391,16 +381,12 @@ def wait(
     """
     ends, announced = clock() + timeout_s, timeout_s < POLL_S
     while True:
+        text = ""
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            text = ""  # some writers replace the file
-        try:
             value = json.loads(text.removeprefix("\ufeff"))
-            initializing = isinstance(value, dict) and value.get("status") == "initializing"
-            state = 'its status is "initializing"' if initializing else ""
-        except (ValueError, RecursionError):
-            initializing = False
+            state = _INITIALIZING if isinstance(value, dict) and value.get("status") == "initializing" else ""
+        except (FileNotFoundError, ValueError, RecursionError):  # some writers replace the file
             state = "" if text.rstrip().endswith("}") else "the end of the file is missing"
         if not state or clock() >= ends:
             break
@@ -408,7 +394,7 @@ def wait(
             announced = True
             say(f"waiting up to {timeout_s:g} s for the rank table {path} to be completed: {state}")
         sleep(POLL_S)
-    if initializing:
+    if state == _INITIALIZING:
         message = f'the rank table was not completed within {timeout_s:g} s: its status is still "initializing"'
         raise UserError(message, str(path), ("check the program that writes the table, or complete the table by hand",))
     return text
@@ -423,16 +409,13 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str,
     Raises:
         UserError: A number of processes is unknown, or the table breaks a rule of HCCL.
     """
-    notes: list[str] = []
-    if any("@" in machine.host for machine in cluster.machines):
-        notes.append("user names are omitted: rank tables don't have user names")
-    if any(machine.port for machine in cluster.machines):
-        notes.append("ssh ports are omitted: only hostfiles have ssh ports")
-    if cluster.master_port:
-        notes.append("the master's port is omitted: rank tables don't have a port")
     addresses = (read_hccn() if hccn is None else hccn) if len(cluster.machines) == 1 else {}
-    if not addresses:
-        notes.append("device_ip is omitted: for card N, add address_N from /etc/hccn.conf on the card's machine")
+    notes = {
+        "user names are omitted: rank tables don't have user names": any("@" in m.host for m in cluster.machines),
+        "ssh ports are omitted: only hostfiles have ssh ports": any(m.port for m in cluster.machines),
+        "the master's port is omitted: rank tables don't have a port": cluster.master_port,
+        "device_ip is omitted: for card N, add address_N from /etc/hccn.conf on the card's machine": not addresses,
+    }
     servers: list[dict[str, Any]] = []
     rank = 0
     for name, machine in zip(_server_ids(cluster), cluster.machines, strict=True):
@@ -450,12 +433,11 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str,
         rank += len(devices)
         more = {} if name == machine.address else {"host_ip": machine.address}
         servers.append({"server_id": name, **more, "device": devices, "host_nic_ip": "reserve"})
-    count = str(len(servers))
-    table = {"version": "1.0", "server_count": count, "server_list": servers, "status": "completed"}
+    table = {"version": "1.0", "server_count": str(len(servers)), "server_list": servers, "status": "completed"}
     text = json.dumps(table, indent=2, ensure_ascii=False)
     text = re.sub(r"\{[^{}\[\]]*\}", lambda found: " ".join(found[0].split()), text) + "\n"  # one card a line
     read(text, "the new rank table")
-    return text, notes
+    return text, [note for note, applies in notes.items() if applies]
 
 
 def _server_ids(cluster: Cluster) -> list[str]:
@@ -473,16 +455,14 @@ def _server_ids(cluster: Cluster) -> list[str]:
 
 def read_hccn(path: Path = HCCN) -> dict[int, str]:
     """Reads the cards' addresses from lines such as address_0=192.168.100.101. Raises UserError: an invalid address."""
-    if not path.exists():
-        return {}
     found: dict[int, str] = {}
-    for at, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-        matched = re.fullmatch(r"\s*address_(\d+)\s*=\s*(\S*)\s*", line)
-        if matched and not is_address(matched[2]):
-            message = f'address_{matched[1]} is "{matched[2]}"; expected an IP address'
-            hints = ("set the address with hccn_tool, or correct the file",)
-            raise UserError(message, at_line(str(path), at), hints)
-        if matched:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for at, line in enumerate(text.splitlines(), 1):
+        if matched := re.fullmatch(r"\s*address_(\d+)\s*=\s*(\S*)\s*", line):
+            if not is_address(matched[2]):
+                message = f'address_{matched[1]} is "{matched[2]}"; expected an IP address'
+                hints = ("set the address with hccn_tool, or correct the file",)
+                raise UserError(message, at_line(str(path), at), hints)
             found[int(matched[1])] = matched[2]
     return found
 
@@ -500,23 +480,23 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
     if not path.is_file():
         raise UserError(f"there is no file {where}", "RANK_TABLE_FILE", ("export the path of the rank table",))
     servers = read_table(path.read_text(encoding="utf-8", errors="replace"), where).by_rank
-    cards = [(server, local_rank) for server in servers for local_rank in range(len(server.device))]
+    cards = [(server, local_rank, card) for server in servers for local_rank, card in enumerate(server.cards)]
     size, rank = len(cards), number(environment, "RANK_ID")
-    if rank >= size:
-        raise _contradiction("RANK_ID", rank, f"0 … {size - 1}, the ranks in the table", where)
-    server, local_rank = cards[rank]
-    card = int(server.by_rank[local_rank].device_id)
-    if (given := number(environment, "RANK_SIZE", size)) != size:
-        raise _contradiction("RANK_SIZE", given, f"{size}, the number of cards in the table", where)
-    if (given := number(environment, "DEVICE_ID", card)) != card:
-        raise _contradiction("DEVICE_ID", given, f"{card}, the card of rank {rank} in the table", where)
+    server, local_rank, card = cards[min(rank, size - 1)]
+    expected = {
+        "RANK_ID": (range(size), f"0 … {size - 1}, the ranks in the table"),
+        "RANK_SIZE": ([size], f"{size}, the number of cards in the table"),
+        "DEVICE_ID": ([card], f"{card}, the card of rank {rank} in the table"),
+    }
+    for name, (fitting, words) in expected.items():
+        if (found := number(environment, name, fitting[0])) not in fitting:
+            hints = (f"correct {name}, or export the RANK_TABLE_FILE of this job",)
+            raise UserError(f"{name} is {found}; expected {words}", f"environment, and {where}", hints)
     origins = dict.fromkeys(("size", "local_rank", "local_size", "device"), f"rank table {where}") | {"rank": "RANK_ID"}
     first = servers[0].host, f"server_id {servers[0].server_id} of rank 0"
     address, origins["master_address"] = master_address(environment, alone=len(servers) == 1) or first
     port, origins["master_port"] = master_port(environment, DEFAULT_PORT, "default")
-    return LauncherPlace(rank, size, local_rank, len(server.device), address, port, card, "rank table", origins)
-
-
-def _contradiction(name: str, found: int, expected: str, where: str) -> UserError:
-    hints = (f"correct {name}, or export the RANK_TABLE_FILE of this job",)
-    return UserError(f"{name} is {found}; expected {expected}", f"environment, and {where}", hints)
+    return LauncherPlace(
+        rank, size, local_rank, len(server.device),
+        started_by="rank table", device_index=card, master_address=address, master_port=port, origins=origins,
+    )  # fmt: skip

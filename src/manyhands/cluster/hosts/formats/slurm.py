@@ -54,7 +54,10 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
         "rank": "SLURM_PROCID", "size": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID", "local_size": name,
         "master_address": address_origin, "master_port": port_origin, "device": device_origin,
     }  # fmt: skip
-    return LauncherPlace(rank, size, local_rank, tasks[node], address, port, device, "Slurm", origins)
+    return LauncherPlace(
+        rank, size, local_rank, tasks[node],
+        started_by="Slurm", device_index=device, master_address=address, master_port=port, origins=origins,
+    )  # fmt: skip
 
 
 def alone(environment: Mapping[str, str]) -> UserError | None:

@@ -1,0 +1,217 @@
+"""The machines of a run, their states, and the connections to their agents."""
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from manyhands.cluster.agents.connection import AgentConnection, ask_all, close_all
+from manyhands.cluster.agents.protocol import RunOpened
+from manyhands.cluster.doctor.findings import Contact, Facts
+from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine
+from manyhands.cluster.messages import R, Request
+from manyhands.core.errors import EXIT_DOCTOR, RunError
+from manyhands.core.timeouts import EXCLUDED_MOST_S, EXCLUDED_S, REQUEST_S, RETRY_LEAST_S
+
+# A machine that fails less than so many saved updates after it began to take part was of no use.
+SOON_UPDATES = 20
+
+
+class MachineState(Enum):
+    """The state of a machine in a run, and the meaning of `RunMachine.until` in it."""
+
+    LOST = "lost"  # no agent answers; until: the next contact
+    CONTACTING = "contacting"  # its agent was started and answers requests; until: the launcher gives up
+    READY = "ready"  # waits for the next start; until: it is excluded from starts before
+    RUNNING = "running"  # takes part; the link itself reconnects for SILENT_S
+
+
+@dataclass(eq=False)
+class RunMachine:
+    """A machine of a run.
+
+    Attributes:
+        spec: its name, how it is reached, and its slots.
+        state: its state.
+        until: when the state ends, by the monotonic clock; 0 if that is not known.
+        since: when it was lost, requested or excluded, by the monotonic clock.
+        link: the connection to its agent.
+        problem: why no agent answered.
+        facts: what the agent reported about the machine.
+        device: the kind of device that is used.
+        processes: number of processes that it runs.
+        address: where the other machines reach it.
+        opened_folder: the run folder on it, as it was opened last.
+        folder: the path of the run folder there, from its first start on.
+        position: its place among the machines of the last start that it took part in.
+        generation: that start; -1 for none.
+        requested: the user waits for it to join.
+        added: it joined on request of the user.
+        joined: it joined with the current start.
+        records_may_differ: its records of the run may differ from the launcher's.
+        failures: number of failures since it was last of use.
+        since_step: the saved step at which it began to take part.
+        notify: receives how the request to add it ended, and whether it takes part.
+        contact: the requests to the agent of a machine that is contacted, one after another.
+        asked: the number of the request that was sent last, and the request.
+    """
+
+    spec: Machine
+    state: MachineState = MachineState.CONTACTING
+    until: float = 0.0
+    since: float = field(default_factory=time.monotonic)
+    link: AgentConnection | None = None
+    problem: Contact | None = None
+    facts: Facts = field(default_factory=dict[str, Any], repr=False)
+    device: str = ""
+    processes: int = 0
+    address: Address = field(default_factory=lambda: Address("", LOOPBACK))
+    opened_folder: RunOpened | None = None
+    folder: str = ""
+    position: int = 0
+    generation: int = -1
+    requested: bool = False
+    added: bool = False
+    joined: bool = False
+    records_may_differ: bool = False
+    failures: int = 0
+    since_step: int | None = None
+    notify: Callable[[str, bool], object] = lambda _text, _takes_part: None
+    contact: Generator[Request[Any], Any, None] | None = None
+    asked: tuple[int, Request[Any]] | None = None
+
+    @property
+    def name(self) -> str:
+        """The host name, which is unique in a run."""
+        return self.spec.name
+
+    @property
+    def agent(self) -> AgentConnection:
+        """The connection to its agent, which must exist."""
+        assert self.link
+        return self.link
+
+    @property
+    def run_folder(self) -> RunOpened:
+        """The run folder on it, which must have been opened."""
+        assert self.opened_folder
+        return self.opened_folder
+
+    def count_failure(self, step: int) -> float:
+        """Counts a failure; returns for how many seconds to exclude the machine: 0 if it was of use before.
+
+        Args:
+            step: the newest saved step.
+        """
+        useful = self.since_step is not None and step - self.since_step >= SOON_UPDATES
+        self.failures, self.since_step = 1 if useful else self.failures + 1, None
+        return min(EXCLUDED_MOST_S, EXCLUDED_S * 2 ** (self.failures - 2)) if self.failures > 1 else 0.0
+
+    def lose(self, pause_s: float = 0.0) -> None:
+        """Ends the connection; the machine is contacted again after the pause, or at once if it was requested."""
+        self._leave(MachineState.LOST)
+        self.until = self.since + max(pause_s, 0.0 if self.requested else RETRY_LEAST_S)
+        self.disconnect()
+
+    def exclude(self, pause_s: float) -> None:
+        """Removes it from the run; it can take part again after the pause."""
+        self._leave(MachineState.READY)
+        self.until = self.since + pause_s
+
+    def _leave(self, state: MachineState) -> None:
+        self.state, self.since, self.since_step = state, time.monotonic(), None
+        self.joined, self.records_may_differ = False, True
+
+    def disconnect(self) -> None:
+        """Ends the connection at once."""
+        link, self.link, self.facts = self.link, None, {}
+        self.contact = self.asked = None
+        if link:
+            link.close(0.0)
+
+
+class Machines:
+    """All machines of a run; those that take part are in the order of their ranks.
+
+    Attributes:
+        all: every machine, lost ones too.
+    """
+
+    def __init__(self, machines: list[RunMachine]) -> None:
+        self.all = machines
+
+    @property
+    def running(self) -> list[RunMachine]:
+        """The machines that take part."""
+        return [machine for machine in self.all if machine.state is MachineState.RUNNING]
+
+    @property
+    def waiting(self) -> list[RunMachine]:
+        """The machines that don't take part, and may."""
+        return [machine for machine in self.all if machine.state is not MachineState.RUNNING]
+
+    @property
+    def links(self) -> list[AgentConnection]:
+        """The connections of those that take part."""
+        return [machine.agent for machine in self.running]
+
+    @property
+    def facts(self) -> dict[str, Facts]:
+        """The facts about the machines that take part, by name."""
+        return {machine.name: machine.facts for machine in self.running}
+
+    @property
+    def problems(self) -> dict[str, Contact]:
+        """Why machines don't answer, by name."""
+        return {machine.name: machine.problem for machine in self.all if machine.problem}
+
+    def heartbeat(self) -> None:
+        """Sends a heartbeat to each machine that takes part, if one is due."""
+        for link in self.links:
+            link.heartbeat()
+
+    def ask(self, requests: Mapping[RunMachine, Request[R]], timeout_s: float = REQUEST_S) -> dict[RunMachine, R]:
+        """Asks machines, each its own request, while the others receive heartbeats.
+
+        Raises:
+            RunError: a machine is gone, or its request failed.
+        """
+        answers: dict[RunMachine, R] = {}
+        for machine, answer in self._ask(requests, timeout_s).items():
+            if isinstance(answer, RunError):
+                raise answer
+            answers[machine] = answer
+        return answers
+
+    def ask_each(self, request: Request[R], timeout_s: float = REQUEST_S) -> dict[RunMachine, R]:
+        """Asks every machine that takes part the same; see `ask`."""
+        return self.ask(dict.fromkeys(self.running, request), timeout_s)
+
+    def ask_named(self, requests: Mapping[str, Request[R]], timeout_s: float) -> dict[str, R | RunError]:
+        """Asks machines by name; returns for each its answer or error."""
+        asked = {machine: requests[machine.name] for machine in self.running if machine.name in requests}
+        return {machine.name: answer for machine, answer in self._ask(asked, timeout_s).items()}
+
+    def _ask(self, requests: Mapping[RunMachine, Request[R]], timeout_s: float) -> dict[RunMachine, R | RunError]:
+        asked = {machine.agent: request for machine, request in requests.items()}
+        answers = ask_all(asked, timeout_s, self.links)
+        return {machine: answers[machine.agent] for machine in requests}
+
+    def require_all(self) -> None:
+        """Raises RunError, with what can be done, if a machine's agent doesn't answer."""
+        problems = self.problems
+        if not problems:
+            return
+        if len(problems) == 1:
+            ((host, contact),) = problems.items()
+            error = RunError(contact.what, host, contact.hints)
+        else:
+            lines = tuple(f"{contact.what}: {contact.hints[0]}" for contact in problems.values())
+            error = RunError(f"{len(problems)} machines can't be used", ", ".join(problems), lines)
+        error.exit_code = EXIT_DOCTOR
+        raise error
+
+    def close(self, patience_s: float = 5.0) -> None:
+        """Closes all connections."""
+        close_all([machine.link for machine in self.all if machine.link], patience_s)

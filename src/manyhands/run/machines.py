@@ -1,0 +1,348 @@
+"""The membership of a launched run: which machines take part, and which are lost, contacted, ready or excluded.
+
+The states of a machine change so:
+
+    RUNNING -> LOST         its connection ended or was silent, and could not be replaced
+    RUNNING -> READY        excluded for a while: it failed again soon, and the run can continue without it
+    RUNNING -> READY        another machine was lost while this one joined (run/start.py)
+    LOST -> CONTACTING      the pause before the next contact is over
+    CONTACTING -> READY     the agent has answered every request
+    CONTACTING -> LOST      no answer, its earlier processes are still ending, or it belongs to another launcher
+    READY -> RUNNING        the next start takes it in, for which the run is restarted if that is worth it
+    READY -> LOST           its connection ended or was silent
+    LOST, CONTACTING, READY -> refused      it can't take part, and another attempt would not change that
+    RUNNING -> refused                      it has just joined, and the start with it failed before its first update
+"""
+
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+from manyhands.checkpoint.saved import saved_step
+from manyhands.cluster.agents.agent import Agent
+from manyhands.cluster.agents.assemble import clock_offset, open_agent
+from manyhands.cluster.agents.claim import run_id, term_in
+from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, answer_to
+from manyhands.cluster.agents.ending import Ending, first_cause
+from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
+from manyhands.cluster.agents.ssh import explain_contact
+from manyhands.cluster.doctor.findings import Facts, examine
+from manyhands.cluster.hosts.inventory import Machine
+from manyhands.cluster.messages import Request, call
+from manyhands.config.job import Job
+from manyhands.core.errors import ManyhandsError, RunError, UserError
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
+from manyhands.run.doctor import facts_wanted, known_of
+from manyhands.run.recovery import (
+    RestartHooks,
+    failed_rank,
+    from_outside,
+    what_failed,
+    worth_a_start,
+)
+
+# The pause between two contacts is this part of the time that a machine has been lost.
+PAUSE = 0.02
+# The agent of a machine that was cut off may still have its processes.
+BUSY = "is still ending its earlier processes"
+REPLACED = "another launcher has taken over the run"
+
+
+class RefusedError(ManyhandsError):
+    """This machine can't take part, and trying again would not change that."""
+
+
+class Membership(RestartHooks):
+    """Which machines take part in a launched run. No method waits.
+
+    Args:
+        job: what they do.
+        machines: all of them, with their states.
+        folder: the run folder here.
+        say: tells the user, a sentence and its level.
+
+    Attributes:
+        code: files that a machine that joins is given.
+        term: of this launcher; 0 if the run isn't detached.
+        replaced_on: a machine that obeys another launcher.
+    """
+
+    def __init__(self, job: Job, machines: Machines, folder: RunFolder, say: Callable[[str, str], object]) -> None:
+        self.machines, self.code = machines, dict[str, str]()
+        self.term, self.replaced_on = term_in(folder.ranks).head if job.cluster.detach else 0, ""
+        self._job, self._folder, self._say = job, folder, say
+        self._measured = 0  # bytes of metrics before the current start
+        self._refused = dict[str, RunMachine]()
+
+    # The members.
+
+    @property
+    def connected(self) -> list[RunMachine]:
+        """The machines that take part and are not lost."""
+        return [machine for machine in self.machines.running if not machine.agent.closed]
+
+    @property
+    def room(self) -> int:
+        """The number of machines that may still join."""
+        return max(0, self._job.cluster.machines_wanted.stop - 1 - len(self.connected))
+
+    @property
+    def joined(self) -> list[RunMachine]:
+        """The machines that joined with the current start."""
+        return [machine for machine in self.machines.running if machine.joined]
+
+    @property
+    def ready(self) -> list[RunMachine]:
+        """The machines that can join now."""
+        now = time.monotonic()
+        return [
+            machine for machine in self.machines.all if machine.state is MachineState.READY and now >= machine.until
+        ]
+
+    @property
+    def joinable(self) -> list[RunMachine]:
+        """The ready machines; none while another contact makes progress, so that one restart serves both."""
+        soon = any(machine.state is MachineState.CONTACTING and machine.facts for machine in self.machines.all)
+        return [] if soon else self.ready
+
+    @property
+    def trained(self) -> bool:
+        """Whether the current start has made an update."""
+        return _size(self._folder.metrics) > self._measured
+
+    @property
+    def added(self) -> list[Machine]:
+        """The machines that have joined on request of the user."""
+        return [machine.spec for machine in self.machines.all if machine.added]
+
+    def too_few(self) -> str:
+        """Returns why the run can't continue on the machines that are left, or nothing."""
+        left, least = len(self.connected), self._job.cluster.machines_wanted.start
+        if self.replaced_on:
+            return f"{REPLACED} on {self.replaced_on}"
+        if left + len(self.ready) >= least:
+            return ""
+        return f"{left} machines are left, but --elastic {self._job.cluster.elastic} needs {least}"
+
+    def on_trial(self) -> list[str]:
+        """Returns the machines that joined with the current start, until it has made an update."""
+        return [] if self.trained else [machine.name for machine in self.joined]
+
+    def can_join(self) -> list[str]:
+        """Returns the machines that the next start takes in."""
+        return [machine.name for machine in self.joinable][: self.room]
+
+    def regroups(self) -> bool:
+        """Whether to restart now, because a machine can join or another launcher has taken over the run."""
+        joins = not self._job.run.script and self.can_join() and self.trained and worth_a_start(self._folder)
+        return bool(joins or self.replaced_on)
+
+    # Changes.
+
+    def record_start(self, number: int) -> None:
+        """Records that a start begins with the members, in their present order and with their opened folders."""
+        step = saved_step(self._folder) or 0
+        self._measured = _size(self._folder.metrics)
+        for position, machine in enumerate(self.machines.running):
+            machine.folder, machine.position, machine.generation = machine.run_folder.folder, position, number
+            machine.since_step = step if machine.since_step is None else machine.since_step
+            machine.requested = False
+            if machine.joined:
+                machine.notify(f"{machine.name} has joined {self._folder.path}", True)
+                machine.notify = lambda _text, _takes_part: None
+
+    def add(self, spec: Machine, notify: Callable[[str, bool], object]) -> None:
+        """Adds a machine that the user requests; it joins as soon as it can.
+
+        Raises:
+            UserError: it is part of the run already, or no more machines are allowed.
+        """
+        name, wanted = spec.name, f"--elastic {self._job.cluster.elastic}"
+        if name in {machine.name for machine in self.machines.running}:
+            raise UserError(f"{name} is already part of the run")
+        if name in {machine.name for machine in self.machines.waiting}:
+            raise UserError(f"{name} was lost, and rejoins the run as soon as it answers")
+        if self._job.run.script or not self._job.cluster.recovers:
+            what = "a script of your own" if self._job.run.script else f"a run with {wanted}"
+            raise UserError(f"{what} can't add machines")
+        if not self.room:
+            raise UserError(f"the run has {len(self.connected)} machines, and {wanted} allows no more")
+        machine = self._refused.pop(name, None) or RunMachine(spec)
+        machine.spec, machine.state, machine.until, machine.since = spec, MachineState.LOST, 0.0, time.monotonic()
+        machine.requested, machine.notify = True, notify
+        self.machines.all.append(machine)
+
+    def note_ending(self, ending: Ending) -> None:
+        """Refuses machines with which the start failed; else counts the failure of each that was lost or has failed.
+
+        A lost machine is contacted again later the more often it has failed; one that failed is excluded, unless it
+        is needed.
+        """
+        if self.on_trial() and not ending.regrouped and not from_outside(first_cause(ending)):
+            for machine in self.joined:
+                self.refuse(machine, RefusedError(f"the start with this machine failed: {what_failed(ending)}"))
+            return
+        step, rank = saved_step(self._folder) or 0, failed_rank(ending)
+        lost = [machine for machine in self.machines.running if machine.name in ending.lost]
+        for machine in lost or self._machines_of(rank):
+            pause_s = machine.count_failure(step)
+            if machine.agent.closed:
+                machine.lose(pause_s)
+            elif pause_s and len(self.connected) > self._job.cluster.machines_wanted.start:
+                self._say(f"{machine.name} failed again soon: excluding this machine for {pause_s:.0f} s", "INFO")
+                machine.exclude(pause_s)
+
+    def _machines_of(self, rank: int | None) -> list[RunMachine]:
+        """Returns the machine that has a rank; nothing without a rank."""
+        first = 0
+        for machine in self.machines.running:
+            if rank is not None and first <= rank < first + machine.processes:
+                return [machine]
+            first += machine.processes
+        return []
+
+    def take_in(self) -> list[RunMachine]:
+        """Marks members whose connection has ended as lost, adds the ready machines at the end, and returns these."""
+        for machine in self.machines.running:
+            if machine.agent.closed:
+                machine.lose()
+        joining = self.ready[: self.room]
+        self.machines.all = [machine for machine in self.machines.all if machine not in joining] + joining
+        for machine in joining:
+            machine.state, machine.joined, machine.added = (
+                MachineState.RUNNING,
+                True,
+                machine.added or machine.requested,
+            )
+        return joining
+
+    def refuse(self, machine: RunMachine, error: ManyhandsError) -> None:
+        """Removes a machine for good, and tells the user why."""
+        self.machines.all.remove(machine)
+        machine.lose()
+        machine.added = machine.requested = False
+        self._refused[machine.name] = machine
+        hints = f" ({'; or '.join(error.hints)})" if error.hints else ""
+        text = f"{machine.name} can't join: {error.message}{hints}"
+        self._say(text, "WARNING")
+        machine.notify(text, False)
+
+    def close(self) -> None:
+        """Ends the contacts with machines that don't take part."""
+        for machine in self.machines.waiting:
+            machine.disconnect()
+            machine.notify(f"the run ended before {machine.name} joined", False)
+
+    # Contacts.
+
+    def tick(self) -> None:
+        """Continues the contact with each machine that doesn't take part, without waiting."""
+        steps = {MachineState.LOST: self._open, MachineState.CONTACTING: self._receive, MachineState.READY: self._check}
+        for machine in self.machines.waiting:
+            try:
+                if machine.state is not MachineState.LOST:
+                    machine.agent.heartbeat()
+                    machine.agent.flush()
+                steps[machine.state](machine)
+            except (LinkClosed, OSError):  # also TimeoutError: try again later; or no memory or files here
+                self._give_up(machine)
+            except (RefusedError, RunError, UserError) as error:
+                self.refuse(machine, error)
+
+    def _open(self, machine: RunMachine) -> None:
+        """Starts the agent of a lost machine when its pause is over."""
+        now = time.monotonic()
+        if now < machine.until:
+            return
+        machine.link = open_agent(machine.spec, self._job.cluster, self._folder.ranks)
+        machine.state, machine.until = MachineState.CONTACTING, now + CONTACT_S
+        machine.contact = self._contact(machine, machine.link)
+        machine.asked = _post(machine.link, next(machine.contact))
+
+    def _receive(self, machine: RunMachine) -> None:
+        """Takes the next answer of a machine that is contacted."""
+        if machine.asked and (answers := answer_to(machine.agent, *machine.asked)):
+            self._take_answer(machine, *answers)
+        elif time.monotonic() > machine.until:
+            raise TimeoutError(f"{machine.name} did not answer within {CONTACT_S:.0f} s")
+
+    def _check(self, machine: RunMachine) -> None:
+        """Raises TimeoutError if a ready machine is lost again."""
+        link = machine.agent
+        link.read()
+        if link.closed or (not link.here and time.monotonic() - link.last_received > SILENT_S):
+            raise TimeoutError(f"{machine.name} was lost again")
+
+    def _take_answer(self, machine: RunMachine, answer: Any) -> None:
+        if isinstance(answer, RunError):
+            raise answer
+        assert machine.contact
+        try:
+            machine.asked = _post(machine.agent, machine.contact.send(answer))
+        except StopIteration:
+            machine.contact = machine.asked = None
+            machine.state, machine.until = MachineState.READY, 0.0
+
+    def _contact(self, machine: RunMachine, link: AgentConnection) -> Generator[Request[Any], Any, None]:
+        """Yields the requests to a machine before it can join, and receives their answers."""
+        asked, run = time.time(), run_id(self._folder)
+        facts = yield call(Agent.hello, facts_wanted(self._job), not link.here)
+        link.clock_offset_s = clock_offset(facts.get("time", 0.0), asked)
+        self._judge(machine, facts)
+        machine.facts = facts
+        folder = folder_on(machine, self._folder)
+        seen = yield call(Agent.inspect_run, folder, machine.position, machine.generation, run, self.term)
+        if self.term and seen.run == run and seen.term > self.term:
+            self.replaced_on = machine.name
+            raise TimeoutError(f"{machine.name} belongs to another launcher")
+        if seen.busy:
+            raise TimeoutError(f"{machine.name} {BUSY}")
+        if seen.checkpoints and seen.run != run:
+            raise RefusedError(f"{folder} on that machine holds another run", hints=("move that folder away",))
+        if self.code and not link.here:
+            yield call(Agent.take_code, self.code)
+        slots = machine.spec.slots
+        found = yield call(Agent.prepare, slots, self._job.cluster.threads, self._job.cluster.device)
+        if slots > found.count and found.device not in {"cpu", "mps"}:
+            raise RefusedError(
+                f"{slots} processes are requested, but the machine has {found.count} {found.device} devices"
+            )
+        machine.device, machine.processes = found.device, slots or found.count
+
+    def _judge(self, machine: RunMachine, facts: Facts) -> None:
+        """Raises RefusedError if its facts and those of the members show that training with it would fail."""
+        everyone = [*self.connected, machine]
+        known = {one.name: one.facts for one in self.connected} | {machine.name: facts}
+        found = examine(known_of(self._job, [one.spec for one in everyone], known))
+        if failures := [finding for finding in found if finding.severity == "fail"]:
+            raise RefusedError(failures[0].what, machine.name, failures[0].hints)
+
+    def _give_up(self, machine: RunMachine) -> None:
+        """Contacts a machine again after a pause that grows; one that was just requested and never there is refused."""
+        if machine.requested and machine.link and not machine.facts:
+            problem = explain_contact(
+                machine.spec, machine.link.close(), machine.link.log_tail(), self._job.cluster
+            )  # fmt: skip
+            self.refuse(machine, RefusedError(problem.what, hints=problem.hints))
+            return
+        excluded_until = machine.until if machine.state is MachineState.READY else 0.0
+        machine.disconnect()
+        now = time.monotonic()
+        pause_s = min(max(RETRY_LEAST_S, PAUSE * (now - machine.since)), RETRY_MOST_S)
+        machine.state, machine.until = MachineState.LOST, max(excluded_until, now + pause_s)
+
+
+def folder_on(machine: RunMachine, folder: RunFolder) -> str:
+    """Returns the path of the run folder on a machine: as opened there, or as seen from the work folder."""
+    path = folder.path.absolute()
+    return machine.folder or str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _post(link: AgentConnection, request: Request[Any]) -> tuple[int, Request[Any]]:
+    return link.post(request), request
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

@@ -1,0 +1,405 @@
+"""Prepares each start of a launched run: its machines, their run folders, addresses, the store, and their orders."""
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from manyhands.checkpoint.saved import saved_step
+from manyhands.cluster.agents.agent import Agent
+from manyhands.cluster.agents.claim import Term, new_holder, raise_term, run_id
+from manyhands.cluster.agents.code import with_absolute_paths
+from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
+from manyhands.cluster.agents.machines import Machines, RunMachine
+from manyhands.cluster.agents.mirror import Receiver, Sender, pieces_of
+from manyhands.cluster.agents.open_tunnels import NoTunnelError, TunnelRoutes, join_through_ssh
+from manyhands.cluster.agents.orders import Orders, orders_for
+from manyhands.cluster.agents.protocol import OpenRun, RunOpened
+from manyhands.cluster.agents.store_tunnel import StorePlaces, StoreTunnel, open_store
+from manyhands.cluster.agents.tunnel import Tunnels
+from manyhands.cluster.doctor.findings import examine
+from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Rendezvous
+from manyhands.cluster.hosts.machines import with_machines
+from manyhands.cluster.messages import Request, call
+from manyhands.config.job import Job
+from manyhands.core.errors import EXIT_DOCTOR, RunError
+from manyhands.core.records import write_json
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import COPY_S, OPEN_FOLDER_S, TAKE_OVER_S
+from manyhands.parallel.ports import loopback_interface
+from manyhands.parallel.tunnel_ends import VARIABLE
+from manyhands.run.doctor import public_addresses, survey_agents
+from manyhands.run.machines import REPLACED, Membership, RefusedError, folder_on
+from manyhands.run.recovery import resumed
+
+# Interval between two transfers of records to their copy.
+CARRY_S = 0.4
+# Checks of the doctor whose findings may have changed by the next minute.
+MOMENTARY = {"cpu", "jobs"}
+
+
+class LostWorkError(RunError):
+    """What was trained is on no machine that is left."""
+
+
+class Starts(contextlib.ExitStack):
+    """Prepares each start of a run; closed with the block, like the tunnels that it opens.
+
+    Args:
+        job: what to do.
+        membership: which machines take part.
+        folder: the run folder here.
+        receiver: writes the records that arrive.
+        say: tells the user, a sentence and its level.
+
+    Attributes:
+        tunnels: those of this process, where it relays between machines.
+        copy: sends the records to a second machine, if one has a disk of its own.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        membership: Membership,
+        folder: RunFolder,
+        receiver: Receiver,
+        say: Callable[[str, str], object],
+    ) -> None:
+        super().__init__()
+        self._job, self._membership, self._machines = job, membership, membership.machines
+        self._folder, self._receiver, self._say = folder, receiver, say
+        self._script, self._holder = bool(job.run.script), new_holder()
+        self._store, self.tunnels = self.enter_context(StoreTunnel(job.cluster)), Tunnels()
+        self.callback(self.tunnels.close)
+        self._ssh_only = False  # no network connects the machines
+        self._routes: TunnelRoutes | None = None  # of this start, where only ssh connects several machines
+        self._first_saved: int | None = None  # the newest step that was saved before the first start
+        self.copy: RecordsCopy | None = None
+
+    # The start itself.
+
+    def orders(self, job: Job, number: int) -> dict[AgentConnection, Orders]:
+        """Prepares a start, and returns the orders for each machine.
+
+        Machines that are lost meanwhile, or can't train with the others, don't take part.
+
+        Raises:
+            ManyhandsError: too few are left, or what was trained is on none of them.
+        """
+        for machine in self._machines.running:
+            machine.joined = False
+        while (places := self._gather(again=number > 0)) is None:
+            pass
+        running, term = self._machines.running, self._membership.term
+        job = job.model_copy(update={"cluster": with_machines(job.cluster, self._membership.added)})
+        if self.saved != self._first_saved:  # also if the records here don't show it yet
+            job = resumed(job)
+        self._membership.record_start(number)
+        self.copy = self._second_copy()
+        write_places(self._folder, self._machines)
+        if term:
+            raise_term(self._folder.ranks, Term(term, number))
+        for line in describe(self._machines, places, self._routes):
+            self._say(line, "INFO")
+        if job.cluster.sync_code:
+            job = with_absolute_paths(job)
+        sizes, orders = tuple(machine.processes for machine in running), dict[AgentConnection, Orders]()
+        for position, machine in enumerate(running):
+            tunnels = self._routes.ends[machine.name].environment() if self._routes else {VARIABLE: ""}
+            order = orders_for(
+                job,
+                "train",
+                machine.run_folder.folder,
+                Rendezvous(sizes, position, *places.ends[machine], machine.spec.devices),
+                device=machine.device,
+                environment={**machine.address.environment(), **tunnels},
+                generation=number,
+            )
+            orders[machine.agent] = replace(order, term=term)
+        return orders
+
+    def _gather(self, *, again: bool) -> StorePlaces | None:
+        """Prepares the members for a start; returns None if one of them is lost meanwhile."""
+        try:
+            if again:
+                self._take_in()
+                if why := self._membership.too_few():
+                    raise RunError(why)
+                self._open_anew()
+            return self._connect()
+        except (LinkClosed, NoTunnelError) as error:
+            if not again:
+                raise
+            # A machine that the others can't reach is treated as lost.
+            name = error.alone if isinstance(error, NoTunnelError) else error.where
+            machine = next(machine for machine in self._machines.running if machine.name == name)
+            machine.agent.close(0.0)
+            if too_few := self._membership.too_few():
+                self._say(f"{error.message}: {too_few}", "INFO")
+                raise
+            self._say(f"{error.message}: continuing without {name}", "INFO")
+            if machine.joined and isinstance(error, NoTunnelError):
+                self._membership.refuse(machine, error)
+            return None
+
+    def _take_in(self) -> None:
+        """Takes in the machines that can join, if their folders can be opened and all machines reach each other."""
+        joining = [machine for machine in self._membership.take_in() if self._opens_on(machine)]
+        if not joining:
+            return
+        alone = len(self._machines.running) == 1 + len(joining)
+        try:
+            addresses = check_machines(self._job, self._say, self._machines)
+            if not (addresses or self._ssh_only or alone):
+                raise RunError("only ssh reaches this machine, but the other machines connect directly")
+        except RunError as error:
+            others_lost = any(machine.agent.closed for machine in self._machines.running if machine not in joining)
+            for machine in joining:
+                if others_lost:
+                    machine.exclude(0.0)
+                else:
+                    self._membership.refuse(machine, error)
+        else:
+            self.set_addresses(addresses)
+
+    def _opens_on(self, machine: RunMachine) -> bool:
+        """Opens the run folder on a machine that joins; if that isn't possible, the user is told why."""
+        try:
+            with self._token() as token:
+                request = self._request(machine, token, records=False, output=False)
+                machine.opened_folder = machine.agent.ask(request, OPEN_FOLDER_S, self._machines.links)
+            if machine.opened_folder.taken:
+                raise RefusedError(f"a run is active in {machine.opened_folder.folder} on that machine")
+        except LinkClosed:
+            machine.lose()
+        except (RefusedError, RunError) as error:
+            self._membership.refuse(machine, error)
+        else:
+            return True
+        return False
+
+    # Addresses, tunnels and the store.
+
+    def set_addresses(self, addresses: dict[RunMachine, Address]) -> None:
+        """Notes where the machines reach each other; empty if only ssh connects them."""
+        self._ssh_only = not addresses
+        for machine, address in addresses.items():
+            machine.address = address
+
+    def _connect(self) -> StorePlaces:
+        """Opens the tunnels of a start, if only ssh connects its machines, and has the first listen for the store."""
+        self._routes = None
+        if self._ssh_only:
+            for machine in self._machines.running:
+                machine.address = Address("", LOOPBACK)
+        if not self._ssh_only or len(self._machines.running) == 1:
+            return self._store.open(self._machines)
+        self._routes = join_through_ssh(self._machines, self._job.cluster, self.tunnels)
+        for machine in self._machines.running:
+            machine.address = Address(loopback_interface(), self._routes.ends[machine.name].address)
+        return open_store(self._machines)
+
+    # Run folders.
+
+    @property
+    def saved(self) -> int:
+        """The newest step that is saved on any machine; -1 for none."""
+        return max(machine.run_folder.saved for machine in self._machines.running)
+
+    def open_folders(self, *, output: bool, records: bool = True, anew: bool = False) -> None:
+        """Opens the run folder on every machine, at the same place in its work folder.
+
+        Args:
+            output: the first machine sends what rank 0 prints, too.
+            records: it sends the records.
+            anew: it sends all of them, since those that are here may differ; they are kept aside.
+
+        Raises:
+            RunError: another launcher has taken over the run.
+        """
+        term = self._membership.term
+        with self._token() as token:
+            requests = {
+                machine: self._request(machine, token, records=records and not number, output=output, anew=anew)
+                for number, machine in enumerate(self._machines.running)
+            }
+            opened = self._machines.ask(requests, TAKE_OVER_S if term else OPEN_FOLDER_S)
+        for machine, answer in opened.items():
+            machine.opened_folder = answer
+        highest = max(answer.term for answer in opened.values())
+        if highest > term > 0:
+            if self._first_saved is not None:
+                raise RunError(REPLACED)
+            self._membership.term = highest + 1
+            self.open_folders(output=output, records=records, anew=anew)
+        elif self._first_saved is None:
+            self._first_saved = self.saved
+
+    @contextlib.contextmanager
+    def _token(self) -> Iterator[str]:
+        """Gives the name of a file by which machines recognize this process's own run folder."""
+        token = f".shared-{secrets.token_hex(8)}"
+        marker = self._folder.ranks / token
+        marker.touch()
+        try:
+            yield token
+        finally:
+            marker.unlink()
+
+    def _request(
+        self, machine: RunMachine, token: str, *, records: bool, output: bool, anew: bool = False
+    ) -> Request[RunOpened]:
+        here = str(self._folder.path.absolute())
+        place = here if machine.agent.here else folder_on(machine, self._folder)
+        held = None if not records else {} if anew else self._receiver.held()
+        run, term = run_id(self._folder), self._membership.term
+        return call(Agent.open_run, OpenRun(place, token, self._holder, run, held, output, term))
+
+    def _open_anew(self) -> None:
+        """Opens the folders for another start; the first machine becomes one with the newest checkpoint."""
+        self.open_folders(output=self._script, records=False)
+        last_step = saved_step(self._folder)
+        if self.saved < 0 and last_step is not None and not self._script:
+            raise LostWorkError(f"no remaining machine has a checkpoint; the newest checkpoint is of step {last_step}")
+        self._give_records(self._newest_first())
+        self.open_folders(output=self._script)
+
+    def resume_from_newest(self) -> None:
+        """Gives rank 0 to a machine with the newest checkpoint, when a run is resumed, and that machine all records."""
+        before, last_step = self._machines.running[0], saved_step(self._folder)
+        first = self._newest_first()
+        if first is before:
+            return
+        step = first.run_folder.saved
+        self._say(f"{first.name} has the newest checkpoint, of step {step}, and becomes the first machine", "INFO")
+        behind = last_step is None or last_step < step
+        if not behind:
+            self._give_records(first)
+        self.open_folders(output=False, anew=behind)
+
+    def _newest_first(self) -> RunMachine:
+        """Moves the machines with the newest checkpoint to the front, and returns the first."""
+        newest, running = self.saved, self._machines.running
+        self._machines.all.sort(key=lambda machine: machine not in running or machine.run_folder.saved < newest)
+        return self._machines.running[0]
+
+    def _give_records(self, machine: RunMachine) -> None:
+        """Sends the records that are here, of the fault and of what came before, to the machine that gets rank 0."""
+        if machine.agent.here or machine.run_folder.shared:
+            return
+        # What the machine wrote last before it was lost may not have been received.
+        held = {} if machine.records_may_differ else machine.run_folder.held
+        for pieces in pieces_of(self._folder.path, held):
+            machine.agent.ask(call(Agent.keep_records, machine.run_folder.folder, pieces), COPY_S, self._machines.links)
+        machine.records_may_differ = False
+
+    def _second_copy(self) -> "RecordsCopy | None":
+        """Chooses a second machine for the records: without a shared disk, it also holds a copy of each checkpoint."""
+        first, *others = self._machines.running
+        machine = next((machine for machine in others if machine.run_folder.own), None)
+        if machine is None or not (first.run_folder.shared or first.run_folder.own):
+            return None
+        held = {} if machine.records_may_differ else machine.run_folder.held
+        return RecordsCopy(machine.agent, machine.run_folder.folder, Sender(self._folder.path, held))
+
+
+class RecordsCopy:
+    """Sends the records of the run folder here to one machine.
+
+    Args:
+        link: the connection to it.
+        folder: the run folder there.
+        sender: finds what is new here.
+    """
+
+    def __init__(self, link: AgentConnection, folder: str, sender: Sender) -> None:
+        self._link, self._folder, self._sender, self._at = link, folder, sender, 0.0
+
+    def carry(self) -> None:
+        """Sends what is new, now and then; without waiting."""
+        if self._link.closed or time.monotonic() < self._at:
+            return
+        self._at = time.monotonic() + CARRY_S
+        if pieces := list(self._sender.news()):
+            self._link.post(call(Agent.keep_records, self._folder, pieces))
+
+    def finish(self) -> None:
+        """Sends the rest, and waits until it is there; the loss of the machine is reported elsewhere."""
+        with contextlib.suppress(RunError):
+            while not self._link.closed and (pieces := list(self._sender.news())):
+                self._link.ask(call(Agent.keep_records, self._folder, pieces), COPY_S)
+
+
+def check_machines(job: Job, say: Callable[[str, str], object], machines: Machines) -> dict[RunMachine, Address]:
+    """Runs the doctor's checks without measurements, and returns the addresses at which the machines reach each other.
+
+    Returns:
+        Nothing if they are connected through ssh only.
+
+    Raises:
+        RunError: they can't train together.
+    """
+    running = machines.running
+    if len(running) == 1:
+        return {running[0]: Address("", LOOPBACK)}
+    survey = survey_agents(job, machines, [machine.spec for machine in running], measure=False)
+    found = examine(survey)
+    failures = [finding for finding in found if finding.severity == "fail"]
+    apart = bool(failures) and all(finding.check == "reach" for finding in failures)
+    public = public_addresses(survey.chosen)
+    allowed = not job.cluster.interface or (apart and job.cluster.relay)
+    through_ssh = job.cluster.through_ssh or (bool(apart or public) and allowed)
+    if apart and through_ssh:
+        say(f"{failures[0].what}: trying ssh between the machines", "INFO")
+    elif failures:
+        others = [f"also: {finding.what}" for finding in failures[1:]]
+        error = RunError(failures[0].what, ", ".join(failures[0].hosts), (*failures[0].hints, *others))
+        error.exit_code = EXIT_DOCTOR
+        raise error
+    if public and through_ssh and not job.cluster.through_ssh:
+        say(f"{public}: connecting through ssh; to connect unencrypted, use --interface NAME", "INFO")
+    for finding in found:
+        if finding.severity == "warn" and finding.check not in MOMENTARY:
+            say(finding.what, "WARNING")
+    return {} if through_ssh else {machine: Address(*survey.chosen[machine.name]) for machine in running}
+
+
+def describe(machines: Machines, places: StorePlaces, routes: TunnelRoutes | None = None) -> list[str]:
+    """Returns sentences about who takes part in a start, and what listens where."""
+    running = machines.running
+    who = [f"{one.name} ({one.processes})" if one.processes > 1 else one.name for one in running]
+    total = sum(machine.processes for machine in running)
+    lines = [f"{total} process{'es' if total > 1 else ''} on {', '.join(who)}"]
+    if len(running) == 1 or all(machine.agent.here for machine in running):
+        return lines
+    if routes:
+        return [*lines, routes.summary()]
+    where = [f"{machine.name} {machine.address.address} ({machine.address.interface})" for machine in running]
+    if places.why_open:
+        address, port = places.ends[running[0]]
+        lines.append(
+            f"{places.why_open}; so the store listens on {address} port {port}, open without a password to "
+            "every host that reaches the port"
+        )
+    lines.append(
+        f"network: {', '.join(where)}; "
+        f"{'' if places.why_open else 'the store listens on loopback only, through ssh; '}"
+        "each process listens on free ports of its machine's address, open without a password to every host that "
+        "reaches the ports; gradients are sent unencrypted"
+    )
+    return lines
+
+
+def write_places(folder: RunFolder, machines: Machines) -> None:
+    """Writes machines.json: who has which ranks, and where its part of the run folder is."""
+    first, places = 0, list[dict[str, object]]()
+    for one in machines.running:
+        here, address = one.agent.here, one.address
+        places.append(
+            {"host": one.spec.host, "port": one.spec.port, "here": here, "local": here or one.run_folder.shared,
+             "ranks": [first, one.processes], "folder": one.run_folder.folder, "address": address.address,
+             "interface": address.interface}
+        )  # fmt: skip
+        first += one.processes
+    write_json(folder.machines, places)

@@ -1,0 +1,390 @@
+"""The states of a launched run's machines: each event in each state leads where the table says."""
+
+import time
+
+import pytest
+
+from manyhands.cluster.agents.ending import Ending
+from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
+from manyhands.cluster.agents.protocol import Prepared, RunInspected, RunOpened
+from manyhands.cluster.hosts.inventory import Machine
+from manyhands.cluster.messages import CallResult, RequestFailed
+from manyhands.config.load import load_job
+from manyhands.core.errors import UserError
+from manyhands.core.records import StepMetrics, append
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.timeouts import CONTACT_S, EXCLUDED_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
+from manyhands.run import machines as module
+from manyhands.run.machines import Membership
+
+FACTS = {"name": "n3"}
+
+
+class FakeLink:
+    """The launcher's end of a connection to an agent that is not there."""
+
+    def __init__(self, name):
+        self.machine, self.here, self.closed = Machine(name), False, False
+        self.last_received, self.clock_offset_s = time.monotonic(), 0.0
+        self.received, self.calls = [], []
+
+    def post(self, request):
+        self.calls.append(request.call.method)
+        return len(self.calls)
+
+    def answer(self, value):
+        self.received.append((len(self.calls), value))
+
+    def read(self):
+        received, self.received = self.received, []
+        return received
+
+    def heartbeat(self):
+        pass
+
+    flush = heartbeat
+
+    def log_tail(self, _last_lines=8):
+        return ""
+
+    def close(self, _patience_s=0.0):
+        self.closed = True
+        return 255
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Scene:
+    """Two machines that take part, n1 and n2, and n3, which the tests lead from state to state."""
+
+    def __init__(self, path, monkeypatch, settings=None):
+        self.clock, self.said, self.opened = Clock(), [], []
+        monkeypatch.setattr(time, "monotonic", self.clock)
+        monkeypatch.setattr(module, "open_agent", self.open)
+        monkeypatch.setattr(Membership, "_judge", lambda *_: None)
+        self.folder = RunFolder(path)
+        self.folder.failures.mkdir(parents=True)
+        self.n1, self.n2, self.n3 = (self.machine(name) for name in ("n1", "n2", "n3"))
+        job = load_job(settings or {}, environment={}).job
+        self.machines = Machines([self.n1, self.n2, self.n3])
+        self.run = Membership(job, self.machines, self.folder, lambda *said: self.said.append(said))
+        self.run.record_start(0)
+
+    def machine(self, name):
+        opened = RunOpened(f"/runs/{name}", shared=False, checkpoints=True, own=True)
+        return RunMachine(
+            Machine(name),
+            MachineState.RUNNING,
+            link=FakeLink(name),
+            facts=dict(FACTS),
+            processes=2,
+            opened_folder=opened,
+        )
+
+    def open(self, machine, *_):
+        self.opened.append(machine.name)
+        return FakeLink(machine.name)
+
+    def wait(self, seconds):
+        self.clock.now += seconds
+        self.run.tick()
+
+    def lost(self):
+        self.n3.link.closed = True
+        self.run.note_ending(Ending(lost={"n3": "no message for 16 s"}))
+
+    def contacting(self):
+        self.lost()
+        self.wait(RETRY_LEAST_S)
+
+    def ready(self):
+        self.contacting()
+        self.answers(FACTS, RunInspected("", checkpoints=False, busy=False), Prepared("cpu", 4))
+
+    def excluded(self):
+        self.n3.failures = 1
+        self.run.note_ending(Ending(failed={4: -9}))
+
+    def running_on_trial(self):
+        self.ready()
+        self.clock.now += 0.1
+        assert self.run.take_in() == [self.n3]
+        self.n3.opened_folder = RunOpened("/runs/n3", shared=False, checkpoints=True)
+
+    def running(self):
+        self.n3.joined = False
+
+    def answers(self, *values):
+        for value in values:
+            self.n3.link.answer(value if isinstance(value, RequestFailed) else CallResult(value))
+            self.run.tick()
+
+    def trains(self):
+        append(self.folder.metrics, StepMetrics(
+            time=1.0, epoch=0, step=1, step_in_epoch=1, steps_per_epoch=9, total_steps=999,
+            loss=1.0, top1=0.5, learning_rate=0.1, images_per_s=9.0, samples=9,
+        ))  # fmt: skip
+
+
+@pytest.fixture
+def scene(tmp_path, monkeypatch):
+    return Scene(tmp_path / "run", monkeypatch)
+
+
+def closes(scene):
+    scene.n3.link.closed = True
+    scene.run.tick()
+
+
+def is_silent(scene):
+    scene.wait(SILENT_S + 1)
+
+
+def answers_all(scene):
+    scene.answers(FACTS, RunInspected("", checkpoints=False, busy=False), Prepared("cpu", 4))
+
+
+def is_busy(scene):
+    scene.answers(FACTS, RunInspected("", checkpoints=False, busy=True))
+
+
+def holds_another_run(scene):
+    scene.answers(FACTS, RunInspected("abcdef0123", checkpoints=True, busy=False))
+
+
+def fails_a_request(scene):
+    scene.answers(RequestFailed("no torch here"))
+
+
+def fails_with_a_process(scene):
+    scene.run.note_ending(Ending(failed={4: -9}))
+
+
+def fails_again_with_a_process(scene):
+    scene.n3.failures = 1
+    scene.run.note_ending(Ending(failed={4: -9}))
+
+
+def is_lost(scene):
+    scene.n3.link.closed = True
+    scene.run.note_ending(Ending(lost={"n3": "no message for 16 s"}))
+
+
+def is_lost_again(scene):
+    scene.n3.failures = 1
+    is_lost(scene)
+
+
+def raises_on_trial(scene):
+    scene.run.note_ending(Ending(refused=UserError("that is too much for n3")))
+
+
+def waits(seconds):
+    def event(scene):
+        scene.wait(seconds)
+
+    event.__name__ = f"waits_{seconds:g}_s"
+    return event
+
+
+def next_start(scene):
+    scene.run.take_in()
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "then", "until_s"),
+    [
+        ("running", fails_with_a_process, MachineState.RUNNING, None),
+        ("running", fails_again_with_a_process, MachineState.READY, EXCLUDED_S),
+        ("running", is_lost, MachineState.LOST, RETRY_LEAST_S),
+        ("running", is_lost_again, MachineState.LOST, EXCLUDED_S),
+        ("running", closes, MachineState.RUNNING, None),  # what supervises the start says so
+        ("running", next_start, MachineState.RUNNING, None),
+        ("lost", waits(RETRY_LEAST_S / 2), MachineState.LOST, RETRY_LEAST_S / 2),
+        ("lost", waits(RETRY_LEAST_S), MachineState.CONTACTING, CONTACT_S),
+        ("lost", next_start, MachineState.LOST, RETRY_LEAST_S),
+        ("contacting", waits(CONTACT_S / 2), MachineState.CONTACTING, CONTACT_S / 2),
+        ("contacting", waits(CONTACT_S + 1), MachineState.LOST, RETRY_MOST_S),
+        ("contacting", answers_all, MachineState.READY, None),
+        ("contacting", closes, MachineState.LOST, RETRY_LEAST_S),
+        ("contacting", is_busy, MachineState.LOST, RETRY_LEAST_S),
+        ("contacting", holds_another_run, "refused", None),
+        ("contacting", fails_a_request, "refused", None),
+        ("contacting", next_start, MachineState.CONTACTING, CONTACT_S),
+        ("ready", waits(SILENT_S - 1), MachineState.READY, None),
+        ("ready", is_silent, MachineState.LOST, RETRY_LEAST_S),
+        ("ready", closes, MachineState.LOST, RETRY_LEAST_S),
+        ("ready", next_start, MachineState.RUNNING, None),
+        ("excluded", waits(EXCLUDED_S / 2), MachineState.READY, EXCLUDED_S / 2),
+        ("excluded", closes, MachineState.LOST, EXCLUDED_S),
+        ("excluded", next_start, MachineState.READY, EXCLUDED_S),
+        ("running_on_trial", is_lost, MachineState.LOST, EXCLUDED_S),  # it was lost before
+        ("running_on_trial", fails_with_a_process, MachineState.READY, EXCLUDED_S),
+        ("running_on_trial", raises_on_trial, "refused", None),
+    ],
+)
+def test_an_event_in_a_state(state, event, then, until_s, scene):
+    getattr(scene, state)()
+    event(scene)
+    if then == "refused":
+        assert scene.n3 not in scene.machines.all
+        assert scene.said[-1][0].startswith("n3 can't join: ")
+        assert scene.n3.link is None
+        return
+    assert scene.n3.state is then
+    if until_s is not None:
+        assert scene.n3.until == pytest.approx(scene.clock.now + until_s)
+    assert (scene.n3.link is None) == (then is MachineState.LOST)
+    assert (scene.n3 in scene.machines.running) == (then is MachineState.RUNNING)
+    assert [scene.n1, scene.n2] == scene.machines.running[:2]
+
+
+def test_a_machine_that_returns_has_the_last_ranks_and_records_may_differ(scene):
+    scene.lost()
+    assert [machine.name for machine in scene.machines.running] == ["n1", "n2"]
+    assert scene.n3.records_may_differ
+    scene.run.record_start(1)
+    scene.wait(RETRY_LEAST_S)
+    answers_all(scene)
+    scene.n1.link.closed = True
+    assert scene.run.take_in() == [scene.n3]
+    assert [machine.name for machine in scene.machines.running] == ["n2", "n3"]
+    assert scene.n1.state is MachineState.LOST
+    assert (scene.n3.processes, scene.n3.device, scene.n3.generation) == (4, "cpu", 0)
+    scene.run.record_start(2)
+    assert [(one.position, one.generation) for one in (scene.n2, scene.n3)] == [(0, 2), (1, 2)]
+
+
+def test_the_pause_between_contacts_grows_with_the_time_that_a_machine_is_lost(scene):
+    scene.lost()
+    pauses = []
+    for _ in range(200):
+        scene.wait(max(0.0, scene.n3.until - scene.clock.now))
+        closes(scene)
+        pauses.append(scene.n3.until - scene.clock.now)
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (RETRY_LEAST_S, RETRY_MOST_S)
+
+
+def test_a_machine_that_cannot_be_spared_is_not_excluded(tmp_path, monkeypatch):
+    scene = Scene(tmp_path / "run", monkeypatch, {"cluster.elastic": "3:3"})
+    scene.excluded()
+    assert scene.n3.state is MachineState.RUNNING
+
+
+def test_two_machines_lost_at_once_are_both_contacted(scene):
+    for machine in (scene.n2, scene.n3):
+        machine.link.closed = True
+    scene.run.note_ending(Ending(lost={"n2": "", "n3": ""}))
+    assert scene.machines.running == [scene.n1]
+    assert scene.run.too_few() == ""
+    scene.wait(RETRY_LEAST_S)
+    assert scene.opened == ["n2", "n3"]
+
+
+def test_a_restart_waits_for_a_machine_that_is_about_to_be_ready(scene):
+    scene.ready()
+    scene.trains()
+    assert scene.run.can_join() == ["n3"]
+    scene.n2.link.closed = True
+    scene.run.take_in()
+    scene.n3.exclude(0.0)
+    scene.wait(RETRY_LEAST_S)
+    assert scene.run.can_join() == ["n3"]
+    scene.n2.link.answer(CallResult(FACTS))
+    scene.run.tick()
+    assert scene.run.can_join() == []
+
+
+def test_what_fails_once_a_machine_on_trial_has_trained_is_not_its_fault(scene):
+    scene.running_on_trial()
+    scene.run.record_start(1)
+    assert scene.run.on_trial() == ["n3"]
+    scene.trains()
+    assert scene.run.on_trial() == []
+    raises_on_trial(scene)
+    assert scene.n3 in scene.machines.running
+
+
+def test_another_launcher_takes_over(tmp_path, monkeypatch):
+    scene = Scene(tmp_path / "run", monkeypatch)
+    scene.run.term = 3
+    scene.contacting()
+    scene.answers(FACTS, RunInspected("", checkpoints=True, busy=False, term=4))
+    assert scene.n3.state is MachineState.LOST
+    assert scene.run.replaced_on == "n3"
+    assert scene.run.regroups()
+    assert scene.run.too_few() == "another launcher has taken over the run on n3"
+
+
+def test_a_machine_that_the_user_adds(scene):
+    heard = []
+    for name, why in (("n2", "already part of the run"), ("n4", ""), ("n4", "rejoins the run as soon as it answers")):
+        request = lambda name=name: scene.run.add(Machine(name), lambda *told: heard.append(told))  # noqa: E731
+        if why:
+            with pytest.raises(UserError, match=why):
+                request()
+        else:
+            request()
+    scene.wait(0)
+    assert scene.opened == ["n4"]
+    n4 = scene.machines.all[-1]
+    n4.link.closed = True
+    scene.run.tick()
+    assert n4 not in scene.machines.all  # it was never there
+    [(text, takes_part)] = heard
+    assert text.startswith("n4 can't join: ")
+    assert not takes_part
+
+
+def test_an_added_machine_belongs_to_the_job_from_its_first_start_on_even_when_it_is_lost(scene):
+    heard = []
+    scene.run.add(Machine("n4"), lambda *told: heard.append(told))
+    scene.wait(0)
+    n4 = scene.machines.all[-1]
+    for value in (FACTS, RunInspected("", checkpoints=False, busy=False), Prepared("cpu", 4)):
+        assert scene.run.added == []
+        n4.link.answer(CallResult(value))
+        scene.run.tick()
+    scene.run.take_in()
+    n4.opened_folder = scene.n1.opened_folder
+    scene.run.record_start(1)
+    assert heard == [(f"n4 has joined {scene.folder.path}", True)]
+    n4.link.closed = True
+    scene.run.note_ending(Ending(lost={"n4": ""}))
+    assert scene.run.added == [Machine("n4")]
+    scene.run.close()
+    assert len(heard) == 1
+
+
+def test_who_waits_at_the_end_hears_that_the_run_has_ended(scene):
+    heard = []
+    scene.run.add(Machine("n4"), lambda *told: heard.append(told))
+    scene.wait(0)
+    scene.run.close()
+    assert heard == [("the run ended before n4 joined", False)]
+    assert scene.machines.all[-1].link is None
+
+
+def test_a_refused_machine_that_is_added_again_keeps_what_is_known_of_it(scene):
+    scene.contacting()
+    fails_a_request(scene)
+    assert scene.n3 not in scene.machines.all
+    scene.run.add(Machine("n3"), lambda *_: None)
+    assert scene.machines.all[-1] is scene.n3
+    assert (scene.n3.state, scene.n3.generation, scene.n3.records_may_differ) == (MachineState.LOST, 0, True)
+    scene.wait(0)
+    assert scene.n3.state is MachineState.CONTACTING
+
+
+def test_a_rank_that_no_machine_has_excludes_nobody(scene):
+    scene.n3.failures = 1
+    for rank in (6, 99, -1):
+        scene.run.note_ending(Ending(failed={rank: -9}))
+    assert scene.machines.running == [scene.n1, scene.n2, scene.n3]
