@@ -1,5 +1,7 @@
 """Loading a job: precedence, origins, and all mistakes at once."""
 
+from pathlib import Path
+
 import pytest
 import tomli_w
 from hypothesis import given
@@ -7,9 +9,10 @@ from hypothesis import strategies as st
 
 from manyhands.cli.main import main
 from manyhands.cluster.hosts.inventory import DEVICE_INDEX
+from manyhands.config import recipes
 from manyhands.config.job import Job
 from manyhands.config.load import _ELSEWHERE, flatten, known_keys, load_job, meant_key, parse_value, read_toml
-from manyhands.config.recipes import _names, recipe_for, recipe_named
+from manyhands.config.recipes import choose_recipe
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 from manyhands.core.records import FAILURE_FILE
@@ -162,24 +165,24 @@ def test_a_fraction_where_a_whole_number_belongs_is_not_rounded(capsys, flags):
     assert "is not a whole number" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("recipe", sorted(_names()))
+@pytest.mark.parametrize("recipe", sorted(file.stem for file in Path(recipes.__file__).parent.glob("*.toml")))
 @pytest.mark.parametrize("network", ["vit_b_16", "vit_tiny", "torchvision:vit_l_32"])
 def test_every_recipe_trains_a_vision_transformer_by_adamw(recipe, network):
     """Except what main.py does, which is SGD for all networks."""
-    chosen = recipe_named(recipe, network).values
+    _, chosen = choose_recipe(recipe, "digits", network)
     if recipe == "imagenet-main":
         assert (chosen["train.optimizer"], chosen["train.lr"]) == ("sgd", 0.1)
     else:
         assert chosen["train.optimizer"] == "adamw"
         assert chosen["train.lr"] <= 5e-4
         assert chosen.get("train.bias_rate", 1.0) == 1.0
-    assert recipe_named(recipe, "resnet18").values.get("train.optimizer", "sgd") == "sgd"
+    assert choose_recipe(recipe, "digits", "resnet18")[1].get("train.optimizer", "sgd") == "sgd"
 
 
 def test_a_folder_takes_adamw_for_the_same_networks_of_torchvision():
     for network in ("swin_t", "convnext_tiny", "vit_b_16"):
-        assert recipe_for("./pets", f"torchvision:{network}") == recipe_for("./pets", network)
-        assert recipe_for("./pets", network).values["train.optimizer"] == "adamw"
+        assert choose_recipe("", "./pets", f"torchvision:{network}") == choose_recipe("", "./pets", network)
+        assert choose_recipe("", "./pets", network)[1]["train.optimizer"] == "adamw"
 
 
 def refused(capsys, *words):

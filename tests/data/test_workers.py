@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
 
+from manyhands.core import machine
 from manyhands.core.errors import RunError, UserError
 from manyhands.data.decode import CorruptImageError
 from manyhands.data.loading import open_loader, worker_count
@@ -220,6 +221,14 @@ def test_cores_are_shared():
     assert worker_count(0, 1) == 0
     assert worker_count(-1, 10**6) == 1
     assert 1 <= worker_count(-1, 1) <= 8
+
+
+def test_a_containers_cpu_quota_limits_the_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)), raising=False)
+    assert worker_count(-1) == 8
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    assert worker_count(-1) == 2
 
 
 PARENT = """

@@ -34,6 +34,10 @@ def test_two_processes_are_one_run(program, here):
     assert json.loads((here / "run" / "env.json").read_text())["processes"] == 2
     assert ended.err.count("evaluated=360") == 2
     assert ended.err.count("itself listens on every interface, port ") == 1
+    ended = run("eval", "run", "--json", program=[*program[:2], *port, *program[2:]])
+    assert ended.code == 0, ended.err
+    (line,) = ended.out.splitlines()
+    assert json.loads(line)["count"] == 360
 
 
 @pytest.mark.slow

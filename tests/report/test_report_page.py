@@ -150,7 +150,9 @@ def test_a_run_that_only_began(tmp_path):
     result = result_object(read_run(tmp_path))
     assert result["best_top1"] is None
     assert result["status"] == "stopped"
-    assert any("no evaluation" in line for line in result_lines(read_run(tmp_path)))
+    lines = result_lines(read_run(tmp_path))
+    assert any("no evaluation" in line for line in lines)
+    assert lines[-1] == f"to resume: manyhands resume {tmp_path}"
 
 
 def test_a_failed_run_shows_the_first_cause(tmp_path):

@@ -23,9 +23,21 @@ from manyhands.core.records import Event, Running, append, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import ended_like_ctrl_c, handled, request_stop
 from manyhands.report.follow import as_object, look
-from manyhands.run.find import find_reference, find_run, find_start, head_of_active, named_by, read_named
 from manyhands.run.folder import FolderWatch
-from manyhands.run.registry import headless, is_running, registered, registry_folder, running, signal_head
+from manyhands.run.registry import (
+    find_reference,
+    find_run,
+    find_start,
+    head_of_active,
+    headless,
+    is_running,
+    named_by,
+    read_named,
+    registered,
+    registry_folder,
+    running,
+    signal_head,
+)
 
 
 def find_running(word):

@@ -114,7 +114,7 @@ def explain(
     rows = explained(loaded)
     answer(
         {row.key: {"value": row.value, "from": row.origin} for row in rows},
-        map(plain, align([(row.name, row.text, row.origin) for row in rows])),
+        map(plain, align([(row.key.replace("_", " "), row.text, row.origin) for row in rows])),
         json=as_json,
     )
     return 0

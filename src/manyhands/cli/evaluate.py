@@ -24,11 +24,12 @@ def evaluate(
     as_json: Json = False,
 ) -> int:
     """Evaluate a run or a checkpoint on each test sample exactly once."""
-    from manyhands.run.find import find_reference
+    from manyhands.run.registry import find_reference
     from manyhands.run.tasks import evaluate_run
 
     values = {"data.name": data, "model.name": model} | flags.job_values()
-    show_evaluation(evaluate_run(find_reference(run), which=which, flags=values), as_json=as_json)
+    if found := evaluate_run(find_reference(run), which=which, flags=values):
+        show_evaluation(found, as_json=as_json)
     return 0
 
 
@@ -63,7 +64,7 @@ def predict(
     as_json: Annotated[bool, Help("print one JSON object per picture", "--json")] = False,
 ) -> int:
     """Print the most likely classes of pictures."""
-    from manyhands.run.find import find_reference
+    from manyhands.run.registry import find_reference
     from manyhands.run.tasks import predict_files
 
     folder = find_reference(run)

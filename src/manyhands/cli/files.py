@@ -34,7 +34,7 @@ checkpoint = cyclopts.App(
 @checkpoint.command
 def info(src: Source, /, *, which: Which = "last", as_json: Json = False) -> int:
     """Print the format, step and mesh of a checkpoint, and the shape, dtype, size and sharding of each tensor."""
-    from manyhands.run.find import find_reference
+    from manyhands.run.registry import find_reference
     from manyhands.run.tasks import describe_checkpoint
 
     found = describe_checkpoint(find_reference(src), which=which)
@@ -63,7 +63,7 @@ def _tensor_row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
 @checkpoint.command
 def merge(src: Source, dst: MergeTarget, /, *, which: Which = "best") -> int:
     """Write a checkpoint unsharded, as a folder or one file."""
-    from manyhands.run.find import find_reference
+    from manyhands.run.registry import find_reference
     from manyhands.run.tasks import rewrite_checkpoint
 
     return _say_written(dst, rewrite_checkpoint(find_reference(src), dst, which=which))
@@ -72,7 +72,7 @@ def merge(src: Source, dst: MergeTarget, /, *, which: Which = "best") -> int:
 @checkpoint.command
 def split(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -> int:
     """Shard an unsharded checkpoint or file by a plan."""
-    from manyhands.run.find import find_reference
+    from manyhands.run.registry import find_reference
     from manyhands.run.tasks import rewrite_checkpoint
 
     return _say_written(dst, rewrite_checkpoint(find_reference(src), dst, plan=plan, which=which))
@@ -117,8 +117,11 @@ def pack(  # noqa: PLR0913 - one argument for each flag
             said = time.perf_counter()
             say(f"{done:,} of {total:,} {'shard' if total == 1 else 'shards'}")
 
-    outcome = request and make(request, processes=processes, replaced=replace, progress=say_progress)
-    found = outcome.packed if outcome else check_pack(folder, to)
+    bad = None
+    if request:
+        found, bad = make(request, processes=processes, replaced=replace, progress=say_progress)
+    else:
+        found = check_pack(folder, to)
     pictures, shards = len(found.names), len(found.shards)
     of_shards = f"{shards:,} {'shard' if shards == 1 else 'shards'}"
     counts = f"{pictures:,} pictures in {of_shards}, {size_text(found.size_bytes)}"
@@ -129,10 +132,9 @@ def pack(  # noqa: PLR0913 - one argument for each flag
         "bytes": found.size_bytes,
         "digest": found.digest,
     }
-    if outcome:
-        bad = outcome.bad
-        content |= {"made": outcome.made, "bad": bad}
-        how = f", in {time.perf_counter() - began:.1f} s" if outcome.made else " is up to date"
+    if request:
+        content |= {"made": bad is not None, "bad": bad or ()}
+        how = " is up to date" if bad is None else f", in {time.perf_counter() - began:.1f} s"
         lines = [f"{counts}: {found.folder}{how}"]
         if bad:
             lines += [

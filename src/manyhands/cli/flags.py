@@ -113,7 +113,7 @@ Quiet = Annotated[bool, Help("print one line about the job and no progress", "-q
 
 
 @Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Flags:
     """Flags as fields of a dataclass, of which cyclopts makes a flag each."""
 
@@ -128,7 +128,7 @@ class Flags:
         return values | settings(getattr(self, "set_", None))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class JobFlags(Flags):
     """What is trained and how: flags of train, launch and profile."""
 
@@ -165,13 +165,13 @@ class JobFlags(Flags):
             UserError: no run, or more than one, has the name of --resume.
         """
         from manyhands.parallel.options import MODE_OF_PLANS
-        from manyhands.run.find import find_start
+        from manyhands.run.registry import find_start
 
         mode = self.parallel or (MODE_OF_PLANS if self.pin else None)
         return super().job_values() | {"parallel.mode": mode, "checkpoint.resume": find_start(self.resume)}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class PlaceFlags(Flags):
     """The place of this process among others: flags of train and explain."""
 
@@ -188,7 +188,7 @@ class PlaceFlags(Flags):
     cluster: Annotated[str | None, Help("cluster file that lists this machine"), Key("cluster.file")] = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class RunFlags(Flags):
     """More options, and what is printed: flags of train, launch, resume and imagenet."""
 
@@ -205,7 +205,7 @@ class RunFlags(Flags):
     quiet: Quiet = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class LaunchFlags(Flags):
     """The machines of a launch."""
 
@@ -226,7 +226,7 @@ class LaunchFlags(Flags):
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class ResumeFlags(Flags):
     """What a resumed run does otherwise than before."""
 
@@ -244,7 +244,7 @@ class ResumeFlags(Flags):
     debug_rank: DebugRank = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class EvaluateFlags(Flags):
     """Options of an evaluation that differ from the run's."""
 
@@ -254,7 +254,7 @@ class EvaluateFlags(Flags):
     set_: Settings = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class DoctorFlags(Flags):
     """The machines that are checked."""
 
@@ -269,7 +269,7 @@ class DoctorFlags(Flags):
     set_: Settings = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class ExplainFlags(PlaceFlags):
     """The place of this process, and what it would compute on."""
 

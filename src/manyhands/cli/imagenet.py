@@ -8,18 +8,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import Parameter
 
 from manyhands.cli.flags import Flags, Help, Int, Key, Out, Pretrained, RunFlags, Sync, load
 from manyhands.cli.printing import print_config
-from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.core.errors import ManyhandsError, UserError
-from manyhands.core.files import typed_number
 from manyhands.core.quantities import percentage
 from manyhands.core.terminal import say, show
 from manyhands.models.options import published_names
+
+if TYPE_CHECKING:
+    from manyhands.cluster.hosts.inventory import Rendezvous
 
 RECIPE = "imagenet-main"
 NETWORKS = " | ".join(published_names()) or "a torchvision network"
@@ -40,7 +41,7 @@ DUMMY = {"data.name": "fake-imagenet", "data.augment": "none", "data.mean": (0.0
 DUMMY_SIZES = {"inception_v3": 299}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class ImagenetFlags(Flags):
     """main.py's flags as they were given; None where one wasn't."""
 
@@ -203,8 +204,10 @@ def job_values(flags: ImagenetFlags, nodes: Nodes) -> dict[str, Any]:
     return values if nodes.url == "env://" else values | {"cluster.world_size": nodes.count, "cluster.rank": nodes.rank}
 
 
-def rendezvous_of(nodes: Nodes, processes_per_node: int) -> Rendezvous:
+def rendezvous_of(nodes: Nodes, processes_per_node: int) -> "Rendezvous":
     """The rendezvous of this node, with `processes_per_node` on each. Raises UserError: the URL doesn't fit."""
+    from manyhands.cluster.hosts.inventory import Rendezvous
+
     sizes = (processes_per_node,) * nodes.count
     if nodes.url.startswith("file://"):
         return Rendezvous(sizes, nodes.rank, file=nodes.url)
@@ -299,6 +302,8 @@ def _check_together(flags: ImagenetFlags) -> None:
 
 
 def _number(variables: Mapping[str, str], name: str) -> int:
+    from manyhands.core.files import typed_number
+
     text = variables.get(name, "")
     if (number := typed_number(text)) is None:
         found = f'found "{text}"' if text else "which isn't set"

@@ -38,7 +38,7 @@ COMMANDS = {
     "why": ("runs", "Explain why a run ended (rank, machine, step, file, and what to do), or show its progress."),
     "stop": ("runs", "Ask an active run to save and stop, and wait for its end."),
     "profile": (
-        "profile",
+        "train",
         "Show where the processes of a run spend their time and which change would help most; or trace updates.",
     ),
     "clean": ("files", "List old copies and caches on this machine with their sizes; remove them with --yes."),
@@ -65,10 +65,17 @@ COMMANDS_ELSEWHERE = {
 }  # fmt: skip
 
 
+def _usual_groups(*_function: Any, **groups: Any) -> list[Any]:
+    return [*groups.values()]
+
+
 def make_app(command: str = "") -> cyclopts.App:
     """The application with all its commands; the page of help of `command` shows its function's docstring."""
-    # No flag has its help from a docstring; searching the source of their classes takes a fifth of a page's time.
-    cast(Any, _collection).extract_docstring_help = lambda _function: {}  # pyright: ignore[reportUnknownLambdaType]
+    # Two searches of cyclopts take a third of a page's time and find nothing: no flag has its help from a docstring,
+    # or a group of its own.
+    private = cast(Any, _collection)
+    private.extract_docstring_help = lambda _function: {}  # pyright: ignore[reportUnknownLambdaType]
+    private._resolve_groups_from_callable = _usual_groups
     app = cyclopts.App(
         name="manyhands",
         help=HELP,

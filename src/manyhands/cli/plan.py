@@ -22,7 +22,7 @@ _WIDTH, _TABLE_WIDTH = 155, 100
 _MOST_PROCESSES = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class PlanFlags(Flags):
     """The plan that is searched for or shown, and its job."""
 
@@ -118,7 +118,7 @@ def _counts(text: str | None) -> tuple[int, int]:
 def _predict(job: "Job", first: int, last: int, flags: PlanFlags) -> int:
     """Predicts the throughput on each number of processes from `first` to `last`."""
     from manyhands.report.growth import growth_table
-    from manyhands.run.plan import predict_growth
+    from manyhands.run.tasks import predict_growth
 
     requested = {"first": first, "last": last, "measure": not flags.no_measure}
     requested |= {"link": flags.link or "", "device_model": flags.device_model or ""}
@@ -138,7 +138,7 @@ def _predict(job: "Job", first: int, last: int, flags: PlanFlags) -> int:
 def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]) -> int:
     """Finds, writes and explains the best plan; `values` are the job's options by dotted key, for --verify."""
     from manyhands.planner.explain import candidates_table
-    from manyhands.run.plan import search_plan, show_plan
+    from manyhands.run.tasks import search_plan
 
     options = job.parallel
     requested = {
@@ -166,6 +166,8 @@ def _search(job: "Job", processes: int, flags: PlanFlags, values: dict[str, Any]
         show_json(planned.as_plain(files))
     if not flags.verify:
         return EXIT_OK
+    from manyhands.worker.plan_show import show_plan
+
     return _verify(show_plan(out, {key: value for key, value in values.items() if key != "train.batch"}))
 
 
@@ -179,7 +181,8 @@ def wide(file: Any, least: int = _WIDTH) -> "Console":
 
 def _show(path: Path, values: dict[str, Any], flags: PlanFlags) -> int:
     """Shows a plan; verifies and times it where --verify and --measure ask for that."""
-    from manyhands.run.plan import show_plan, time_plan
+    from manyhands.run.tasks import run_by_agent
+    from manyhands.worker.plan_show import show_plan
 
     shown = show_plan(path, values)
     if flags.as_json:
@@ -190,7 +193,7 @@ def _show(path: Path, values: dict[str, Any], flags: PlanFlags) -> int:
     if flags.measure:
         from manyhands.planner.choose import pick_measured
 
-        seconds = time_plan(shown)
+        seconds = run_by_agent(*shown.comparison())["seconds"]
         for name, times in seconds.items():
             median = f"{statistics.median(times) * 1e3:8.1f} ms"
             show(f"{name:<15} {median} per update, median of {len(times)} rounds", flags.to)
@@ -226,9 +229,9 @@ def _print_plan(shown: "Shown") -> None:
 
 
 def _verify(shown: "Shown") -> int:
-    from manyhands.run.plan import verify_plan
+    from manyhands.run.tasks import run_by_agent
 
-    verification = verify_plan(shown)
+    verification = run_by_agent(*shown.verification())["proofs"]["plan"]
     what = f"largest difference {verification['worst']:.1e} of the largest value, in {verification['where']}"
     words = "computes the same as one process" if verification["holds"] else "DOES NOT compute the same as one process"
     show(

@@ -36,14 +36,13 @@ def size_text(size_bytes: float) -> str:
 
 def print_config(loaded: "LoadedJob") -> int:
     """Prints every value of the job and its origin, as TOML with comments (`--show-config`)."""
-    from manyhands.config.load import known_keys
+    from manyhands.config.load import flatten
 
-    values = loaded.job.model_dump(mode="json")
     section = ""
-    for key in known_keys():
+    for key, value in flatten(loaded.job.model_dump(mode="json")).items():
         name, _, option = key.partition(".")
         if name != section:
             show(f"{'' if not section else chr(10)}[{name}]")
             section = name
-        show(f"{f'{option} = {as_json(values[name][option])}':<40} # {loaded.origins.get(key, 'default')}")
+        show(f"{f'{option} = {as_json(value)}':<40} # {loaded.origins.get(key, 'default')}")
     return 0

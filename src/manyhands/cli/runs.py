@@ -84,8 +84,8 @@ def logs(
     set_: Settings = None,
 ) -> int:
     """Show the output of the processes of a run."""
-    from manyhands.run.find import find_run
     from manyhands.run.logs import show_logs
+    from manyhands.run.registry import find_run
 
     if last < 0:
         raise UserError(f"--last must be 0 or more, found {last}", "--last", ("use --last 20, for example",))
@@ -109,7 +109,7 @@ def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, wit
     """Ask an active run to save and stop, and wait for its end."""
     from manyhands.checkpoint.saved import saved_step
     from manyhands.core.resuming import resume_command
-    from manyhands.run.find import find_run, head_of_active
+    from manyhands.run.registry import find_run, head_of_active
     from manyhands.run.stop import stop_headless, stop_run
 
     folder = find_run(run, active=True)
@@ -135,7 +135,7 @@ def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, wit
 def report(run: RunName, /) -> int:
     """Write report.html of a run again, with its pictures; the run may be active or have failed."""
     from manyhands.report.page import write_report
-    from manyhands.run.find import find_reference
+    from manyhands.run.registry import find_reference
 
     show(str(write_report(find_reference(run))))
     return 0

@@ -59,7 +59,7 @@ def run_job(
     if machines and not place_of(job).process_info:
         announce_reach(loaded)
         end_early()  # this machine may take no part, and a launcher that is detached is another process
-        from manyhands.run.background import Background
+        from manyhands.run.join import Background
         from manyhands.run.launch import launch
 
         background = Background() if job.cluster.detach else None

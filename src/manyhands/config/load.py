@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from manyhands.config.job import OBJECT, OF_BUILT_IN_OPTIMIZERS, Job
-from manyhands.config.recipes import recipe_for, recipe_named
+from manyhands.config.recipes import choose_recipe
 from manyhands.core.choices import did_you_mean, nearest
 from manyhands.core.errors import UserError, shortened
 from manyhands.core.files import MOST_TOML_BYTES, decoded, parse_toml, read_bytes
@@ -102,10 +102,13 @@ def load_job(
     origins: dict[str, str] = {}
     for layer, name in layers:
         _overlay(values, origins, layer, name)
-    _name_known_set(values, origins)
+    name = str(values.get("data.name", ""))
+    if not _unusable("data.name", name) and (known := named(name)):  # a path to a known set's published files
+        values["data.name"], values["data.dir"] = known
+        origins["data.dir"] = origins["data.name"]
     model = str(values.get("model.name", ""))
-    chosen = recipe_named(recipe, model) if recipe else recipe_for(str(values.get("data.name", "digits")), model)
-    merged, merged_origins = dict(chosen.values), dict.fromkeys(chosen.values, f"recipe {chosen.name}")
+    recipe, merged = choose_recipe(recipe, str(values.get("data.name", "digits")), model)
+    merged_origins = dict.fromkeys(merged, f"recipe {recipe}")
     if values.get("train.loss", "cross-entropy") != "cross-entropy":
         # A recipe's smoothing is for its own loss.
         merged.pop("train.label_smoothing", None)
@@ -169,14 +172,6 @@ def _overlay(values: Values, origins: dict[str, str], layer: Values, name: str) 
         origins[key] = f"{name} {_variable(key)}" if name == "environment" else name
 
 
-def _name_known_set(values: Values, origins: dict[str, str]) -> None:
-    """Replaces a path to a known set's published files by the set's name and that folder."""
-    name = str(values.get("data.name", ""))
-    if not _unusable("data.name", name) and (known := named(name)):
-        values["data.name"], values["data.dir"] = known
-        origins["data.dir"] = origins["data.name"]
-
-
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Values:
     """Nested sections to dotted keys; only sections of the job are entered, so that a table value stays whole."""
     flat: Values = {}
@@ -237,7 +232,7 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
     tree: dict[str, dict[str, Any]] = {}
     for key in filter(values.__contains__, keys):
         section, _, name = key.partition(".")
-        tree.setdefault(section, {})[name] = _as_declared(key, values[key])
+        tree.setdefault(section, {})[name] = values[key]
     try:
         job = Job.model_validate(tree)
         if not problems:
@@ -249,16 +244,6 @@ def _check(values: Values, origins: dict[str, str]) -> Job:
         raise UserError(what, where, tuple(filter(None, (hints,))))
     lines = tuple(f"{what}   [{where}]" + (f"   {hints}" if hints else "") for what, where, hints in problems)
     raise UserError(f"{len(problems)} values of the job are wrong", hints=lines)
-
-
-def _as_declared(key: str, value: Any) -> Any:
-    """A word stays a word: an option declared as text accepts what a flag parsed as a number."""
-    declared = _declared(key)
-    if declared is str and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if isinstance(value, list) and tuple in {declared, getattr(declared, "__origin__", None)}:
-        return tuple(cast(list[Any], value))
-    return cast(Any, value)
 
 
 def meant_key(word: str) -> str:
@@ -300,14 +285,15 @@ def _explained(error: ValidationError, origins: dict[str, str]) -> list[Problem]
     for number, item in enumerate(error.errors()):
         # The option; empty for what concerns several sections.
         key = ".".join(part for part in item["loc"][:2] if isinstance(part, str))
-        kinds = [] if item["type"] == "value_error" else _kinds(_declared(key))
+        kinds, words = _kinds(_declared(key))
+        kinds = [] if item["type"] == "value_error" else kinds
         given = item.get("input")
         message = str(item["msg"]).removeprefix("Value error, ")
         if kinds:
             message = f"should be {', '.join(kinds[:-1])} or {kinds[-1]}"
         found = "" if isinstance(given, dict) else f", found {shortened(json.dumps(given, default=str))}"
         what = f"{key}{key and ': '}{message[0].lower()}{message[1:]}{found}"
-        hint = did_you_mean(given, expected_values(key)) if isinstance(given, str) else ""
+        hint = did_you_mean(given, words) if isinstance(given, str) else ""
         problems.setdefault(key if kinds else number, (what, origins.get(key, "job"), hint))
     return list(problems.values())
 
@@ -325,24 +311,16 @@ def is_switch(key: str) -> bool:
     return _declared(key if "." in key else f"train.{key}") is bool
 
 
-def _kinds(declared: Any) -> list[str]:
-    """What a value may be that is declared as one of several; empty for others."""
-    names: dict[Any, list[str]] = {
-        bool: ["true", "false"],
-        int: ["a whole number"],
-        tuple[int, ...]: ["a list of whole numbers"],
-    }
-    if get_origin(declared) not in (Union, UnionType):
-        return []
-    return [kind for one in get_args(declared) for kind in names.get(one, [json.dumps(word) for word in get_args(one)])]
-
-
-def expected_values(key: str) -> list[str]:
-    """The words that an option accepts, where it is a choice among words."""
-    declared = _declared(key)
-    parts = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
-    words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
-    return [word for word in words if isinstance(word, str)]
+def _kinds(declared: Any) -> tuple[list[str], list[str]]:
+    """What a value may be that is declared as one of several, else nothing; and the words among all its values."""
+    several = get_origin(declared) in (Union, UnionType)
+    names = {bool: ["true", "false"], int: ["a whole number"], tuple[int, ...]: ["a list of whole numbers"]}
+    kinds, words = list[str](), list[str]()
+    for one in get_args(declared) if several else (declared,):
+        values = get_args(one) if get_origin(one) is Literal else ()
+        kinds += names.get(one) or map(json.dumps, values)
+        words += [word for word in values if isinstance(word, str)]
+    return kinds if several else [], words
 
 
 def read_toml(path: Path) -> dict[str, Any]:

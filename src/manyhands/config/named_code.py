@@ -4,7 +4,7 @@ Code named on the command line runs without a message. A run folder or a plan ma
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from manyhands.checkpoint.trained import TrainedNetwork
@@ -13,7 +13,9 @@ from manyhands.core.terminal import say
 from manyhands.core.user_code import code_digests, code_file
 
 
-def announce(words: Iterable[str], said_by: Path, record: TrainedNetwork | None, instead: str) -> None:
+def announce(
+    words: Iterable[str], said_by: Path, record: TrainedNetwork | None, instead: str, *, compared: bool = True
+) -> None:
     """Prints which code a run is about to execute, and whether it has changed since training.
 
     Args:
@@ -21,38 +23,29 @@ def announce(words: Iterable[str], said_by: Path, record: TrainedNetwork | None,
         said_by: the folder or file that contains the names.
         record: the digests of the code that was trained; None if unknown.
         instead: how the user names the code on the command line.
+        compared: print whether the code has changed.
 
     Raises:
         UserError: the folder or the code is another user's.
     """
-    for word, file in _files(words, said_by, instead):
-        known = record.code if record else {}
+    known = record.code if record else {}
+    for word in dict.fromkeys(words):
+        file = code_file(word)
+        if file is None or not file.is_file():
+            continue
+        for place in (said_by, file):
+            refuse_other_users(word, place, said_by, instead.format(word))
         digests = code_digests([word])
         unchanged = word in digests and all(known.get(name, digest) == digest for name, digest in digests.items())
-        trained = "unchanged since training" if unchanged else "CHANGED since training"
+        trained = "; unchanged since training" if unchanged else "; CHANGED since training"
         if word not in known:
-            trained = "the version used in training is unknown"
-        say(f"running code from {file}, as {said_by} requests; {trained}")
+            trained = "; the version used in training is unknown"
+        say(f"running code from {file}, as {said_by} requests{trained if compared else ''}")
 
 
 def announce_planned(word: str, plan: Path, instead: str) -> None:
-    """Prints which code is about to run because a plan.json names it; the digest of the graph detects changes.
-
-    Raises:
-        UserError: the plan or the code is another user's.
-    """
-    for _, file in _files([word], plan, instead):
-        say(f"running code from {file}, as {plan} requests")
-
-
-def _files(words: Iterable[str], said_by: Path, instead: str) -> Iterator[tuple[str, Path]]:
-    """Yields words that name existing code, and their files; see `announce`."""
-    for word in dict.fromkeys(words):
-        file = code_file(word)
-        if file is not None and file.is_file():
-            for place in (said_by, file):
-                refuse_other_users(word, place, said_by, instead.format(word))
-            yield word, file
+    """As `announce`, for code that a plan.json names: the digest of the graph detects changes."""
+    announce([word], plan, None, instead, compared=False)
 
 
 def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> None:

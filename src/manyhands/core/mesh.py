@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from manyhands.core.errors import UserError, shortened
 
@@ -154,18 +156,19 @@ def split_dimensions(shape: tuple[int, ...], view: tuple[int, ...]) -> list[rang
 
 
 Region = tuple[tuple[int, int], ...]
+Length = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
 class TensorLayout:
     """How one tensor of a network, or of its optimizer, is sharded over a mesh."""
 
-    shape: tuple[int, ...]  # of the unsharded tensor
+    shape: tuple[Length, ...]  # of the unsharded tensor
     # the shape that is sharded: `shape`, or that with dimensions split up, where, say, heads lie within one
-    view: tuple[int, ...]
+    view: tuple[Length, ...]
     # for each dimension of the view that is sharded: (dimension, numbers of the mesh's axes, ascending)
-    cuts: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    gradient_axes: tuple[int, ...] = ()  # numbers of the axes over which each process's gradient is a part of a sum
+    cuts: tuple[tuple[Length, tuple[Length, ...]], ...] = ()
+    gradient_axes: tuple[Length, ...] = ()  # numbers of the axes over which each process's gradient is a part of a sum
 
     @property
     def sharded_axes(self) -> set[int]:
@@ -207,24 +210,15 @@ class TensorLayout:
 
     def as_plain(self) -> dict[str, Any]:
         """Returns the layout as JSON data."""
-        return {
-            "shape": list(self.shape),
-            "view": list(self.view),
-            "cuts": [[dim, list(axes)] for dim, axes in self.cuts],
-            "gradient_axes": list(self.gradient_axes),
-        }
+        return _LAYOUT.dump_python(self, mode="json")
+
+
+_LAYOUT = TypeAdapter(TensorLayout)
 
 
 def unsharded(shape: tuple[int, ...], gradient_axes: tuple[int, ...] = ()) -> TensorLayout:
     """Returns the layout of a replicated tensor."""
     return TensorLayout(shape, shape, (), gradient_axes)
-
-
-def _count(value: Any) -> int:
-    """Checks a length or the number of an axis. Raises ValueError."""
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value} is not a length")
-    return value
 
 
 def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
@@ -235,13 +229,8 @@ def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
     """
     hints = ("create the plan or checkpoint again",)
     try:
-        layout = TensorLayout(
-            tuple(map(_count, content["shape"])),
-            tuple(map(_count, content["view"])),
-            tuple((_count(dim), tuple(map(_count, axes))) for dim, axes in content["cuts"]),
-            tuple(map(_count, content.get("gradient_axes", ()))),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        layout = _LAYOUT.validate_python(content)
+    except ValidationError as error:
         raise UserError("invalid tensor layout", where, hints) from error
     axes = [axis for _, axes in layout.cuts for axis in axes]
     dims = [dim for dim, _ in layout.cuts]

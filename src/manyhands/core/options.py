@@ -8,7 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 class Options(BaseModel):
     """Options of one part. Unknown keys are refused; values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # a flag's text may look like a number
+    )  # fmt: skip
 
 
 def option(default: Any, meaning: str, **limits: Any) -> Any:

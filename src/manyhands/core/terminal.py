@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 # Escape sequences and control characters; marks that change the direction of text, which can disguise a name; and lone
 # surrogates, which can't be encoded.
@@ -44,7 +44,7 @@ def as_json(content: Any) -> str:
 def say(text: str, who: str = "manyhands") -> None:
     """Writes a message to standard error. A closed or full stream is ignored."""
     with suppress(OSError):
-        sys.stderr.write(f"{who}: {_writable(plain_lines(text), sys.stderr)}\n")
+        sys.stderr.write(f"{who}: {writable(plain_lines(text), sys.stderr)}\n")
         sys.stderr.flush()
 
 
@@ -58,7 +58,7 @@ def show(lines: str | Iterable[str], to: TextIO | None = None) -> None:
     stream = sys.stdout if to is None else to
     text = "".join(f"{plain_lines(line)}\n" for line in ([lines] if isinstance(lines, str) else lines))
     try:
-        stream.write(_writable(text, stream))
+        stream.write(writable(text, stream))
         stream.flush()
     except OSError as error:
         if error.errno in {errno.EPIPE, errno.EIO}:  # EIO: the terminal was closed
@@ -71,7 +71,7 @@ def show_json(content: Any) -> None:
     show(as_json(content))
 
 
-def _writable(text: str, stream: TextIO) -> str:
+def writable(text: str, stream: IO[str]) -> str:
     """Escapes the characters that the encoding of a stream lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,6 +1,7 @@
 """The user's own code: digests and loading of `file.py:object`, and the user's lines of a traceback."""
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -34,17 +35,8 @@ def code_file(word: str) -> Path | None:
     return Path(word.rpartition(":")[0]).expanduser().resolve() if is_object_reference(word) else None
 
 
-def code_digest(file: Path) -> str:
-    """Returns the SHA-256 of a file in hexadecimal; empty if it can't be read."""
-    try:
-        with file.open("rb") as content:
-            return hashlib.file_digest(content, "sha256").hexdigest()
-    except OSError:
-        return ""
-
-
 def code_digests(words: Iterable[str]) -> dict[str, str]:
-    """Returns the digest of each "file.py:object" whose file can be read, and of the local modules that it imports.
+    """Returns the SHA-256 of each "file.py:object" whose file can be read, and of the local modules that it imports.
 
     Other words are left out. A module's name is its path relative to where the words' paths are.
     """
@@ -54,7 +46,11 @@ def code_digests(words: Iterable[str]) -> dict[str, str]:
             found[word] = file
             folder = Path(word.rpartition(":")[0]).parent
             found |= {str(folder / each.relative_to(file.parent)): each for each in imported_files(file)}
-    return {name: digest for name, file in found.items() if (digest := code_digest(file))}
+    digests: dict[str, str] = {}
+    for name, file in found.items():
+        with contextlib.suppress(OSError), file.open("rb") as content:
+            digests[name] = hashlib.file_digest(content, "sha256").hexdigest()
+    return digests
 
 
 def imported_files(file: Path) -> list[Path]:

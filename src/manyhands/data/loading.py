@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from manyhands.core.devices import is_accelerator, is_tested
 from manyhands.core.errors import ManyhandsError, RunError
+from manyhands.core.machine import cores
 from manyhands.core.scratch import of_this_start
 from manyhands.data.child import begin_worker
 from manyhands.data.on_demand import Answer, CustomSamples, FileSamples, Request
@@ -180,8 +181,7 @@ def worker_count(requested: int, processes: int = 1) -> int:
     """Returns the number of decoding processes of one training process; -1 requests its share of the cores."""
     if requested >= 0:
         return requested
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST_WORKERS, cores // max(1, processes)))
+    return max(1, min(_MOST_WORKERS, int(cores()) // max(1, processes)))
 
 
 class WorkerLoader(Loader):

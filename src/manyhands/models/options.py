@@ -7,10 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
-from manyhands.core.choices import module_names, read_choice, unknown_choice
 from manyhands.core.errors import UserError
 from manyhands.core.options import Options, option
-from manyhands.core.user_code import is_object_reference
 
 
 class ModelOptions(Options):
@@ -48,6 +46,9 @@ def check_network(wanted: str, *, pretrained: bool) -> None:
     Raises:
         UserError: no network has that name, or it has no published weights.
     """
+    from manyhands.core.choices import module_names, read_choice, unknown_choice  # a page of help needs none of this
+    from manyhands.core.user_code import is_object_reference
+
     known, published, prefix = set[str](), set[str](), f"{wanted.partition(':')[0]}:"
     choices = [read_choice(CHOICES, word) for word in module_names(CHOICES)]
     of_prefix = [choice for choice in choices if choice.get("PREFIX") == prefix]

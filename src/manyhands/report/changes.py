@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from manyhands.checkpoint.trained import INITIAL_WEIGHTS, find_record
 from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, MEASURED, Job
-from manyhands.config.load import LoadedJob, written_values
+from manyhands.config.load import LoadedJob, flatten, written_values
 from manyhands.core.errors import UserError
 from manyhands.core.files import free_name
 from manyhands.core.resuming import OBJECTS
@@ -56,14 +56,9 @@ def changes_since(folder: RunFolder, job: Job) -> list[Change]:
     An option that the run has chosen, and that is left to the program again, is no change.
     """
     former = written_values(folder.job) if folder.exists() else {}
-    sections = job.model_dump(mode="json").items()
-    now = {f"{name}.{key}": value for name, section in sections for key, value in section.items()}
-    known = [(key, former[key], value) for key, value in now.items() if key in former and key not in _OF_THE_START]
-    return [
-        Change(key, old, new)
-        for key, old, new in known
-        if not _same(old, new) and not (key in MEASURED and new == "auto")
-    ]
+    now = flatten(job.model_dump(mode="json")).items()
+    known = [Change(key, former[key], value) for key, value in now if key in former and key not in _OF_THE_START]
+    return [one for one in known if not _same(one.old, one.new) and not (one.key in MEASURED and one.new == "auto")]
 
 
 def refuse_changes(

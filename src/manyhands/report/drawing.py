@@ -153,11 +153,9 @@ def fonts_for(texts: Iterable[str]) -> tuple[list[str], str]:
     from matplotlib import font_manager
 
     missing = {letter for text in texts for letter in text if letter.isprintable() and not letter.isspace()}
-    chosen = [_FIRST_FONT]
     missing -= _letters(str(font_manager.findfont(_FIRST_FONT)))
-    if not missing:
-        return chosen, ""
-    for name, file in _installed_fonts():
+    chosen = [_FIRST_FONT]
+    for name, file in _installed_fonts() if missing else ():
         if found := missing & _letters(file):
             chosen.append(name)
             missing -= found

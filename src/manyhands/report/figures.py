@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -117,13 +118,10 @@ def _along_time(run: RunData, unit_s: float) -> tuple[list[float], list[float], 
     points: list[tuple[float, float, float]] = []
     last = None
     for step in run.steps:
-        worked, current = 0.0, None
-        for session in run.sessions:
-            if session.start <= step.time <= session.end:
-                worked, current = worked + step.time - session.start, session
-                break
-            worked += session.seconds
-        if points and current is not last:
+        current = next((number for number, one in enumerate(run.sessions) if one.start <= step.time <= one.end), None)
+        worked = sum(session.seconds for session in run.sessions[:current])
+        worked += 0.0 if current is None else step.time - run.sessions[current].start
+        if points and current != last:
             points.append((worked / unit_s, math.nan, math.nan))
         speed = step.images_per_s if math.isfinite(step.images_per_s) else math.nan
         points.append((worked / unit_s, speed, 100 * step.data_share))
@@ -204,7 +202,7 @@ def shown_detail(run: RunData) -> EvaluationDetail | None:
     return detail if detail and detail.classes and detail.confusion else None
 
 
-def _names_and_counts(detail: EvaluationDetail) -> tuple[list[str], list[tuple[int, int, int]]]:
+def _names_and_cells(detail: EvaluationDetail) -> tuple[list[str], list[tuple[int, int, int]]]:
     """Names of the classes, and valid entries of the sparse confusion matrix."""
     size = range(len(detail.classes))
     cells = [(true, guess, count) for true, guess, count in detail.confusion if true in size and guess in size]
@@ -213,7 +211,7 @@ def _names_and_counts(detail: EvaluationDetail) -> tuple[list[str], list[tuple[i
 
 def class_scores(detail: EvaluationDetail) -> list[ClassScore]:
     """Every class, the worst first; classes without samples at the end."""
-    names, cells = _names_and_counts(detail)
+    names, cells = _names_and_cells(detail)
     count, right, predicted = ([0] * len(names) for _ in range(3))
     for true, guess, number in cells:
         count[true] += number
@@ -225,26 +223,21 @@ def class_scores(detail: EvaluationDetail) -> list[ClassScore]:
 
 def confused_pairs(detail: EvaluationDetail, most: int = _PAIRS) -> list[Pair]:
     """The most frequent mistakes, by their number and then by their share of the class."""
-    names, cells = _names_and_counts(detail)
-    totals = [0] * len(names)
+    names, cells = _names_and_cells(detail)
+    totals = Counter[int]()
     for true, _, number in cells:
         totals[true] += number
-    wrong = [
-        Pair(names[true], names[guess], number, number / totals[true])
-        for true, guess, number in cells
-        if true != guess and number > 0
-    ]
-    return sorted(wrong, key=lambda pair: (-pair.count, -pair.share))[:most]
+    wrong = [cell for cell in cells if cell[0] != cell[1] and cell[2] > 0]
+    pairs = [Pair(names[true], names[guess], number, number / totals[true]) for true, guess, number in wrong]
+    return sorted(pairs, key=lambda pair: (-pair.count, -pair.share))[:most]
 
 
 def confusion(run: RunData) -> "Figure | None":
     """The confusion matrix, or the most frequent mistakes if there are too many classes for a matrix."""
     detail = shown_detail(run)
-    if detail is None:
-        return None
-    if len(detail.classes) <= _AS_MATRIX:
+    if detail and len(detail.classes) <= _AS_MATRIX:
         return _matrix(detail)
-    pairs = confused_pairs(detail)
+    pairs = confused_pairs(detail) if detail else []
     if not pairs:
         return None
     names = [f"{shorten(pair.true, 22)} → {shorten(pair.guess, 22)}" for pair in pairs]
@@ -255,7 +248,7 @@ def confusion(run: RunData) -> "Figure | None":
 def _matrix(detail: EvaluationDetail) -> "Figure":
     from matplotlib.colors import LinearSegmentedColormap
 
-    names, cells = _names_and_counts(detail)
+    names, cells = _names_and_cells(detail)
     size = len(names)
     counts = [[0] * size for _ in range(size)]
     for true, guess, number in cells:

@@ -55,16 +55,16 @@ def draw_growth(rows: Rows, title: str, file: Path) -> None:
         speed, efficiency, cost = figure.subplots(1, 3)
         counts = [row["processes"] for row in rows]
         speeds = [row["images_per_s"] for row in rows]
-        linear = [speeds[0] * count / counts[0] for count in counts]
-        speed.plot(counts, linear, color=GREY, linewidth=1, linestyle="--", label="linear")
-        speed.plot(counts, speeds, "o-", color=BLUE, markersize=4, label="predicted")
-        speed.set_title("images per second")
+        speed.plot(counts, [speeds[0] * count / counts[0] for count in counts], "--", color=GREY, lw=1, label="linear")
+        for axes, title, values, colour in (
+            (speed, "images per second", speeds, BLUE),
+            (efficiency, "efficiency, %", [100 * row["efficiency"] for row in rows], GREEN),
+            (cost, "process-hours per epoch", [row["process_hours"] for row in rows], VERMILION),
+        ):
+            axes.plot(counts, values, "o-", color=colour, markersize=4, label="predicted")
+            axes.set_title(title)
         speed.legend()
-        efficiency.plot(counts, [100 * row["efficiency"] for row in rows], "o-", color=GREEN, markersize=4)
         efficiency.set_ylim(bottom=0)
-        efficiency.set_title("efficiency, %")
-        cost.plot(counts, [row["process_hours"] for row in rows], "o-", color=VERMILION, markersize=4)
-        cost.set_title("process-hours per epoch")
         log_axis(speed, ",.10g")
         log_axis(cost, ",.10g")
         doubles = [count for count in counts if len(counts) <= _FEW or not count & (count - 1)]

@@ -5,6 +5,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -108,10 +109,8 @@ def read_run(path: Path) -> RunData:
     except (OSError, ValueError):
         job = {}
     steps = without_repeats(step_records(), events, MOST_RECORDS)
-    details = {
-        name: _read_record(EvaluationDetail, folder.evaluations / f"{name}.json")
-        for name in ("best", "last", "test-best", "test-last")
-    }
+    names = ("best", "last", "test-best", "test-last")
+    details = {name: _read_record(EvaluationDetail, folder.evaluations / f"{name}.json") for name in names}
     failures = filter(None, (_read_record(Failure, file) for file in sorted(folder.failures.glob("*.json"))))
     return RunData(
         folder=folder,
@@ -172,15 +171,13 @@ def _read_record(schema: type[AnyRecord], file: Path) -> AnyRecord | None:
 
 
 def _read_plan(file: Path) -> PlanRecord:
-    try:
+    with suppress(UserError):
         return read_plan_record(file)
-    except UserError:
-        # What results depend on is shown even if another field is damaged.
-        content = read_object(file) or {}
-    try:
+    # What results depend on is shown even if another field is damaged.
+    content = read_object(file) or {}
+    with suppress(ValidationError):
         return PlanRecord.model_validate({key: content[key] for key in ("exceptions", "resolved") if key in content})
-    except ValidationError:
-        return PlanRecord()
+    return PlanRecord()
 
 
 def no_run(path: Path) -> UserError:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO, cast
@@ -22,7 +21,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import is_full
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationMetrics, Event, StepMetrics
-from manyhands.core.terminal import Tolerant, plain
+from manyhands.core.terminal import Tolerant, plain, writable
 from manyhands.report import summary
 from manyhands.report.follow import Follower
 from manyhands.report.read import STARTS
@@ -108,10 +107,8 @@ def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: b
 def _fields(progress: ScreenProgress, step: StepMetrics, now: float) -> list[tuple[str, int]]:
     """The fields after the bar in their order; those with the highest number are left out first."""
     silent, left = now - (progress.heard or now), progress.left_s(now)
-    fields = [(f"loss {summary.number(step.loss)}", 0), (f"acc {summary.percent(step.top1)}", 1)]
-    fields.append(
-        (f"last record {summary.ago(silent)}" if silent > _SILENT_S else f"{summary.rate(step.images_per_s)} img/s", 3)
-    )
+    heard = f"last record {summary.ago(silent)}" if silent > _SILENT_S else f"{summary.rate(step.images_per_s)} img/s"
+    fields = [(f"loss {summary.number(step.loss)}", 0), (f"acc {summary.percent(step.top1)}", 1), (heard, 3)]
     if left is not None:
         fields.append((f"left {summary.duration(left)}", 2))
     if step.data_share >= 0.1 and silent <= _SILENT_S:
@@ -158,7 +155,7 @@ def epoch_line(last: StepMetrics, *, log: bool = False) -> str:
     return f"epoch {last.epoch}: train loss {summary.number(loss)}, train top-1 {summary.percent(top1)}"
 
 
-class Screen(AbstractContextManager["Screen"]):
+class Screen:
     """Shows new records of a run folder while a run fills it."""
 
     def __init__(
@@ -174,7 +171,7 @@ class Screen(AbstractContextManager["Screen"]):
 
         With `quiet`, shows only the setup, in one line, and warnings. With `lines`, writes plain lines to a terminal.
         """
-        output = sys.stderr if stream is None else stream
+        output = stream or sys.stderr
         terminal = not lines and output.isatty() and os.environ.get("TERM", "") not in {"dumb", "unknown"}
         self.live = terminal and not quiet
         self.folder, self._quiet, self._clock = folder, quiet, clock
@@ -210,7 +207,10 @@ class Screen(AbstractContextManager["Screen"]):
                 self._epoch_end = record if record.epoch_loss is not None else None
             self._progress.take(record)
             if isinstance(record, EvaluationMetrics):
-                self._show_evaluation(record)
+                last = self._progress.last
+                if last and record.step == last.step:
+                    self._epoch_end = None  # the evaluation's line shows it too
+                self.say(evaluation_line(record, last, log=not self.live))
             elif isinstance(record, Event):
                 self._show_event(record)
             elif record.asked:
@@ -229,10 +229,11 @@ class Screen(AbstractContextManager["Screen"]):
         if self.live:
             self._erase()
             prefix = "" if level == "INFO" else f"{level.lower()}: "
-            self._console.print(Text(self._encodable(prefix + plain(message)), _STYLES[level]), soft_wrap=False)
+            text = writable(prefix + plain(message), self._console.file)
+            self._console.print(Text(text, _STYLES[level]), soft_wrap=False)
         elif always or not (self._quiet and level == "INFO"):
             line = Text(f"{summary.moment(self._clock())} ")
-            line.append(level, _STYLES[level]).append(f" {self._encodable(plain(message))}")
+            line.append(level, _STYLES[level]).append(f" {writable(plain(message), self._console.file)}")
             self._console.print(line)
 
     def close(self) -> None:
@@ -241,15 +242,6 @@ class Screen(AbstractContextManager["Screen"]):
         self._show_events_before_setup()
         self._show_epoch()
         self._erase()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _show_evaluation(self, record: EvaluationMetrics) -> None:
-        last = self._progress.last
-        if last and record.step == last.step:
-            self._epoch_end = None  # the evaluation's line shows it too
-        self.say(evaluation_line(record, last, log=not self.live))
 
     def _show_epoch(self) -> None:
         last, self._epoch_end = self._epoch_end, None
@@ -289,10 +281,10 @@ class Screen(AbstractContextManager["Screen"]):
             return
         self._disk_at, before = now, self._disk_full
         self._disk_full = is_full(self.folder)
-        if self._disk_full and not before:
+        if self._disk_full > before:
             effect = "training continues, but records are delayed and checkpoints are skipped"
             self.say(f"the disk of {self.folder} is full: {effect}", "WARNING")
-        elif before and not self._disk_full:
+        elif self._disk_full < before:
             self.say(f"the disk of {self.folder} has free space again")
 
     def _draw(self) -> None:
@@ -310,8 +302,3 @@ class Screen(AbstractContextManager["Screen"]):
         if self._drawn:
             self._console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
             self._drawn = ""
-
-    def _encodable(self, text: str) -> str:
-        """Escapes characters that the stream can't write."""
-        encoding = getattr(self._console.file, "encoding", None) or "utf-8"
-        return text.encode(encoding, "backslashreplace").decode(encoding)

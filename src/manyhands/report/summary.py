@@ -137,7 +137,7 @@ def result_lines(run: RunData) -> list[str]:
     if run.folder.report.is_file():
         lines.append(f"report {run.folder.report}")
     if word != "finished":
-        lines.append(f"resume {resume_command(run.folder.path)}")
+        lines.append(f"to resume: {resume_command(run.folder.path)}")
     return lines
 
 

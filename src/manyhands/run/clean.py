@@ -20,11 +20,15 @@ from manyhands.cluster.agents.claim import claim, new_holder
 from manyhands.core.errors import UserError
 from manyhands.core.scratch import PREFIX, abandoned
 from manyhands.data.places import cache_folder
-from manyhands.run.find import find_run
-from manyhands.run.registry import running
+from manyhands.run.registry import find_run, running
 
 # A file that hasn't been written for longer than this has no writer any more.
 OLD_S = 24 * 3600.0
+_CACHES = {
+    "compiled": "compiled networks, compiled again when needed",
+    "decoded": "decoded pictures, decoded again when needed",
+    "unpacked": "unpacked archives, unpacked again when needed",
+}
 _MADE_BY_US = re.compile(rf"{PREFIX}(agent|doctor|logs|git|probe|objects|private)-\w+")
 
 
@@ -51,22 +55,18 @@ def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]
     """
     active = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_ours(process)]
     places = [Path(process.info["cwd"]) for process in active if process.info["cwd"]]
-    copies = list(_own(user_cache_path("manyhands") / "code"))
-    used = [copy for copy in copies if any(place.is_relative_to(copy) for place in places)]
+    cache, copies = cache_folder(), set(_own((user_cache_path("manyhands") / "code").glob("*")))
+    used = {copy for copy in copies if any(place.is_relative_to(copy) for place in places)}
     kept = [f"copies of code that processes use now: {len(used)}"] if used else []
-    caches = {
-        "compiled": "compiled networks, compiled again when needed",
-        "decoded": "decoded pictures, decoded again when needed",
-        "unpacked": "unpacked archives, unpacked again when needed",
-    }
-    made = {kind: list(_own(cache_folder() / kind)) for kind in caches}
+    made = {kind: list(_own((cache / kind).glob("*"))) for kind in _CACHES}
     if any(made.values()) and (active or running()):
         made = {}
         kept.append("compiled networks, decoded pictures and unpacked archives, which your processes may be using")
+    parts = [path for path in _own(cache.rglob(".*.part"), old=True) if path.is_file() and not path.is_symlink()]
     table = [
-        ("code", "copies of code made by launch --sync-code", set(copies) - set(used)),
-        *((kind, what, made.get(kind, ())) for kind, what in caches.items()),
-        ("parts", "incomplete files of ended processes", _parts(cache_folder())),
+        ("code", "copies of code made by launch --sync-code", copies - used),
+        *((kind, what, made.get(kind, ())) for kind, what in _CACHES.items()),
+        ("parts", "incomplete files of ended processes", parts),
         ("temporary", f"temporary folders of killed processes in {tempfile.gettempdir()}", _temporary()),
         *(("run", f"the run {path}", [path]) for path in map(_run, runs)),
     ]
@@ -89,36 +89,20 @@ def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
     return complete
 
 
-def _own(folder: Path) -> Iterator[Path]:
-    """Yields the entries of a folder that belong to this user; other users may share the cache."""
-    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        for entry in os.scandir(folder):
-            if entry.stat(follow_symlinks=False).st_uid == os.getuid():
-                yield Path(entry.path)
-
-
-def _parts(cache: Path) -> Iterator[Path]:
-    for path in cache.rglob(".*.part"):
+def _own(paths: Iterable[Path], *, old: bool = False) -> Iterator[Path]:
+    """Yields the paths that belong to this user, with `old` those that have no writer any more."""
+    for path in paths:
         with suppress(OSError):
             state = path.lstat()
-            if stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid() and _is_old(state):
+            if state.st_uid == os.getuid() and (not old or time.time() - state.st_mtime > OLD_S):
                 yield path
 
 
 def _temporary() -> set[Path]:
     """Returns folders whose lock is free, and old folders without a lock."""
-    found = set(abandoned())
-    for path in _own(Path(tempfile.gettempdir())):
-        with suppress(OSError):
-            state = path.lstat()
-            known = _MADE_BY_US.fullmatch(path.name) and stat.S_ISDIR(state.st_mode)
-            if known and _is_old(state) and not any(path.glob(".alive")):
-                found.add(path)
-    return found
-
-
-def _is_old(state: os.stat_result) -> bool:
-    return time.time() - state.st_mtime > OLD_S
+    named = (path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if _MADE_BY_US.fullmatch(path.name))
+    unlocked = (path for path in _own(named, old=True) if not any(path.glob(".alive")))
+    return {*abandoned(), *(path for path in unlocked if path.is_dir() and not path.is_symlink())}
 
 
 def _run(word: str) -> Path:

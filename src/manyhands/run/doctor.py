@@ -190,7 +190,7 @@ def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) ->
 def _survey_here(job: Job) -> Survey:
     name = socket.gethostname()
     facts = {name: gather(facts_wanted(job, torch=job.cluster.device != "cpu"))}
-    survey = Survey((name,), dict(facts), needs=_needs(job, [Machine(name, job.cluster.processes)], facts))
+    survey = known_of(job, [Machine(name, job.cluster.processes)], facts)
     address, port = _rendezvous(job)
     if address in local_candidates(facts[name]) or address in LOOPBACK:
         probe = Probe()

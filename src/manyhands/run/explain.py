@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
 from manyhands.cluster.hosts.formats import hostfile, rank_table, slurm
@@ -27,28 +26,23 @@ OPTIONS = {
 SHORT_S = 0.1
 # Those of the time limits that are printed for people; see core/timeouts.py.
 _SHOWN_LIMITS = ("silent", "alone", "leave", "stop")
+ONE_EACH = "one per accelerator, or one"
 # Files that a driver creates for each device, and the name of the device type.
 DEVICE_FILES = {"nvidia[0-9]*": "cuda", "davinci[0-9]*": "npu", "accel/accel[0-9]*": "accelerator"}
 
 
-@dataclass(frozen=True)
-class ExplainedValue:
+class ExplainedValue(NamedTuple):
     """One value."""
 
     key: str  # its name for scripts
     value: Any  # None if it is only known later
     origin: str = ""
-    said: str = ""  # the text for people, if it isn't the value itself
-
-    @property
-    def name(self) -> str:
-        """The key for people."""
-        return self.key.replace("_", " ")
+    words: str = ""  # the text for people, if it isn't the value itself
 
     @property
     def text(self) -> str:
         """The value for people."""
-        return self.said or str(self.value)
+        return self.words or str(self.value)
 
 
 def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -> list[ExplainedValue]:
@@ -58,8 +52,8 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
         UserError: training couldn't start.
     """
     variables = os.environ if environment is None else environment
-    at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})
-    found = participate(at_once, variables)
+    cluster, origins = loaded.job.cluster, loaded.origins
+    found = participate(cluster.model_copy(update={"join_timeout_s": SHORT_S}), variables)
     if found.process_info:
         rows = _member(found.process_info, found.origins, variables)
         many, index = found.process_info.size > 1, found.process_info.device_index
@@ -69,9 +63,15 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
     else:
         rows, many, index = _here(found), found.processes != 1, None
     # An option was given as the flag itself, in a file, or by a variable.
-    given = {flag: loaded.origins.get(key, "flag") for flag, key in OPTIONS.items()}
-    rows = [replace(row, origin=given[row.origin]) if given.get(row.origin, "flag") != "flag" else row for row in rows]
-    rows += [_device(loaded, index, found.origins.get("device", "")), _backend(loaded, many=many), *_shares(loaded)]
+    given = {flag: origins[key] for flag, key in OPTIONS.items() if origins.get(key, "flag") != "flag"}
+    rows = [row._replace(origin=given.get(row.origin, row.origin)) for row in rows]
+    rows += [_device(loaded, index, found.origins.get("device", "")), _backend(loaded, many=many)]
+    shares, origin = cluster.shares, origins.get("cluster.shares", "default")
+    if shares == "auto":
+        rows.append(ExplainedValue("shares", None, origin, "in proportion to measured speed"))
+    elif not isinstance(shares, str):
+        words = f"{', '.join(map(str, shares))} samples of each update"
+        rows.append(ExplainedValue("shares", list(shares), origin, words))
     limits = time_limits()
     shown = ", ".join(f"{name.replace('_', ' ')} {limits[name]:g} s" for name in _SHOWN_LIMITS)
     rows.append(ExplainedValue("time_limits", limits, "fixed", shown))
@@ -118,41 +118,36 @@ def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] 
     return notes
 
 
-def _member(
-    process_info: ProcessInfo, origins: Mapping[str, str], variables: Mapping[str, str]
-) -> list[ExplainedValue]:
-    url = urlparse(process_info.init)
+def _member(found: ProcessInfo, origins: Mapping[str, str], variables: Mapping[str, str]) -> list[ExplainedValue]:
+    url = urlparse(found.init)
     address, port = url.hostname or "", url.port
     if url.scheme == "env":
         address, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-    by_hand = process_info.started_by == "--init"
-    known = {} if by_hand else {"local_rank": process_info.local_rank, "local_size": process_info.local_size}
+    by_hand = found.started_by == "--init"
     rows = [
-        ExplainedValue("started_by", process_info.started_by, said="one command per process" if by_hand else ""),
-        ExplainedValue("rank", process_info.rank, origins["rank"]),
-        ExplainedValue("world_size", process_info.size, origins["size"]),
-        *(ExplainedValue(key, known.get(key), origins.get(key, ""), "" if key in known else "?") for key in
-          ("local_rank", "local_size")),
+        ExplainedValue("started_by", found.started_by, words="one command per process" if by_hand else ""),
+        ExplainedValue("rank", found.rank, origins["rank"]),
+        ExplainedValue("world_size", found.size, origins["size"]),
+        *(ExplainedValue(key, None if by_hand else getattr(found, key), origins.get(key, ""), "?" * by_hand)
+          for key in ("local_rank", "local_size")),
     ]  # fmt: skip
-    where = origins["master_address"]
     if url.scheme == "file":
-        return [*rows, ExplainedValue("meeting_file", url.netloc + url.path, where)]
-    port_from = origins["master_port"]
-    return [*rows, ExplainedValue("master_address", address, where), ExplainedValue("master_port", port, port_from)]
+        return [*rows, ExplainedValue("meeting_file", url.netloc + url.path, origins["master_address"])]
+    where = ExplainedValue("master_address", address, origins["master_address"])
+    return [*rows, where, ExplainedValue("master_port", port, origins["master_port"])]
 
 
 def _machine(rendezvous: Rendezvous, origins: Mapping[str, str]) -> list[ExplainedValue]:
-    first, own = sum(rendezvous.sizes[: rendezvous.machine]), rendezvous.sizes[rendezvous.machine]
-    known = all(rendezvous.sizes)
+    sizes, machine = rendezvous.sizes, rendezvous.machine
+    first, own, known = sum(sizes[:machine]), sizes[machine], all(sizes)
+    span = f"{first} … {first + own - 1}" if own > 1 else f"{first}"
     ranks = [first, first + own - 1] if known else None
-    said = "by each machine's devices" if not known else f"{first} … {first + own - 1}" if own > 1 else f"{first}"
-    place = f"{rendezvous.machine} of {len(rendezvous.sizes)}"
     return [
-        ExplainedValue("started_by", "manyhands", said="manyhands, one command per machine"),
-        ExplainedValue("machine", rendezvous.machine, origins["machine"], place),
-        ExplainedValue("processes", own or None, origins["processes"], "" if own else "one per accelerator, or one"),
-        ExplainedValue("ranks", ranks, origins["size"], said),
-        ExplainedValue("world_size", sum(rendezvous.sizes) if known else None, origins["size"], "" if known else "?"),
+        ExplainedValue("started_by", "manyhands", words="manyhands, one command per machine"),
+        ExplainedValue("machine", machine, origins["machine"], f"{machine} of {len(sizes)}"),
+        ExplainedValue("processes", own or None, origins["processes"], "" if own else ONE_EACH),
+        ExplainedValue("ranks", ranks, origins["size"], span if known else "by each machine's devices"),
+        ExplainedValue("world_size", sum(sizes) if known else None, origins["size"], "" if known else "?"),
         ExplainedValue("master_address", rendezvous.address, origins["master_address"]),
         ExplainedValue("master_port", rendezvous.port, origins["master_port"]),
     ]
@@ -161,8 +156,8 @@ def _machine(rendezvous: Rendezvous, origins: Mapping[str, str]) -> list[Explain
 def _here(found: LaunchDecision) -> list[ExplainedValue]:
     count = found.processes or None
     return [
-        ExplainedValue("started_by", "manyhands", said="manyhands, on this machine only"),
-        ExplainedValue("processes", count, found.origins["processes"], "" if count else "one per accelerator, or one"),
+        ExplainedValue("started_by", "manyhands", words="manyhands, on this machine only"),
+        ExplainedValue("processes", count, found.origins["processes"], "" if count else ONE_EACH),
         ExplainedValue("master_address", "127.0.0.1", "a single machine"),
         ExplainedValue("master_port", None, "chosen at start", "a free port"),
     ]
@@ -179,16 +174,6 @@ def _device(loaded: LoadedJob, index: int | None, index_origin: str) -> Explaine
         return ExplainedValue("device", None, origin, "cpu or accelerator, decided at start")
     which = f"{driver}:{index}" if index is not None else f"{driver}, one per process"
     return ExplainedValue("device", None, index_origin or "files in /dev", f"{which} if torch can use it, else cpu")
-
-
-def _shares(loaded: LoadedJob) -> list[ExplainedValue]:
-    """Returns the samples of each process in an update, if they are not equal."""
-    shares, origin = loaded.job.cluster.shares, loaded.origins.get("cluster.shares", "default")
-    if shares == "auto":
-        return [ExplainedValue("shares", None, origin, "in proportion to measured speed")]
-    if isinstance(shares, str):
-        return []
-    return [ExplainedValue("shares", list(shares), origin, f"{', '.join(map(str, shares))} samples of each update")]
 
 
 def _backend(loaded: LoadedJob, *, many: bool) -> ExplainedValue:

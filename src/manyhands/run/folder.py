@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import shlex
@@ -25,8 +26,7 @@ from manyhands.core.files import free_name, private_files
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import ended_like_ctrl_c, request_stop
 from manyhands.core.timeouts import MAKE_WAY_S
-from manyhands.run.find import RUNS
-from manyhands.run.registry import headed_here, registered
+from manyhands.run.registry import RUNS, headed_here, registered
 
 # Seconds between two looks, and how long a job file may be missing while it is replaced.
 POLL_S, REPLACING_S = 1.0, 0.05
@@ -36,17 +36,20 @@ POLL_S, REPLACING_S = 1.0, 0.05
 def run_folder(job: Job) -> Iterator[RunFolder]:
     """Opens the run folder; removes a new one if a user's mistake ends the run before its first update."""
     base = Path(job.run.out).expanduser() if job.run.out else RUNS
-    missing = topmost_missing(base)
+    missing = [place for place in (base, *base.parents) if not place.exists()]
     with private_files():
         folder, lock = _open_folder(job)
-        topmost = missing or (folder.path if not job.run.out else None)
+        topmost = missing[-1] if missing else None if job.run.out else folder.path
         try:
             names = [machine.name for machine in machines_of(job.cluster)]
             with registered(folder.path, names), ended_like_ctrl_c():
                 yield folder
         except ManyhandsError as error:
             if error.exit_code in {EXIT_USAGE, EXIT_DOCTOR} and topmost and not folder.metrics.exists():
-                remove_new(folder.path, topmost)
+                shutil.rmtree(folder.path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    for place in itertools.takewhile(topmost.parent.__ne__, folder.path.parents):
+                        place.rmdir()
             raise
         finally:
             if lock:
@@ -54,12 +57,21 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
 
 
 def folder_to_be(job: Job) -> Path:
-    """Returns the folder that a run of this job would use if it started now."""
-    return Path(job.run.out) if job.run.out else free_run_folder(RUNS, *_name_of(job), datetime.now())
+    """Returns the folder that a run of this job would use if it started now.
 
-
-def _name_of(job: Job) -> tuple[str, str]:
-    return (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)
+    By default the first of runs/<date>-<data>-<model>, …-2, …-3 that doesn't exist.
+    """
+    if job.run.out:
+        return Path(job.run.out)
+    names = (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)
+    plain = [word.removeprefix("torchvision:").split(":")[0] for word in names]
+    words = [re.sub(r"[^\w.-]+", "-", Path(word).stem).strip("-") or "run" for word in plain]
+    stem = f"{datetime.now():%Y-%m-%d}-{words[0]}-{words[1]}"
+    for number in range(1, 10_000):
+        path = RUNS / (stem if number == 1 else f"{stem}-{number}")
+        if not os.path.lexists(path):
+            return path
+    raise UserError(f"{RUNS} has 10,000 runs of this name for today", str(RUNS), ("choose a run folder: --out DIR",))
 
 
 def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
@@ -68,12 +80,14 @@ def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     Raises:
         UserError: it can't be used, or holds a run that the user doesn't want to resume.
     """
-    if not job.run.out:
-        folder = new_run_folder(RUNS, *_name_of(job), datetime.now())
-    else:
-        folder = use_run_folder(Path(job.run.out).expanduser())
-        if folder.exists() and job.checkpoint.resume == "never":
-            raise UserError(f"{folder.path} already holds a run", "--out", ("use --resume auto", "or another --out"))
+    folder = use_run_folder(Path(job.run.out).expanduser()) if job.run.out else None
+    while folder is None:
+        path = folder_to_be(job)
+        with writing_into(path), contextlib.suppress(FileExistsError):  # another run has just created it
+            path.mkdir(parents=True)
+            folder = RunFolder(path)
+    if job.run.out and folder.exists() and job.checkpoint.resume == "never":
+        raise UserError(f"{folder.path} already holds a run", "--out", ("use --resume auto", "or another --out"))
     with writing_into(folder.path):
         # `resume --no-detach` takes a detached run over too.
         detached = "detach" in job.cluster.flags and folder.exists() and read_toml(folder.job).get("cluster", {})
@@ -105,43 +119,6 @@ def _lock(folder: RunFolder, *, takes_over: bool) -> FileLock | None:
     for stale in folder.failures.glob("*.json"):
         stale.unlink()
     return lock
-
-
-def free_run_folder(base: Path, data: str, model: str, now: datetime) -> Path:
-    """Returns the first of runs/<date>-<data>-<model>, …-2, …-3 that doesn't exist yet."""
-    plain = [word.removeprefix("torchvision:").split(":")[0] for word in (data, model)]
-    words = [re.sub(r"[^\w.-]+", "-", Path(word).stem).strip("-") or "run" for word in plain]
-    stem = f"{now:%Y-%m-%d}-{words[0]}-{words[1]}"
-    for number in range(1, 10_000):
-        path = base / (stem if number == 1 else f"{stem}-{number}")
-        if not os.path.lexists(path):
-            return path
-    raise UserError(f"{base} has 10,000 runs of this name for today", str(base), ("choose a run folder: --out DIR",))
-
-
-def new_run_folder(base: Path, data: str, model: str, now: datetime) -> RunFolder:
-    """Creates the folder that `free_run_folder` names."""
-    while True:
-        path = free_run_folder(base, data, model, now)
-        with writing_into(path), contextlib.suppress(FileExistsError):  # another run has just created it
-            path.mkdir(parents=True)
-            return RunFolder(path)
-
-
-def topmost_missing(path: Path) -> Path | None:
-    """Returns the missing folder closest to the root among `path` and its parents; None if `path` exists."""
-    missing = [place for place in (path, *path.parents) if not place.exists()]
-    return missing[-1] if missing else None
-
-
-def remove_new(folder: Path, topmost: Path) -> None:
-    """Removes a new folder, and the empty ones above it up to `topmost`."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        for place in folder.parents:
-            if place == topmost.parent:
-                break
-            place.rmdir()
 
 
 class FolderWatch:

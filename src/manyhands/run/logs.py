@@ -56,7 +56,6 @@ class LogPlace(BaseModel):
 class Log:
     """The output of one process: a file on this machine, or read through the agent of another one."""
 
-    rank: int
     path: str  # of the file, which may not exist yet
     link: AgentConnection | None = None  # to the agent of its machine; None for this machine
     offset: int = 0  # bytes read so far
@@ -110,28 +109,24 @@ def show_logs(
         UserError: there is no such rank.
         RunError: the machine that has its file can't be reached.
     """
-    places = read_places(folder)
-    known = [log.rank for log in _local_logs(folder)]
+    places, known = read_places(folder), _local_logs(folder)
     if rank is not None and known and rank not in known and not any(place.has(rank) for place in places):
         hints = (f"choose one of the ranks {', '.join(map(str, known))}",)
         raise UserError(f"there is no log of rank {rank}", str(folder.ranks), hints)
-    prefix = "" if rank is not None else "rank {} | "
-    with _remote_logs(folder, places, rank, say, settings or {}) as remote:
-        logs = {log.rank: log for log in [*_local_logs(folder), *remote] if rank in (None, log.rank)}
-        for log in logs.values():
-            lines = log.new_lines(rest=not follow)
-            for line in deque(lines, last) if last else lines:
-                show(prefix.format(log.rank) + line)
-        head, over = head_of(folder.path) if follow else None, not follow
+    prefix, head = "" if rank is not None else "rank {} | ", head_of(folder.path) if follow else None
+    with _remote_logs(folder, places, rank, say, settings or {}) as logs:
+        over = False
         while not over:
             # Checked before the files are read, so that nothing written before the end is missed.
             over = not (head and is_running(head))
-            for log in _local_logs(folder):
-                if rank in (None, log.rank):
-                    logs.setdefault(log.rank, log)
-            for log in logs.values():
-                for line in log.new_lines(rest=over):
-                    show(prefix.format(log.rank) + line)
+            for each, log in _local_logs(folder).items():
+                if rank in (None, each):
+                    logs.setdefault(each, log)
+            for each, log in sorted(logs.items()):
+                lines = log.new_lines(rest=over)
+                for line in deque(lines, last) if last else lines:
+                    show(prefix.format(each) + line)
+            last = 0
             if not over:
                 time.sleep(POLL_S)
     if not logs:
@@ -145,11 +140,11 @@ def _remote_logs(
     rank: int | None,
     say: Callable[[str], None],
     settings: Mapping[str, Any],
-) -> Iterator[list[Log]]:
-    """Connects to the machines that have the wanted logs, and gives those that can be read."""
+) -> Iterator[dict[int, Log]]:
+    """Connects to the machines that have the wanted logs, and gives those that can be read, by rank."""
     wanted = [place for place in places if not place.local and (rank is None or place.has(rank))]
     if not wanted:
-        yield []
+        yield {}
         return
     options = _ssh_options(folder, settings, say)
     machines = [place.machine for place in wanted]
@@ -165,12 +160,12 @@ def _remote_logs(
                 who = f"ranks {place.ranks[0]} to {sum(place.ranks) - 1}"
                 say(f"{contact.what}; the logs of {who} are in {place.folder}/ranks there")
         links = {machine.name: machine.agent for machine in agents.running}
-        yield [
-            Log(each, f"{place.folder}/ranks/{each}.log", links[place.machine.name])
+        yield {
+            each: Log(f"{place.folder}/ranks/{each}.log", links[place.machine.name])
             for place in wanted
             for each in range(place.ranks[0], sum(place.ranks))
             if place.machine.name in links and rank in (None, each)
-        ]
+        }
 
 
 # Options of the cluster that are executed, here or on the machines that a run folder names.
@@ -200,10 +195,10 @@ def _ssh_options(folder: RunFolder, settings: Mapping[str, Any], say: Callable[[
     return own
 
 
-def _local_logs(folder: RunFolder) -> list[Log]:
+def _local_logs(folder: RunFolder) -> dict[int, Log]:
     """Returns the files on this machine, by rank."""
-    found = [Log(int(path.stem), str(path)) for path in folder.ranks.glob("*.log") if path.stem.isdecimal()]
-    return sorted(found, key=lambda log: log.rank)
+    found = {int(path.stem): Log(str(path)) for path in folder.ranks.glob("*.log") if path.stem.isdecimal()}
+    return dict(sorted(found.items()))
 
 
 def read_places(folder: RunFolder) -> list[LogPlace]:
@@ -217,10 +212,9 @@ def read_places(folder: RunFolder) -> list[LogPlace]:
         return TypeAdapter(list[LogPlace]).validate_python(parse_json(read_bytes(path)))
     except FileNotFoundError:
         return []
-    except ValidationError as error:
-        first = error.errors()[0]
-        what = f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}"
-        raise UserError(f"{path.name} is damaged: {what}", str(path), ("remove the file",)) from error
     except (OSError, ValueError) as error:
-        what = f"{path.name} is damaged: {str(error).splitlines()[0]}"
-        raise UserError(what, str(path), ("remove the file",)) from error
+        what = str(error).splitlines()[0]
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            what = f"{'.'.join(map(str, first['loc'])) or 'content'}: {first['msg']}"
+        raise UserError(f"{path.name} is damaged: {what}", str(path), ("remove the file",)) from error

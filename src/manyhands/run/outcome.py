@@ -160,9 +160,8 @@ def note_replaced(folder: RunFolder, message: str) -> None:
 
 def note_cause(folder: RunFolder, cause: Failure) -> None:
     """Records a first cause, in full if the failed process could not write its own record."""
-    _note(
-        folder, "failed", cause.what, time=cause.time, rank=cause.rank, step=cause.step, data={"host": cause.host}
-    )  # fmt: skip
+    about = {"time": cause.time, "rank": cause.rank, "step": cause.step, "data": {"host": cause.host}}
+    _note(folder, "failed", cause.what, **about)
     with suppress(OSError):
         record = folder.failures / f"{cause.rank}.json"
         if not record.exists():

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.core.errors import UserError
@@ -13,15 +12,6 @@ from manyhands.data.packed import PackedSet, altered, altered_shards, is_pack, o
 from manyhands.data.packing import PackRequest, is_up_to_date, make_pack, read_contents
 
 USUAL_QUALITY, MOST_QUALITY = 90, 95
-
-
-@dataclass(frozen=True)
-class PackOutcome:
-    """What packing has led to."""
-
-    packed: PackedSet
-    made: bool  # False where it was up to date already
-    bad: tuple[str, ...] = ()  # pictures that can't be read, packed as they are
 
 
 def request_of(root: Path, target: Path | None, size: int, quality: int) -> PackRequest:
@@ -42,18 +32,21 @@ def request_of(root: Path, target: Path | None, size: int, quality: int) -> Pack
 
 def pack(
     request: PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
-) -> PackOutcome:
-    """Packs a folder, or goes on where an interrupted call stopped.
+) -> tuple[PackedSet, tuple[str, ...] | None]:
+    """Packs a folder, or resumes an interrupted call.
 
-    Raises ManyhandsError: the folder can't be used, there is another pack, or the disk can't be written.
+    Returns:
+        The pack, and the pictures in it that can't be read; None in place of these if it was up to date already.
+
+    Raises:
+        ManyhandsError: the folder can't be used, there is another pack, or the disk can't be written.
     """
     contents = read_contents(request.root)
     if not replaced and is_up_to_date(contents, request):
-        return PackOutcome(open_pack(request.target), made=False)
+        return open_pack(request.target), None
     processes = processes or max(1, int(cores()))
     with ended_like_ctrl_c():
-        packed, bad = make_pack(contents, request, processes=processes, replace=replaced, progress=progress)
-        return PackOutcome(packed, made=True, bad=bad)
+        return make_pack(contents, request, processes=processes, replace=replaced, progress=progress)
 
 
 def check_pack(folder: Path, target: Path | None) -> PackedSet:

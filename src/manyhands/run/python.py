@@ -25,6 +25,7 @@ from manyhands.core.world import ProcessInfo
 from manyhands.report.changes import refuse_changes
 from manyhands.report.page import write_report
 from manyhands.report.read import read_run
+from manyhands.report.summary import best_evaluation
 from manyhands.report.time_shares import samples_of_each
 from manyhands.run.folder import run_folder
 from manyhands.run.outcome import Outcome, report_on
@@ -68,13 +69,15 @@ class Run:
     @property
     def best(self) -> EvaluationMetrics:
         """The best evaluation according to train.best."""
-        noted = [record for record in self._evaluated() if record.best]
-        return noted[-1] if noted else max(self._evaluated(), key=lambda record: record.top1)
+        found = best_evaluation(read_run(self.path))
+        return found if isinstance(found, EvaluationMetrics) else self.final  # which raises UserError
 
     @property
     def final(self) -> EvaluationMetrics:
         """The last evaluation."""
-        return self._evaluated()[-1]
+        if not (found := self.evaluations):
+            raise UserError("this run has no evaluation yet", str(self.path))
+        return found[-1]
 
     @property
     def test(self) -> EvaluationDetail | None:
@@ -89,12 +92,6 @@ class Run:
     def report(self) -> Path:
         """Writes report.html and its pictures, and returns the path of report.html."""
         return write_report(self.path)
-
-    def _evaluated(self) -> list[EvaluationMetrics]:
-        found = self.evaluations
-        if not found:
-            raise UserError("this run has no evaluation yet", str(self.path))
-        return found
 
 
 # A flag in a hint, with its value: what follows it, unless that is a word of the sentence.
@@ -197,7 +194,11 @@ def fit(  # noqa: PLR0913 - all but three are named
     functions = {"optimizer": optimizer, "loss": loss, "schedule": schedule}
     for name, value in functions.items():
         named[f"train.{name}"] = value if value is None or isinstance(value, str) else OBJECT
-    named |= {"train.metrics": metric_words(metrics), "cluster.processes": processes, "run.out": _text(out)}
+    named |= {
+        "train.metrics": metric_words(metrics),
+        "cluster.processes": processes,
+        "run.out": str(out) if out else None,
+    }
     loaded = load_on(job, {**_flags(settings, "fit"), **named})
     if at_epoch_end is not None and not callable(at_epoch_end):
         raise UserError("at_epoch_end is not a function", "fit", ("such as at_epoch_end=lambda end: print(end.epoch)",))
@@ -237,12 +238,12 @@ def fit(  # noqa: PLR0913 - all but three are named
 
 def _train(job: Job, objects: Objects, processes: int | None, *, quiet: bool) -> Outcome:
     """Trains in this process, or in processes started here, whose weights are then loaded into the user's network."""
-    existing = _existing_group("auto", "auto")
+    existing = _existing_group(job)
     if existing and processes is not None:
         hints = ("remove processes to train with this group", "or call fit before the group is created")
         raise UserError("fit can't start processes: this process is already in a process group", "fit", hints)
     if existing or not (processes is not None or job.cluster.processes):
-        return train_in_process(job, _process_info(job), quiet=quiet, objects=objects)
+        return train_in_process(job, existing or _launched(job), quiet=quiet, objects=objects)
     # A launcher's rank and size take precedence over the job's number of processes.
     elsewhere = place_of(job).process_info is None
     outcome = train(job, quiet=quiet, objects=objects)
@@ -264,10 +265,6 @@ def _options_of(model: Any) -> dict[str, Any]:
     # A float64 network receives its inputs unchanged, as in a session; one of several types keeps its types.
     double = {str(one.dtype) for one in model.parameters()} == {"torch.float64"}
     return {"model.name": type(model).__name__, **({"train.precision": "fp64"} if double else {})}
-
-
-def _text(out: str | Path | None) -> str | None:
-    return str(out) if out else None
 
 
 def _flags(settings: dict[str, Any], function: str) -> dict[str, Any]:
@@ -303,20 +300,18 @@ def _refuse_ignored_sets(test_set: Any, held_out_set: Any) -> None:
             raise UserError(f"{word} needs a train_set that is a Dataset, not a name", word, (hint,))
 
 
-def _process_info(job: Job) -> ProcessInfo:
-    """Rank and size of this process: in its process group, as a launcher gave them, or alone."""
-    device, backend = job.cluster.device, job.cluster.backend
-    alone = ProcessInfo(device=device, backend=backend)
-    return _existing_group(device, backend) or place_of(job).process_info or alone
+def _launched(job: Job) -> ProcessInfo:
+    """Rank and size of this process as a launcher gave them, or alone."""
+    return place_of(job).process_info or ProcessInfo(device=job.cluster.device, backend=job.cluster.backend)
 
 
-def _existing_group(device: str, backend: str) -> ProcessInfo | None:
+def _existing_group(job: Job) -> ProcessInfo | None:
     """Rank and size in the process group that the script has created; a script without torch has none."""
     if "torch.distributed" not in sys.modules:
         return None
     from manyhands.worker.own_process import existing_process_info
 
-    return existing_process_info(device, backend)
+    return existing_process_info(job.cluster.device, job.cluster.backend)
 
 
 @_hints_as_arguments()
@@ -462,7 +457,7 @@ def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[
         if unused := sorted(of_prepare & set(flags)):
             what = f"session has no argument {unused[0].partition('.')[2]}"
             raise UserError(what, "session", ("pass optimizer and batch to prepare of the session",))
-        named = {"data.name": OBJECTS, "run.out": _text(out), "train.metrics": metric_words(metrics)}
+        named = {"data.name": OBJECTS, "run.out": str(out) if out else None, "train.metrics": metric_words(metrics)}
         loaded = load_on(job, {**flags, **named})
         resolved = loaded.job
         # A recipe's values are for what fit makes of its data set.
@@ -472,7 +467,7 @@ def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[
             hints = (f"pass epochs too: session(schedule={resolved.train.schedule!r}, epochs=30)",)
             raise UserError("session has a schedule, but no number of epochs", "session", hints)
         program = os.path.basename(sys.argv[0]).replace(" ", "_")  # noqa: PTH119 - sys.argv[0] may be "-c"
-        process_info = _process_info(resolved)
+        process_info = _existing_group(resolved) or _launched(resolved)
         from manyhands.worker.own_process import opened
 
         functions: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}

@@ -9,16 +9,20 @@ from manyhands.checkpoint.folders import read_state
 from manyhands.checkpoint.trained import TrainedNetwork, find_record
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import ClusterOptions
-from manyhands.config.load import LoadedJob, load_job
+from manyhands.config.load import LoadedJob, flatten, load_job
 from manyhands.config.named_code import announce, refuse_other_users
 from manyhands.core.errors import UserError
 from manyhands.core.resuming import in_python, resume_command
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import say
 from manyhands.report.read import read_run
-from manyhands.run.find import find_reference
 from manyhands.run.folder import already_running
-from manyhands.run.registry import headed_here, remembered_reach
+from manyhands.run.registry import find_reference, headed_here, remembered_reach
+
+# Options whose values may be code of the user's, in this order.
+_MAY_NAME_CODE = (
+    "model.name", "data.name", "data.held_out", "train.loss", "train.optimizer", "train.schedule", "train.metrics",
+)  # fmt: skip
 
 
 def record_of(checkpoint: Path) -> TrainedNetwork | None:
@@ -62,18 +66,10 @@ def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
         record = find_record(folder.checkpoints / "any", {})
     except UserError:
         record = None  # it is written anew, and the announcement says what isn't known
-    job = loaded.job
-    named = {
-        "model.name": [job.model.name],
-        "data.name": [job.data.name],
-        "data.held_out": [job.data.held_out],
-        "train.loss": [job.train.loss],
-        "train.optimizer": [job.train.optimizer],
-        "train.schedule": [job.train.schedule],
-        "train.metrics": job.train.metrics,
-    }
-    for key, words in named.items():
+    values = flatten(loaded.job.model_dump())
+    for key in _MAY_NAME_CODE:
         if loaded.origins.get(key) == str(folder.job):
+            words = [values[key]] if isinstance(values[key], str) else values[key]
             announce(words, folder.path, record, f"--set {key}={{}}")
 
 

@@ -74,21 +74,18 @@ def stop_run(record: Running, say: Callable[[str], None], *, now: bool) -> Event
                 raise RunError(f"{record.name} can't be ended", f"pid {record.pid}", (f"run kill -9 {record.pid}",))
         return look(record).end
     say(f"asked {record.name} (pid {record.pid}) to save and stop")
-    asked, shown = time.monotonic(), ""
-    while is_running(record):
+    shown, wait_s = "", _EXPLAIN_S
+    while not _ends_within(wait_s, record):
         stopping = look(record).state == "stopping"
         words = "waiting for the last checkpoint" if stopping else "waiting for the current update"
-        if words != shown and time.monotonic() - asked > _EXPLAIN_S:
-            shown = words
+        if words != shown:
             say(f"{words}; use --now to end the run at once")
-        time.sleep(_POLL_S)
+        shown, wait_s = words, _POLL_S
     return look(record).end
 
 
 def _ends_within(limit_s: float, record: Running) -> bool:
     until = time.monotonic() + limit_s
-    while is_running(record):
-        if time.monotonic() > until:
-            return False
+    while is_running(record) and time.monotonic() < until:
         time.sleep(_POLL_S)
-    return True
+    return not is_running(record)

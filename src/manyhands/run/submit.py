@@ -12,7 +12,7 @@ from typing import Any
 from manyhands.cluster.hosts.formats import kubernetes, slurm
 from manyhands.cluster.hosts.inventory import JOB, Submission
 from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, Job
-from manyhands.config.load import known_keys, load_job
+from manyhands.config.load import flatten, load_job
 from manyhands.core.errors import RunError, UserError
 
 # Options of the scheduler or of this machine, which are not in the command of the processes.
@@ -105,12 +105,10 @@ def _words(job: Job, job_file: Path | None) -> list[str]:
     names = {"data.name": job.data.name, "model.name": job.model.name}
     base = load_job({} if job_file else names, file=job_file, environment={}).job
     words = [str(job_file)] if job_file else list(names.values())
-    there, here = base.model_dump(mode="json"), job.model_dump(mode="json")
+    there, here = (flatten(each.model_dump(mode="json")) for each in (base, job))
     omitted = {"run.out", *(() if job.train.built_in else KEYS_OF_BUILT_IN_OPTIMIZERS)}
-    for key in known_keys():
-        section, _, name = key.partition(".")
-        value = here[section][name]
-        if value != there[section][name] and key not in omitted and not key.startswith(NOT_HANDED_ON):
+    for key, value in here.items():
+        if value != there[key] and key not in omitted and not key.startswith(NOT_HANDED_ON):
             words += ["--set", f"{key}={_as_toml(value)}"]
     return words
 
@@ -119,6 +117,4 @@ def _as_toml(value: Any) -> str:
     """Returns a value as TOML on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)} = {_as_toml(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(_as_toml(inner) for inner in value) + "]"
     return json.dumps(value, ensure_ascii=False)

@@ -1,12 +1,13 @@
-"""Short tasks on what a run has trained: evaluate, predict, and describe, merge or reshard its checkpoints.
+"""Tasks beside training: evaluate, predict; describe, merge or reshard checkpoints; search a plan, predict scaling.
 
 A task runs in this process, in the group that a launcher has formed, or on processes started here.
 """
 
+import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands.checkpoint.describe import is_pickled, open_description
 from manyhands.checkpoint.folders import choose
@@ -30,12 +31,16 @@ from manyhands.parallel.options import MODE_OF_PLANS, USUAL_MODE, ParallelOption
 from manyhands.run.logs import read_places
 from manyhands.run.outcome import failure_of
 from manyhands.run.resume import record_of
-from manyhands.run.train import place_of
+from manyhands.run.train import check_names, place_of
+
+if TYPE_CHECKING:
+    from manyhands.worker.plan_growth import Growth
+    from manyhands.worker.plan_search import Planned
 
 Guesses = list[tuple[str, float]]
 
 
-def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any] | None:
     """Evaluates a run's checkpoint, or a file, on the run's evaluation split or on the data that `flags` name.
 
     A plain folder of class folders is evaluated entirely.
@@ -46,7 +51,8 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
         flags: changes to the run's job, by dotted key.
 
     Returns:
-        checkpoint, data, count, loss, top1, top5, per_class and confusion, as plain data.
+        checkpoint, data, count, loss, top1, top5, per_class and confusion, as plain data; None on processes other than
+        the first.
 
     Raises:
         ManyhandsError: there is no such run, or the evaluation failed.
@@ -63,8 +69,7 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
     trained_on = load_job({}, file=run.job).job.data.name if whole and (run := run_of(reference)) else ""
     if trained_on and Path(trained_on).expanduser().resolve() == Path(job.data.name).expanduser().resolve():
         say(f"{job.data.name} contains training pictures of this run; to evaluate held-back pictures only, omit DATA")
-    found = _evaluate(job, path, {"given": given, "whole": whole})
-    return {**found, "data": job.data.name if whole else f"the evaluation split of {job.data.name}"}
+    return evaluate_job(job, path, given=given, whole=whole)
 
 
 def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
@@ -81,23 +86,27 @@ def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
             say(f"skipping the metric {word.removeprefix(f'{OBJECT}:')}, which was a Python object")
 
 
-def evaluate_job(job: Job, path: Path | None) -> dict[str, Any] | None:
-    """Evaluates a checkpoint, or the untrained network of the job, on the processes that the job names.
+def evaluate_job(
+    job: Job, path: Path | None, *, given: Collection[str] = (), whole: bool = False
+) -> dict[str, Any] | None:
+    """Evaluates a checkpoint on the processes that the job names.
+
+    Args:
+        job: the job.
+        path: the checkpoint; None for the untrained network of the job.
+        given: keys of the options that the user changed.
+        whole: evaluate all pictures of a plain folder.
 
     Returns:
-        What `evaluate_run` returns; None on processes other than the first.
+        As `evaluate_run`.
 
     Raises:
         ManyhandsError: the evaluation failed.
     """
-    found = _evaluate(job, path, {})
-    return {**found, "data": f"the evaluation split of {job.data.name}"} if found else None
-
-
-def _evaluate(job: Job, path: Path | None, more: dict[str, Any]) -> dict[str, Any]:
-    """Returns the results; empty on processes other than the first."""
-    found = _in_group_or_started(job, "evaluate", {"checkpoint": str(path.resolve()) if path else "", **more})
-    return {"checkpoint": str(path or ""), **found} if found else {}
+    argument = {"checkpoint": str(path.resolve()) if path else "", "given": list(given), "whole": whole}
+    found = _in_group_or_started(job, "evaluate", argument)
+    data = job.data.name if whole else f"the evaluation split of {job.data.name}"
+    return {"checkpoint": str(path or ""), **found, "data": data} if found else None
 
 
 def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
@@ -311,3 +320,49 @@ def _private_folder() -> Iterator[RunFolder]:
         folder = RunFolder(private)
         folder.failures.mkdir(parents=True)
         yield folder
+
+
+def search_plan(
+    job: Job, requested: Mapping[str, Any], out: Path, *, force: bool
+) -> "tuple[Planned, tuple[Path, Path]]":
+    """Searches the plan for a job and writes it to `out`, with a picture beside it; see `worker.plan_search`.
+
+    Raises:
+        ManyhandsError: the job or a request can't be satisfied, or timing failed.
+    """
+    check_names(job)
+    with _no_garbage_collection():
+        from manyhands.worker import plan_search
+
+        return plan_search.search_plan(job, requested, out, run_by_agent, force=force)
+
+
+def predict_growth(job: Job, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
+    """Predicts throughput, efficiency and cost of a job on several numbers of machines, and draws them to `out`.
+
+    Raises:
+        UserError: a request can't be satisfied, or the picture can't be written.
+    """
+    from manyhands.report.growth import draw_growth, refuse_file
+
+    if out is not None:
+        refuse_file(out, force=force)
+    with _no_garbage_collection():
+        from manyhands.worker import plan_growth
+
+        growth = plan_growth.predict_growth(job, requested)
+    if out is not None:
+        draw_growth(growth.rows, growth.title, out)
+    return growth
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A search, and what it imports, make many small objects and keep nearly all."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

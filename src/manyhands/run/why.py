@@ -17,9 +17,8 @@ from manyhands.report import summary
 from manyhands.report.read import RunData, read_run
 from manyhands.report.summary import ago, duration
 from manyhands.report.time_shares import slow_rank
-from manyhands.run.find import find_reference
 from manyhands.run.logs import read_places
-from manyhands.run.registry import head_of
+from manyhands.run.registry import find_reference, head_of
 
 _SHOWN = 3
 _LONGEST = 300
@@ -196,8 +195,7 @@ def _done(run: RunData) -> list[str]:
         events = run.counted(kind)
         if events:
             found.append(f"{len(events)} {words}; the last: {events[-1].message}")
-    slow = slow_rank(run)
-    found += [f"{slow}"] if slow else []
+    found += filter(None, [slow_rank(run)])
     for kind in ("slow", "stall"):
         alike: dict[str, list[str]] = {}
         for event in run.events:
@@ -224,10 +222,7 @@ def _resume_hint(run: RunData) -> str:
 
 
 def _place(run: RunData) -> str:
-    if not run.steps:
-        return "before its first update"
-    last = run.steps[-1]
-    return f"at step {last.step} of {last.total_steps}"
+    return f"at step {run.steps[-1].step} of {run.steps[-1].total_steps}" if run.steps else "before its first update"
 
 
 def _last_record(run: RunData) -> str:

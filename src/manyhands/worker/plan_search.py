@@ -190,7 +190,7 @@ class Planned:
 def search_plan(
     job: Job, requested: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool
 ) -> tuple[Planned, tuple[Path, Path]]:
-    """Finds the plan for a job and writes it: see `run.plan`."""
+    """Finds the plan for a job and writes it: see `run.tasks`."""
     request = PlanRequest(**{**requested, "pins": parse_pins(requested["pins"])})
     planned = plan_job(job, request, run_task, lambda: check_free(out, force=force))
     return planned, write_plan(planned, out, force=force)
