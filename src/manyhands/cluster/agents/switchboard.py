@@ -43,7 +43,7 @@ class Switchboard:
 
     def _come_in(self, tunnel: socket.socket) -> None:
         """From another machine: the port, then the bytes."""
-        port = int.from_bytes(_exactly(tunnel, 2))
+        port = int.from_bytes(tunnel.recv(2, socket.MSG_WAITALL))
         if not listens_at(self._ends.address, port):
             raise ConnectionRefusedError(f"no process of the run listens on port {port}")
         _splice(tunnel, socket.create_connection((self._ends.address, port)))
@@ -55,7 +55,7 @@ class Switchboard:
         _splice(connection, tunnel)
 
     def _answer(self, asking: socket.socket) -> None:
-        """A process wants a port of another machine's to be reached here."""
+        """From a process of this machine: the address and port of another machine's process to be reached here."""
         with asking, asking.makefile("rw") as lines:
             try:
                 self._listen_for(lines.readline(64))
@@ -75,7 +75,7 @@ class Switchboard:
 
 
 def listens_at(address: str, port: int) -> bool:
-    """Whether something listens at this very address; what listens on all of the machine's isn't the run's."""
+    """Returns True if something listens at this very address; what listens on all of the machine's isn't the run's."""
     table = Path("/proc/net/tcp")
     if not table.exists():  # no Linux
         return True
@@ -92,10 +92,10 @@ def _unix_listener(path: str) -> socket.socket:
 
 
 def _serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> None:
-    """Hands each connection that comes to a thread of its own."""
+    """Handles each connection in a thread of its own."""
 
     def handled(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):  # who is at the other end sees it closed
+        with connection, contextlib.suppress(OSError):  # the peer sees it closed
             handle(connection)
 
     def accept() -> None:
@@ -108,16 +108,6 @@ def _serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> 
             threading.Thread(target=handled, args=(connection,), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
-
-
-def _exactly(source: socket.socket, count: int) -> bytes:
-    received = b""
-    while len(received) < count:
-        more = source.recv(count - len(received))
-        if not more:
-            raise ConnectionError("the peer closed the connection")
-        received += more
-    return received
 
 
 def _splice(one: socket.socket, other: socket.socket) -> None:
@@ -133,7 +123,7 @@ def _splice(one: socket.socket, other: socket.socket) -> None:
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:
-    """One way; where an end breaks, both are shut, so that nobody waits for what doesn't come."""
+    """Copies one way; where an end breaks, both are shut, so that no peer waits."""
     buffer = memoryview(bytearray(BUFFER))
     try:
         while count := source.recv_into(buffer):

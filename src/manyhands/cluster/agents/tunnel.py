@@ -12,13 +12,11 @@ killed, once nobody uses what it forwards.
 
 import contextlib
 import os
-import selectors
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from manyhands.cluster.agents import switchboard
@@ -34,28 +32,45 @@ from manyhands.parallel.tunnel_ends import TunnelEnds, fits
 STANDS = "this tunnel of manyhands stands"
 # Ends with its standard input, so that nothing stays once its owner is gone; a csh understands it too.
 _STAY = "echo ready; exec cat"
+POLL_S = 0.05
 
 
 class TunnelError(Exception):
     """There is no tunnel through ssh to a machine; why, in a sentence."""
 
 
-@dataclass(frozen=True)
 class _Child:
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
+    """A process that writes a line once it is ready, and ends with its standard input."""
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        descriptor, log = tempfile.mkstemp(suffix=".log", dir=folder)
+        pipe = subprocess.PIPE
+        with os.fdopen(descriptor, "wb") as file:
+            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=file, start_new_session=True)
+        assert self.process.stdin
+        assert self.process.stdout
+        self.stdin, self.stdout, self._log = self.process.stdin, self.process.stdout, Path(log)
+        os.set_blocking(self.stdout.fileno(), False)
+        self._said, self.ready = b"", False
+
+    def pending(self, word: str) -> bool:
+        """Returns False once it is ready, which means that it has written this line, or has ended."""
+        ended = self.process.poll() is not None
+        with contextlib.suppress(BlockingIOError):
+            self._said = (self._said + os.read(self.stdout.fileno(), 1 << 16))[-(1 << 16) :]
+        self.ready = self.ready or word.encode() in self._said.splitlines()
+        return not (self.ready or ended)
 
     def last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = self._log.read_text(errors="replace").splitlines()
         return lines[-1].strip() if lines else ""
 
 
 class Children:
-    """Processes that say a word once they are ready, and end with their standard input."""
+    """Processes that write a line once they are ready, and end with their standard input."""
 
     def __init__(self) -> None:
-        self._ready: list[_Child] = []
+        self._ready: dict[str, _Child] = {}
 
     def start(
         self,
@@ -77,74 +92,47 @@ class Children:
         Returns:
             The last words of those that did not get ready, by name; these have ended.
         """
-        waiting: list[_Child] = []
+        started: dict[str, _Child] = {}
+        until = time.monotonic() + patience_s
         try:
-            for name, words in commands.items():
-                descriptor, log = tempfile.mkstemp(suffix=".log", dir=folder)
-                with os.fdopen(descriptor, "wb") as file:
-                    pipe = subprocess.PIPE
-                    process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=file, start_new_session=True)
-                waiting.append(_Child(name, process, Path(log)))
-            ready = _wait_for(waiting, word, patience_s, meanwhile)
+            for name, command in commands.items():
+                started[name] = _Child(command, folder)
+            while sum(child.pending(word) for child in started.values()) and time.monotonic() < until:
+                meanwhile()
+                time.sleep(POLL_S)
         except BaseException:
-            _end(waiting)
+            _end(started.values())
             raise
-        self._ready += ready
-        failed = [child for child in waiting if child not in ready]
-        _end(failed)
-        return {child.name: child.last_words() for child in failed}
+        self._ready |= {name: child for name, child in started.items() if child.ready}
+        failed = {name: child for name, child in started.items() if not child.ready}
+        _end(failed.values())
+        return {name: child.last_words() for name, child in failed.items()}
 
     def ended(self) -> str:
         """Describes the first child that ended unasked; empty while all run."""
-        for child in self._ready:
+        for name, child in self._ready.items():
             if (code := child.process.poll()) is not None:
-                return f"the ssh tunnel to {child.name} ended ({child.last_words() or f'exit code {code}'})"
+                return f"the ssh tunnel to {name} ended ({child.last_words() or f'exit code {code}'})"
         return ""
 
     def close(self) -> None:
         """Ends all."""
-        _end(self._ready)
+        _end(self._ready.values())
         self._ready.clear()
 
 
-def _wait_for(
-    children: Sequence[_Child], word: str, patience_s: float, meanwhile: Callable[[], object]
-) -> list[_Child]:
-    """Returns those that have said the word before their output, or the time, was over."""
-    until, said = time.monotonic() + patience_s, dict.fromkeys(children, b"")
-    ready: list[_Child] = []
-    with selectors.DefaultSelector() as selector:
-        for child in children:
-            assert child.process.stdout is not None
-            selector.register(child.process.stdout.fileno(), selectors.EVENT_READ, child)
-        while selector.get_map() and time.monotonic() < until:
-            meanwhile()
-            for key, _ in selector.select(min(0.2, until - time.monotonic())):
-                received = os.read(key.fd, 1 << 12)
-                said[key.data] = (said[key.data] + received)[-(1 << 16) :]
-                if word.encode() in said[key.data].splitlines():
-                    ready.append(key.data)
-                    selector.unregister(key.fd)
-                elif not received:
-                    selector.unregister(key.fd)
-    return ready
-
-
-def _end(children: Sequence[_Child]) -> None:
+def _end(children: Collection[_Child]) -> None:
     for child in children:
-        assert child.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            child.process.stdin.close()
+        child.stdin.close()
         child.process.terminate()
     until = time.monotonic() + TUNNEL_CLOSE_S
     for child in children:
-        assert child.process.stdout is not None
         try:
             child.process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             child.process.kill()
             child.process.wait()
-        child.process.stdout.close()
+        child.stdout.close()
 
 
 class SshTunnels:
@@ -188,7 +176,7 @@ class SshTunnels:
         return int(said)
 
     def here(self, name: str, listen: str, to: str) -> None:
-        """Has a place here lead to one of the machine's. That the machine's ssh server allows it shows when it is used.
+        """Has a place here lead to one of the machine's; its use shows whether the machine's ssh server allows it.
 
         Raises:
             TunnelError: nothing can listen here.
