@@ -1,11 +1,12 @@
 """What is compared between machines and what is copied to them is one set of files."""
 
+import base64
 import stat
 import subprocess
 
 import pytest
 
-from manyhands.cluster.agents.code import code_files, write_code
+from manyhands.cluster.code_files import copied_code, write_code
 from manyhands.cluster.doctor import facts
 
 
@@ -24,7 +25,7 @@ def folder(tmp_path):
 def test_both_look_at_the_same_files(folder):
     compared = set(facts.code(folder)["files"])
     assert compared == {"net.py", "conf/a.yaml", "ignored.py"}
-    carried, left = code_files(folder)
+    carried, left = copied_code(folder)
     assert not left
     assert set(carried) == compared | {"labels.txt"}
 
@@ -34,7 +35,7 @@ def test_what_git_ignores_is_not_copied_and_its_configuration_runs_nothing(folde
     subprocess.run(["git", "init", "-q", folder], check=True)
     subprocess.run(["git", "-C", folder, "config", "core.fsmonitor", f"touch {marker}; true"], check=True)
     (folder / ".gitignore").write_text("ignored.py\n")
-    carried, _ = code_files(folder)
+    carried, _ = copied_code(folder)
     assert "ignored.py" not in carried
     assert "net.py" in carried
     assert not marker.exists()
@@ -56,7 +57,7 @@ def test_passwords_and_keys_stay_here_and_that_is_said(folder):
         (folder / name).write_text("{}")
     (folder / "mine.json").write_text('{"type": "service_account", "project": "x"}')
     (folder / "deploy.txt").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nxyz")
-    carried, left = code_files(folder)
+    carried, left = copied_code(folder)
     assert not {*SECRETS, "mine.json", "deploy.txt"} & set(carried)
     assert set(HARMLESS) <= set(carried)
     (line,) = left
@@ -77,7 +78,7 @@ def test_what_lies_elsewhere_stays_there_and_that_is_said(folder):
     (folder / "pw.txt").symlink_to(".private/.pw")
     (folder / "same.py").symlink_to("net.py")
     (folder / "gone.py").symlink_to("nowhere.py")
-    carried, left = code_files(folder)
+    carried, left = copied_code(folder)
     assert "same.py" in carried
     assert not {"hosts.txt", "up.txt", "pw.txt", "more/hosts.txt"} & set(carried)
     assert set(facts.code(folder)["files"]) == set(carried) - {"labels.txt"}
@@ -92,6 +93,6 @@ def test_the_copy_is_its_users_alone_and_as_it_was_sent(tmp_path, monkeypatch):
     place = tmp_path / "code" / "0123"
     place.mkdir(parents=True)
     (place / "net.py").write_text("changed by a job")
-    write_code(place, {"net.py": b"as sent", "a/b.py": b""})
+    write_code(place, {"net.py": base64.b64encode(b"as sent").decode(), "a/b.py": ""})
     assert (place / "net.py").read_text() == "as sent"
     assert stat.S_IMODE(place.stat().st_mode) == stat.S_IMODE(place.parent.stat().st_mode) == 0o700

@@ -1,4 +1,4 @@
-"""The files of a folder that are a job's code, and what git knows of the folder.
+"""The files of a folder that are a job's code, their copies on other machines, and what git knows of the folder.
 
 Code is small text files, without hidden files, environments, run folders, links to files outside the folder, and files
 with passwords or keys.
@@ -7,21 +7,31 @@ The .git/config of a work tree may name programs: for changes in the file system
 objects. It may be a stranger's, so git is asked in a way that runs none of them.
 """
 
+import base64
+import binascii
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from manyhands.cluster.folders import holds_run
+from manyhands.config.job import Job
+from manyhands.core.errors import UserError
+from manyhands.core.files import replacing
 
 SUFFIXES = frozenset({".py", ".toml", ".yaml", ".yml", ".json", ".cfg", ".ini"})
+COPIED_SUFFIXES = SUFFIXES | {".txt", ".md"}
 LEFT_OUT = frozenset({"runs", "node_modules", "__pycache__", "site-packages"})
 CREDENTIALS = "may hold passwords or keys"
 ELSEWHERE = "link to files outside the folder"
 # A larger file is data.
 FILE_BYTES = 1 << 20
+# Limits of the code that a launcher sends, and that an agent takes.
+TOTAL_BYTES, CODE_BYTES = 16 << 20, 32 << 20
+# Names in one line.
+SHOWN = 6
 
 _NAMES = re.compile(
     r"""
@@ -117,6 +127,88 @@ def _holds_key(path: Path) -> bool:
         return _WORDS.search(file.read(_HEAD_BYTES)) is not None
 
 
+def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Returns a folder's code by relative path, in base64, and messages on the files that were left out.
+
+    What git ignores is left out where the folder is a git work tree; hidden folders, environments and runs always, and
+    what may hold passwords or keys, or leads out of the folder.
+
+    Raises:
+        UserError: there is too much.
+    """
+    found: dict[str, str] = {}
+    left: dict[str, list[str]] = {}
+    total = 0
+
+    def leave(path: Path, why: str) -> None:
+        left.setdefault(why, []).append(path.relative_to(folder).as_posix())
+
+    listed = listed_files(folder)
+    for path in sorted(code_files(folder, COPIED_SUFFIXES, leave=leave)):
+        if listed is not None and path not in listed:
+            continue
+        total += path.stat().st_size
+        if total > TOTAL_BYTES:
+            raise UserError(
+                f"{folder} has more than {TOTAL_BYTES >> 20} MiB of code",
+                "--sync-code",
+                ("start in a folder with nothing but code", "or copy the code yourself: rsync -a . n2:job/"),
+            )
+        found[path.relative_to(folder).as_posix()] = base64.b64encode(path.read_bytes()).decode()
+    notes: list[str] = []
+    for why, names in left.items():
+        shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        notes.append(f"--sync-code skips files that {why}: {shown}; copy files that the job needs yourself")
+    return found, notes
+
+
+def with_absolute_paths(job: Job) -> Job:
+    """Returns the job with absolute paths in place of paths from this folder: workers run in another one."""
+    name, held_out, folder = job.data.name, job.data.held_out, job.data.dir
+    changed = {
+        "name": str(Path(name).absolute()) if Path(name).is_dir() else name,
+        "held_out": str(Path(held_out).absolute()) if held_out and Path(held_out).is_dir() else held_out,
+        "dir": str(Path(folder).expanduser().absolute()) if folder else folder,
+    }
+    resume = job.checkpoint.resume
+    checkpoint = {"resume": str(Path(resume).absolute()) if Path(resume).exists() else resume}
+    return job.model_copy(
+        update={
+            "data": job.data.model_copy(update=changed),
+            "checkpoint": job.checkpoint.model_copy(update=checkpoint),
+        }
+    )
+
+
+def write_code(folder: Path, files: Mapping[str, str]) -> None:
+    """Writes the files of `copied_code` into a private folder, unless they are there: a job may have changed them.
+
+    Raises:
+        UserError: a path leads out of the folder, a file is incomplete, or there is too much.
+    """
+    contents: dict[str, bytes] = {}
+    for name, text in files.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+            raise UserError(f"the path {name!r} leads out of the folder")
+        try:
+            contents[name] = base64.b64decode(text, validate=True)
+        except binascii.Error:
+            raise UserError(f"{name} is incomplete after the transfer") from None
+    if sum(map(len, contents.values())) > CODE_BYTES:
+        raise UserError(f"the code exceeds the limit of {CODE_BYTES >> 20} MiB")
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in (folder, folder.parent):
+        place.chmod(0o700)
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_file() or path.read_bytes() != content:
+            with replacing(path) as part:
+                part.write_bytes(content)
+    os.utime(folder)
+
+
 _GIT_S = 10.0
 _QUIET = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "protocol.allow=never")
 
@@ -128,13 +220,13 @@ def revision(folder: Path) -> str:
     return ""
 
 
-def listed_files(folder: Path) -> list[Path] | None:
+def listed_files(folder: Path) -> set[Path] | None:
     """Returns the files of a work tree that git tracks or would add; None if the folder isn't one or git fails."""
     if not (folder / ".git").exists():
         return None
     with suppress(OSError, subprocess.SubprocessError):
         listed = _git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-        return [folder / os.fsdecode(name) for name in listed.split(b"\0") if name]
+        return {folder / os.fsdecode(name) for name in listed.split(b"\0") if name}
     return None
 
 

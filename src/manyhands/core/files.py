@@ -55,6 +55,22 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False)
     return content
 
 
+def read_growing(path: Path, offset: int, most_bytes: int, *, rest: bool = False) -> bytes:
+    """Reads the complete lines of a growing file from byte `offset` on; with `rest` also a last line without its end.
+
+    A line that is longer than `most_bytes` comes in pieces. Returns nothing if there is no such file.
+    """
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        file.seek(offset)
+        content = file.read(most_bytes)
+    lines = content[: content.rfind(b"\n") + 1]
+    if len(content) == most_bytes:
+        return lines or content
+    return content if rest else lines
+
+
 def decoded(content: bytes) -> str:
     """Decodes UTF-8, with or without a byte-order mark, or UTF-16 with one. Errors name the line, and perhaps GBK."""
     try:

@@ -9,12 +9,12 @@ from manyhands.checkpoint.saved import saved_step
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.claim import run_id
-from manyhands.cluster.agents.code import code_files
 from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.machines import Machines
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.cluster.agents.ssh import copied_by
+from manyhands.cluster.code_files import copied_code
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call
 from manyhands.config.job import Job
@@ -217,7 +217,7 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) ->
 
 def _share_code(machines: Machines, screen: Screen) -> dict[str, str]:
     """Copies the code of this folder to every other machine; agents, and so their workers, change to that folder."""
-    files, left = code_files(Path.cwd())
+    files, left = copied_code(Path.cwd())
     for line in left:
         screen.say(line)
     others = [machine for machine in machines.running if not machine.agent.here]

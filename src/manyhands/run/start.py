@@ -9,7 +9,6 @@ from dataclasses import replace
 from manyhands.checkpoint.saved import saved_step
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.claim import Term, new_holder, raise_term, run_id
-from manyhands.cluster.agents.code import with_absolute_paths
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
 from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.mirror import Receiver, Sender, pieces_of
@@ -18,6 +17,7 @@ from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.protocol import OpenRun, RunOpened
 from manyhands.cluster.agents.store_tunnel import StorePlaces, StoreTunnel, open_store
 from manyhands.cluster.agents.tunnel import Tunnels
+from manyhands.cluster.code_files import with_absolute_paths
 from manyhands.cluster.doctor.findings import examine
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Rendezvous
 from manyhands.cluster.hosts.machines import with_machines

@@ -28,7 +28,6 @@ from filelock import Timeout
 
 from manyhands.checkpoint.saved import saved_steps
 from manyhands.cluster.agents.claim import Term, agent_has_left, claim, raise_term, run_id, set_run_id, term_in
-from manyhands.cluster.agents.code import checked_files, write_code
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.early import EARLY, short_spins
 from manyhands.cluster.agents.mirror import Receiver, Sender
@@ -44,6 +43,7 @@ from manyhands.cluster.agents.protocol import (
     WorkersEnded,
 )
 from manyhands.cluster.agents.tunnel import Tunnels
+from manyhands.cluster.code_files import write_code
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.folders import use_run_folder, writing_into
@@ -60,7 +60,7 @@ from manyhands.cluster.messages import (
     remote,
 )
 from manyhands.core.errors import ManyhandsError, UserError
-from manyhands.core.files import private_files
+from manyhands.core.files import private_files, read_growing
 from manyhands.core.machine import cores
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
@@ -144,11 +144,10 @@ class Agent(Probe):
     @remote
     def take_code(self, files: dict[str, str]) -> str:
         """Writes the launcher's code (base64, by path) into a folder named after its content, and works there."""
-        checked = checked_files(files)
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         folder = platformdirs.user_cache_path("manyhands") / "code" / digest
         with private_files():
-            write_code(folder, checked)
+            write_code(folder, files)
         os.chdir(folder)
         return str(folder)
 
@@ -248,17 +247,7 @@ class Agent(Probe):
 
         With `rest` an incomplete last line is returned too.
         """
-        text = b""
-        file_path = Path(path).expanduser()
-        if file_path.is_file():
-            with file_path.open("rb") as file:
-                file.seek(offset)
-                text = file.read(LOG_BYTES)
-        lines = text[: text.rfind(b"\n") + 1]
-        if len(text) == LOG_BYTES:
-            text = lines or text  # a line that is longer than an answer comes in pieces
-        elif not rest:
-            text = lines
+        text = read_growing(Path(path).expanduser(), offset, LOG_BYTES, rest=rest)
         return text.decode(errors="replace"), offset + len(text)
 
     @remote

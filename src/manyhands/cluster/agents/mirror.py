@@ -1,4 +1,4 @@
-"""Carries a run's records from the machine of rank 0 to the head's own folder, where they don't share a disk.
+"""Copies a run's records from the machine of rank 0 to the launcher's own folder, where they don't share a disk.
 
 Records and small files travel; checkpoints stay where they are written.
 """
@@ -11,39 +11,39 @@ from pathlib import Path
 
 from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.cluster.folders import replace_job
-from manyhands.core.files import free_name, write_all
+from manyhands.core.files import free_name, read_growing, replacing, write_all
 from manyhands.core.run_folder import RunFolder
 
 GROWING = ("metrics.jsonl", "events.jsonl")
-# What rank 0 writes, where the run is of the user's own script, whose words are all that there is to see.
+# The output of rank 0, which is all that a run of the user's own script shows.
 OUTPUT = "ranks/0.log"
 JOB = "job.toml"
 WHOLE = (JOB, "plan.json", "env.json", "network.json", "evaluations/best.json", "evaluations/last.json",
          "evaluations/test-best.json", "evaluations/test-last.json")  # fmt: skip
 
-# More than this at once would hold up what else is to be said; the rest comes with the next look.
+# More than this at once would delay other messages; the rest comes with the next look.
 PIECE_BYTES = 1 << 20
 
 
 class Sender:
-    """Looks for what is new in the run folder of this machine.
+    """Finds what is new in the run folder of this machine.
 
     Args:
         folder: the run folder here.
-        held: bytes of each growing file that the head has already.
-        output: send what rank 0 writes too.
+        held: bytes of each growing file that the launcher has already.
+        output: send the output of rank 0, too.
     """
 
     def __init__(self, folder: Path, held: dict[str, int], *, output: bool = False) -> None:
         self._folder = folder
         growing = (*GROWING, OUTPUT) if output else GROWING
-        # The head may have more, such as how an earlier run failed; then all is sent, before new lines can hide that.
+        # The launcher may have more, such as how an earlier run failed; then all is sent, or new lines hide it.
         sizes = {name: _size(folder / name) for name in growing}
         self._sent = {name: held.get(name, 0) if held.get(name, 0) <= size else 0 for name, size in sizes.items()}
         self._seen: dict[str, tuple[int, int]] = {}
 
     def news(self) -> Iterator[FilePiece]:
-        """What has come since the last call: pieces of growing files, and changed small files whole."""
+        """Yields what has come since the last call: pieces of growing files, and changed small files in full."""
         for name, sent in self._sent.items():
             offset = sent if sent <= _size(self._folder / name) else 0  # begun anew
             piece, self._sent[name] = _read_piece(self._folder, name, offset)
@@ -53,7 +53,7 @@ class Sender:
             yield from self.changed(name)
 
     def changed(self, name: str) -> Iterator[FilePiece]:
-        """A small file whole, where it is another than at the last look."""
+        """Yields a small file in full if it has changed since the last look."""
         path = self._folder / name
         with contextlib.suppress(OSError):
             state = path.stat()
@@ -64,7 +64,7 @@ class Sender:
 
 
 class Receiver:
-    """Writes what comes from the machine of rank 0 into the head's run folder.
+    """Writes what comes from the machine of rank 0 into the launcher's run folder.
 
     Where the disk here is full pieces wait in memory, so that neither the run ends nor its records have holes.
 
@@ -98,9 +98,8 @@ class Receiver:
             replace_job(RunFolder(self._folder), piece.text)
         elif name in WHOLE:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.tmp")
-            temporary.write_bytes(text)
-            temporary.replace(path)
+            with replacing(path) as part:
+                part.write_bytes(text)
 
     def _append(self, path: Path, offset: int, text: bytes) -> None:
         size = _size(path)
@@ -118,7 +117,7 @@ class Receiver:
 
 
 def pieces_of(folder: Path, there: dict[str, int]) -> Iterator[list[FilePiece]]:
-    """The records of a run, less what another folder of the same run has of those that grow; some at a time."""
+    """Yields the records of a run, some at a time, without what another folder of the run has of growing files."""
     for name in GROWING:
         size = _size(folder / name)
         offset = there.get(name, 0) if there.get(name, 0) <= size else 0
@@ -129,18 +128,9 @@ def pieces_of(folder: Path, there: dict[str, int]) -> Iterator[list[FilePiece]]:
 
 
 def _read_piece(folder: Path, name: str, offset: int, *, rest: bool = False) -> tuple[FilePiece, int]:
-    """Reads the next piece of a growing file: complete lines, or with `rest` also one without its end.
-
-    Returns the piece, which may be empty, and the offset behind it.
-    """
-    text = b""
-    if _size(folder / name) > offset:
-        with (folder / name).open("rb") as file:
-            file.seek(offset)
-            text = file.read(PIECE_BYTES)
+    """Returns the next piece of a growing file, which may be empty, and the offset behind it; see `read_growing`."""
     # What a program prints needn't end its lines: a progress bar never does.
-    if name != OUTPUT:
-        text = text[: text.rfind(b"\n") + 1] or (text if rest else b"")
+    text = read_growing(folder / name, offset, PIECE_BYTES, rest=rest or name == OUTPUT)
     return FilePiece(name, text.decode(*_coding(name)), offset), offset + len(text)
 
 
