@@ -19,7 +19,7 @@ NO_PYTHON = "manyhands: no python here has manyhands"
 
 
 def ssh_words(options: ClusterOptions) -> list[str]:
-    """The user's ssh command with what keeps it from asking questions or waiting for ever.
+    """Returns the user's ssh command with options against questions and endless waits.
 
     Raises:
         UserError: cluster.ssh is no command.
@@ -42,42 +42,38 @@ def ssh_words(options: ClusterOptions) -> list[str]:
 
 
 def agent_command(machine: Machine, options: ClusterOptions, workdir: Path, words: Sequence[str] = AGENT) -> list[str]:
-    """The command that starts the agent on another machine, in the same folder as here where it exists there."""
+    """Returns the command that starts the agent on another machine, in the same folder as here if it exists there."""
     if machine.host.startswith("-"):
         raise UserError(f'"{machine.host}" is not a host', "cluster.hosts", ("write a name or an address",))
-    return [*ssh_command(machine, options), python_script(options, workdir, words)]
+    # On one line, since a csh there, which hands it on to sh, takes none that is longer between quotes.
+    script = " ".join(agent_script(options, workdir, words).splitlines())
+    return [*ssh_command(machine, options), f"exec sh -c {shlex.quote(script)}"]
 
 
 def ssh_command(machine: Machine, options: ClusterOptions, *words: str) -> list[str]:
-    """The ssh command to a machine with these options; what is to run there may follow."""
+    """Returns the ssh command to a machine with these options; a remote command may follow."""
     return [*ssh_words(options), *words, *port_words(machine), "--", machine.host]
 
 
 def port_words(machine: Machine) -> list[str]:
-    """What tells ssh the port; nothing where its own settings do."""
+    """Returns ssh's option for the port; nothing if its own settings have it."""
     return ["-p", str(machine.port)] if machine.port else []
 
 
 def reached_by(machine: Machine, options: ClusterOptions) -> str:
-    """What a user types in front of a command to have it run on a machine."""
+    """Returns what a user types in front of a command to run it on a machine."""
     return " ".join([options.ssh, *port_words(machine), machine.host])
 
 
 def copied_by(machine: Machine, folder: str, to: str) -> str:
-    """What a user types here to copy a folder from a machine."""
+    """Returns what a user types here to copy a folder from a machine."""
     port = ["-P", str(machine.port)] if machine.port else []
     user = machine.host.removesuffix(machine.address)
     return shlex.join(["scp", "-r", *port, f"{user}{in_brackets(machine.address)}:{folder}", to])
 
 
-def python_script(options: ClusterOptions, workdir: Path, words: Sequence[str]) -> str:
-    """What the other machine's shell runs: enters the work folder, finds a Python, and gives it these words."""
-    # On one line, since a csh there, which hands it on to sh, takes none that is longer between quotes.
-    return f"exec sh -c {shlex.quote(' '.join(agent_script(options, workdir, words).splitlines()))}"
-
-
 def agent_script(options: ClusterOptions, workdir: Path, words: Sequence[str] = AGENT) -> str:
-    """The same by lines, as a person reads it."""
+    """Returns the script for the other machine's shell: it enters the work folder, finds a Python, and starts it."""
     given = shlex.join(words)
     if options.workdir:
         enter = f"cd {_quoted(options.workdir)} || exit 126;"
@@ -98,15 +94,15 @@ def agent_script(options: ClusterOptions, workdir: Path, words: Sequence[str] = 
 
 
 def _quoted(path: str) -> str:
-    """A path for the other machine's shell, where ~/ is the home there."""
+    """Quotes a path for the other machine's shell, where ~/ is the home there."""
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 
 
 def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> Contact:
-    """Reads ssh's own last words.
+    """Explains why an agent did not answer, from ssh's exit code and error output.
 
     Args:
-        machine: who should have answered.
+        machine: the machine that should have answered.
         exit_code: of ssh; 255 for its own failures, None while it runs.
         said: the end of its standard error.
         options: of the cluster.

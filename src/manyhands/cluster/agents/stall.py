@@ -9,22 +9,22 @@ from manyhands.cluster.agents.protocol import WorkersSeen
 from manyhands.core.timeouts import EVICT_S, HEARTBEAT_S
 from manyhands.parallel.heartbeat import Seen
 
-# What an agent has said holds so long; one that says nothing has nothing to complain of.
+# A report of an agent is valid for so long; an agent that reports nothing has workers that are well.
 _HOLDS_S = 3 * HEARTBEAT_S
-# Over so long is counted what moves and who computes.
+# Rates of bytes and processor time are measured over so long.
 _WINDOW_S = 6.0
 _QUIET_S = 4.0
-# Less than this comes from the processes' small talk.
+# Heartbeats and the like move less than this.
 _MOVES_BYTES_PER_S = 4096
 _BUSY = 0.3
 _NAMED = 4
-# What rank 0 does for all, however long a disk or a function of the user's takes.
+# Phases in which rank 0 works for all, however long a disk or a user's function takes.
 _ALONE = ("save", "at_epoch_end")
 
 
 @dataclass
 class _Rank:
-    """What is known of one process; `past` are (time, bytes moved, processor seconds)."""
+    """The state of one process; `past` has tuples of time, bytes moved and processor seconds."""
 
     seen: Seen
     host: str
@@ -36,31 +36,31 @@ class _Rank:
         return f"rank {self.seen.rank} on {self.host}"
 
     def rates(self) -> tuple[float, float]:
-        """Bytes a second, and processors in use."""
+        """Returns bytes per second, and processors in use."""
         (begin, before, spent), (end, after, now) = self.past[0], self.past[-1]
         seconds = max(end - begin, 1e-9)
         return ((after - before) / seconds if before else 0.0), (now - spent) / seconds
 
     @property
     def watched_s(self) -> float:
-        """For how long it is known not to be well; little where this whole machine, or all of the run, stood still."""
+        """Duration of the reports that it isn't well; short after a pause of this machine or of the whole run."""
         return self.past[-1][0] - self.past[0][0]
 
     @property
     def silent(self) -> bool:
-        """True where it doesn't run at all."""
+        """True if it doesn't run at all."""
         return self.seen.stopped or (self.seen.quiet_s > _QUIET_S and self.rates()[1] < _BUSY)
 
 
 class Stalls:
-    """Who stands still, of all machines' processes."""
+    """Finds stalled ranks among the processes of all machines."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
         self._reported = False
 
     def take(self, news: WorkersSeen, at: float | None = None) -> None:
-        """Takes in what an agent sees; `at` is when, of the monotonic clock, where that isn't now."""
+        """Adds an agent's report; `at` is its time by the monotonic clock, now by default."""
         now = time.monotonic() if at is None else at
         for seen in news.ranks:
             before = self._ranks.get(seen.rank)
@@ -71,7 +71,7 @@ class Stalls:
             self._ranks[seen.rank] = _Rank(seen, news.host, now, past)
 
     def to_say(self) -> str:
-        """What the user should hear now, once for each stall."""
+        """Returns a warning for the user, once for each stall; else an empty string."""
         ranks = self._known()
         late = max(ranks, key=lambda rank: rank.seen.stood_s - rank.seen.limit_s, default=None)
         if late is None or late.seen.stood_s <= late.seen.limit_s:
@@ -86,15 +86,15 @@ class Stalls:
         return f"step {late.seen.step + 1} has been stalled for {late.seen.stood_s:.0f} s{usual}; {_why(ranks)}{wake}"
 
     def hung(self) -> str:
-        """Why a wish to stop can't be heard; empty where it can, or where that isn't known."""
+        """Returns why a stop request has no effect; empty if it will have, or if that is unknown."""
         ranks = self._known()
         late = any(rank.seen.stood_s > rank.seen.limit_s for rank in ranks)
-        # Who computes, and whom bytes reach, may yet come to where the wish is heard.
+        # A rank that computes or receives bytes may yet reach the point where stop requests are read.
         progressing = _moving(ranks) or any(rank.rates()[1] > _BUSY for rank in _behind(ranks) or ranks)
         return _why(ranks) if any(rank.silent for rank in ranks) or (late and not progressing) else ""
 
     def culprit(self) -> tuple[int, str] | None:
-        """Who keeps all others waiting and won't come any more, and how that is told; None where that isn't known."""
+        """Returns the rank that blocks the others for good, with a message; None if that is unknown."""
         ranks = self._known()
         for rank in ranks:
             seen = rank.seen
@@ -103,7 +103,7 @@ class Stalls:
             if rank.silent and seen.quiet_s > EVICT_S:
                 how = "was stopped" if seen.stopped else "did not respond"
                 return seen.rank, f"{rank.name} {how} for {seen.quiet_s:.0f} s and was killed"
-        # Who computes may yet come; and where bytes still move nothing hangs.
+        # A rank that computes is late, not hung; and while bytes move no rank hangs.
         for rank in [] if _moving(ranks) else _behind(ranks):
             if rank.watched_s < _QUIET_S or rank.seen.phase in _ALONE:
                 continue
@@ -118,13 +118,13 @@ class Stalls:
 
 
 def _moving(ranks: Sequence[_Rank]) -> float:
-    """Bytes a second between the processes; 0 where it is small talk."""
+    """Returns bytes per second between the processes; 0 for heartbeats and the like."""
     rate = sum(rank.rates()[0] for rank in ranks) / 2
     return rate if rate > _MOVES_BYTES_PER_S else 0.0
 
 
 def _why(ranks: Sequence[_Rank]) -> str:
-    """Who didn't come and what it does, or what else is known."""
+    """Returns which ranks the others wait for and what they do, or another cause of the stall."""
     silent = sorted((rank for rank in ranks if rank.silent), key=lambda rank: not rank.seen.stopped)
     if silent:
         how = "is stopped" if silent[0].seen.stopped else "does not respond"
@@ -146,7 +146,7 @@ def _waiting_for(ranks: Sequence[_Rank], why: str) -> str:
 
 
 def _behind(ranks: Sequence[_Rank]) -> list[_Rank]:
-    """Those that have come to fewer collectives than others."""
+    """Returns the ranks that have called fewer collectives than others."""
     return [rank for rank in ranks if rank.seen.calls < max(other.seen.calls for other in ranks)]
 
 

@@ -201,19 +201,17 @@ class SshTunnels:
         self._children.close()
 
 
-class Tunnels:
+class Tunnels(Children):
     """A machine's own ssh tunnels to others for one start, and the switchboard that its processes reach them through.
 
     Attributes:
         ends: where they end on this machine.
-        ended: describes the first child that ended unasked.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.ends = TunnelEnds("", "")
         self._folder = contextlib.ExitStack()
-        self._children = Children()
-        self.ended = self._children.ended
 
     def open(self, address: str) -> str:
         """Makes a folder for the tunnels' ends, with a switchboard where this machine's processes have an address."""
@@ -225,9 +223,7 @@ class Tunnels:
         self.ends = TunnelEnds(address, str(folder))
         if address:
             words = [sys.executable, "-P", "-m", switchboard.__name__, address, str(folder)]
-            for said in self._children.start(
-                {"the switchboard": words}, switchboard.READY, folder, SWITCHBOARD_S
-            ).values():
+            for said in self.start({"the switchboard": words}, switchboard.READY, folder, SWITCHBOARD_S).values():
                 raise RunError(f"the process that connects ssh tunnels did not start: {said}")
         return str(folder)
 
@@ -235,10 +231,10 @@ class Tunnels:
         self, commands: Mapping[str, Sequence[str]], patience_s: float, meanwhile: Callable[[], object] = lambda: None
     ) -> dict[str, str]:
         """Starts ssh commands that make tunnels; see `Children.start`."""
-        return self._children.start(commands, STANDS, Path(self.ends.folder), patience_s, meanwhile)
+        return self.start(commands, STANDS, Path(self.ends.folder), patience_s, meanwhile)
 
     def close(self) -> None:
         """Ends all, and removes the sockets."""
-        self._children.close()
+        super().close()
         self._folder.close()
         self.ends = TunnelEnds("", "")
