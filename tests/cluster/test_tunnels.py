@@ -106,6 +106,22 @@ def test_nothing_leads_where_no_tunnel_does(ends, address):
         reach(ends, address, 4711)
 
 
+def test_two_tunnels_to_one_machine_are_both_watched_and_ended():
+    """One for what two machines send each other, and one for what the other passes on."""
+    before = set(psutil.Process().children())
+    with contextlib.closing(Tunnels()) as tunnels:
+        tunnels.open("")
+        for _ in range(2):
+            assert not tunnels.open_tunnels({"n2": ["sh", "-c", f'echo "{STANDS}"; exec cat']}, 10.0)
+        first = min(set(psutil.Process().children()) - before, key=lambda child: child.create_time())
+        first.kill()
+        until = time.monotonic() + 20
+        while not tunnels.ended() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert "the ssh tunnel to n2 ended" in tunnels.ended()
+    assert set(psutil.Process().children()) == before
+
+
 @pytest.mark.slow
 def test_a_tunnel_that_ends_is_told_of_and_nothing_is_left():
     tunnels = Tunnels()

@@ -42,7 +42,8 @@ class TunnelError(Exception):
 class _Child:
     """A process that writes a line once it is ready, and ends with its standard input."""
 
-    def __init__(self, command: Sequence[str], folder: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
+        self.name = name
         descriptor, log = tempfile.mkstemp(suffix=".log", dir=folder)
         pipe = subprocess.PIPE
         with os.fdopen(descriptor, "wb") as file:
@@ -70,7 +71,7 @@ class Children:
     """Processes that write a line once they are ready, and end with their standard input."""
 
     def __init__(self) -> None:
-        self._ready: dict[str, _Child] = {}
+        self._ready: list[_Child] = []
 
     def start(
         self,
@@ -92,32 +93,32 @@ class Children:
         Returns:
             The last words of those that did not get ready, by name; these have ended.
         """
-        started: dict[str, _Child] = {}
+        started: list[_Child] = []
         until = time.monotonic() + patience_s
         try:
             for name, command in commands.items():
-                started[name] = _Child(command, folder)
-            while sum(child.pending(word) for child in started.values()) and time.monotonic() < until:
+                started.append(_Child(name, command, folder))
+            while sum(child.pending(word) for child in started) and time.monotonic() < until:
                 meanwhile()
                 time.sleep(POLL_S)
         except BaseException:
-            _end(started.values())
+            _end(started)
             raise
-        self._ready |= {name: child for name, child in started.items() if child.ready}
-        failed = {name: child for name, child in started.items() if not child.ready}
-        _end(failed.values())
-        return {name: child.last_words() for name, child in failed.items()}
+        self._ready += [child for child in started if child.ready]
+        failed = [child for child in started if not child.ready]
+        _end(failed)
+        return {child.name: child.last_words() for child in failed}
 
     def ended(self) -> str:
         """Describes the first child that ended unasked; empty while all run."""
-        for name, child in self._ready.items():
+        for child in self._ready:
             if (code := child.process.poll()) is not None:
-                return f"the ssh tunnel to {name} ended ({child.last_words() or f'exit code {code}'})"
+                return f"the ssh tunnel to {child.name} ended ({child.last_words() or f'exit code {code}'})"
         return ""
 
     def close(self) -> None:
         """Ends all."""
-        _end(self._ready.values())
+        _end(self._ready)
         self._ready.clear()
 
 
