@@ -166,7 +166,7 @@ def test_two_heads_do_not_share_a_run_folder_elsewhere(lab, here):
         assert finish(process).code == 75
     third = run("launch", *SHORT, *where, cwd=two)
     assert third.code == 2, third.err
-    assert f"{lab.address(1)} holds another run in {place}/run than run" in third.err
+    assert f"the folder {place}/run on {lab.address(1)} belongs to a different run than run" in third.err
     assert f"scp -r root@{lab.address(1)}:{place}/run run" in third.err
     assert_one_screen(third.err)
 

@@ -109,7 +109,7 @@ def test_one_host_of_three_goes_on_where_a_whole_batch_would_not_fit_into_its_me
             end_agent(lab, host)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-    assert "each update takes 3 passes of at most 8 samples, the run's first limit" in err
+    assert "each update takes 3 micro-batches of at most 8 samples, the limit from the start of the run" in err
     # The others may be back before the end.
     assert 1 in [event["data"]["processes"] for event in events("run", "started")]
     whole = run("train", *job, *limits, "--out", "whole")

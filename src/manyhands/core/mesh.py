@@ -76,7 +76,7 @@ class Mesh:
         return place
 
     def peers(self, axes: Iterable[int], rank: int) -> list[int]:
-        """Returns the ranks in the group of `rank` along the axes with the indices `axes`, in ascending order."""
+        """Returns, in ascending order, the ranks in the same group as `rank` along axes, which are given by index."""
         free, here = set(axes), self.coordinates(rank)
         choices = [range(size) if axis in free else (here[axis],) for axis, size in enumerate(self.sizes)]
         return [self.rank(place) for place in itertools.product(*choices)]

@@ -43,7 +43,7 @@ class DataOptions(Options):
     held_out: str = option(
         "",
         "data set for a final test at the end, never used to select a checkpoint: a folder of class folders, the name "
-        "of a data set or file.py:function; empty: the test/ folder of data that also has val/",
+        "of a data set or file.py:function; empty: the test/ folder of the data set, if there is also a val/ folder",
     )
     skip_corrupt: bool = option(
         False,
@@ -53,7 +53,7 @@ class DataOptions(Options):
     packed: bool = option(True, "read the packed copy of a folder (FOLDER.pack) if it is up to date")
     workers: int = option(-1, "decoding processes per rank; -1: derived from the number of CPU cores", ge=-1, le=256)
     machine_workers: int = option(
-        0, "decoding processes per machine, divided among its ranks; 0: set by workers", ge=0, le=1024
+        0, "decoding processes per machine, divided among its ranks; 0: data.workers for each rank", ge=0, le=1024
     )
     memory_limit_mib: int = option(
         2048,

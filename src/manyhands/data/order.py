@@ -135,8 +135,8 @@ def _micro_batch_bounds(edges: list[int], limit: int, batch_sharing: BatchSharin
     for first, last in itertools.pairwise(edges):
         if last - first > limit:
             raise UserError(
-                f"BatchNorm needs {last - first} samples in one micro-batch, but {batch_sharing.processes} process(es) "
-                f"take {limit} with train.micro_batch = {batch_sharing.micro_batch}",
+                f"BatchNorm needs {last - first} samples per micro-batch, but train.micro_batch = "
+                f"{batch_sharing.micro_batch} on {batch_sharing.processes} process(es) gives only {limit}",
                 "train.micro_batch",
                 ("raise train.micro_batch", f"or lower the group size: --set train.norm_group={max(2, limit)}"),
             )

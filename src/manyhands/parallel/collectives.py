@@ -118,7 +118,7 @@ class Subgroup:
         return result
 
     def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
-        """Returns row `rank` of the `tensors` [size, …] of member `source`; the others pass a tensor of that shape."""
+        """Returns this rank's row of the `tensors` [size, …] of `source`; all members pass a tensor of this shape."""
         self._require_member()
         self._require_rows(tensors, "scatter")
         return self.broadcast(tensors, source)[self.rank].clone()

@@ -188,7 +188,9 @@ def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None
         if found and found != run_id(folder):
             copy = copied_by(machine.spec, place, str(folder.path))
             hints = ("choose another --out runs/NAME", f"or, to resume that run, copy it to a new folder: {copy}")
-            raise UserError(f"{name} holds another run in {place} than {folder.path}", "--out", hints)
+            raise UserError(
+                f"the folder {place} on {name} belongs to a different run than {folder.path}", "--out", hints
+            )
         if not found and not resumes:
             hints = (
                 "choose another --out runs/NAME",

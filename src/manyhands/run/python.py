@@ -329,7 +329,7 @@ def evaluate(
     `Session.prepare` attach to the network. Float tensors are used unchanged.
 
     Args:
-        model: a network, a Run, a run folder or a checkpoint. Of a run, the best weights are evaluated.
+        model: a network, a Run, a run folder or a checkpoint. For a run, its best weights are evaluated.
         test_set: a torch Dataset of (x, y).
         batch: the batch size on each process; None: train.evaluate_batch of the job, or 256.
         metrics: additional metrics by name, as in `fit`.
@@ -418,9 +418,9 @@ def session(
     Args:
         job: a Job or the path of a job.toml. Other arguments override the values of the job.
         metrics: additional evaluation metrics by name, as in `fit`.
-        out: the run folder, to which `epochs` saves checkpoints and from which it resumes; None: nothing is saved.
+        out: the run folder, where `Session.epochs` saves checkpoints and resumes from; None: nothing is saved.
         settings: options of the train section (seed, norm_group, micro_batch, precision, clip …), or of any section as
-            section__name. Your loop sets the learning rate, unless both schedule and epochs are given.
+            section__name. Your loop sets the learning rate, unless the options schedule and epochs are both set.
 
     Returns:
         A context manager that gives a Session with rank, size, device, collectives, new_group, prepare, epochs,

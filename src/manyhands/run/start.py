@@ -152,7 +152,9 @@ class Starts(contextlib.ExitStack):
         try:
             addresses = check_machines(self._job, self._say, self._machines)
             if not (addresses or self._ssh_only or alone):
-                raise RunError("only ssh reaches this machine, but the other machines connect directly")
+                raise RunError(
+                    "this machine can be reached through ssh only, but the other machines connect over the network"
+                )
         except RunError as error:
             others_lost = any(machine.agent.closed for machine in self._machines.running if machine not in joining)
             for machine in joining:

@@ -108,7 +108,9 @@ def _find(job: Job, folder: RunFolder, *, in_pieces: bool) -> Resumable | None:
     reference = Path(resume).expanduser()
     if not reference.exists():
         raise UserError(
-            f"{resume} doesn't exist", "--resume", ("choose auto, never, a run folder, a checkpoint or a file",)
+            f"{resume} doesn't exist",
+            "--resume",
+            ("choose auto, never, a run folder, a checkpoint folder or a weights file",),
         )
     path = resolve(reference, "last")
     if path.is_dir():

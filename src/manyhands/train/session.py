@@ -145,7 +145,9 @@ class Session(Subgroup):
         """
         if self._folder and self._trainer:
             hints = ("open another session with another out=… for each training",)
-            raise UserError("prepare was called twice, but a run folder holds one training", "session.prepare", hints)
+            raise UserError(
+                "prepare was called twice, but a run folder is for one training run", "session.prepare", hints
+            )
         if scheduler and self._scheduled:
             hints = ("remove schedule= or scheduler=",)
             raise UserError("both session(schedule=…) and scheduler=… set the learning rate", "session.prepare", hints)

@@ -75,9 +75,10 @@ def _passes_message(sharing: BatchSharing, most: int, batch: int) -> str:
     passes, largest = len(sharing.micro_batches(batch)), sharing.largest_share(batch)
     more = f"with enough memory, add --set train.micro_batch={batch}"
     if largest <= most:
-        return f"each update takes {passes} passes of at most {most} samples, the run's first limit ({more})"
+        limit = f"at most {most} samples, the limit from the start of the run ({more})"
+        return f"each update takes {passes} micro-batches of {limit}"
     groups = f"BatchNorm needs groups of {sharing.group}, train.norm_group"
-    return f"a process computes {largest} samples in one pass, and {most} at the start of the run ({groups}; {more})"
+    return f"micro-batches have up to {largest} samples, but had {most} at the start of the run ({groups}; {more})"
 
 
 def _shares(job: Job, replicas: int, journal: Journal, kept: list[int] | None) -> tuple[int, ...]:
@@ -134,7 +135,7 @@ def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, networ
         least = min(shares[-1].stop - shares[0].start for shares in batch_sharing.micro_batches(count))
         if least < parts:
             raise UserError(
-                f"an op splits passes over {parts} processes, but a pass has only {least} sample(s)",
+                f"an op shards the batch over {parts} processes, but a micro-batch has only {least} sample(s)",
                 "train.batch",
                 (
                     f"change --batch: {order.length} samples in batches of {order.batch} leave a last batch of {least}",
