@@ -22,7 +22,7 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.data.datasets.synthetic import open as open_fake
 from manyhands.data.options import DataOptions
-from manyhands.models.options import published_names
+from manyhands.models.published import published_names
 
 URL = "tcp://10.0.0.1:8090"
 # Every flag of main.py in all its spellings, with a value, the field it belongs to and what is expected there.

@@ -139,4 +139,4 @@ def test_notes_name_ops_without_a_rule():
     model, _ = _build("shufflenet_v2_x0_5")
     text = "\n".join(describe_network(model, torch.zeros(3, 64, 64)).notes)
     assert "chunk" in text
-    assert "only samples" in text
+    assert "shard only the batch" in text

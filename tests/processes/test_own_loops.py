@@ -122,7 +122,7 @@ def test_a_run_folder_holds_one_training(tmp_path):
     net = _plain()
     with manyhands.session(out=tmp_path / "run") as here:
         here.prepare(net, torch.optim.SGD(net.parameters(), 0.5), _data(), batch=16)
-        with pytest.raises(UserError, match="holds one training"):
+        with pytest.raises(UserError, match="is for one training run"):
             here.prepare(net, torch.optim.SGD(net.parameters(), 0.5), _data(), batch=16)
 
 

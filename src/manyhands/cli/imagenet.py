@@ -17,7 +17,7 @@ from manyhands.cli.printing import print_config
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.quantities import percentage
 from manyhands.core.terminal import say, show
-from manyhands.models.options import published_names
+from manyhands.models.published import published_names
 
 if TYPE_CHECKING:
     from manyhands.cluster.hosts.inventory import Rendezvous

@@ -12,7 +12,8 @@ from manyhands.core.choices import load_choice, module_names, unknown_choice
 from manyhands.core.errors import UserError
 from manyhands.core.user_code import is_object_reference, load_object, users_line
 from manyhands.models.construct import WHERE, ModelNeeds, refused
-from manyhands.models.options import CHOICES, ModelOptions, nothing_published
+from manyhands.models.options import ModelOptions
+from manyhands.models.published import CHOICES, nothing_published
 
 # From here on the pictures are no longer called small.
 _LARGE = 64

@@ -31,7 +31,7 @@ from manyhands.core.terminal import say
 from manyhands.core.user_code import refuse_no_code
 from manyhands.core.world import ProcessInfo
 from manyhands.data.known import find_choice
-from manyhands.models.options import check_network
+from manyhands.models.published import check_network
 from manyhands.parallel.options import check_mode
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.screen import Screen

@@ -14,7 +14,7 @@ from manyhands.core.download import Digest, download
 from manyhands.core.errors import UserError
 from manyhands.core.files import one_at_a_time
 from manyhands.models.construct import ModelNeeds, construct
-from manyhands.models.options import published_names
+from manyhands.models.published import published_names
 
 PREFIX = "torchvision:"
 TORCHVISION = True

@@ -1,0 +1,52 @@
+"""The names of networks, read from files, since importing torch or torchvision takes too long for a page of help."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from manyhands.core.errors import UserError
+
+CHOICES = "manyhands.models.architectures"
+
+# Each is a function below this decorator and others, whose arguments may fill several lines.
+_BUILDER = re.compile(r"^@register_model\(\)\n(?:@.*\n(?:[ )].*\n)*)*def (\w+)\(", re.MULTILINE)
+
+
+def published_names() -> list[str]:
+    """What `torchvision.models.list_models(module=torchvision.models)` lists; empty where it isn't installed."""
+    found = find_spec("torchvision")
+    if found is None or not found.origin:
+        return []
+    files = (Path(found.origin).parent / "models").glob("*.py")
+    return sorted(name for file in files for name in _BUILDER.findall(file.read_text(encoding="utf-8")))
+
+
+def check_network(wanted: str, *, pretrained: bool) -> None:
+    """Checks a network's name, and that it has published weights where they are wanted, without importing torch.
+
+    Raises:
+        UserError: no network has that name, or it has no published weights.
+    """
+    from manyhands.core.choices import module_names, read_choice, unknown_choice  # a page of help needs none of this
+    from manyhands.core.user_code import is_object_reference
+
+    known, published, prefix = set[str](), set[str](), f"{wanted.partition(':')[0]}:"
+    choices = [read_choice(CHOICES, word) for word in module_names(CHOICES)]
+    of_prefix = [choice for choice in choices if choice.get("PREFIX") == prefix]
+    for choice in of_prefix or choices:
+        names = choice["names"] or (published_names() if choice.get("TORCHVISION") else None)
+        if not names:  # they, or that torchvision isn't installed, are known where the file is imported
+            return
+        words = {prefix + name if of_prefix else name for name in names}
+        known |= words
+        published |= words if "build_pretrained" in choice else set()
+    if not is_object_reference(wanted) and wanted not in known:
+        raise unknown_choice("network", wanted, known, "model.name")
+    if pretrained and wanted not in published:
+        raise nothing_published(wanted)
+
+
+def nothing_published(name: str) -> UserError:
+    """The error for `pretrained` with a network that has no published weights."""
+    hints = ("leave model.pretrained out, or choose one of torchvision's networks",)
+    return UserError(f"{name} has no published weights", "model.pretrained", hints)
