@@ -35,13 +35,7 @@ from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run.doctor import facts_wanted, known_of
-from manyhands.run.recovery import (
-    RestartHooks,
-    failed_rank,
-    from_outside,
-    what_failed,
-    worth_a_start,
-)
+from manyhands.run.recovery import RestartHooks, failed_rank, from_outside, what_failed, worth_a_start
 
 # The pause between two contacts is this part of the time that a machine has been lost.
 PAUSE = 0.02
@@ -211,11 +205,8 @@ class Membership(RestartHooks):
         joining = self.ready[: self.room]
         self.machines.all = [machine for machine in self.machines.all if machine not in joining] + joining
         for machine in joining:
-            machine.state, machine.joined, machine.added = (
-                MachineState.RUNNING,
-                True,
-                machine.added or machine.requested,
-            )
+            machine.state, machine.joined = MachineState.RUNNING, True
+            machine.added |= machine.requested
         return joining
 
     def refuse(self, machine: RunMachine, error: ManyhandsError) -> None:
