@@ -114,7 +114,8 @@ def _notes(pack: PackedSet) -> tuple[str, ...]:
     """Says where results may differ from the folder's."""
     if not pack.size:
         return ()
-    notes = [f"{pack.folder.name} holds resized pictures ({pack.made}): results may differ from the folder's"]
+    differ = "results may differ from those with the original pictures"
+    notes = [f"{pack.folder.name} holds resized pictures ({pack.made}): {differ}"]
     if pack.outdated:
         again = f"update the copy with manyhands pack FOLDER --size {pack.size} --quality {pack.quality} --replace"
         notes.append(f"{pack.folder.name} was packed by an older version: {pack.outdated}; {again}")

@@ -239,7 +239,7 @@ class _Check:
             layout, local = self.network.layouts[name], local_state[name].detach()
             unmarked = isinstance(target, nn.Parameter) and target.shape not in {layout.shape, local.shape}
             if any(gather_plain(unmarked, self.grid.world)):
-                what = f"its shape is {tuple(target.shape)} on one process, and {layout.shape} here without a mark"
+                what = f"the shape is {tuple(target.shape)} on one process, but {layout.shape} here, and is unmarked"
                 hints = (
                     "shard it with shard or shard_module, or by Parameter(piece, layerwise_parallel=(axis, dimension))"
                 )
@@ -349,7 +349,7 @@ class _Check:
                 for cause, sets in found.items():
                     if sets:
                         return self._finding(name, cause, sets, rank)
-        subject, hints = "its gradient", "correct the earlier findings first: they may cause this one"
+        subject, hints = "the gradient", "correct the earlier findings first: they may cause this one"
         if name.startswith(OUTPUT):
             subject = "the output"
             hints = "check for a missing collective, a wrong axis, or a bias added before an all_reduce"
@@ -359,9 +359,9 @@ class _Check:
         names = [[self.grid.mesh.names[axis] for axis in over] for over in sets]
         where = " or ".join(" and ".join(over) for over in names)
         output = name.startswith(OUTPUT)
-        subject = "the output is" if output else "its gradient is"
+        subject = "the output is" if output else "the gradient is"
         if cause == "missing":
-            what = f"{subject} partial over {where} on rank {rank}: its sum over {where} matches"
+            what = f"{subject} partial over {where} on rank {rank}: the sum over {where} is correct"
             hints = f"add {where}.enter where a value computed from {name} enters a computation split over {where}"
             hints = f"add {where}.all_reduce" if output else hints
         else:

@@ -423,7 +423,8 @@ def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, 
     """
     repeating = _without_repeats(found.chosen)
     if repeating < found.request.world_size:
-        return repeating, f"{found.chosen.name} repeats all work on {found.request.world_size // repeating} processes"
+        copies = found.request.world_size // repeating
+        return repeating, f"{found.chosen.name} repeats every computation on {copies} processes"
     doing = [one for one in fewer if one.fits and _slowest(one, spread) <= seconds * LEAST_GAIN]
     if doing:
         limit = LEAST_PREDICTED_GAIN * min(_slowest(one, spread) for one in doing)

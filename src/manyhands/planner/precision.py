@@ -101,13 +101,14 @@ def _said_of_layout(kinds: Sequence[KindOfMachine], other: Variant, gained: floa
         return [f"train.channels_last is false: {why}" for why in _why_not(kinds, other)]
     if gained >= LEAST_GAIN_OF_LAYOUT:
         return [f"train.channels_last is true: {gained:.2f} times as fast in a short measurement"]
-    return [f"train.channels_last is false: true is {gained:.2f} times as fast, below {LEAST_GAIN_OF_LAYOUT}"]
+    slow = f"channels_last is {gained:.2f} times as fast, below the threshold of {LEAST_GAIN_OF_LAYOUT}"
+    return [f"train.channels_last is false: {slow}"]
 
 
 def _why_not(kinds: Sequence[KindOfMachine], variant: Variant) -> list[str]:
     """Nothing where it wasn't tried, or where nothing runs: then that is said where the network is built."""
     why = [kind.failed[str(variant)] for kind in kinds if str(variant) in kind.failed and kind.seconds]
-    return [f"the alternative failed ({one})" for one in why[:1]]
+    return [f"the benchmark of {variant} failed ({one})" for one in why[:1]]
 
 
 @dataclass(frozen=True)

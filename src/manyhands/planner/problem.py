@@ -106,7 +106,7 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> Solution:
 
 TOLERANCE = 1e-9
 _INF = highspy.kHighsInf
-_HINTS = ("loosen a pin", "or choose another mesh")
+_HINTS = ("remove a pin", "or choose another mesh")
 # HiGHS exceeds a row by its tolerance, so an assignment may exceed the memory limit by some bytes.
 _MOST_RETRIES = 30
 Pair = tuple[int, int]

@@ -141,7 +141,7 @@ def _stopped() -> SearchStoppedError:
 
 
 def _contradiction() -> NoPlanError:
-    return NoPlanError("no plan is allowed: the ops' strategies contradict each other", "plan", ("loosen a pin",))
+    return NoPlanError("no plan is allowed: the ops' strategies contradict each other", "plan", ("remove a pin",))
 
 
 def too_large(limit_bytes: float, least_bytes: float) -> NoPlanError:

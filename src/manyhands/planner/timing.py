@@ -211,7 +211,7 @@ class OpTimes:
         if busy > BUSY:
             found.append(
                 f"other programs used {busy:.0%} of the processors while ops were timed, so times may be too long; "
-                "manyhands times these ops again on an idle machine"
+                "the next search on an idle machine times these ops again"
             )
         return found
 

@@ -132,7 +132,7 @@ def say_expected(sample_s: float, trainer: Trainer) -> None:
     update_s = sample_s * order.batch / trainer.world.size
     epoch_s = update_s * order.steps_per_epoch
     if epoch_s >= _LONG_EPOCH_S:
-        message = f"expected time: {short_time(update_s)} for an update, {epoch_s / 60:,.0f} min for an epoch"
+        message = f"expected time: {short_time(update_s)} per update, {epoch_s / 60:,.0f} min per epoch"
         trainer.journal.event("note", message)
     trainer.heartbeats.expected_s = update_s
 

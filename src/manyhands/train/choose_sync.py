@@ -175,7 +175,7 @@ def check_combination(method: str, mode: str) -> None:
     need = refused(method, _offers_of_mode(mode)) if method in methods() else None
     if need:
         taking = [name for name in (USUAL_MODE, *module_names(MODES)) if need in offers_of(name)]
-        what = f"the parallel mode {mode} can't be combined with {method}, which {need.reason}"
+        what = f"the parallel mode {mode} can't be combined with --sync {method}, which {need.reason}"
         hints = (f"set --parallel {taking[0]}", f"or set --sync {EXACT}") if taking else (f"set --sync {EXACT}",)
         raise UserError(what, "sync.method", hints)
 
@@ -215,7 +215,7 @@ def _asked(job: Job, mode: str) -> Cost | None:
         return None
     need = refused(method, _offers(job, mode))
     if need:
-        raise UserError(f"{method} {need.reason}", need.option, (*need.hints, f"or choose --sync {EXACT}"))
+        raise UserError(f"--sync {method} {need.reason}", need.option, (*need.hints, f"or choose --sync {EXACT}"))
     return Cost(method, 0.0, 0.0) if synchronizes_every_update(method) else methods()[method].asked(job.sync)
 
 

@@ -126,7 +126,8 @@ class CustomUpdate:
             counts = share * bool(reported)
             self._weights.append(counts)
         if last and len(self._weights) not in (0, len(self._update.micro_batches)):
-            raise UserError("only some micro-batches of an update have a weight", "session.backward")
+            hints = ("pass weight=… for all micro-batches of an update, or for none",)
+            raise UserError("weight=… was passed for only some micro-batches of an update", "session.backward", hints)
         detached = torch.where(counts > 0, detached, torch.zeros_like(detached))
         if reported:
             updater.note(part, self._step, detached * reported, reported)

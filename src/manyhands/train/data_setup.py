@@ -155,7 +155,7 @@ def record_skipped(splits: Splits, journal: Journal) -> None:
     if splits.packed:
         journal.event("note", f"reading pictures from the packed copy {splits.packed}")
     if isinstance(splits.train, ImageFiles) and decode_jpeg is None:
-        journal.event("note", "Pillow decodes JPEGs, slower than simplejpeg (do: pip install simplejpeg)")
+        journal.event("note", "JPEGs are decoded with Pillow; simplejpeg is faster (do: pip install simplejpeg)")
     for note in splits.notes:
         journal.event("warning", note)
     if splits.skipped:

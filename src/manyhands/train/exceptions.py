@@ -31,8 +31,8 @@ def _of_norms(trainer: Trainer) -> list[str]:
     unknown = sum(not layer.rows_per_sample for layer in trainer.network.norms.layers)
     if unknown:
         return [
-            f"{unknown} BatchNorm layer(s) normalise rows that can't be assigned to samples; their statistics are over "
-            "each process's own rows."
+            f"{unknown} BatchNorm layer(s) normalise rows that can't be assigned to samples, so each process computes "
+            "the statistics of these layers over its own rows."
         ]
     return []
 
@@ -40,7 +40,8 @@ def _of_norms(trainer: Trainer) -> list[str]:
 def exception_of_buffers(names: list[str]) -> str:
     """The exception for buffers that processes update differently."""
     more = f" and {len(names) - 3} more buffers" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}: updated from each process's own samples; all processes use rank 0's values."
+    shown = ", ".join(names[:3]) + more
+    return f"{shown}: each process updates these buffers from its own samples; then all processes use rank 0's values."
 
 
 def _of_draws(trainer: Trainer) -> list[str]:

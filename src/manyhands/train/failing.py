@@ -110,10 +110,11 @@ def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
         fits = _largest_that_fits(trainer, taken, _try_update)
         hints = [f"add --set train.micro_batch={fits}; the global batch stays {options.batch}"] if fits else []
         if fits and trainer.network.norms.layers and isinstance(options.norm_group, int) and fits < options.norm_group:
-            hints.append(f"also add --set train.norm_group={max(2, fits)}: BatchNorm needs a group in one pass")
+            hints.append(f"also add --set train.norm_group={max(2, fits)}: a BatchNorm group must fit a micro-batch")
+    batch = "an evaluation batch" if evaluating else "a micro-batch"
     halved = "" if options.precision in AUTOCAST else ", or add --set train.precision=bf16"
     return RunError(
-        f"out of memory at {taken} pictures in one pass{' of the evaluation' * evaluating}: {_first_line(error)}",
+        f"out of memory with {batch} of {taken} pictures: {_first_line(error)}",
         f"rank {trainer.world.rank} on {socket.gethostname()}, {trainer.world.device}",
         (*hints, f"{'or ' * bool(hints)}reduce data.image_size{halved}"),
     )

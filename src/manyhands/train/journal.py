@@ -77,4 +77,4 @@ class Journal:
                 self._warned = True
                 # That output may lie on the same disk.
                 with suppress(OSError):
-                    say(f"can't write records to {self._folder.path}: {error}; manyhands keeps the records and retries")
+                    say(f"can't write records to {self._folder.path}: {error}; retrying; the records stay in memory")

@@ -77,7 +77,9 @@ def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
     if options.loss == "cross-entropy":
         return _taken_apart(F.cross_entropy, {"label_smoothing": options.label_smoothing})
     if options.label_smoothing:
-        raise UserError("label smoothing needs cross-entropy", "train.label_smoothing", ("set the option to 0",))
+        raise UserError(
+            "label smoothing needs the loss cross-entropy", "train.label_smoothing", ("set the option to 0",)
+        )
     if options.loss == "nll":
         return _taken_apart(F.nll_loss, {})
     if (function := brought("train.loss", options.loss, None)) is not None:
@@ -205,7 +207,7 @@ def _try(own: Function, outputs: int, classes: int, device: str, dtype: torch.dt
                 "The loss of a batch is not the mean of its samples' losses, so training depends on the number of "
                 "processes and on train.micro_batch."
             )
-    return NEITHER, f"The loss could not be checked for being a mean over samples ({failed})."
+    return NEITHER, f"Can't check that the loss is a mean over samples ({failed})."
 
 
 def _copied(own: Function) -> Function:

@@ -110,7 +110,7 @@ class FigureSums:
         for metric, sums, width in zip(self._metrics, found, self._widths, strict=True):
             if len(sums) != width:
                 hints = ("return the same number of sums for any samples",)
-                what = f"update of the metric {metric.name} returned {len(sums)} sums, but {width} before"
+                what = f"update of the metric {metric.name} returned {len(sums)} sums, but {width} in an earlier call"
                 raise UserError(what, _WHERE, hints)
         return torch.cat(found)
 
@@ -163,7 +163,7 @@ def make_metrics(
                 f"or name the code: --set 'train.metrics=[\"file.py:{name}\"]'",
                 "or resume without metrics: --set 'train.metrics=[]'",
             )
-            raise UserError(f"this run's metric {name} was a Python object, now unavailable", _WHERE, hints)
+            raise UserError(f"this run's metric {name} was a Python object, which is not available here", _WHERE, hints)
         if not callable(own) and not hasattr(own, "update"):
             hints = ("name a function of outputs and labels that returns one value per sample",)
             raise UserError(f"the metric {name} is a {type(own).__name__}, not a function", _WHERE, hints)

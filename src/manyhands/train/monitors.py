@@ -65,10 +65,9 @@ class Watcher:
         if now is not None:
             self.cost = now
             longer = (now.every, now.delay) > (before.every, before.delay)
-            changed = (
-                f"every {now.every} steps instead of {before.every}, {now.delay} steps late instead of {before.delay}"
-            )
-            said = f"exchanges {'take longer' if longer else 'are faster'} now: processes agree {changed}"
+            speed = "take longer" if longer else "are faster"
+            every, delay = f"every: {now.every} (was {before.every})", f"delay: {now.delay} (was {before.delay})"
+            said = f"exchanges {speed} than before; changed pace in steps: sync.{every}, sync.{delay}"
             journal.event("sync", said, step, every=now.every, delay=now.delay, method=now.method)
         return self.cost
 
@@ -166,12 +165,12 @@ class CommunicationMonitor:
         case = self.case(computing_s)
         choice = choose(replace(case, backward_s=_BACKWARD * computing_s), self.options, without=self.without)
         chosen = choice.chosen
-        said = f"communication between machines takes {share:.0%} of a step's {step_s:.3g} s"
+        said = f"communication between machines takes {share:.0%} of the {step_s:.3g} s per step"
         if chosen.method == EXACT:
             return f"{said}; --sync auto would also choose {EXACT}: {choice.reason}"
         resume = resume_command(Path(self.run), "--set sync.method=auto", 'sync__method="auto"')
         change = f"manyhands stop {shlex.quote(self.run)}, then {resume}"
-        return f"{said}; --sync auto needs about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
+        return f"{said}; --sync auto would take about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
 
 
 # So many times what the loss began at, so many records in a row: a high rate's first steps may throw it up for once.

@@ -97,7 +97,7 @@ def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal
     head = _other_head(saved, live, classes)
     if head:
         outputs = len(saved[head[0]])
-        journal.event("note", f"{', '.join(head)} is new, because {path.name} has {outputs:,} classes, not {classes:,}")
+        journal.event("note", f"{', '.join(head)} not loaded: {path.name} has {outputs:,} classes, not {classes:,}")
         saved.update({name: live[name] for name in head})
     try:
         load_snapshot(snapshot, model, "model.weights", renames=False)

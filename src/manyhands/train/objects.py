@@ -145,5 +145,5 @@ def brought(key: str, word: str, given: Any) -> Any:
     if word == OBJECT:
         name = key.rpartition(".")[2]
         hints = (f"resume in Python: fit(…, {name}=…)", f"or name the code: --set {key}=file.py:function")
-        raise UserError(f"this run's {name} was a Python object, now unavailable", key, hints)
+        raise UserError(f"this run's {name} was a Python object, which is not available here", key, hints)
     return load_object(word, key) if is_object_reference(word) else None

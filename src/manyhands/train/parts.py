@@ -243,7 +243,8 @@ def as_plan(plan: PlanLike) -> Plan:
     if not isinstance(given, Mapping) or not all(
         isinstance(word, str) for word in (given.get("mesh"), *given.values())
     ):
-        raise UserError("unknown type of plan", "plan", ('pass plan.json or {"mesh": "dp=2", "fc": "o@dp"}',))
+        hints = ('pass "plan.json" or {"mesh": "dp=2", "fc": "o@dp"}',)
+        raise UserError("plan is neither a path nor a dict of strings with the key mesh", "plan", hints)
     return Plan(parse_mesh(plan["mesh"]), {name: text for name, text in plan.items() if name != "mesh"})
 
 
@@ -268,7 +269,9 @@ def refuse_uncuttable(parts: Parts) -> None:
     if plan is None and not takes_mesh(mode):
         idle = [name for name in ("pin", "mesh", "plan") if getattr(job.parallel, name)]
         if idle and mode != MODE_ALONE and not job.parallel.searches:
-            parts.journal.event("warning", f"parallel.{idle[0]} has no effect under {mode}, only under semi and auto")
+            modes = "hybrid, semi and auto" if idle[0] == "mesh" else "semi and auto"
+            message = f"parallel.{idle[0]} has no effect with the parallel mode {mode}, only with {modes}"
+            parts.journal.event("warning", message)
         return
     if job.checkpoint.pth_tar:
         hints = ("remove checkpoint.pth_tar, and after training run: manyhands checkpoint merge RUN weights.pth",)

@@ -141,7 +141,7 @@ def _make_room(path: Path, trainer: Trainer) -> None:
         return
     aside = free_name(path.parent, path.name.removesuffix(".pth.tar"), ".pth.tar")
     path.rename(aside)
-    trainer.journal.event("note", f"{path.name} existed before this run and is now {aside.name}")
+    trainer.journal.event("note", f"{path.name} existed before this run and was renamed to {aside.name}")
 
 
 def _remember(trainer: Trainer, written: list[Path]) -> None:

@@ -186,5 +186,5 @@ def refuse_later_checkpoints(folder: Path, step: int) -> None:
         raise UserError(
             f"the run would resume from step {step}, but its folder has a later checkpoint, {path.name}",
             str(folder),
-            ("resume in another folder: --out NEW --resume CHECKPOINT", "or restore the run's first train.batch"),
+            ("resume in another folder: --out NEW --resume CHECKPOINT", "or restore the earlier train.batch"),
         )

@@ -94,7 +94,7 @@ def class_changes(old: Sequence[str], new: Sequence[str]) -> str:
         return ""
     gone, added = [name for name in then if name not in now], [name for name in now if name not in then]
     if not gone and not added:
-        return f"the classes of the data are in another order: {_quoted(now)}, and were {_quoted(then)}"
+        return f"the order of the classes changed from {_quoted(then)} to {_quoted(now)}"
     found = [f"{_quoted(names)} {word}" for names, word in ((gone, "removed"), (added, "added")) if names]
     return f"the classes of the data changed: {', '.join(found)}"
 

@@ -205,10 +205,10 @@ class SaveInterval:
     def record(self, seconds: float, journal: Journal, step: int) -> None:
         """Records what was chosen, and again where it is another by far; says it once, when it has an effect."""
         save_s, fails_s = statistics.median(self._saves_s), self._between_failures_s()
-        seen = f"{self.failures} seen" if self.failures else "none seen; assumed"
+        seen = f"{self.failures} so far" if self.failures else "none so far"
         message = (
-            f"a checkpoint every {seconds:.0f} s, because each delays training by {save_s:.2g} s and failures are "
-            f"expected every {fails_s / 3600:.2g} h ({seen})"
+            f"saving a checkpoint every {seconds:.0f} s, because a save delays training by {save_s:.2g} s and "
+            f"a failure is expected every {fails_s / 3600:.2g} h ({seen})"
         )
         if not self._reported_s or max(seconds / self._reported_s, self._reported_s / seconds) >= _REPORT_RATIO:
             self._reported_s = seconds

@@ -102,7 +102,7 @@ def _compare(trainer: Trainer, step: int, outcomes: dict[int, SaveOutcome]) -> N
         other = [name for name, digest in copies.get(0, digests).items() if digests.get(name) != digest]
         if other:
             trainer.verify_replicas()
-            message = f"rank {rank}'s copy of the checkpoint of step {step} differs from rank 0's: {', '.join(other)}"
+            message = f"the checkpoint copies of ranks 0 and {rank} differ at step {step}: {', '.join(other)}"
             trainer.journal.event("warning", message, step)
 
 
@@ -232,7 +232,7 @@ def save_rank_state(trainer: Trainer) -> None:
         said = error.message
     for rank, word in enumerate(gather_plain(said, trainer.world)):
         if word:
-            trainer.journal.event("warning", f"rank {rank} could not save its rank state: {word}", step)
+            trainer.journal.event("warning", f"rank {rank} could not save its synchronization state: {word}", step)
 
 
 def prune_rank_states(trainer: Trainer) -> None:
@@ -257,7 +257,7 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
     words = gather_plain(said, trainer.world)
     missing = [rank for rank, word in enumerate(words) if word]
     if missing or not found:
-        what = f"resuming without the rank state of rank {missing[0]}: {words[missing[0]]}"
+        what = f"resuming without the synchronization state of rank {missing[0]}: {words[missing[0]]}"
         trainer.journal.event("warning", what, trainer.progress.step)
         return
     trainer.synchronizer.load(found.model, {key: int(value) for key, value in found.state["numbers"].items()})

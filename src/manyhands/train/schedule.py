@@ -37,7 +37,7 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
         except TypeError as error:
             kind = type(scheduler).__name__
             hints = ("store only numbers, strings, lists and dicts", "or return only those from state_dict")
-            what = f"the scheduler {kind} has a {error} in {name}, which a checkpoint can't hold"
+            what = f"the attribute {name} of the scheduler {kind} is a {error}, which can't be saved"
             raise UserError(what, f"{kind}.state_dict", hints) from None
     return found
 

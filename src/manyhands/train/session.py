@@ -144,7 +144,7 @@ class Session(Subgroup):
             UserError: the arguments contradict each other or the job, or the run folder belongs to another training.
         """
         if self._folder and self._trainer:
-            hints = ("open another session with another out=… for each training",)
+            hints = ("open a new session with another out=… for each training run",)
             raise UserError(
                 "prepare was called twice, but a run folder is for one training run", "session.prepare", hints
             )
@@ -364,7 +364,7 @@ class Session(Subgroup):
             if trained_on and not trained_on.pictures.own:
                 pixels = pixels_of(trained_on.pictures)
             elif isinstance(splits.test, ImagesInMemory) and not (own.mean and own.std):
-                what = "the mean and standard deviation of the network's pictures are unknown"
+                what = "the mean and standard deviation for normalizing the pictures are unknown"
                 hints = (
                     "call manyhands.evaluate(run, test_set)",
                     'or set them: job=Job(data={"mean": [0.5], "std": [0.25]})',

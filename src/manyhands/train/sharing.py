@@ -76,9 +76,9 @@ def _passes_message(sharing: BatchSharing, most: int, batch: int) -> str:
     more = f"with enough memory, add --set train.micro_batch={batch}"
     if largest <= most:
         limit = f"at most {most} samples, the limit from the start of the run ({more})"
-        return f"each update takes {passes} micro-batches of {limit}"
-    groups = f"BatchNorm needs groups of {sharing.group}, train.norm_group"
-    return f"micro-batches have up to {largest} samples, but had {most} at the start of the run ({groups}; {more})"
+        return f"each process computes an update in {passes} micro-batches of {limit}"
+    groups = f"because train.norm_group is {sharing.group}"
+    return f"micro-batches now have up to {largest} samples instead of {most}, {groups} ({more})"
 
 
 def _shares(job: Job, replicas: int, journal: Journal, kept: list[int] | None) -> tuple[int, ...]:
@@ -106,7 +106,7 @@ def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> s
     if network.together:
         return f"--parallel {mode} splits each batch into equal parts"
     if job.cluster.shares in {"auto", MACHINES} and mode != USUAL_MODE:
-        return f"processes wait for each other within a pass of --parallel {mode}, so their speed can't be measured"
+        return f"with --parallel {mode}, each layer waits for all processes, so their speed can't be measured"
     if own:
         return f"--sync {job.sync.method} normalises each process's own samples, so shares would change the result"
     return ""

@@ -247,7 +247,7 @@ def check_shapes(
         raise UserError(
             f"the checkpoint belongs to another network: {'; '.join(problems[:3])}{more}",
             where,
-            (*shown, "choose the checkpoint's network", "or start a new run in another folder: --out DIR"),
+            (*shown, "use the network of the checkpoint", "or start a new run in another folder: --out DIR"),
         )
 
 
@@ -335,7 +335,8 @@ def restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer
     if not others:
         return ""
     kind = type(optimizer).__name__.lower()
-    return f"the state of {kind} is reset; the checkpoint has another optimizer's ({', '.join(sorted(others))})"
+    found = ", ".join(sorted(others))
+    return f"the state of {kind} is reset, because the checkpoint has the state of another optimizer ({found})"
 
 
 def _fits(found: dict[str, Any], fresh: dict[str, Tensor]) -> bool:

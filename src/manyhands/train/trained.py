@@ -153,7 +153,7 @@ class Transform:
     def _refuse_own(self, what: str) -> None:
         if self._pixels.own:
             raise UserError(
-                f"{what} can't be converted, because the run's custom data set made its own tensors",
+                f"{what} can't be converted, because the run has a custom data set, which returns tensors",
                 "",
                 ("pass tensors like those that the data set returns: manyhands.predict(RUN, [dataset[0][0]])",),
             )

@@ -138,7 +138,7 @@ def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
     own = job.checkpoint.resume
     said = broadcast_plain(own, world)
     if own not in {said, CheckpointOptions().resume}:
-        say(f"--resume {own} has no effect on rank {world.rank}: rank 0 uses {said}")
+        say(f"--resume {own} of rank {world.rank} is ignored: all ranks use --resume {said} of rank 0")
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": said})})
 
 
@@ -256,7 +256,7 @@ def _check_sum(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any
         dist.all_reduce(numbers)
     expected = world.size * (world.size + 1) / 2
     if not bool((numbers == expected).all()):
-        raise RuntimeError(f"the sum over all machines is wrong: {numbers[0].item()}, expected {expected}")
+        raise RuntimeError(f"the all-reduce over all processes returned {numbers[0].item()}, expected {expected}")
     return {"seconds": time.monotonic() - argument["joining_since"]}
 
 

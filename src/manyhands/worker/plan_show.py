@@ -96,7 +96,7 @@ def _remade(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[Job, dict
         hints = ("name data and network: manyhands plan plan.json cifar10 resnet50", "or create a new plan")
         raise UserError('the plan has no valid field "network"', where, hints) from error
     if min(network.values()) < 1:
-        raise UserError("the plan's network has sizes below 1", f"{where}, network", ("create a new plan",))
+        raise UserError("the network in the plan has a size below 1", f"{where}, network", ("create a new plan",))
     job = load_job({**model, "train.batch": network["batch"], **given}).job
     announce_planned(job.model.name, Path(where), "manyhands plan PLAN DATA {}")
     return job, network

@@ -115,8 +115,9 @@ def resolve_precision(
 def plain_precision(job: Job) -> ResolvedPrecision:
     """The job in fp32 and the usual layout where it leaves them open, for a device that isn't here."""
     plain = [EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True]
-    said = [f"{key} is {value}: nothing can be measured" for key, value in _resolved(job, _with(job, *plain)).items()]
-    return ResolvedPrecision(_with(job, *plain), said)
+    resolved = _with(job, *plain)
+    said = [f"{key} is {value}: the device is not here to be timed" for key, value in _resolved(job, resolved).items()]
+    return ResolvedPrecision(resolved, said)
 
 
 def _values(job: Job) -> list[Any]:
