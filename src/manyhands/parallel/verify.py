@@ -103,7 +103,7 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
     """Compares the gradients of a network that is sharded by hand with those of one process; a collective.
 
     All processes pass the same arguments. Copies of the network run in double precision, in training mode but without
-    dropout, and BatchNorm takes each process's samples as a group. The network and its gradients are not changed.
+    dropout. BatchNorm treats the samples of each process as one group. The network and its gradients are not changed.
 
     Args:
         net: a function of a mesh that makes the network, such as its class; or the network. A copy of the network runs
@@ -111,8 +111,8 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
         sample: a batch [n, …]. The batch of rank 0 is used, truncated so that processes get equal shares.
         labels: the labels of the samples, for `loss` or the default, cross-entropy.
         mesh: required with a function, and with a network that has no axis of a mesh.
-        loss: a function of (output, labels) that returns the mean loss or one loss per sample. Without both, a
-            weighted sum of all outputs is used, so that a wrong output does not make all gradients wrong.
+        loss: a function of (output, labels) that returns the mean loss or one loss per sample. Without labels
+            and loss, a weighted sum of all outputs is used, so that a wrong output does not make all gradients wrong.
         samples: names of the axes that shard the batch; None: all axes that shard no parameter.
         tolerance: the largest error allowed, relative to the largest value of the compared tensor.
         check: raise an error if there are findings.

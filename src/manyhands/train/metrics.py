@@ -183,7 +183,7 @@ class Evaluation:
         top1: top-1 accuracy, 0 to 1.
         top5: top-5 accuracy, 0 to 1.
         cells: int64 [cells, 3], the nonzero cells of the confusion matrix: true class, predicted class, count.
-        classes: the number of rows and columns of the matrix: the classes, or more if other outputs were predicted.
+        classes: the number of rows of the confusion matrix; more than the classes if a further output was predicted.
         seconds: the duration of the evaluation.
         metrics: the user's metrics, by name.
     """

@@ -132,7 +132,7 @@ class Session(Subgroup):
             optimizer: an optimizer of the model's parameters.
             train_set: a torch Dataset of (x, y).
             batch: the global batch size: samples per update over all processes.
-            plan: shards the model: a plan from `find_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"}.
+            plan: how to shard the model: from `find_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"}.
             scheduler: a scheduler of this optimizer. Checkpoints include its state.
 
         Returns:
@@ -141,7 +141,7 @@ class Session(Subgroup):
             nothing within an update.
 
         Raises:
-            UserError: the arguments contradict each other or the job, or the run folder belongs to another training.
+            UserError: the arguments contradict each other or the job, or the run folder belongs to another run.
         """
         if self._folder and self._trainer:
             hints = ("open a new session with another out=… for each training run",)
