@@ -1,4 +1,4 @@
-"""What makes a run depend on the number of processes, in sentences for plan.json and the report."""
+"""Sentences for plan.json and the report on what makes a run depend on the number of processes."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ _DROPS_BRANCHES = ("stochasticdepth", "droppath", "drop_path")
 
 
 def exceptions(trainer: Trainer) -> list[str]:
-    """The exceptions from "the same at any number of processes" that are in force."""
+    """Returns the reasons why this run depends on the number of processes."""
     loss_fn = trainer.update.loss_fn
     loss = [loss_fn.dependent] if loss_fn and loss_fn.dependent else []
     return [*loss, *_of_norms(trainer), *_of_draws(trainer), *_of_sync(trainer)]
@@ -38,14 +38,14 @@ def _of_norms(trainer: Trainer) -> list[str]:
 
 
 def exception_of_buffers(names: list[str]) -> str:
-    """The exception for buffers that processes update differently."""
+    """Returns the sentence for buffers that processes update differently."""
     more = f" and {len(names) - 3} more buffers" if len(names) > 3 else ""
     shown = ", ".join(names[:3]) + more
     return f"{shown}: each process updates these buffers from its own samples; then all processes use rank 0's values."
 
 
 def _of_draws(trainer: Trainer) -> list[str]:
-    """Random numbers: each process draws its own, so other samples meet other ones at another number of processes."""
+    """Random numbers: each process draws its own, so another number of processes gives samples other ones."""
     found = [f"{kind} masks depend on the number of processes." for kind in _dropping(trainer.network.inner)]
     if not found and (trainer.draws or trainer.network.draws):
         found.append("The network's random numbers in training depend on the number of processes.")
@@ -69,7 +69,7 @@ def _drops_branches(module: nn.Module) -> bool:
 
 
 def _attention_dropout(module: nn.Module) -> float:
-    """The share that a module which computes attention by itself drops; 0 for other modules."""
+    """Returns the dropout probability of an attention module; 0 for other modules."""
     if isinstance(module, nn.MultiheadAttention):
         return module.dropout
     if "attention" not in type(module).__name__.lower():

@@ -96,8 +96,8 @@ def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int,
     Rank 0, and the first one of a machine that doesn't see rank 0's disk.
 
     Args:
-        folder: of the run.
-        world: who takes part.
+        folder: the run folder.
+        world: the processes.
         in_pieces: each process writes its own piece, which needs a disk that all share.
     """
     if world.local_size == world.size or in_pieces or folder is NOWHERE:

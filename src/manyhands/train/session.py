@@ -77,8 +77,8 @@ class Session(Subgroup):
         """Prepares nothing yet.
 
         Args:
-            world: who takes part.
-            job: the settings.
+            world: the processes.
+            job: the job.
             folder: where the run is kept; None for nowhere.
             scheduled: the job moves the learning rate.
             metrics: figures of the user's own that are objects, by name.

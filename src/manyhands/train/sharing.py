@@ -37,8 +37,8 @@ def order_and_sharing(  # noqa: PLR0913 - what a batch meets before it is shared
     Args:
         job: says how many.
         splits: the data.
-        world: who takes part.
-        mode: the parallel mode in force.
+        world: the processes.
+        mode: the parallel mode.
         network: under it.
         journal: told of shares that aren't equal.
         own: each process trains by itself, so that BatchNorm's groups are its own.

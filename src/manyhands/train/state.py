@@ -142,7 +142,7 @@ def restore(
 
     Args:
         snapshot: the state; its tensors are not looked at where there is a source.
-        network: under its mode.
+        network: the network under its parallel mode.
         optimizer: of its parameters; None to leave its state out.
         where: the checkpoint, for errors.
         source: the checkpoint opened for reading in pieces, for cut networks.
@@ -268,10 +268,10 @@ def save_sharded(
 
     Args:
         folder: the checkpoints folder.
-        step: updates made so far.
+        step: the number of updates so far.
         snapshot: this process's pieces.
         network: that is cut.
-        peers: who takes part.
+        peers: the processes.
         pieces: each process writes its own; else each writer all.
 
     Raises:

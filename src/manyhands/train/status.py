@@ -71,7 +71,7 @@ class StatusRound:
     """The collective of every half second or so: decides when (equally on every process) and carries it out.
 
     Args:
-        world: who takes part.
+        world: the processes.
         every_s: about how often.
         save_every_s: seconds between checkpoints by rank 0's clock; infinite for none by time.
         multiple: of steps, at which a slow link is free.
@@ -110,7 +110,7 @@ class StatusRound:
 
         Args:
             measured: by this process.
-            step: updates made.
+            step: the number of updates so far.
             stop: somebody asked this process to stop.
             written: this process has written its part of the save that goes on.
             extra: gives more numbers to add up, from the seconds and steps since the last round.

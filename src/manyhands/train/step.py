@@ -42,7 +42,7 @@ class PartialUpdate:
     BatchNorm's statistics and the parameters change at its end alone; other buffers may at every forward.
 
     Args:
-        network: under its parallel mode.
+        network: the network under its parallel mode.
 
     Attributes:
         begun: the update isn't whole yet.
@@ -91,11 +91,11 @@ class Updater:
     """Makes updates: whole ones by a call, or `begin`, micro-batches of somebody else's (`own_update.py`), `finish`.
 
     Args:
-        network: under its parallel mode.
+        network: the network under its parallel mode.
         optimizer: of the network's parameters.
         loss_fn: the loss as a sum; None where the user computes it.
         options: the train section.
-        world: who takes part.
+        world: the processes.
         set_rates: sets the learning rates for an update, by its number.
         synchronizer: how processes agree beside what the mode does.
         gradients_mean: False for the sum of all processes' mean gradients.

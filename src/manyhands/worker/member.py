@@ -46,7 +46,7 @@ class GroupMember:
         """Meets the others.
 
         Args:
-            job: the settings.
+            job: the job.
             options: what all must have alike.
             say: is told what the user should know.
             ends_with_rank_0: False where rank 0 may rightly be done before this process.

@@ -49,7 +49,7 @@ def opened(
     """A session at a place among the processes.
 
     Args:
-        job: the settings.
+        job: the job.
         process_info: the place.
         program: the same on all of them.
         folder: the run folder, on ranks above 0 rank 0's once they have met; None for none.

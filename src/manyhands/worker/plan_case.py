@@ -77,7 +77,7 @@ def case_to_plan(job: Job, processes: int, link: str, model: str) -> JobCase:
     """Reads a job's data and the speed of its links.
 
     Args:
-        job: what is to be trained.
+        job: the job.
         processes: how many at most.
         link: such as 1gbit, between machines of one process each; empty for the job's own, or one machine.
         model: of devices that aren't here; empty for this machine's.
@@ -117,7 +117,7 @@ class Costs:
     Args:
         job: on all its processes.
         network: channels, size, classes and batch.
-        device: where ops run.
+        device: the device of the ops.
         between: the link where each process has a machine like this one; None where all share this one.
         measured: False to time nothing.
     """

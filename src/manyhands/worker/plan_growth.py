@@ -66,7 +66,7 @@ def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
     """Predicts throughput, efficiency and cost on several numbers of machines of one process each.
 
     Args:
-        job: what is to be trained.
+        job: the job.
         requested: as `GrowthRequest` has them.
 
     Raises:

@@ -200,7 +200,7 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     """Finds the plan for a job, and times the best ones on this machine where that is wished and can be done.
 
     Args:
-        job: what is to be trained.
+        job: the job.
         request: of its plan.
         run_task: has processes measure their link, and time the best plans.
         ready: called once all wishes have been read, and before anything takes long; it may refuse.

@@ -84,10 +84,10 @@ def resolve_precision(
 
     Args:
         job: as the user has it.
-        folder: where the run is kept.
-        world: who takes part.
-        mode: the parallel mode in force.
-        objects: what the user brings instead of names.
+        folder: the run folder.
+        world: the processes.
+        mode: the parallel mode.
+        objects: the Python objects of the user.
         measure: False where nothing may be timed; what is known counts.
         say: called with the measurement and a sentence before something is timed here.
     """
