@@ -65,8 +65,8 @@ def something(weights: Tensor) -> Tensor:
 def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
     """Creates the loss of a job or of the user.
 
-    A custom loss may return one value per sample [n] or their mean []. torch's cross-entropy and negative log likelihood
-    are split into sum and divisor.
+    A custom loss may return one value per sample [n] or their mean []. torch's cross-entropy and NLL loss are split
+    into sum and divisor.
 
     Args:
         options: the train section.

@@ -58,7 +58,7 @@ class Watcher:
         return [*(step_s * one for one in own), *(self.timed.exchange_s * one for one in own)]
 
     def observe(self, values: list[float], step: int, journal: Journal) -> Cost:
-        """Reports slow ranks from the sums of `mine`, the same on all processes; returns the current method and interval."""
+        """Reports slow ranks from the sums of `mine`, equally on all processes; returns the current method."""
         speeds_s, exchanges_s = values[: self.world.size], values[self.world.size :]
         self._name_the_slow(speeds_s, step, journal)
         before, now = self.cost, self.synchronizer.adapt_pace(speeds_s, exchanges_s)

@@ -1,6 +1,6 @@
-"""A user's own training loop among other processes: who am I, collectives, and the same updates as `fit`'s.
+"""Sessions: custom training loops on several processes, with collectives and the same updates as `fit`.
 
-Under plain `python` the session is one process; under torchrun or with `--init`'s variables it joins the group.
+Under plain `python` a session is one process; under torchrun or with the variables of `--init` it joins the group.
 """
 
 import contextlib
