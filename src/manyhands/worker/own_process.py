@@ -1,4 +1,4 @@
-"""What the Python interface computes in the user's own process: a session, a trained network."""
+"""Sessions and trained networks of the Python interface, in the user's own process."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
