@@ -46,9 +46,7 @@ class TrainOptions(Options):
         ge=0,
     )
     optimizer: str = option("sgd", "sgd, adamw, or file.py:function that takes the parameters and returns an optimizer")
-    lr: float = option(
-        0.05, "peak learning rate of sgd and adamw; an optimizer of your own sets its own learning rate", gt=0.0
-    )
+    lr: float = option(0.05, "peak learning rate of sgd and adamw; an optimizer of your own has its own rate", gt=0.0)
     momentum: float = option(0.9, "momentum of sgd", ge=0.0, lt=1.0)
     nesterov: bool = option(True, "use Nesterov momentum with sgd")
     betas: tuple[float, float] = option((0.9, 0.999), "beta coefficients of adamw")

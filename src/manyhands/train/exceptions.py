@@ -40,8 +40,7 @@ def _of_norms(trainer: Trainer) -> list[str]:
 def exception_of_buffers(names: list[str]) -> str:
     """Returns the sentence for buffers that processes update differently."""
     more = f" and {len(names) - 3} more buffers" if len(names) > 3 else ""
-    shown = ", ".join(names[:3]) + more
-    return f"{shown}: each process updates these buffers from its own samples; then all processes use rank 0's values."
+    return f"{', '.join(names[:3])}{more}: each process updates these from its own samples; all use rank 0's values."
 
 
 def _of_draws(trainer: Trainer) -> list[str]:

@@ -77,9 +77,7 @@ def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
     if options.loss == "cross-entropy":
         return _taken_apart(F.cross_entropy, {"label_smoothing": options.label_smoothing})
     if options.label_smoothing:
-        raise UserError(
-            "label smoothing needs the loss cross-entropy", "train.label_smoothing", ("set the option to 0",)
-        )
+        raise UserError("label smoothing needs cross-entropy", "train.label_smoothing", ("set the option to 0",))
     if options.loss == "nll":
         return _taken_apart(F.nll_loss, {})
     if (function := brought("train.loss", options.loss, None)) is not None:

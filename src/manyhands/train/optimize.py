@@ -129,7 +129,7 @@ def restore_own(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.
     groups, entries = saved.get("param_groups", []), saved["state"]
     kind = type(optimizer).__name__
     if entries and (not groups or (set(groups[0]) ^ set(optimizer.param_groups[0])) - _OF_SCHEDULERS):
-        return f"the state of {kind} is reset, because the checkpoint has the state of another optimizer"
+        return f"the state of {kind} is reset: the saved state is of another optimizer"
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {

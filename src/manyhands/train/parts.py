@@ -269,9 +269,7 @@ def refuse_uncuttable(parts: Parts) -> None:
     if plan is None and not takes_mesh(mode):
         idle = [name for name in ("pin", "mesh", "plan") if getattr(job.parallel, name)]
         if idle and mode != MODE_ALONE and not job.parallel.searches:
-            modes = "hybrid, semi and auto" if idle[0] == "mesh" else "semi and auto"
-            message = f"parallel.{idle[0]} has no effect with the parallel mode {mode}, only with {modes}"
-            parts.journal.event("warning", message)
+            parts.journal.event("warning", f"the parallel mode {mode} ignores parallel.{idle[0]}")
         return
     if job.checkpoint.pth_tar:
         hints = ("remove checkpoint.pth_tar, and after training run: manyhands checkpoint merge RUN weights.pth",)

@@ -335,8 +335,7 @@ def restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer
     if not others:
         return ""
     kind = type(optimizer).__name__.lower()
-    found = ", ".join(sorted(others))
-    return f"the state of {kind} is reset, because the checkpoint has the state of another optimizer ({found})"
+    return f"the state of {kind} is reset: the saved state is of another optimizer ({', '.join(sorted(others))})"
 
 
 def _fits(found: dict[str, Any], fresh: dict[str, Tensor]) -> bool:

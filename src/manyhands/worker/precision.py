@@ -115,9 +115,8 @@ def resolve_precision(
 def plain_precision(job: Job) -> ResolvedPrecision:
     """Returns the job in fp32 and the default layout if they are "auto", for a device that is not on this machine."""
     plain = [EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True]
-    resolved = _with(job, *plain)
-    said = [f"{key} is {value}: the device is not here to be timed" for key, value in _resolved(job, resolved).items()]
-    return ResolvedPrecision(resolved, said)
+    said = [f"{key} is {value}: no device to measure" for key, value in _resolved(job, _with(job, *plain)).items()]
+    return ResolvedPrecision(_with(job, *plain), said)
 
 
 def _values(job: Job) -> list[Any]:
