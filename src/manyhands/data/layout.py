@@ -151,7 +151,7 @@ def _only(root: Path, names: list[str]) -> str:
     exact = [name for name in _EXACT if name in names]
     if not exact and len(names) > 1:
         hint = f"rename the right folder to {_parsed(names[0])[0]}, or move the rest elsewhere"
-        _refuse(root, f"the folders {_quoted(names)} have names of the same split", hint)
+        _refuse(root, f"the folders {_quoted(names)} are for the same split", hint)
     return next(iter(exact + names), "")
 
 
