@@ -239,7 +239,7 @@ class _Check:
             layout, local = self.network.layouts[name], local_state[name].detach()
             unmarked = isinstance(target, nn.Parameter) and target.shape not in {layout.shape, local.shape}
             if any(gather_plain(unmarked, self.grid.world)):
-                what = f"the shape is {tuple(target.shape)} on one process, but {layout.shape} here, and is unmarked"
+                what = f"unmarked, but the shape is {tuple(target.shape)} on one process and {layout.shape} on the mesh"
                 hints = (
                     "shard it with shard or shard_module, or by Parameter(piece, layerwise_parallel=(axis, dimension))"
                 )

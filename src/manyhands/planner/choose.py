@@ -104,7 +104,7 @@ def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mappin
     is no finalist.
     """
     if not predicted_seconds:
-        raise UserError("no plan is allowed", "plan", ("raise the memory limit", "or remove a pin"))
+        raise UserError("no plan fits the memory limit and pins", "plan", ("raise the memory limit", "or remove a pin"))
     best = min(predicted_seconds, key=lambda name: (predicted_seconds[name], name))
     if DATA_PARALLEL not in predicted_seconds:
         return Pick(best, f"{best} is chosen: data parallel can't run here", {}, {})

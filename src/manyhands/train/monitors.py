@@ -66,8 +66,8 @@ class Watcher:
             self.cost = now
             longer = (now.every, now.delay) > (before.every, before.delay)
             speed = "take longer" if longer else "are faster"
-            every, delay = f"every: {now.every} (was {before.every})", f"delay: {now.delay} (was {before.delay})"
-            said = f"exchanges {speed} than before; changed pace in steps: sync.{every}, sync.{delay}"
+            every, delay = f"{now.every} steps (was {before.every})", f"{now.delay} steps (was {before.delay})"
+            said = f"exchanges {speed} than before; sync.every is now {every}, sync.delay {delay}"
             journal.event("sync", said, step, every=now.every, delay=now.delay, method=now.method)
         return self.cost
 
