@@ -283,7 +283,7 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path, zipped: bool)
 @pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
 def test_torchscript_is_named(tmp_path: Path):
     torch.jit.save(torch.jit.trace(nn.Linear(2, 3), torch.zeros(1, 2)), tmp_path / "script.pt")
-    with pytest.raises(UserError, match="is a TorchScript file, which holds code") as caught:
+    with pytest.raises(UserError, match="is not loaded: TorchScript files contain code") as caught:
         read_foreign(tmp_path / "script.pt")
     assert "torch.jit.load" in str(caught.value)
 
@@ -292,7 +292,7 @@ def test_torchscript_is_named(tmp_path: Path):
 def test_a_folder_of_torchs_distributed_checkpoint_is_named_and_its_advice_works(tmp_path: Path):
     model = network()
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
-    with pytest.raises(UserError, match=r"is a folder of torch\.distributed\.checkpoint") as caught:
+    with pytest.raises(UserError, match=r"is not loaded: torch\.distributed\.checkpoint folders") as caught:
         resolve(tmp_path / "dcp", "last")
     words = caught.value.hints[0].split()
     assert words[:3] == ["python", "-m", "torch.distributed.checkpoint.format_utils"]

@@ -141,7 +141,7 @@ def test_for_a_damaged_best_the_best_of_the_others_is_taken_and_said(tmp_path: P
     path, told = choose(tmp_path, "best")
     assert path == second
     assert told == [
-        "step-00000005, the best, was skipped: model.safetensors has 0 bytes, expected "
+        "the best checkpoint, step-00000005, was skipped: model.safetensors has 0 bytes, expected "
         f"{(last / 'model.safetensors').stat().st_size}",
         "step-00000003 is used instead",
     ]

@@ -164,7 +164,7 @@ def test_corrupt_pictures_are_errors_or_left_out_and_named(tmp_path, limit, brok
         splits = opened(tmp_path, skip_corrupt=True, **options)
         assert splits.skipped == (str(bad),)
         assert len(splits.train) + len(splits.test) == 19
-        assert "1 unreadable pictures left out" in splits.description
+        assert "1 unreadable pictures skipped" in splits.description
     with pytest.raises(CorruptImageError):  # what was left out before is an error again
         read_all(tmp_path, **options)
 
@@ -346,7 +346,7 @@ def test_a_folder_with_splits_inside_its_class_folders_can_be_held_out_by_its_te
 def test_one_name_of_a_split_among_classes_is_a_class_with_a_note(tmp_path, name):
     splits = opened(make(tmp_path, classes=("bus", "car", name), count=2))
     assert set(splits.classes) == {"bus", "car", name}
-    assert f'the folder "{name}" is a class, not a split' in splits.notes
+    assert f'the folder "{name}" is used as a class, not as a split' in splits.notes
 
 
 def test_names_that_look_the_same_are_told_apart(tmp_path):
@@ -454,7 +454,7 @@ def test_links_between_the_splits(tmp_path):
     assert (len(splits.train), len(splits.test)) == (6, 4)
     shutil.rmtree(tmp_path / "val")
     (tmp_path / "val").symlink_to("train")
-    assert any("class folders that val/ shares with train/: 2" in note for note in opened(tmp_path).notes)
+    assert any("val/ and train/ share 2 class folder(s)" in note for note in opened(tmp_path).notes)
     (tmp_path / "train" / "kitten").symlink_to("cat")
     with pytest.raises(UserError, match='"cat" and "kitten" are the same folder'):
         opened(tmp_path)

@@ -234,7 +234,7 @@ def test_one_of_them_among_classes_is_a_class(tmp_path, word, affixes):
         (root / folder / "0.png").touch()
     (found,) = list_parts(root)
     assert found.classes == tuple(sorted(("bus", "car", name)))
-    assert read_layout(root).notes == (f'the folder "{name}" is a class, not a split',)
+    assert read_layout(root).notes == (f'the folder "{name}" is used as a class, not as a split',)
 
 
 def test_class_folders_that_hold_the_same_folders_are_noted(tmp_path):

@@ -133,7 +133,7 @@ def test_without_simplejpeg_pillow_decodes_and_the_run_says_so(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.stdout == "note Pillow decodes JPEGs, slower than simplejpeg (do: pip install simplejpeg)\n"
+    assert done.stdout == "note JPEGs are decoded with Pillow; simplejpeg is faster (do: pip install simplejpeg)\n"
 
 
 def test_a_file_that_the_disk_cannot_read_is_a_corrupt_picture():

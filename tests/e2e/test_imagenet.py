@@ -56,7 +56,7 @@ def test_one_node_writes_goes_on_and_evaluates(images, here):
     assert ended.code == 0, ended.err
     assert ended.err.count(" step=1/3 ") == ended.err.count(" step=3/3 ") == 2
     assert " step=2/3 " not in ended.err
-    assert "checkpoint.pth.tar existed before this run and is now checkpoint-1.pth.tar" in ended.err
+    assert "checkpoint.pth.tar existed before this run and was renamed to checkpoint-1.pth.tar" in ended.err
     assert (here / "checkpoint-1.pth.tar").read_text() == "the user's own"
 
     content, best = written("checkpoint.pth.tar"), written("model_best.pth.tar")

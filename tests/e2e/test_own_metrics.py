@@ -266,7 +266,7 @@ def test_a_figure_that_cannot_be_made_is_refused_before_anything_is_trained(metr
         ({"third": lambda outputs: outputs}, "the metric third failed on outputs .*: TypeError"),
         ({"nan": lambda outputs, labels: labels / 0}, "the metric nan is inf|the metric nan is nan"),
         ({"state": KeepsItsState()}, "update of the metric state returned a NoneType"),
-        ({"widths": OtherWidths()}, "update of the metric widths returned 7 sums, but 8 before"),
+        ({"widths": OtherWidths()}, "update of the metric widths returned 7 sums, but 8 in an earlier call"),
         ({"kind": MacroRecall}, "the metric kind is a class"),
         ({"three": 3}, "the metric three is a int, not a function"),
         ({"top5": top3}, "the name top5 is already in use"),

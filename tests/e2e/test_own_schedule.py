@@ -282,7 +282,7 @@ def other():
             {"schedule": functools.partial(lr_scheduler.ReduceLROnPlateau, mode="max")},
             "monitors the loss, but has mode=",
         ),
-        ({"schedule": Keeps}, "the scheduler Keeps has a deque in seen, which a checkpoint can't hold"),
+        ({"schedule": Keeps}, "the attribute seen of the scheduler Keeps is a deque, which can't be saved"),
         ({"schedule": lr_scheduler.StepLR}, "the schedule has an unknown parameter: step_size"),
         ({"schedule": lambda optimizer: lr_scheduler.StepLR(optimizer)}, "the schedule failed with this optimizer: T"),
         (

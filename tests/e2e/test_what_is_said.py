@@ -81,7 +81,7 @@ def test_a_slow_network_is_announced_with_the_time_of_an_epoch_before_its_first_
     manyhands.fit(Slow(), tiny(1000), epochs=1, batch=30, train__max_steps=1, **QUIET)
     notes = [event["message"] for event in told("note") if "expected time" in event["message"]]
     assert len(notes) == 1
-    update, epoch = re.fullmatch(r"expected time: ([\d.]+) s for an update, (\d+) min for an epoch", notes[0]).groups()
+    update, epoch = re.fullmatch(r"expected time: ([\d.]+) s per update, (\d+) min per epoch", notes[0]).groups()
     assert 3 <= float(update) < 10
     assert 1 <= int(epoch) < 6
     assert told("note")[-1]["time"] < told("first-step")[0]["time"]

@@ -193,9 +193,9 @@ def test_a_mode_and_a_sync_method_with_an_option_of_its_own(command, tmp_path):
 @pytest.mark.slow
 def test_what_a_method_needs_decides_who_takes_it(command):
     said = command(*TRAIN, "-n", "2", "--parallel", "fsdp", "--sync", "gentle", "--out", "run", code=2)
-    assert "fsdp can't be combined with gentle" in said
+    assert "fsdp can't be combined with --sync gentle" in said
     said = command(*TRAIN, "-n", "2", "--parallel", "usual", "--sync", "bf16", "--out", "run", code=2)
-    assert "usual can't be combined with bf16, which needs a hook" in said
+    assert "usual can't be combined with --sync bf16, which needs a hook" in said
     command(*TRAIN, "-n", "2", "--parallel", "usual", "--sync", "powersgd", "--out", "other")
 
 

@@ -191,7 +191,7 @@ def test_by_default_a_line_says_what_agreeing_takes_and_what_to_do(slow_lab, her
         wait_until(lambda: events("run", "sync"), run.processes[0], patience=120)
     (told,) = events("run", "sync")
     assert told["data"]["share"] > 0.8
-    assert "--sync auto needs about" in told["message"]
+    assert "--sync auto would take about" in told["message"]
     assert told["message"].endswith("/run --set sync.method=auto")
 
 

@@ -67,7 +67,9 @@ def test_what_a_lost_host_held_back_is_said_and_the_run_goes_on_with_it_again(me
         gone(lab)
     assert [event["data"]["processes"] for event in events("run", "started")] == [3, 2, 3]
     said = [event["message"] for event in events("run", "warning")]
-    assert len([words for words in said if words.startswith("resuming without the rank state of rank ")]) == 2, said
+    assert (
+        len([words for words in said if words.startswith("resuming without the synchronization state of rank ")]) == 2
+    ), said
 
 
 CGROUP = Path("/sys/fs/cgroup/memory")
@@ -109,7 +111,10 @@ def test_one_host_of_three_goes_on_where_a_whole_batch_would_not_fit_into_its_me
             end_agent(lab, host)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-    assert "each update takes 3 micro-batches of at most 8 samples, the limit from the start of the run" in err
+    assert (
+        "each process computes an update in 3 micro-batches of at most 8 samples, the limit from the start of the run"
+        in err
+    )
     # The others may be back before the end.
     assert 1 in [event["data"]["processes"] for event in events("run", "started")]
     whole = run("train", *job, *limits, "--out", "whole")

@@ -34,7 +34,7 @@ def test_a_plan_that_sends_nothing_is_one_machine_s():
     assert found.chosen.prediction.sent_bytes == 0
     count, why = fewest(found)
     assert count == 1
-    assert "repeats all work" in why
+    assert "repeats every computation" in why
 
 
 def test_on_a_fast_link_all_are_needed_and_on_a_slow_one_fewer_do():

@@ -126,7 +126,7 @@ def test_a_killed_run_goes_on_to_the_same_bits_and_all_processes_end_with_one_ne
     for part in ("frozen.weight", "unused.weight"):
         assert torch.equal(whole[0][1][part].float(), initial[part])
     assert not torch.equal(whole[0][1]["body.0.weight"].float(), initial["body.0.weight"])
-    assert not any("without the rank state" in event["message"] for event in _events(tmp_path / "killed", "warning"))
+    assert not any("without the sync" in event["message"] for event in _events(tmp_path / "killed", "warning"))
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
@@ -154,7 +154,7 @@ def test_without_what_each_had_alone_a_run_goes_on_from_the_agreed_network(size,
     answers = run_on_ranks(_train, size, str(tmp_path / "other"), TOTAL, settings)
     assert all(answer[0] == SAVED and _equal(answer[1], answers[0][1]) for answer in answers)
     said = [event["message"] for event in _events(tmp_path / "other", "warning")]
-    assert any("without the rank state" in message for message in said) == (method != "allreduce" and size > 1)
+    assert any("without the sync" in message for message in said) == (method != "allreduce" and size > 1)
 
 
 class _Overflowing(_Network):
@@ -213,7 +213,7 @@ def test_what_another_method_held_back_is_left_and_said(before, after, tmp_path)
     answers = run_on_ranks(_train, 2, str(tmp_path / "other"), TOTAL, OTHER[after])
     assert all(answer[0] == SAVED and _equal(answer[1], answers[0][1]) for answer in answers)
     said = [event["message"] for event in _events(tmp_path / "other", "warning")]
-    assert any("rank state" in message and "other settings" in message for message in said)
+    assert any("synchronization state" in message and "other settings" in message for message in said)
 
 
 @pytest.mark.parametrize("name", ["powersgd", "lowrank"])
@@ -225,7 +225,7 @@ def test_what_another_version_kept_with_factors_is_left_and_said(name, tmp_path)
     answers = run_on_ranks(_train, 2, str(tmp_path / "other"), TOTAL, METHODS[name])
     assert all(answer[0] == SAVED and _equal(answer[1], answers[0][1]) for answer in answers)
     said = [event["message"] for event in _events(tmp_path / "other", "warning")]
-    assert any("rank state" in message and "factor" in message for message in said)
+    assert any("synchronization state" in message and "factor" in message for message in said)
 
 
 def _as_before_factors_had_a_format(path):

@@ -130,7 +130,7 @@ def test_buffers_that_each_process_moves_by_its_own_samples_are_kept_equal_and_n
     assert first["2.seen"] > 0
     assert first["2.replaced"] != [0]
     (exception,) = exceptions
-    assert exception.startswith("1.running_mean, 1.running_var, 2.mean and 3 more buffers: updated from")
+    assert exception.startswith("1.running_mean, 1.running_var, 2.mean and 3 more buffers: each process updates")
 
 
 def test_one_process_alone_names_no_buffers():

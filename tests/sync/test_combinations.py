@@ -26,7 +26,7 @@ def test_each_combination_is_taken_or_refused_by_name(mode):
         if mode in TAKE_ALL or method == EXACT:
             check_combination(method, mode)
         else:
-            with pytest.raises(UserError, match=f"{mode} can't be combined with {method}, which averages|needs"):
+            with pytest.raises(UserError, match=f"{mode} can't be combined with --sync {method}, which averages|needs"):
                 check_combination(method, mode)
 
 
@@ -48,7 +48,7 @@ def test_auto_goes_with_every_mode_and_leaves_no_choice_where_there_is_none(mode
 
 
 def test_a_refusal_names_a_mode_that_takes_the_method():
-    with pytest.raises(UserError, match="fsdp can't be combined with local") as caught:
+    with pytest.raises(UserError, match="fsdp can't be combined with --sync local") as caught:
         check_combination("local", "fsdp")
     assert caught.value.hints == ("set --parallel data", "or set --sync allreduce")
 

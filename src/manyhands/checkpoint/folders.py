@@ -93,7 +93,7 @@ def remove_files(path: Path) -> bool:
 
 
 FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".ckpt", ".safetensors")
-_TRUST = "only if you trust the folder, because this may run code in it; then name weights.pth"
+_TRUST = "run this command only if you trust the folder, because the pickle may run code; then use weights.pth"
 
 
 def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, list[str]]:
@@ -148,7 +148,7 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
         try:
             verify(best)
         except UserError as error:
-            passed_over.append(f"{best.name}, the best, was skipped: {error.message}")
+            passed_over.append(f"the best checkpoint, {best.name}, was skipped: {error.message}")
             best = _best_of_the_sound(folder, last)
     return best, _taken(best, passed_over)
 
@@ -157,7 +157,7 @@ def _no_checkpoint(reference: Path, folder: Path, passed_over: list[str]) -> Use
     if not any(folder.glob("*.distcp")):
         return UserError(f"{reference} holds no checkpoint that can be read", str(folder), tuple(passed_over))
     hints = (f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pth", _TRUST)
-    what = f"{reference} is a folder of torch.distributed.checkpoint, whose .metadata is a pickle"
+    what = f"{reference} is not loaded: torch.distributed.checkpoint folders contain a pickle, .metadata"
     return UserError(what, str(folder), hints)
 
 

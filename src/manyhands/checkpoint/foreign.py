@@ -54,7 +54,7 @@ def read_foreign(path: Path) -> Snapshot:
         extra = None
     if extra is None or not any(isinstance(value, Tensor) for value in weights.values()):
         hints = f"expected tensors by name, or a dict with one of {', '.join(_WRAPPERS)}; found {_shown(weights)}"
-        raise UserError(f"{path.name} holds no network's weights", str(path), (hints,))
+        raise UserError(f"{path.name} contains no network weights", str(path), (hints,))
     model = {name: value.detach() for name, value in weights.items() if isinstance(value, Tensor)}
     if path.name.endswith(".safetensors"):
         return Snapshot(model, None, {"foreign": "safetensors"})
@@ -123,7 +123,7 @@ def _read(path: Path) -> dict[str, Any]:
         if not _is_script(path):
             raise damaged(path) from error
         hints = ("if you trust the file: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pth')",)
-        raise UserError(f"{path.name} is a TorchScript file, which holds code", str(path), hints) from error
+        raise UserError(f"{path.name} is not loaded: TorchScript files contain code", str(path), hints) from error
     if not isinstance(content, dict):
         what = f"{path.name} holds a {type(content).__name__}, not a network's weights"
         raise UserError(what, str(path), ("save model.state_dict() instead",))

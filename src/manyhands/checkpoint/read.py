@@ -223,7 +223,7 @@ def open_checkpoint(path: Path, *, verified: bool = False, wanted: Collection[st
 
 def _open_foreign(path: Path, wanted: Collection[str]) -> Source:
     read = fitted(read_foreign(path), wanted)
-    notes = ("the optimizer state is left out, because parameters are numbered, not named",) if read.optimizer else ()
+    notes = ("the optimizer state is omitted: its parameters are numbered, not named",) if read.optimizer else ()
     state = {EXTRA_STATE: read.state[EXTRA_STATE]} if EXTRA_STATE in read.state else {}
     form = "pth" if is_pickled(path) else "safetensors"
     return Source(path, form, in_memory(read.model), state=state, notes=notes)

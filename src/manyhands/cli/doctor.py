@@ -67,7 +67,7 @@ def _print(diagnosis: "Diagnosis") -> None:
     where = f"on {len(diagnosis.survey.hosts)} machines" if len(diagnosis.survey.hosts) > 1 else "here"
     summary = f"training {where} should work" + (f"; warnings: {warnings}" if warnings else "")
     if fails:
-        summary = f"training {where} would fail: problems to fix first: {fails}"
+        summary = f"training {where} would fail; problems to fix first: {fails}"
     console.print(Text(summary, style="bold"))
 
 

@@ -216,7 +216,7 @@ class LaunchFlags(Flags):
     on: Annotated[str | None, Help("scheduler to submit the job to: slurm or kubernetes"), Key("cluster.on")] = None
     interface: Interface = None
     relay: Annotated[
-        bool | None, Help("connect machines that can't log in to each other via this machine"), Key("cluster.relay")
+        bool | None, Help("connect machines via this machine if they can't log in to each other"), Key("cluster.relay")
     ] = None
     detach: Annotated[
         bool | None, Help("keep training after this terminal closes or this machine goes down"), Key("cluster.detach")

@@ -46,7 +46,7 @@ class TrainOptions(Options):
         ge=0,
     )
     optimizer: str = option("sgd", "sgd, adamw, or file.py:function that takes the parameters and returns an optimizer")
-    lr: float = option(0.05, "peak learning rate of sgd and adamw; an optimizer of your own sets it itself", gt=0.0)
+    lr: float = option(0.05, "peak learning rate of sgd and adamw; an optimizer of your own has its own rate", gt=0.0)
     momentum: float = option(0.9, "momentum of sgd", ge=0.0, lt=1.0)
     nesterov: bool = option(True, "use Nesterov momentum with sgd")
     betas: tuple[float, float] = option((0.9, 0.999), "beta coefficients of adamw")
@@ -202,8 +202,8 @@ class ClusterOptions(Options):
     shares: Literal["machines", "equal", "auto"] | tuple[int, ...] = option(
         "machines",
         "how the global batch is divided among processes: a list of samples per rank that adds up to train.batch, "
-        "such as [24, 8]; equal: equally; auto: in proportion to the measured speed of each process; machines: auto "
-        "if the machines have different hardware, else equal",
+        "such as [24, 8]; equal: the same for each; auto: in proportion to the measured speed of each process; "
+        "machines: auto if the machines have different hardware, else equal",
     )
     interface: str = option(
         "",
@@ -211,7 +211,7 @@ class ClusterOptions(Options):
         "between machines that can log in to each other",
     )
     relay: bool = option(
-        False, "with ssh tunnels, connect machines that can't log in to each other through the launching machine"
+        False, "with ssh tunnels, connect machines through the launching machine if they can't log in to each other"
     )
     detach: bool = option(False, "keep training after the terminal closes or the launching machine goes down")
     ssh: str = option("ssh", "ssh command, including its options")

@@ -172,7 +172,7 @@ class TensorLayout:
 
     @property
     def sharded_axes(self) -> set[int]:
-        """Axes along which processes hold different pieces."""
+        """The axes along which processes hold different shards."""
         return {axis for _, axes in self.cuts for axis in axes}
 
     def region(self, mesh: Mesh, rank: int) -> Region:

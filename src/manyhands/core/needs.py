@@ -22,10 +22,10 @@ MODE = "parallel.mode"
 # Offered by parallel modes.
 WHOLE_GRADIENTS = Need("needs the whole network, with its gradients, on each process", MODE)
 OWN_AVERAGE = Need("needs to replace this mode's gradient averaging", MODE)
-AVERAGE_HOOK = Need("needs a hook in this mode's gradient averaging", MODE)
+AVERAGE_HOOK = Need("needs a hook that this mode's gradient averaging lacks", MODE)
 # Offered by jobs.
 OWN_STATISTICS = Need(
-    "can't normalise over the global batch, because each process normalises its own samples",
+    "doesn't support train.norm_group=global, because each process normalises its own samples",
     "train.norm_group",
     ("remove train.norm_group",),
     "not with a global norm_group",

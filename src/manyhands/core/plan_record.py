@@ -29,23 +29,23 @@ class PlanRecord(BaseModel):
     pinned: list[str] = Field(default=[], description="keys of `ops` that the user fixed")
     layouts: dict[str, Any] | None = Field(default=None, description="of sharded tensors; see `layout_from_plain`")
     # How it was found.
-    mode: str = Field(default="", description="that runs it")
+    mode: str = Field(default="", description="parallel mode that runs the plan")
     reason: str = ""
-    recommended: dict[str, Any] = Field(default={}, description="row of the table, number of processes")
-    predicted: dict[str, Any] = Field(default={}, description="of an update: ms, bytes")
-    measured: dict[str, Any] = Field(default={}, description="of an update: ms")
-    candidates: list[dict[str, Any]] = Field(default=[], description="all that was compared")
-    untimed: list[str] = Field(default=[], description="sentences on what was left out")
-    wish: list[Any] = Field(default=[], description="the options that it was searched for")
+    recommended: dict[str, Any] = Field(default={}, description="row of the table, and number of processes")
+    predicted: dict[str, Any] = Field(default={}, description="time and traffic of an update, in ms and bytes")
+    measured: dict[str, Any] = Field(default={}, description="time of an update in ms")
+    candidates: list[dict[str, Any]] = Field(default=[], description="all compared plans")
+    untimed: list[str] = Field(default=[], description="sentences on ops that could not be timed")
+    wish: list[Any] = Field(default=[], description="options of the search")
     graph: dict[str, Any] = Field(default={}, description="sha, input and samples of the traced network")
     network: dict[str, Any] = Field(default={}, description="model, channels, size and classes")
-    sync: dict[str, Any] = Field(default={}, description="how processes agree, or what each way would cost")
-    notes: list[str] = Field(default=[], description="sentences on parts that stay whole")
+    sync: dict[str, Any] = Field(default={}, description="sync method, or the costs of all methods")
+    notes: list[str] = Field(default=[], description="sentences on ops that are not sharded")
     # What a run makes of it.
-    batch: int = Field(default=0, description="samples of an update")
-    shares: list[list[int]] = Field(default=[], description="samples by pass and process")
+    batch: int = Field(default=0, description="samples per update")
+    shares: list[list[int]] = Field(default=[], description="samples by micro-batch and process")
     passes: int = 0
-    averages: str = Field(default="", description="how gradients are averaged, and why so")
+    averages: str = Field(default="", description="how gradients are averaged, and why")
     precision: str = ""
     channels_last: bool | str = False
     precision_measured: list[dict[str, Any]] = Field(default=[], description="seconds by kind of machine")
@@ -53,8 +53,8 @@ class PlanRecord(BaseModel):
     norm_group: int | str = ""
     steps_per_epoch: int = 0
     total_steps: int = 0
-    exceptions: list[str] = Field(default=[], description="from: the same at any number of processes")
-    resolved: dict[str, Any] = Field(default={}, description="what became of open options, by dotted key")
+    exceptions: list[str] = Field(default=[], description="why results depend on the number of processes")
+    resolved: dict[str, Any] = Field(default={}, description="resolved values of automatic options, by dotted key")
 
     def as_plain(self) -> dict[str, Any]:
         """Returns the given fields as JSON data, in their order."""

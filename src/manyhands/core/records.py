@@ -41,11 +41,11 @@ class Record(BaseModel):
 
 
 class StepMetrics(Record):
-    """What was measured since the step record before this one, over all processes."""
+    """Measurements since the previous step record, over all processes."""
 
     kind: Literal["step"] = "step"
-    epoch: int = Field(ge=0, description="epochs that are complete")
-    step: int = Field(ge=0, description="updates made so far, this one included")
+    epoch: int = Field(ge=0, description="completed epochs")
+    step: int = Field(ge=0, description="completed updates, including this one")
     step_in_epoch: int = Field(ge=0)
     steps_per_epoch: int = Field(ge=1)
     total_steps: int = Field(ge=0)
@@ -54,23 +54,23 @@ class StepMetrics(Record):
     learning_rate: float
     images_per_s: float = Field(description="over all processes")
     samples: int = Field(description="samples that the record covers")
-    data_share: float = Field(default=0.0, description="part of rank 0's time spent waiting for data, 0 to 1")
-    saved_step: int = Field(default=0, description="the newest step that is saved")
+    data_share: float = Field(default=0.0, description="share of time that rank 0 waited for data, 0 to 1")
+    saved_step: int = Field(default=0, description="last saved step")
     epoch_loss: float | None = Field(
-        default=None, description="in the record that ends an epoch which was trained in one go: mean over its samples"
+        default=None, description="mean over the epoch; only in the last record of an epoch without a restart"
     )
     epoch_top1: float | None = Field(default=None, description="training accuracy over the same epoch, 0 to 1")
-    asked: bool = Field(default=False, description="the user wants a line of this very step (run.log_steps)")
+    asked: bool = Field(default=False, description="this step has a line by run.log_steps")
 
 
 class PhaseMetrics(Record):
-    """What each process spent its time on since the record of this kind before; see `core/phases.py`."""
+    """Time by phase of each process since the previous record of this kind; see `core/phases.py`."""
 
     kind: Literal["phases"] = "phases"
-    epoch: int = Field(ge=1, description="the epoch that was under way, counted from 1")
-    step: int = Field(ge=0, description="updates made so far")
-    seconds: dict[str, list[float]] = Field(description="by phase: of each rank; all phases add up to the time")
-    queued_s: list[float] = Field(default=[], description="of that time, waiting for a processor: of each rank")
+    epoch: int = Field(ge=1, description="current epoch, counted from 1")
+    step: int = Field(ge=0, description="completed updates")
+    seconds: dict[str, list[float]] = Field(description="seconds by phase and rank; the phases add up to the time")
+    queued_s: list[float] = Field(default=[], description="seconds of that time waiting for a CPU core, by rank")
 
 
 class EvaluationMetrics(Record):
@@ -82,11 +82,11 @@ class EvaluationMetrics(Record):
     count: int = Field(description="samples evaluated: the length of the split")
     loss: float
     top1: float = Field(description="0 to 1")
-    top5: float = Field(description="0 to 1; equals 1 where there are at most five classes")
-    best: bool = Field(description="the best so far, by what train.best says")
-    classes: int = Field(default=0, description="that a guess is among; 0 in older records")
+    top5: float = Field(description="0 to 1; 1 with at most five classes")
+    best: bool = Field(description="best so far by train.best")
+    classes: int = Field(default=0, description="number of possible predictions; 0 in older records")
     seconds: float = 0.0
-    metrics: Figures = Field(default_factory=dict, description="figures of the user's own")
+    metrics: Figures = Field(default_factory=dict, description="custom metrics")
 
 
 class Event(Record):
@@ -117,7 +117,7 @@ class EvaluationDetail(Record):
 
 
 class Failure(Record):
-    """ranks/failures/<rank>.json: why a process ended, written by itself before it leaves."""
+    """ranks/failures/<rank>.json: why a process ended, written by this process."""
 
     rank: int
     host: str
@@ -130,16 +130,16 @@ class Failure(Record):
     where: str = ""
     hints: list[str] = Field(default_factory=list, validation_alias=AliasChoices("hints", "mend"))
     traceback: str = ""
-    excerpt: str = Field(default="", description="what of it a user should see: the lines of their own files")
-    consequence: bool = Field(default=False, description="True when another process's end caused it")
+    excerpt: str = Field(default="", description="part of the traceback in the user's own files")
+    consequence: bool = Field(default=False, description="True if another process failed first")
 
 
 class Running(Record):
     """An active run in the list of the user's runs; `time` is its start."""
 
-    pid: int = Field(gt=0, description="of the head, the process that owns the run")
-    created: float = Field(description="start of that process, because process ids are reused")
-    host: str = Field(description="the machine of the head")
+    pid: int = Field(gt=0, description="process id of the launcher")
+    created: float = Field(description="start time of that process, because process ids are reused")
+    host: str = Field(description="machine of the launcher")
     run: str = Field(description="the run folder, as an absolute path")
     hosts: list[str] = Field(description="machines of the run")
     command: list[str]
@@ -151,7 +151,7 @@ class Running(Record):
 
     @property
     def here(self) -> bool:
-        """True if the head is a process of this machine."""
+        """True if the launcher is on this machine."""
         return self.host == platform.node()
 
 

@@ -38,7 +38,7 @@ def code_file(word: str) -> Path | None:
 def code_digests(words: Iterable[str]) -> dict[str, str]:
     """Returns the SHA-256 of each "file.py:object" whose file can be read, and of the local modules that it imports.
 
-    Other words are left out. A module's name is its path relative to where the words' paths are.
+    Other words are skipped. The name of a module is its path relative to the paths in the words.
     """
     found: dict[str, Path] = {}
     for word in words:

@@ -83,9 +83,9 @@ def list_parts(root: Path) -> tuple[Listing, ...]:
         taken.update(*(entered[index] for index in range(number) if not homes[index] & homes[number]))
         if shared := len(homes[number].intersection(set[Identity]().union(*homes[:number]))):
             # Linked entire class folders are used, since they were linked on purpose; the note says what that means.
-            why = ("training pictures are used for evaluation", "the final test reuses pictures of the run")
+            why = ("training pictures are used for evaluation", "the final test uses pictures of other splits")
             of = f"{layout.splits[0]}/" if number == 1 else "other splits"
-            notes.append(f"class folders that {layout.splits[number]}/ shares with {of}: {shared}; {why[number - 1]}")
+            notes.append(f"{layout.splits[number]}/ and {of} share {shared} class folder(s): {why[number - 1]}")
         part, below = _list_classes(place, root, unused, taken | homes[number])
         parts.append(replace(part, word=split_word(place.name) if place != root else ""))
         entered.append(below)

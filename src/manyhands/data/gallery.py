@@ -206,7 +206,7 @@ def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title
         pixels = measured_pixels(opened[0].images, "crop-flip")
     names = tuple(listing.path(i) for listing, bad in zip(listings, skipped, strict=True) for i in bad)
     text = describe(title or root.resolve().name, sources[0], sources[1], str(root))
-    text += f"; {len(names):,} unreadable pictures left out" if names else ""
+    text += f"; {len(names):,} unreadable pictures skipped" if names else ""
     notes = tuple(note for listing in listings for note in listing.notes)
     held_out = sources[2] if len(sources) > 2 else None
     text += f"; {len(held_out):,} more in {listings[2].folder}/ are held out" if held_out is not None else ""

@@ -48,7 +48,7 @@ def read_layout(root: Path) -> FolderLayout:
     notes: list[str] = []
     if not training or (has_classes_beside and all(holds_pictures(root / name, deep=False) for name in training)):
         _refuse_splits_as_classes(root, kinds, others)
-        notes += [f'the folder "{name}" is a class, not a split' for name in kinds if len(folders) > 1]
+        notes += [f'the folder "{name}" is used as a class, not as a split' for name in kinds if len(folders) > 1]
         splits = _splits_inside(root, folders)
         notes += [f"within each class folder {_uses(splits)}"] if splits else []
         same = folders_in(root / folders[0]) if len(folders) > 1 and not splits else ()
@@ -151,7 +151,7 @@ def _only(root: Path, names: list[str]) -> str:
     exact = [name for name in _EXACT if name in names]
     if not exact and len(names) > 1:
         hint = f"rename the right folder to {_parsed(names[0])[0]}, or move the rest elsewhere"
-        _refuse(root, f"the folders {_quoted(names)} stand for the same split", hint)
+        _refuse(root, f"the folders {_quoted(names)} are for the same split", hint)
     return next(iter(exact + names), "")
 
 

@@ -111,10 +111,10 @@ def with_pack(root: Path, listings: Parts, options: DataOptions) -> tuple[Parts,
 
 
 def _notes(pack: PackedSet) -> tuple[str, ...]:
-    """Says where results may differ from the folder's."""
+    """Returns notes about differences between the packed copy and the folder."""
     if not pack.size:
         return ()
-    notes = [f"{pack.folder.name} holds resized pictures ({pack.made}): results may differ from the folder's"]
+    notes = [f"{pack.folder.name} holds resized pictures ({pack.made}), which may change the results"]
     if pack.outdated:
         again = f"update the copy with manyhands pack FOLDER --size {pack.size} --quality {pack.quality} --replace"
         notes.append(f"{pack.folder.name} was packed by an older version: {pack.outdated}; {again}")

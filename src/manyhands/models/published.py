@@ -48,5 +48,5 @@ def check_network(wanted: str, *, pretrained: bool) -> None:
 
 def nothing_published(name: str) -> UserError:
     """The error for `pretrained` with a network that has no published weights."""
-    hints = ("leave model.pretrained out, or choose one of torchvision's networks",)
+    hints = ("remove model.pretrained, or choose one of torchvision's networks",)
     return UserError(f"{name} has no published weights", "model.pretrained", hints)

@@ -129,7 +129,7 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
             f"rank {shown}, {name}",
             (
                 "check that forward doesn't update a buffer or parameter with the samples of one rank only",
-                "or leave out a machine with faulty memory or processor",
+                "or remove a machine with faulty memory or a faulty processor",
             ),
         )
 

@@ -97,7 +97,7 @@ class Graph:
             op for op in self.ops.values() if fnmatch.fnmatchcase(op.name, pattern) or op.name.startswith(pattern + ".")
         ]
 
-    def keep_classes(self, reason: str = "the search cuts classes for cross-entropy alone") -> None:
+    def keep_classes(self, reason: str = "the search splits classes only for cross-entropy") -> None:
         """Lets the loss see all classes, and says why."""
         self.ops[LOSS].letters["o"] = reason
 
@@ -296,6 +296,6 @@ def whole_or_batch(op: Op, inputs: list[Op]) -> dict[str, Loop | str]:
     parameters = frozenset(op.parameters())
     together = Loop(tuple(WHOLE for _ in inputs), WHOLE)
     if not op.batchwise:
-        return {"n": "it mixes samples (or its samples aren't the first dimension)", "r": together}
+        return {"n": "the op mixes samples (or has no samples in dimension 0)", "r": together}
     sides: tuple[Side, ...] = tuple(0 if one.batched else SPREAD for one in inputs)
     return {"n": Loop(sides, 0 if op.batched else SPREAD, partial=parameters), "r": together}

@@ -308,13 +308,13 @@ def _backend(process_info: ProcessInfo, device: str) -> str:
     if process_info.backend != "auto":
         if not dist.is_backend_available(process_info.backend):
             what = f'torch has no backend "{process_info.backend}" here'
-            raise UserError(what, "cluster.backend", ("leave cluster.backend out to use the device's default",))
+            raise UserError(what, "cluster.backend", ("remove cluster.backend to use the device's default",))
         supported = dist.Backend.backend_capability.get(process_info.backend, [])
         if supported and device.partition(":")[0] not in supported:
             what = (
                 f"the backend {process_info.backend} is for {' and '.join(supported)}, but this process uses {device}"
             )
-            raise UserError(what, "cluster.backend", ("leave cluster.backend out to use the device's default",))
+            raise UserError(what, "cluster.backend", ("remove cluster.backend to use the device's default",))
         return process_info.backend
     return dist.get_default_backend_for_device(device)
 
@@ -435,7 +435,7 @@ def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
     place, own = _device_and_backend(distributed, device)
     if backend not in {"auto", own}:
         what = f"cluster.backend is {backend}, but this process is already in a group with {own}"
-        raise UserError(what, "cluster.backend", ("leave cluster.backend out to use the existing group",))
+        raise UserError(what, "cluster.backend", ("remove cluster.backend to use the existing group",))
     return ProcessInfo(
         rank=distributed.get_rank(),
         size=distributed.get_world_size(),

@@ -322,7 +322,7 @@ def _notes(graph: Graph, unseen: dict[str, str]) -> list[str]:
     if mixing:
         more = f" and {len(mixing) - 3} more" if len(mixing) > 3 else ""
         shown = ", ".join(mixing[:3])
-        notes.append(f"{shown}{more}: each process computes all samples (mixed, or not in dimension 0)")
+        notes.append(f"{shown}{more}: computed on all samples in every process (samples mixed, or not in dimension 0)")
     plain = [op for op in graph.ops.values() if op.kind == Op.kind and op.name != INPUT and op.batched and op.extents]
     words = sorted({_word(op) for op in plain if op.batchwise})
     if words:

@@ -103,7 +103,7 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
     """Compares the gradients of a network that is sharded by hand with those of one process; a collective.
 
     All processes pass the same arguments. Copies of the network run in double precision, in training mode but without
-    dropout, and BatchNorm takes each process's samples as a group. The network and its gradients are not changed.
+    dropout. BatchNorm treats the samples of each process as one group. The network and its gradients are not changed.
 
     Args:
         net: a function of a mesh that makes the network, such as its class; or the network. A copy of the network runs
@@ -111,8 +111,8 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
         sample: a batch [n, …]. The batch of rank 0 is used, truncated so that processes get equal shares.
         labels: the labels of the samples, for `loss` or the default, cross-entropy.
         mesh: required with a function, and with a network that has no axis of a mesh.
-        loss: a function of (output, labels) that returns the mean loss or one loss per sample. Without both, a
-            weighted sum of all outputs is used, so that a wrong output does not make all gradients wrong.
+        loss: a function of (output, labels) that returns the mean loss or one loss per sample. Without labels
+            and loss, a weighted sum of all outputs is used, so that a wrong output does not make all gradients wrong.
         samples: names of the axes that shard the batch; None: all axes that shard no parameter.
         tolerance: the largest error allowed, relative to the largest value of the compared tensor.
         check: raise an error if there are findings.
@@ -239,7 +239,7 @@ class _Check:
             layout, local = self.network.layouts[name], local_state[name].detach()
             unmarked = isinstance(target, nn.Parameter) and target.shape not in {layout.shape, local.shape}
             if any(gather_plain(unmarked, self.grid.world)):
-                what = f"its shape is {tuple(target.shape)} on one process, and {layout.shape} here without a mark"
+                what = f"unmarked, but the shape is {tuple(target.shape)} on one process and {layout.shape} on the mesh"
                 hints = (
                     "shard it with shard or shard_module, or by Parameter(piece, layerwise_parallel=(axis, dimension))"
                 )
@@ -349,7 +349,7 @@ class _Check:
                 for cause, sets in found.items():
                     if sets:
                         return self._finding(name, cause, sets, rank)
-        subject, hints = "its gradient", "correct the earlier findings first: they may cause this one"
+        subject, hints = "the gradient", "correct the earlier findings first: they may cause this one"
         if name.startswith(OUTPUT):
             subject = "the output"
             hints = "check for a missing collective, a wrong axis, or a bias added before an all_reduce"
@@ -359,9 +359,9 @@ class _Check:
         names = [[self.grid.mesh.names[axis] for axis in over] for over in sets]
         where = " or ".join(" and ".join(over) for over in names)
         output = name.startswith(OUTPUT)
-        subject = "the output is" if output else "its gradient is"
+        subject = "the output is" if output else "the gradient is"
         if cause == "missing":
-            what = f"{subject} partial over {where} on rank {rank}: its sum over {where} matches"
+            what = f"{subject} partial over {where} on rank {rank}: the sum over {where} is correct"
             hints = f"add {where}.enter where a value computed from {name} enters a computation split over {where}"
             hints = f"add {where}.all_reduce" if output else hints
         else:

@@ -1,4 +1,4 @@
-"""The finish: the few best plans are timed in turns, and data parallel is kept unless it is beaten beyond noise."""
+"""Selects a plan from the best candidates, timed in turns; keeps data parallel unless another is clearly faster."""
 
 import math
 import statistics
@@ -32,11 +32,11 @@ class Pick:
 def time_in_turns(
     finalists: Sequence[str], measure: Callable[[str], float], rounds: int = 12
 ) -> dict[str, list[float]]:
-    """Times all plans, by their names, once in each round, so that a machine that slows down slows all of them.
+    """Times all plans, by name, once in each round, so that a slow moment of the machine affects all plans.
 
-    The order turns around from round to round, and a round before the first isn't counted: it warms up caches. All
-    processes call this alike. `measure` takes part on each, and returns the same number everywhere, such as the
-    largest over all processes; infinite if the plan can't run.
+    The order is reversed in every second round, and a warm-up round is not counted. All processes must call this
+    function. `measure` returns the same number on all processes, such as the largest time; infinity if the plan can't
+    run.
     """
     seconds: dict[str, list[float]] = {name: [] for name in finalists}
     for number in range(-1, rounds):
@@ -48,7 +48,7 @@ def time_in_turns(
 
 
 def pick_measured(seconds: dict[str, list[float]]) -> Pick:
-    """The plan to run, from seconds by finalist and round.
+    """Selects the plan from the seconds by finalist and round.
 
     In each round data parallel's seconds are divided by the finalist's. A finalist beats data parallel if the median of
     these gains is at least 1.03, and above 1 by at least two of its standard errors (1.2533 * 1.4826 * median distance
@@ -97,14 +97,14 @@ def _why_kept(gains: dict[str, tuple[float, float]]) -> str:
 
 
 def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mapping[str, float] | None = None) -> Pick:
-    """The plan to run where nothing is timed: the best prediction, if it is 1.1 times data parallel's or more.
+    """Selects the plan without timing: the best prediction, if it is at least 1.1 times as fast as data parallel.
 
-    A finalist that can't run, for one that doesn't fit into memory, is left out by the caller. By so many
-    `doubtful_seconds` what was timed for a prediction varied; with these too a plan must be as fast as data parallel.
-    Raises UserError: there is no finalist.
+    The caller omits finalists that can't run, such as those that don't fit into memory. `doubtful_seconds` is the
+    uncertainty of a prediction; with this added, a plan must still be as fast as data parallel. Raises UserError: there
+    is no finalist.
     """
     if not predicted_seconds:
-        raise UserError("no plan is allowed", "plan", ("raise the memory limit", "or loosen a pin"))
+        raise UserError("no plan fits the memory limit and pins", "plan", ("raise the memory limit", "or remove a pin"))
     best = min(predicted_seconds, key=lambda name: (predicted_seconds[name], name))
     if DATA_PARALLEL not in predicted_seconds:
         return Pick(best, f"{best} is chosen: data parallel can't run here", {}, {})

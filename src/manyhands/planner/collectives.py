@@ -1,4 +1,4 @@
-"""Lists every collective of one update of a split network, before it runs: what the executor will send, exactly."""
+"""Lists every collective of one update of a sharded network, exactly as the executor runs them."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ ShareOf = Callable[[int, int], Share]
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as it appears on the wire."""
+    """One collective."""
 
     kind: str  # all_reduce, all_gather, reduce_scatter or all_to_all
     axes: tuple[int, ...]  # numbers of the mesh's axes of its group, those of more than one process alone
@@ -36,20 +36,20 @@ class Collective:
     op: str = ""  # that causes it; empty where several do
 
     def whole_bytes(self, mesh: Mesh) -> int:
-        """Of the tensor that is whole, as `sync.link_speeds` counts."""
+        """The bytes of the full tensor, as `sync.link_speeds` counts."""
         return self.values * self.item_bytes * (mesh.parts(self.axes) if self.kind == "all_gather" else 1)
 
     def seconds(self, links: LinkSpeeds) -> float:
         return links.seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
     def work_seconds(self, links: LinkSpeeds) -> float:
-        """Of them those in which cores can't compute."""
+        """The seconds in which the cores can't compute."""
         return links.work_seconds(self.kind, self.axes, self.whole_bytes(links.mesh))
 
 
 @dataclass(frozen=True)
 class PlannedUpdate:
-    """One update whose collectives are wanted."""
+    """The inputs of `collectives`: one update."""
 
     graph: Graph  # of the network before it is cut, in training
     letters: Letters  # of each op
@@ -60,17 +60,17 @@ class PlannedUpdate:
 
 
 def shares(batch: int, norm_group: int) -> ShareOf:
-    """Equal shares of an update of one micro-batch; no samples in a normalisation group (0): there are none."""
+    """Returns equal shares of an update of one micro-batch; a group size of 0 means no BatchNorm groups."""
     return sharing(batch, norm_group, (0, batch))
 
 
 def data_shares(batch: int, norm_group: int) -> ShareOf:
-    """The same under the mode `data`, which may share out whole groups."""
+    """Returns the shares in the mode `data`, which may assign complete BatchNorm groups."""
     return lambda parts, index: BatchSharing(parts, 0, norm_group).micro_batches(batch)[0][index]
 
 
 def collectives(update: PlannedUpdate) -> list[Collective]:
-    """All collectives of one update: network, loss, gradients and BatchNorm's statistics."""
+    """Returns all collectives of one update: network, loss, gradients and BatchNorm statistics."""
     return [*_conversions(update), *_norms(update), *_loss(update), *_gradients(update), *_statistics(update)]
 
 
@@ -87,7 +87,7 @@ def _sent(
 
 
 def real_axes(axes: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-    """Those along which there is more than one process."""
+    """Returns the axes with more than one process."""
     return tuple(axis for axis in axes if mesh.sizes[axis] > 1)
 
 
@@ -109,7 +109,7 @@ def _conversions(update: PlannedUpdate) -> Iterator[Collective]:
 
 
 def norms_of(op: Op) -> list[GroupedNorm]:
-    """BatchNorm layers that take their statistics over groups, in one op."""
+    """Returns the BatchNorm layers with grouped statistics in one op."""
     modules = op.module.modules() if op.module is not None else ()
     return [module for module in modules if isinstance(module, GroupedNorm)]
 

@@ -1,4 +1,4 @@
-"""From a network to the planner's problem, and from letters to a prediction."""
+"""Converts a network to the planner's problem, and a sharding of its ops to a prediction."""
 
 import functools
 import itertools
@@ -31,7 +31,7 @@ from manyhands.planner.work import Work, parameter_part, part
 
 @dataclass(frozen=True)
 class Setting:
-    """What costs depend on besides the letters."""
+    """The inputs of costs besides the sharding."""
 
     work: Work  # seconds of ops
     links: LinkSpeeds  # seconds of collectives, on a mesh
@@ -50,7 +50,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one update costs a process; see `explain.PlanCandidate`."""
+    """The cost of one update for a process; see `explain.PlanCandidate`."""
 
     compute_seconds: float  # forward, backward and the optimizer
     communication_seconds: float  # collectives that ops wait for
@@ -74,7 +74,7 @@ class Prediction:
 
 
 def op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpChoice:
-    """What an op costs by itself on one process, whatever its neighbours do."""
+    """Returns the cost of an op on one process, without the conversions to its neighbours."""
     mesh, work = setting.mesh, setting.work
     forward, backward = work.seconds(op, letters, mesh)
     held, sent, (gradient, working) = _parameters(op, letters, setting)
@@ -117,7 +117,7 @@ def _norm_seconds(op: Op, letters: tuple[str, ...], setting: Setting) -> float:
 
 
 def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
-    """What one update under these letters costs the process that has the most."""
+    """Predicts the cost of one update with this sharding for the process with the most work."""
     mesh, links = setting.mesh, setting.links
     sent = collectives(PlannedUpdate(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1))
     known: Known = {}
@@ -139,7 +139,7 @@ def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
 
 @dataclass(frozen=True)
 class Sketch:
-    """A problem and what its choices mean."""
+    """A problem, and the meaning of its choices."""
 
     problem: Problem  # as plain numbers
     groups: list[list[Op]]  # the ops of each node, which take the same letters
@@ -162,9 +162,9 @@ Fixed = Mapping[str, Mapping[int, str]]
 
 
 def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None, known: Known | None = None) -> Sketch:
-    """The problem of splitting a network over a mesh.
+    """Creates the problem of sharding a network over a mesh.
 
-    What several readers of one op want alike is sent once, but counted here for each of them, as costs are between
+    A conversion for several readers of an op is sent once, but counted here for each reader, because costs are between
     pairs; predictions count it once. `fixed` letters, by op and axis, are kept; `known` costs of ops are shared by a
     search's sketches.
     """

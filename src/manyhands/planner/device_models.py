@@ -1,4 +1,4 @@
-"""Peak figures of devices that one doesn't sit at, and what of them is assumed to be reached."""
+"""Peak performance of devices that are not on this machine, and the assumed fraction of it."""
 
 from importlib import resources
 from pathlib import Path
@@ -21,7 +21,7 @@ Rate = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class DeviceModel(BaseModel):
-    """A device as its maker describes it."""
+    """A device as its vendor describes it."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
@@ -33,7 +33,7 @@ class DeviceModel(BaseModel):
     source: str  # of these figures
 
     def rates(self, precision: str) -> tuple[float, float]:
-        """(operations, bytes) per second that are assumed to be reached. Raises UserError: none for this precision."""
+        """Returns the assumed (operations, bytes) per second. Raises UserError: none for this precision."""
         if precision not in self.operations:
             known = ", ".join(self.operations)
             hint = "add " + " or ".join(f"--set train.precision={one}" for one in self.operations)
@@ -41,7 +41,7 @@ class DeviceModel(BaseModel):
         return REACHED_OPERATIONS * self.operations[precision], REACHED_BANDWIDTH * self.bandwidth
 
     def said(self, precision: str) -> str:
-        """A sentence on where predictions are from."""
+        """Returns a sentence on the source of predictions."""
         return (
             f"times are estimated for {self.name}, at {REACHED_OPERATIONS:.0%} of "
             f"{self.operations[precision] / 1e12:.4g} TFLOP/s in {precision} and {REACHED_BANDWIDTH:.0%} of "
@@ -50,12 +50,12 @@ class DeviceModel(BaseModel):
 
 
 def device_models_file() -> Path:
-    """Where users add devices."""
+    """Returns the file in which users add devices."""
     return platformdirs.user_config_path("manyhands") / _FILE
 
 
 def device_model(name: str) -> DeviceModel:
-    """The device of this name, a user's own before ours. Raises UserError: nobody knows it, or it is wrong."""
+    """Returns the device model of this name, the user's before ours. Raises UserError: it is unknown or invalid."""
     ours = resources.files("manyhands.planner").joinpath("device_models.toml")
     known: dict[str, tuple[Any, str]] = {
         key: (value, "device_models.toml") for key, value in parse_toml(ours.read_bytes()).items()

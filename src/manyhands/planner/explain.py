@@ -1,4 +1,4 @@
-"""Says why a plan was chosen: a table of the candidates, and a picture of who computes what."""
+"""Explains the choice of a plan: a table of the candidates, and a picture of the sharding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Layer:
 
 
 def candidates_table(candidates: "Sequence[PlanCandidate]", chosen: str, more: str = "") -> Table:
-    """The candidates as a table of at most 100 columns; `more` is text below it."""
+    """Formats the candidates as a table of at most 100 columns; `more` is text below the table."""
     caption = Text(more) if more else None
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left", pad_edge=False, collapse_padding=True)
     table.add_column("plan")
@@ -80,7 +80,7 @@ def draw_plan(layers: Sequence[Layer], mesh: Mesh, file: Path) -> None:
     """Draws layers × devices as a PNG: a colour for each letter, a stripe for each axis.
 
     Raises:
-        UserError: a layer has not one letter for each axis.
+        UserError: a layer doesn't have one letter for each axis.
     """
     # Pillow instead of matplotlib, which took longer than the search.
     from PIL import Image, ImageColor, ImageDraw, ImageFont

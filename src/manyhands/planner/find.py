@@ -1,4 +1,4 @@
-"""Finds plans for a network: searched ones on every mesh, hand-written ones, the user's own, and data parallel."""
+"""Finds plans for a network: by search on every mesh, from known patterns, from the user's pins, and data parallel."""
 
 import hashlib
 import itertools
@@ -36,7 +36,7 @@ LinksOf = Callable[[Mesh], LinkSpeeds]
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is wanted of a plan."""
+    """The request for a plan."""
 
     world_size: int  # processes
     batch: int  # samples in an update
@@ -52,7 +52,7 @@ class SearchRequest:
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """A plan that may be chosen."""
+    """A plan that the search may select, with its predicted cost."""
 
     name: str  # such as "data parallel", "search 1", "yours"
     mesh: Mesh  # the processes
@@ -81,7 +81,7 @@ class PlanCandidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found."""
+    """The selected plan and all candidates."""
 
     options: tuple[PlanCandidate, ...]  # all plans looked at; data parallel first
     pick: Pick  # which one is to run, and why
@@ -129,15 +129,15 @@ class SearchResult:
         return Plan(option.mesh, ops, default, kept, layouts, about)
 
     def plans_of(self, options: Sequence[PlanCandidate]) -> dict[str, dict[str, Any] | None]:
-        """Plans as plain data by their names, for processes that time them; None for data parallel."""
+        """Returns plans as plain data by name, for the processes that time them; None for data parallel."""
         return {one.name: None if one.name == DATA_PARALLEL else self.plan_of(one).as_plain() for one in options}
 
     def repicked(self, seconds: float) -> "SearchResult":
-        """The same where data parallel's update takes so many seconds, since processes agree in another way."""
+        """Returns the result with other seconds for data parallel, because of another sync method."""
         return replace(self, pick=_pick(self.options, self.request, self.spread, seconds))
 
     def finalists(self, count: int = 3) -> list[PlanCandidate]:
-        """Those worth timing: data parallel, the user's own, and the best predicted others, each plan once."""
+        """Returns the candidates to time: data parallel, the pinned plan, and the best predicted others, each once."""
         able = [option for option in self.options if option.fits and option.allowed]
         always = [option for option in able if option.name in {DATA_PARALLEL, YOURS}]
         others = sorted((one for one in able if one not in always), key=lambda one: one.prediction.seconds)
@@ -145,7 +145,7 @@ class SearchResult:
 
 
 def digest(graph: Graph) -> str:
-    """Of a network's ops and shapes, so that a plan is not run on another network unseen."""
+    """Returns a digest of a network's ops and shapes, to detect a plan for another network."""
     lines = [
         repr((op.name, op.kind, op.sources, op.extents, [tuple(one.shape) for one in op.parameters().values()]))
         for op in graph.ops.values()
@@ -160,11 +160,11 @@ def find(
     links: LinksOf = links_of,
     share: Timing | None = None,
 ) -> SearchResult:
-    """The plan to run, and all that it was chosen from.
+    """Selects a plan and returns it with all candidates.
 
-    The graph is the network's in training, whole. Without `times` ops are estimated; `share`, one process's update
-    under data parallel timed whole, scales all plans' ops. Raises UserError: a pin doesn't fit, or no plan fits into
-    memory.
+    The graph is that of the unsharded network in training. Without `times`, op times are estimated; `share`, the
+    measured time of one process's data-parallel update, scales the ops of all plans. Raises UserError: a pin doesn't
+    fit, or no plan fits into memory.
     """
     _check(request)
     times = times or OpTimes(budget_s=0.0)
@@ -184,7 +184,7 @@ def find(
 def price(
     graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None = None
 ) -> PlanCandidate:
-    """Data parallel alone, on one process or more; the arguments are those of `find`."""
+    """Predicts data parallel only, on one or more processes; the arguments are those of `find`."""
     return _prepared(graph, request, times, links, share)[1](request.world_size)
 
 
@@ -307,7 +307,7 @@ def _by_hand(graph: Graph, request: SearchRequest, base: Setting, links: LinksOf
 
 
 def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | None:
-    """Large fully connected layers cut by outputs, inputs, outputs …, all else by samples; None if there are none.
+    """Shards large linear layers by outputs, inputs, outputs …, and the batch elsewhere; None without such layers.
 
     Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014.
     """
@@ -387,7 +387,7 @@ _FEW = 4
 
 
 def fewer_counts(processes: int) -> list[int]:
-    """The numbers of processes below this one that are looked at, ascending."""
+    """Returns the smaller numbers of processes to consider, ascending."""
     if processes <= _FEW:
         return list(range(1, processes))
     counts: list[int] = []
@@ -404,7 +404,7 @@ def name_of(processes: int) -> str:
 def options_of(
     counts: Iterable[int], price: Callable[[int], PlanCandidate], shares: Mapping[int, Timing] | None = None
 ) -> list[PlanCandidate]:
-    """Data parallel on fewer processes; `shares`: one process's update where so many share it, if it was timed."""
+    """Returns data parallel on fewer processes; `shares`: measured times of a process's share, by their number."""
     found: list[PlanCandidate] = []
     for count in counts:
         option = replace(price(count), name=name_of(count))
@@ -416,14 +416,15 @@ def options_of(
 
 
 def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, spread: float) -> tuple[int, str]:
-    """The fewest processes that do as well as the plan that was picked, and why; 0 where all are needed.
+    """Returns the smallest number of processes that are as fast as the selected plan, and why; 0 if all are needed.
 
-    Of several such numbers a larger one is taken where it is predicted to be clearly faster. `seconds` is an update's
-    under the plan that was picked, `spread` the share by which what was timed varied; no number is recommended by less.
+    A larger number is preferred if it is predicted to be clearly faster. `seconds` is the time of an update with the
+    selected plan, `spread` the relative variation of timings; smaller differences are ignored.
     """
     repeating = _without_repeats(found.chosen)
     if repeating < found.request.world_size:
-        return repeating, f"{found.chosen.name} repeats all work on {found.request.world_size // repeating} processes"
+        copies = found.request.world_size // repeating
+        return repeating, f"{found.chosen.name} repeats every computation on {copies} processes"
     doing = [one for one in fewer if one.fits and _slowest(one, spread) <= seconds * LEAST_GAIN]
     if doing:
         limit = LEAST_PREDICTED_GAIN * min(_slowest(one, spread) for one in doing)
@@ -434,12 +435,12 @@ def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, 
 
 
 def _slowest(option: PlanCandidate, spread: float) -> float:
-    """Seconds of an update at the slow end of what was timed."""
+    """Returns the seconds of an update at the slow end of the timings."""
     return option.prediction.seconds + spread * option.prediction.compute_seconds
 
 
 def _without_repeats(option: PlanCandidate) -> int:
-    """Processes that are left where those that compute the same are one."""
+    """Returns the number of processes without those that repeat the computation of others."""
     left = 1
     for axis, size in enumerate(option.mesh.sizes):
         if any(letters[axis] != "r" for letters in option.letters.values()):

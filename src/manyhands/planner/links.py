@@ -1,4 +1,4 @@
-"""Costs of collectives along the axes of a mesh, and all-reduces timed between processes and between two threads."""
+"""Costs of collectives along the axes of a mesh, and timings of all-reduces between processes or threads."""
 
 import datetime
 import functools
@@ -146,9 +146,9 @@ _TIMEOUT = datetime.timedelta(seconds=60)
 
 
 def work_of_sums(cores: float) -> LinkSpeed:
-    """A link of which only the work is known: a process's seconds on so many cores, by byte sent and by message.
+    """Returns a link with only the CPU time known: a process's seconds on `cores` cores, by byte sent and by message.
 
-    DDP puts each gradient into a bucket before, which is one more pass over memory.
+    DDP first copies each gradient into a bucket, which is one more pass over memory.
     """
     threads = torch.get_num_threads()
     # More than one would spin while they wait for each other, which counts as work.

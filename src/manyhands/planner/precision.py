@@ -1,4 +1,4 @@
-"""Which precision and layout a network is computed in: what decides it, and the short measurement that tells."""
+"""Selects the precision and memory format of a network from a short measurement."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S, _MOST_S = 2, 40, 0.4, 2.0
 
 @dataclass(frozen=True)
 class Variant:
-    """A precision, as a job names it, in one of two layouts."""
+    """A precision of the job, in one of two memory formats."""
 
     precision: str
     channels_last: bool
@@ -29,7 +29,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class KindOfMachine:
-    """What is known of all machines of a kind."""
+    """The measurements of a kind of machine."""
 
     name: str  # of the processor or card
     bf16: bool  # it computes that itself
@@ -38,32 +38,32 @@ class KindOfMachine:
     failed: Mapping[str, str] = field(default_factory=dict[str, str])  # by variant, why the network can't run so
 
     def as_plain(self) -> dict[str, Any]:
-        """As JSON data, of which the constructor makes it again."""
+        """Returns JSON data for the constructor."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class PrecisionRequest:
-    """What a job says; "auto" is to be decided."""
+    """The requested precision and memory format; "auto" must be resolved."""
 
     precision: str
     channels_last: bool | Literal["auto"]
 
     def variants(self, *, bf16: bool) -> list[Variant]:
-        """All that may be chosen; `bf16`: all machines compute it themselves."""
+        """Returns the possible variants; `bf16`: all machines support it natively."""
         precisions = [EXACT, *([HALF] if bf16 else [])] if self.precision == "auto" else [self.precision]
         layouts = [False, True] if self.channels_last == "auto" else [self.channels_last]
         return [Variant(precision, layout) for precision in precisions for layout in layouts]
 
 
 def choose_variant(requested: PrecisionRequest, kinds: Sequence[KindOfMachine]) -> tuple[Variant, list[str]]:
-    """What all machines of a run compute in, and a sentence on each thing that was measured or that a machine forbids.
+    """Selects the variant for all machines of a run, with a sentence on each automatic option.
 
-    The least gain of all kinds counts, so another kind of machine never makes a variant likelier.
+    The smallest gain over all kinds of machines counts.
     """
 
     def gain(before: Variant, after: Variant) -> float:
-        """How many times as fast the one is as the other; 0 where some kind can't run both."""
+        """Returns the speedup of one variant over another; 0 if a kind of machine can't run both."""
         seconds = [(kind.seconds.get(str(before), 0.0), kind.seconds.get(str(after), 0.0)) for kind in kinds]
         return min(old / new if old and new else 0.0 for old, new in seconds)
 
@@ -101,13 +101,13 @@ def _said_of_layout(kinds: Sequence[KindOfMachine], other: Variant, gained: floa
         return [f"train.channels_last is false: {why}" for why in _why_not(kinds, other)]
     if gained >= LEAST_GAIN_OF_LAYOUT:
         return [f"train.channels_last is true: {gained:.2f} times as fast in a short measurement"]
-    return [f"train.channels_last is false: true is {gained:.2f} times as fast, below {LEAST_GAIN_OF_LAYOUT}"]
+    return [f"train.channels_last is false: the speedup is {gained:.2f}, below {LEAST_GAIN_OF_LAYOUT}"]
 
 
 def _why_not(kinds: Sequence[KindOfMachine], variant: Variant) -> list[str]:
-    """Nothing where it wasn't tried, or where nothing runs: then that is said where the network is built."""
+    """Returns why a variant failed; empty if it wasn't tried, or if all failed, which is reported elsewhere."""
     why = [kind.failed[str(variant)] for kind in kinds if str(variant) in kind.failed and kind.seconds]
-    return [f"the alternative failed ({one})" for one in why[:1]]
+    return [f"the benchmark of {variant} failed ({one})" for one in why[:1]]
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ class Trial:
 
 
 def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, float], dict[str, str]]:
-    """(seconds by variant, reasons of those that failed): the quickest of several rounds in turns, on one thread.
+    """Returns (seconds by variant, errors by variant): the fastest of several rounds in turns, on one thread.
 
-    One thread, whose own time counts on a CPU: what it takes depends neither on the number of processes nor on what
-    else the machine does.
+    On a CPU, the processor time of this one thread counts, which depends neither on the number of processes nor on the
+    load of the machine.
     """
     clock = time.process_time if torch.device(device).type == "cpu" else time.perf_counter
     seconds, failed, threads = dict[str, float](), dict[str, str](), torch.get_num_threads()

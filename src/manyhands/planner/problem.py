@@ -15,7 +15,7 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class OpChoice:
-    """What one way of splitting an op costs each process in a step. Infinite seconds forbid the choice."""
+    """The cost of one sharding of an op for each process in a step. Infinite seconds forbid the choice."""
 
     seconds: float  # computing forward, backward and update, and collectives that nothing hides
     gradient_seconds: float = 0.0  # collectives that agree on its parameters' gradients
@@ -26,7 +26,7 @@ class OpChoice:
 
 @dataclass(frozen=True)
 class Edge:
-    """What two nodes' choices cost together."""
+    """The costs of pairs of choices of two nodes."""
 
     a: int  # number of the first node
     b: int  # number of the second node
@@ -36,9 +36,9 @@ class Edge:
 
 @dataclass(frozen=True)
 class Problem:
-    """A choice is wanted for each node, so that a step is short and memory suffices.
+    """Select a choice for each node, so that a step is short and fits into memory.
 
-    The step's seconds are the sum over nodes and edges, and of the gradients' seconds what isn't hidden:
+    The seconds of a step are the sum over nodes and edges, and the part of the gradients' seconds that isn't hidden:
     max(0, sum of gradient_seconds - overlap * sum of hideable_seconds).
     """
 
@@ -55,7 +55,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """One choice for each node, and what they cost together."""
+    """One choice for each node, with the total cost."""
 
     choices: tuple[int, ...]  # number of the choice of each node
     seconds: float  # of a step: the sum of the next three
@@ -68,7 +68,7 @@ class Solution:
 
     @property
     def optimal(self) -> bool:
-        """Whether a search has shown that nothing is faster."""
+        """True if the search has shown that no assignment is faster."""
         return self.bound_seconds is not None and self.bound_seconds >= self.seconds - 1e-9 * abs(self.seconds)
 
 
@@ -79,11 +79,11 @@ class NoPlanError(UserError):
 
 
 class SearchStoppedError(ManyhandsError):
-    """The time for searching was used up before any plan that fits was found."""
+    """The time limit ended before a plan that fits was found."""
 
 
 def evaluate(problem: Problem, choices: Sequence[int]) -> Solution:
-    """What an assignment costs; infinite if it is forbidden. The limit of memory isn't looked at."""
+    """Returns the cost of an assignment; infinite if it is forbidden. Ignores the memory limit."""
     taken = [node[choice] for node, choice in zip(problem.nodes, choices, strict=True)]
     node_seconds = sum(choice.seconds for choice in taken)
     edge_seconds = sum(float(edge.seconds[choices[edge.a], choices[edge.b]]) for edge in problem.edges)
@@ -106,7 +106,7 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> Solution:
 
 TOLERANCE = 1e-9
 _INF = highspy.kHighsInf
-_HINTS = ("loosen a pin", "or choose another mesh")
+_HINTS = ("remove a pin", "or choose another mesh")
 # HiGHS exceeds a row by its tolerance, so an assignment may exceed the memory limit by some bytes.
 _MOST_RETRIES = 30
 Pair = tuple[int, int]

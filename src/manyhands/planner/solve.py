@@ -1,4 +1,4 @@
-"""Finds the assignment that costs a step the least, by linear programs and, where these are fractional, integer ones.
+"""Finds the assignment with the fastest step, by linear programs and, if these are fractional, integer programs.
 
 The relaxation of the problem is nearly always integral, and then optimal. If its assignment doesn't fit into memory,
 the warm solver gets the limit as one more row, whose multiplier is the price of a byte. What is fractional then is
@@ -31,9 +31,9 @@ _GIB = 1 << 30
 def solve(
     problem: Problem, limit_s: float = DEFAULT_LIMIT_S, gap: float = 0.0, cutoff_seconds: float = float("inf")
 ) -> Solution:
-    """The best assignment of all that are allowed and fit into memory, or one slower by at most the share `gap`.
+    """Returns the best allowed assignment that fits into memory, or one that is slower by at most the fraction `gap`.
 
-    After `limit_s` the best so far is returned; its bound limits how far it is off. `cutoff_seconds` are those of a
+    After `limit_s`, returns the best so far; its bound limits the error. `cutoff_seconds` are those of a
     plan for another mesh: as soon as nothing here can be faster, any assignment that fits is returned.
 
     Raises:
@@ -141,7 +141,7 @@ def _stopped() -> SearchStoppedError:
 
 
 def _contradiction() -> NoPlanError:
-    return NoPlanError("no plan is allowed: the ops' strategies contradict each other", "plan", ("loosen a pin",))
+    return NoPlanError("no plan is allowed: the ops' strategies contradict each other", "plan", ("remove a pin",))
 
 
 def too_large(limit_bytes: float, least_bytes: float) -> NoPlanError:
@@ -157,13 +157,13 @@ def too_large(limit_bytes: float, least_bytes: float) -> NoPlanError:
 def solve_all(
     problems: Sequence[Problem], limit_s: float = DEFAULT_LIMIT_S, gap: float = 0.0
 ) -> tuple[list[Solution | None], float]:
-    """Solves one network's problems on several meshes; the fastest of all is found as `solve` finds it.
+    """Solves the problems of a network on several meshes; finds the fastest of all, as `solve` does.
 
-    Of the others it is only shown that they aren't faster, so theirs are assignments that fit, but may not be the best.
-    `limit_s` is for all together.
+    The others are only shown to be slower, so their assignments fit but may not be the best. `limit_s` is the time for
+    all meshes together.
 
     Returns:
-        Their solutions, None where there is none; and the least bytes possible on any mesh, if there is none at all.
+        The solutions, None for a mesh without one; and the smallest bytes possible on any mesh if there is none at all.
     """
     deadline = time.monotonic() + limit_s
     programs: dict[int, Program] = {}

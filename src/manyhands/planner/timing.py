@@ -1,9 +1,8 @@
-"""Times something on this device so that the same figure comes again: the quickest of some repeats, and their spread.
+"""Times code on this device reproducibly: the fastest of several repeats, and their spread.
 
-Whatever else goes on can only make a repeat slower, so the least one says most. On a CPU that others keep busy even
-that isn't enough, since threads wait for each other: one thread's processor time is taken then, shared out among as
-many threads as there will be. So it is where a group of processes may use less of the processors than its threads
-would (a quota): a short repeat between two pauses seems faster than work is that goes on.
+Other load can only make a repeat slower, so the fastest repeat is used. On a busy CPU that isn't enough, because
+threads wait for each other: there the CPU time of one thread is measured and divided by the future number of threads.
+The same is done under a CPU quota, where a short repeat between two pauses seems faster than continuous work.
 """
 
 import hashlib
@@ -35,19 +34,19 @@ _WATCHED_S = 0.1
 
 @dataclass(frozen=True)
 class Timing:
-    """How long something takes."""
+    """A measured time."""
 
     seconds: float  # of the quickest repeat, or the median of processor time
     # the share by which the quickest quarter of the repeats, two at least, differs; 0 of a single one
     spread: float = 0.0
 
     def times(self, factor: float) -> "Timing":
-        """So many times as long."""
+        """Returns the time multiplied by a factor."""
         return Timing(self.seconds * factor, self.spread)
 
 
 def quickest(run: Callable[[], object], device: str, most: int, budget_s: float, *, busy: bool = False) -> Timing:
-    """Times `run`, which has run before; once at least. `busy`: others keep this machine at work."""
+    """Times `run`, which has run before, at least once. `busy`: other processes use this machine."""
     threads, clock = torch.get_num_threads(), time.perf_counter
     factor = 1.0
     if torch.device(device).type == "cpu":
@@ -118,7 +117,7 @@ _MATRIX, _COPIED_VALUES = 384, 1 << 21
 
 
 def environment(device: str) -> dict[str, str]:
-    """What seconds of an op depend on besides the op itself."""
+    """Returns everything that affects the seconds of an op besides the op itself."""
     return {
         "torch": torch.__version__,
         "device": f"{torch.device(device).type} {device_name(device)}",
@@ -129,7 +128,7 @@ def environment(device: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class OpTime:
-    """What is kept of an op."""
+    """The cached time of an op."""
 
     seconds: float  # of the quickest repeat, forward and backward
     spread: float  # the share by which the quickest quarter of the repeats differs
@@ -140,10 +139,10 @@ class OpTime:
 class OpTimes:
     """Times of ops by key.
 
-    A key says all that the seconds depend on: the op, its local shapes, dtype and memory format. Files are one for each
-    environment; what processes write at the same time adds up, and a broken file is begun anew. Once the budget for
-    measuring is used up seconds are estimated from operations and bytes; of a device that isn't here, of which
-    (operations, bytes) per second are given as `rates`, nothing is measured or kept.
+    A key contains everything that affects the seconds: op, local shapes, dtype and memory format. There is one file per
+    environment; concurrent writes are merged, and a damaged file is replaced. After the time budget is used up,
+    seconds are estimated from operations and bytes. For a device that is not on this machine, given by its `rates`
+    (operations, bytes per second), nothing is measured or cached.
     """
 
     def __init__(
@@ -175,9 +174,9 @@ class OpTimes:
     def seconds(
         self, key: str, make: Callable[[], Callable[[], object]], operations: float, moved_bytes: float
     ) -> float:
-        """Seconds of an op, forward and backward; `make` gives what runs it once, if it is to be measured.
+        """Returns seconds of an op, forward and backward; `make` returns a function that runs the op once.
 
-        The estimate is made from additions and multiplications, and from bytes read and written, in both directions.
+        Estimates use additions and multiplications, and bytes read and written, in both directions.
         """
         if key not in self._seconds or self._is_stale(key):
             taken = self._tried(key, make) if self._left_s > 0 and key not in self.failed else None
@@ -191,27 +190,27 @@ class OpTimes:
         return self._seconds[key].seconds
 
     def cached(self, key: str) -> float | None:
-        """Seconds that were measured before, however busy the machine was; None where none are kept."""
+        """Returns cached seconds, even if the machine was busy; None if there are none."""
         return self._seconds[key].seconds if key in self._seconds else None
 
     def keep(self, key: str, seconds: float) -> None:
-        """Notes seconds that somebody else has measured."""
+        """Stores seconds that another process measured."""
         self._seconds[key] = self._fresh[key] = OpTime(seconds, 0.0, 0.0, time.time())
 
     @property
     def spread(self) -> float:
-        """By which share repeats of the times used so far differ, each weighed by its length."""
+        """The relative spread of the times used so far, weighted by their length."""
         whole_s = sum(one.seconds for one in self._used.values())
         return sum(one.seconds * one.spread for one in self._used.values()) / whole_s if whole_s else 0.0
 
     def doubts(self) -> list[str]:
-        """Sentences on what the times used so far may suffer from."""
+        """Returns sentences on problems of the times used so far."""
         found: list[str] = []
         busy = max((one.busy for one in self._used.values()), default=0.0)
         if busy > BUSY:
             found.append(
                 f"other programs used {busy:.0%} of the processors while ops were timed, so times may be too long; "
-                "manyhands times these ops again on an idle machine"
+                "the next search on an idle machine times these ops again"
             )
         return found
 
@@ -234,13 +233,13 @@ class OpTimes:
             return None
 
     def estimate(self, operations: float, moved_bytes: float) -> float:
-        """The roofline: whatever takes longer, computing or moving, at the rates of a product and a copy."""
+        """Returns the roofline estimate, the longer of computing and memory access, at the measured rates."""
         if self._rates is None:
             self._rates = self._measured_rates()
         return max(operations / self._rates[0], moved_bytes / self._rates[1])
 
     def save(self) -> None:
-        """Adds what was measured to the file, whole or not at all."""
+        """Adds the measurements to the file atomically."""
         if not self._fresh:
             return
         times = {key: asdict(one) for key, one in (self._read() | self._fresh).items()}

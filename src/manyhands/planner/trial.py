@@ -1,4 +1,4 @@
-"""Runs plans on live processes: times whole updates on random samples, or verifies them against one process."""
+"""Runs plans on several processes: times updates on random samples, or verifies them against one process."""
 
 import math
 import time
@@ -33,7 +33,7 @@ VERIFIED_WITHIN = 1e-9
 
 @dataclass(frozen=True)
 class PlanCase:
-    """What is tried."""
+    """The inputs of a trial."""
 
     make: Callable[[], nn.Module]  # a new network in training, the same each time and on each process
     picture: Tensor  # one sample
@@ -52,7 +52,7 @@ class PlanCase:
     )
 
     def samples(self) -> tuple[Tensor, Tensor]:
-        """The same random samples and labels on all processes."""
+        """Returns random samples and labels, the same on all processes."""
         generator = torch.Generator().manual_seed(0)
         pictures = torch.rand(self.batch, *self.picture.shape, generator=generator)
         labels = torch.randint(self.classes, (self.batch,), generator=generator)
@@ -60,7 +60,7 @@ class PlanCase:
 
 
 class Runner:
-    """A network under a plan (None: the mode `data`; on one process: whole), with what an update needs."""
+    """A network under a plan (None: the mode `data`; unsharded on one process), ready for updates."""
 
     def __init__(self, case: PlanCase, plan: Plan | None, world: World) -> None:
         self.model = case.make().train()
@@ -79,7 +79,7 @@ class Runner:
         self._optimizer = case.optimizer(self.model)
 
     def gradients(self) -> Tensor:
-        """Forward, backward and all collectives of the gradients; this process's part of the loss's sum []."""
+        """Runs forward, backward and collectives of the gradients; returns this process's part of the loss sum []."""
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._parts[0].labels.device)
         for number, part in enumerate(self._parts, start=1):
@@ -111,7 +111,7 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork, world: World) -> li
 
 
 def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
-    """Seconds of an update under each plan (None: data parallel) by round, of the slowest process; the same on all."""
+    """Times an update under each plan (None: data parallel) by round, on the slowest process; the same on all."""
     runners = {name: Runner(case, plan, world) for name, plan in plans.items()}
     try:
         return time_in_turns(list(plans), lambda name: _slowest(runners[name].update, world), rounds)
@@ -133,7 +133,7 @@ def _slowest(update: Callable[[], None], world: World) -> float:
 
 @dataclass(frozen=True)
 class Verification:
-    """How far a plan's update is from that of one process."""
+    """The difference between a plan's update and that of one process."""
 
     worst: float  # the largest difference, as a share of the tensor's largest value
     where: str  # the tensor it is in, or "loss"
@@ -150,8 +150,8 @@ class Verification:
 def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
     """Compares one update under a plan with one process's, in double precision, on random samples.
 
-    Every process computes the whole and compares its own pieces; all get the same answer. Dropout is left out, since
-    a split network draws other masks.
+    Every process computes the unsharded update and compares its own shards; all get the same result. Dropout is
+    disabled, because a sharded network draws other masks.
     """
     exact = replace(
         case,
@@ -221,10 +221,10 @@ _MIN_SAMPLES = 2
 def share_timing(
     case: PlanCase, processes: int, threads: int = 0, micro_batch: int = 0, budget_s: float = 10.0
 ) -> Timing:
-    """Forward, backward and update of the largest share, timed in this process.
+    """Times forward, backward and update of the largest share in this process.
 
-    Processes share the update, each with so many threads of the CPU (0: as many as this one has). Of a micro-batch, if
-    it isn't 0, that alone is timed. One repeat is always made, others within the budget.
+    `processes` divide the update, each with `threads` CPU threads (0: as many as this process has). If `micro_batch` is
+    not 0, only one micro-batch is timed. There is always one repeat, and more within the budget.
     """
     share = max(_MIN_SAMPLES, -(-case.batch // processes))
     timed = min(share, max(_MIN_SAMPLES, micro_batch or share))

@@ -1,8 +1,8 @@
-"""How long one op takes on a process's piece: counted operations and bytes, scaled by a measurement of the op itself.
+"""Predicts the time of an op on a process's shard: from operations and bytes, scaled by a measurement of the op.
 
-Each op is measured once, at the piece that data parallel gives it, and every other way of splitting it scales with
-the operations and bytes that are left to a process. So all choices of one op are judged by the same measure, and a
-network of 50 layers needs 50 measurements, whatever the mesh.
+Each op is measured once, with its data-parallel shard, and all other shardings are scaled by the operations and bytes
+of a process. So all choices of an op are based on the same measurement, and a network of 50 layers needs 50
+measurements, whatever the mesh.
 """
 
 import copy
@@ -26,17 +26,17 @@ _LEAST_FACTOR, _MOST_FACTOR = 0.02, 50.0
 
 
 def part(sides: Sequence[Side], mesh: Mesh) -> float:
-    """The share of a tensor's values that a process has."""
+    """Returns the fraction of a tensor's values on a process."""
     return 1.0 / mesh.parts([axis for axis, side in enumerate(sides) if isinstance(side, int)])
 
 
 def parameter_part(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
-    """The share of a parameter's values that a process has."""
+    """Returns the fraction of a parameter's values on a process."""
     return 1.0 / mesh.parts([axis for axis, loop in enumerate(loops_of(op, letters)) if name in loop.cuts])
 
 
 def operations(op: Op, sources: list[Op], batch: int) -> float:
-    """Additions and multiplications of the whole op, forward."""
+    """Returns the additions and multiplications of the unsharded op in forward."""
     if not op.extents:
         return 0.0
     values = sum(extent.values(batch) for extent in op.extents)
@@ -54,7 +54,7 @@ def operations(op: Op, sources: list[Op], batch: int) -> float:
 
 
 class Work:
-    """Seconds of a network's ops under any letters, in an update of `batch` samples that `processes` share."""
+    """Seconds of a network's ops under any sharding, in an update of `batch` samples divided among `processes`."""
 
     def __init__(self, graph: Graph, batch: int, processes: int, times: OpTimes) -> None:
         self._graph, self._batch, self._times = graph, batch, times
@@ -81,7 +81,7 @@ class Work:
         return [self._graph.ops[name] for name in op.sources]
 
     def signature(self, op: Op) -> str:
-        """Equal for ops that cost the same under the same letters."""
+        """Returns a value that is equal for ops with the same cost under the same sharding."""
         if op.name not in self._signatures:
             reads = [(one.extents, one.trains) for one in self.sources(op)]
             learns = [tensor.requires_grad for tensor in op.parameters().values()]
@@ -98,7 +98,7 @@ class Work:
         return f"{op.kind} {name} {shapes} {reads} {op.dtype}"
 
     def seconds(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> tuple[float, float]:
-        """Of an op's forward and backward on one process in one update."""
+        """Returns seconds of an op's forward and backward on one process in one update."""
         if not op.extents or not op.sources:
             return 0.0, 0.0
         loops = loops_of(op, letters)
@@ -121,7 +121,7 @@ class Work:
         return forward, forward * self._backward(op)
 
     def update_seconds(self, moved_bytes: float) -> float:
-        """Of the optimizer, which reads and writes so many bytes."""
+        """Returns seconds of the optimizer, which reads and writes this many bytes."""
         return self.scale * self._times.estimate(0.0, moved_bytes)
 
     def _backward(self, op: Op) -> float:
@@ -130,7 +130,7 @@ class Work:
         return _BACKWARD if any(one.trains for one in self.sources(op)) else _BACKWARD / 2
 
     def factor(self, op: Op) -> float:
-        """How many times as long as estimated the op takes, measured where there is time for it."""
+        """Returns the ratio of an op's measured time to the estimate; if it can't be timed, that of its kind."""
         key = self.signature(op)
         if key not in self._factors:
             self._factors[key] = self._measured(op)
@@ -212,7 +212,7 @@ def _once(module: Any, node: fx.Node, args: Any, kwargs: Any, inputs: list[Tenso
 
 
 def piece_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int) -> list[int]:
-    """The shape of what the last process, whose pieces are the largest, has of what an op gives; [] if no tensor."""
+    """Returns the shape of an op's output on the last process, which has the largest shards; [] if it is no tensor."""
     if not op.extents:
         return []
     sides = [loop.output for loop in loops_of(op, letters)]

@@ -95,8 +95,8 @@ def _reason(case: LinkCase, chosen: Cost, best: Cost, exact: Cost) -> str:
     took = f"{words_of(chosen)} exchanges in {chosen.exchange_s:.3g} s and takes {chosen.step_s:.3g} s per step"
     whole = f"the run takes {_length(chosen, case)}"
     if chosen != exact:
-        return f"{speed}: {took}; {whole}, with {EXACT} {_length(exact, case)}"
-    return f"{speed}: {took}; {whole}" + ("" if best == exact else f", with {words_of(best)} {_length(best, case)}")
+        return f"{speed}: {took}; {whole} ({_length(exact, case)} with {EXACT})"
+    return f"{speed}: {took}; {whole}" + ("" if best == exact else f" ({_length(best, case)} with {words_of(best)})")
 
 
 def days_of(cost: Cost, case: LinkCase) -> float:

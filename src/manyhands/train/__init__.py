@@ -1,4 +1,4 @@
-"""The worker: the only place where data, model, parallel mode, sync and checkpoint meet.
+"""The training loop of a worker: combines data, model, parallel mode, sync method and checkpoints.
 
 Read `loop.py` first: it is the order of events of a whole run.
 """

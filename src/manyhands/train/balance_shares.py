@@ -1,4 +1,4 @@
-"""cluster.shares = auto: shares of each update that suit the processes' measured speeds."""
+"""cluster.shares = auto: divides each update by the measured speeds of the processes."""
 
 import dataclasses
 import heapq
@@ -32,16 +32,16 @@ _SELDOM = 50
 
 @dataclasses.dataclass
 class BalancedShares:
-    """Sets shares at epochs' starts; alike on all processes."""
+    """Sets the shares at the start of an epoch, the same on all processes."""
 
     known: bool = False  # the shares in force were measured, here or where the run goes on from
     _set_s: float = dataclasses.field(default_factory=time.monotonic)
     _took_s: float = _WHILE_S * (_WHILES + 1)
 
     def balance(self, trainer: Trainer) -> None:
-        """Measures, and sets the shares of all updates that follow; a collective.
+        """Measures speeds and sets the shares of the following updates; a collective.
 
-        At the start, and where an epoch begins and much time has passed since.
+        Runs at the start, and at the start of an epoch if enough time has passed.
         """
         if self.known and trainer.progress.step_in_epoch:
             return
@@ -55,7 +55,7 @@ class BalancedShares:
 
 
 def _set(trainer: Trainer, speeds_s: Sequence[float]) -> None:
-    """Gives all the shares that suit their seconds for a sample, where that is worth it; a collective."""
+    """Sets new shares from the seconds per sample, if that makes updates faster; a collective."""
     order, sharing, world = trainer.feed.order, trainer.feed.sharing, trainer.world
     most = broadcast_plain(gather_plain(_most(trainer), world), world)
     found = balanced(speeds_s, order.batch, sharing.group, most)
@@ -72,13 +72,13 @@ def _set(trainer: Trainer, speeds_s: Sequence[float]) -> None:
 
 
 def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
-    """Samples of a batch for each process, so that all end at about the same time.
+    """Returns each process's samples of a batch so that all processes finish at about the same time.
 
     Args:
-        speeds_s: seconds that each takes for a sample.
-        batch: samples; at least one for each process.
-        group: samples of BatchNorm's groups, which are kept whole where that costs little; 0 where there are none.
-        most: samples that fit into each process's memory; together at least the batch.
+        speeds_s: seconds per sample of each process.
+        batch: the number of samples, at least one for each process.
+        group: the size of BatchNorm groups, which are split only if that saves much time; 0 without groups.
+        most: the samples that fit into the memory of each process; their sum is at least the batch.
     """
     fine = _dealt(speeds_s, [1] * batch, most)
     if not group:

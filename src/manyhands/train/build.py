@@ -1,4 +1,4 @@
-"""Builds the trainer of a job or of a user's own loop from its parts, and resumes it; runs nothing."""
+"""Builds the trainer of a job or of a custom loop from its parts, and resumes it; runs no updates."""
 
 from contextlib import suppress
 
@@ -40,7 +40,7 @@ _LONG_EPOCH_S = 60.0
 
 
 def build(parts: Parts) -> Trainer:
-    """Puts the parts together; a collective where there are several processes.
+    """Builds the trainer from its parts; a collective if there are several processes.
 
     Raises:
         UserError: data, model and job don't fit together.
@@ -127,18 +127,18 @@ def _verify_loss(parts: Parts, outputs: int, samples: DataSetup) -> LossFn | Non
 
 
 def say_expected(sample_s: float, trainer: Trainer) -> None:
-    """Notes how long an update is expected to take, by `sample_s` a sample; records it of a long epoch."""
+    """Stores the expected time of an update, from `sample_s` seconds per sample, and reports it if an epoch is long."""
     order = trainer.feed.order
     update_s = sample_s * order.batch / trainer.world.size
     epoch_s = update_s * order.steps_per_epoch
     if epoch_s >= _LONG_EPOCH_S:
-        message = f"expected time: {short_time(update_s)} for an update, {epoch_s / 60:,.0f} min for an epoch"
+        message = f"expected time: {short_time(update_s)} per update, {epoch_s / 60:,.0f} min per epoch"
         trainer.journal.event("note", message)
     trainer.heartbeats.expected_s = update_s
 
 
 def resume(trainer: Trainer, found: Resumable) -> None:
-    """Goes on where a checkpoint was."""
+    """Restores the trainer from a checkpoint."""
     names = [name for name, parameter in trainer.network.inner.named_parameters() if parameter.requires_grad]
     where = str(found.path)
     if trainer.job.checkpoint.pth_tar:
@@ -170,7 +170,7 @@ def resume(trainer: Trainer, found: Resumable) -> None:
 
 
 def _data_changes(trainer: Trainer, found: Resumable) -> str:
-    """A sentence on data that changed since the checkpoint was saved; empty if nothing did."""
+    """Returns a sentence that names the data that changed since the checkpoint was saved; empty if nothing changed."""
     with suppress(UserError):  # without a readable record nothing can be compared
         record = find_record(found.path, found.snapshot.state)
         # Of a folder the contents aren't compared: packing it changes nothing for the run.

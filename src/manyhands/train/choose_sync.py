@@ -33,10 +33,10 @@ from manyhands.train.monitors import CommunicationMonitor
 
 
 def machines_of(world: World) -> list[tuple[int, ...]]:
-    """Ranks of each machine's processes, by their first; a collective.
+    """Returns the ranks of each machine, ordered by the first rank; a collective.
 
-    Launchers may deal ranks to machines in turns, and machines may share one name (raspberrypi). Each has one process
-    of each local rank, so the second of a name with the same local rank is on the second machine of that name.
+    Launchers may assign ranks to machines in turn, and machines may have the same name (raspberrypi). A machine has one
+    process of each local rank, so a second process with the same name and local rank is on another machine.
     """
     values_by_rank = gather_plain([platform.node(), world.local_size, world.local_rank], world)
     machines: dict[tuple[Any, ...], list[int]] = {}
@@ -47,7 +47,7 @@ def machines_of(world: World) -> list[tuple[int, ...]]:
 
 
 def new_group(job: Job, ranks: Sequence[int], backend: str | None = None) -> Any:
-    """Some processes' group; torch would let it wait for a silent peer longer than the job says."""
+    """Creates a process group with the timeout of the job."""
     with closed_once_formed(backend or str(dist.get_backend())):
         return dist.new_group(list(ranks), timedelta(seconds=job.cluster.peer_timeout_s), backend)
 
@@ -62,11 +62,11 @@ def _beside(world: World) -> str | None:
 
 
 def places_of(world: World, job: Job) -> Places:
-    """Finds who averages in every update and who leads them; a collective.
+    """Determines the groups that average in every update, and their leaders; a collective.
 
     Args:
-        world: who takes part.
-        job: of sync.within: auto takes machines together if there are several and one has several processes.
+        world: the processes.
+        job: supplies sync.within; auto groups by machine if there are several and one has several processes.
     """
     machines, within = machines_of(world), job.sync.within
     single = within == "process" or (within == "auto" and len(machines) == 1)
@@ -81,16 +81,16 @@ def places_of(world: World, job: Job) -> Places:
 def make_synchronizer(
     cost: Cost, job: Job, model: nn.Module, unused: list[str], world: World, places: Places, steps: int = 0
 ) -> Synchronizer:
-    """What carries out a method for a network that is equal on all processes; a collective.
+    """Creates the synchronizer of a method for a network that is equal on all processes; a collective.
 
     Args:
-        cost: the method, with its pace and codec where it has them.
+        cost: the method, with its interval and codec if it has them.
         job: says the rest.
         model: the network.
-        unused: names of trainable parameters that got no gradient when the network was tried.
-        world: who takes part.
-        places: who belongs together.
-        steps: updates of the whole run.
+        unused: names of trainable parameters that got no gradient in the trial step.
+        world: the processes.
+        places: the groups of processes.
+        steps: the number of updates of the run.
     """
     if world.alone:
         return Synchronizer()
@@ -107,7 +107,7 @@ def make_synchronizer(
 
 
 def values_by_rank(synchronizer: Synchronizer, value: Any, world: World) -> dict[int, Any]:
-    """By rank, what each process says that updates with the same gradients as this one; a collective of these."""
+    """Gathers values by rank from the processes that use the same gradients; a collective of these processes."""
     if not synchronizer.alone:
         return dict(enumerate(gather_plain(value, world)))
     group = synchronizer.group
@@ -122,7 +122,7 @@ _OF_JOBS = (OWN_STATISTICS, FINITE_GRADIENTS)
 
 @dataclass(frozen=True)
 class ChosenSync:
-    """How processes agree."""
+    """The selected sync method and its synchronizer."""
 
     cost: Cost  # the method, its pace, and what was predicted of it
     synchronizer: Synchronizer  # what carries it out
@@ -133,7 +133,7 @@ class ChosenSync:
 
 @dataclass(frozen=True)
 class SyncRequest:
-    """What a decision is made from."""
+    """The inputs of the selection."""
 
     job: Job  # says what the user wants
     mode: str  # the parallel mode in force
@@ -146,15 +146,15 @@ class SyncRequest:
 def select_sync(
     sync_request: SyncRequest, model: nn.Module, unused: list[str], world: World, journal: Journal, request: ModeRequest
 ) -> ChosenSync:
-    """Decides, alike on all processes, and says so; a collective.
+    """Selects the sync method, the same on all processes, and reports it; a collective.
 
     Args:
-        sync_request: what decides.
-        model: equal on all processes.
-        unused: its trainable parameters that never get a gradient.
-        world: who takes part.
-        journal: is told of the decision.
-        request: what the mode must know besides.
+        sync_request: the inputs of the selection.
+        model: the network, equal on all processes.
+        unused: names of trainable parameters that never get a gradient.
+        world: the processes.
+        journal: records the decision.
+        request: other settings of the parallel mode.
     """
     job, options = sync_request.job, sync_request.job.sync
     if world.alone or not leaves_a_choice(sync_request.mode) or options.method == EXACT:
@@ -170,23 +170,23 @@ def select_sync(
 
 
 def check_combination(method: str, mode: str) -> None:
-    """Raises UserError where there is no such sync method, or the parallel mode can't take it."""
+    """Raises UserError if the sync method doesn't exist or can't be combined with the parallel mode."""
     check_method(method)
     need = refused(method, _offers_of_mode(mode)) if method in methods() else None
     if need:
         taking = [name for name in (USUAL_MODE, *module_names(MODES)) if need in offers_of(name)]
-        what = f"the parallel mode {mode} can't be combined with {method}, which {need.reason}"
+        what = f"the parallel mode {mode} can't be combined with --sync {method}, which {need.reason}"
         hints = (f"set --parallel {taking[0]}", f"or set --sync {EXACT}") if taking else (f"set --sync {EXACT}",)
         raise UserError(what, "sync.method", hints)
 
 
 def _offers_of_mode(mode: str) -> set[Need]:
-    """What a mode offers, of a job that rules nothing out."""
+    """Returns what a mode offers to sync methods if the job excludes nothing."""
     return {*offers_of(mode), *_OF_JOBS}
 
 
 def _offers(job: Job, mode: str) -> set[Need]:
-    """What sync methods find under a job in this mode."""
+    """Returns what a job in this mode offers to sync methods."""
     lacking = {
         OWN_STATISTICS: job.train.norm_group == "global",
         FINITE_GRADIENTS: job.train.precision == "fp16",
@@ -195,16 +195,16 @@ def _offers(job: Job, mode: str) -> set[Need]:
 
 
 def leaves_a_choice(mode: str) -> bool:
-    """True for modes under which there is more than one way of agreeing."""
+    """True for modes with more than one possible sync method."""
     offers = _offers_of_mode(mode)
     return any(not refused(name, offers) for name in methods() if name != EXACT)
 
 
 def _asked(job: Job, mode: str) -> Cost | None:
-    """What the user has said whole, so that nothing needs to be measured.
+    """Returns the method that the job specifies completely; None if something must be measured.
 
     Raises:
-        UserError: that doesn't go with the rest of the job.
+        UserError: the method contradicts the rest of the job.
     """
     method = job.sync.method
     if method not in methods():
@@ -215,22 +215,22 @@ def _asked(job: Job, mode: str) -> Cost | None:
         return None
     need = refused(method, _offers(job, mode))
     if need:
-        raise UserError(f"{method} {need.reason}", need.option, (*need.hints, f"or choose --sync {EXACT}"))
+        raise UserError(f"--sync {method} {need.reason}", need.option, (*need.hints, f"or choose --sync {EXACT}"))
     return Cost(method, 0.0, 0.0) if synchronizes_every_update(method) else methods()[method].asked(job.sync)
 
 
 def ruled_out(job: Job, mode: str) -> dict[str, str]:
-    """Methods that don't go with the rest of a job, and what of it rules them out."""
+    """Returns the methods that contradict the job, each with the reason."""
     offers = _offers(job, mode)
     needs = {name: refused(name, offers) for name in methods()}
     return {name: need.short or need.reason for name, need in needs.items() if need}
 
 
 def kept_cost(kept: Any, job: Job, processes: int, mode: str = "") -> Cost | None:
-    """What was decided before a run was stopped, unless the job or the number of processes says otherwise now.
+    """Returns the method of the previous start, unless the job or the number of processes has changed.
 
     Args:
-        kept: what the checkpoint says of it; anything, if somebody else made it.
+        kept: the record in the checkpoint; unchecked data, as it may come from another tool.
         job: as it is now.
         processes: likewise.
         mode: the parallel mode in force; empty for the usual one.

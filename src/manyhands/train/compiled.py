@@ -1,4 +1,4 @@
-"""`train.compile`: torch.compile for the passes of a whole update.
+"""`train.compile`: torch.compile for the forward and backward passes of an update.
 
 Passes with another number of samples (the last batch of an epoch, an evaluation, other shares) run eagerly: each would
 be compiled anew, which takes half a minute or more.
@@ -24,7 +24,7 @@ from manyhands.train.trial_step import first_samples, left_as_it_was
 
 
 def keep_compiled() -> None:
-    """Keeps torch's compiled code in a folder that only this user can write, unless TORCHINDUCTOR_CACHE_DIR names one.
+    """Stores torch's compiled code in a folder that only this user can write, unless TORCHINDUCTOR_CACHE_DIR is set.
 
     torch's default folder is in /tmp, where any user can create it first, and its files are executed.
     """
@@ -52,10 +52,10 @@ class _CompiledCalls:
 
 
 def compiled(trainer: Trainer) -> Trainer:
-    """Compiles the trainer's updates where its job asks for that; a collective.
+    """Compiles the updates of the trainer if the job sets train.compile; a collective.
 
-    The passes of a whole update are run before the first one, so that the wait is not taken for a stall. The network's
-    buffers and gradients stay as they are.
+    Runs the passes of one update before training, so that compilation is not reported as a stall. Buffers and gradients
+    of the network are restored.
     """
     if not trainer.job.train.compile:
         return trainer

@@ -1,4 +1,4 @@
-"""What a session gives a loop of the user's own: samples, optimizer and scheduler, and updates from its own losses."""
+"""Samples, optimizer, scheduler and updates of a session for a custom training loop."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ _LOOP = ("for x, y in samples: session.backward(loss_of(model(x), y)); optimizer
 
 
 class OutputHook:
-    """Shows what a network gives, as a forward hook; a copy of the network, such as a moving average, shows nothing."""
+    """Forward hook that passes on the output of a network; does nothing in a copy of the network (a moving average)."""
 
     def __init__(self, show: Callable[[Any], None] | None = None) -> None:
         self._show = show
@@ -51,16 +51,16 @@ class OutputHook:
 
 
 class CustomUpdate:
-    """Gives micro-batches one by one, takes the mean loss of each, then updates the parameters.
+    """Yields micro-batches one by one, accepts the mean loss of each, then updates the parameters.
 
     Args:
-        updater: makes updates.
-        update: what this process has of this one.
-        step: updates made before.
+        updater: makes the updates.
+        update: this process's share of the update.
+        step: the number of earlier updates.
 
     Attributes:
         made: the parameters have been updated.
-        at_last: its last micro-batch has been given.
+        at_last: the last micro-batch has been yielded.
     """
 
     def __init__(self, updater: Updater, update: UpdateShare, step: int) -> None:
@@ -72,10 +72,10 @@ class CustomUpdate:
         self._added: list[tuple[nn.Parameter, Tensor, int]] = []
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and labels of each; what follows runs in the job's precision, up to `backward`.
+        """Yields inputs and labels of each micro-batch; the loop body runs in the job's precision until `backward`.
 
         Raises:
-            UserError: the loop's body left `backward` or the optimizer's step out.
+            UserError: the loop body did not call `backward` or the optimizer's step.
         """
         updater, parts = self._updater, self._update.micro_batches
         updater.begin(self._step)
@@ -94,18 +94,18 @@ class CustomUpdate:
             raise UserError("the loop body didn't call optimizer.step() after the last micro-batch", "samples", _LOOP)
 
     def saw(self, output: Any) -> None:
-        """Notes what the network gave for this micro-batch, so that right guesses can be counted."""
+        """Stores the output of the network for this micro-batch, to count correct predictions."""
         self._output = output.detach() if isinstance(output, Tensor) and output.ndim == 2 else None
 
     def take_loss(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor]:
-        """Adds the gradients of a micro-batch's mean loss, with what it is of the whole update's.
+        """Adds the gradients of a micro-batch's mean loss, weighted by its share of the update.
 
         Args:
             loss: [].
-            weight: what the samples count for in it, where it is a weighted mean.
+            weight: the sum of the samples' weights if the loss is a weighted mean.
 
         Returns:
-            The sum [] of losses that this process reports, and what its samples count for [].
+            The sum [] of losses that this process reports, and the weight [] of its samples.
         """
         if not self._open:
             raise UserError("session.backward was called twice for the same samples", "session.backward", _LOOP)
@@ -126,7 +126,8 @@ class CustomUpdate:
             counts = share * bool(reported)
             self._weights.append(counts)
         if last and len(self._weights) not in (0, len(self._update.micro_batches)):
-            raise UserError("only some micro-batches of an update have a weight", "session.backward")
+            hints = ("pass weight=… for all micro-batches of an update, or for none",)
+            raise UserError("weight=… was passed for only some micro-batches of an update", "session.backward", hints)
         detached = torch.where(counts > 0, detached, torch.zeros_like(detached))
         if reported:
             updater.note(part, self._step, detached * reported, reported)
@@ -142,7 +143,7 @@ class CustomUpdate:
         return detached * counts, counts
 
     def _add_gradients(self, loss: Tensor, share: Tensor | float, *, last: bool) -> None:
-        """Backward; after the last one, what is left for them to be the update's, on all processes alike."""
+        """Runs backward; after the last micro-batch, completes the gradients of the update on all processes."""
         updater = self._updater
         whole = self._whole() if last and self._weights else None
         # A sync method may send them as the last backward pass comes to them, so they are divided before it.
@@ -162,7 +163,7 @@ class CustomUpdate:
 
     @CLOCK.within(COMMUNICATION)
     def _whole(self) -> Tensor:
-        """What all samples of the update count for, which is known with the last weight; a collective."""
+        """Returns the total weight of the update's samples, known after the last micro-batch; a collective."""
         mine = torch.stack(self._weights).sum()
         return something(self._updater.synchronizer.added_up(mine, self._updater.world))
 
@@ -172,14 +173,14 @@ class CustomUpdate:
                 parameter.grad.div_(whole.to(parameter.grad.dtype))
 
     def _refuse_changes(self) -> None:
-        """Raises UserError where the loop changed gradients that are a part of the update's, scaled or in pieces."""
+        """Raises UserError if the loop changed gradients of an incomplete update."""
         if any(one.grad is not grad or grad._version != version for one, grad, version in self._added):
             hints = ("to clip, use manyhands.session(clip=1.0)", "to reset gradients, call optimizer.zero_grad()")
             raise UserError("the loop changed gradients before the update was complete", "samples", hints)
         self._added.clear()
 
     def finish(self) -> bool:
-        """Updates the parameters if all gradients are there; True where it did."""
+        """Updates the parameters if all gradients are complete; returns True if it did."""
         if not self._gradients or self.made:
             return False
         self._refuse_changes()
@@ -190,14 +191,14 @@ class CustomUpdate:
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
-    """The user's optimizer, with their groups and state, in a loop over micro-batches.
+    """The user's optimizer, with its groups and state, for a loop over micro-batches.
 
     `step` does nothing before an update's last micro-batch, and `zero_grad` nothing within an unfinished update.
 
     Args:
-        inner: the user's own.
-        finish: makes the update if its gradients are all there.
-        unfinished: true within an update.
+        inner: the user's optimizer.
+        finish: makes the update if its gradients are complete.
+        unfinished: returns True within an update.
     """
 
     def __init__(
@@ -245,12 +246,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
 
 def as_given(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The user's own, also of one that was prepared before."""
+    """Returns the user's optimizer, also if it was prepared before."""
     return optimizer.__dict__["_inner"] if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 
 def postpone_steps(scheduler: LRScheduler, waits: Callable[[], bool]) -> None:
-    """Has a scheduler's `step` do nothing while `waits` is true; its state stays as it is, to be saved."""
+    """Disables a scheduler's `step` while `waits` returns True; the saved state of the scheduler is unchanged."""
     kind = type(scheduler)
 
     def step(self: LRScheduler, *arguments: Any, **named: Any) -> None:
@@ -261,7 +262,7 @@ def postpone_steps(scheduler: LRScheduler, waits: Callable[[], bool]) -> None:
 
 
 def take_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-    """Gives an optimizer's groups their saved settings, such as the rate that a scheduler has come to."""
+    """Restores the saved settings of an optimizer's groups, such as the current learning rate."""
     if len(saved) != len(optimizer.param_groups):
         return
     for live, before in zip(optimizer.param_groups, saved, strict=True):
@@ -286,12 +287,12 @@ class SessionSamples:
 def prepare_trainer(
     job: Job, folder: RunFolder | None, world: World, own: CustomParts
 ) -> tuple[Trainer, dict[str, Any]]:
-    """Builds the trainer, and puts it where the run folder's newest checkpoint was; a collective.
+    """Builds the trainer and resumes from the newest checkpoint of the run folder; a collective.
 
-    The job has the batch; without a folder nothing is kept.
+    The batch comes from the job; without a folder nothing is saved.
 
     Returns:
-        The trainer, and what a session had noted in the checkpoint that it resumes from; empty at a start.
+        The trainer, and the session's state in the checkpoint; empty for a new run.
 
     Raises:
         UserError: network, data, plan and job don't fit together.

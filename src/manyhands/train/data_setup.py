@@ -1,4 +1,4 @@
-"""The samples of a run: from its job to data that all processes agree on, pixels, classes and loaders."""
+"""The samples of a run: opens and checks the data, and derives pixels, classes and loaders."""
 
 import math
 from collections.abc import Collection
@@ -30,7 +30,7 @@ _MOST_BAD, _MOST_BAD_SHARE = 10, 1 / 1000
 
 @dataclass(frozen=True)
 class DataSetup:
-    """A run's data, ready to be read."""
+    """The opened data of a run."""
 
     splits: Splits  # the sources
     pixels: Pixels  # what pictures become
@@ -50,9 +50,9 @@ class DataSetup:
 def open_samples(
     job: Job, world: World, objects: Objects, journal: Journal, outputs: int = 0, splits: Splits | None = None
 ) -> DataSetup:
-    """Opens the data, if that wasn't done, says what can't be read of it, and checks its labels.
+    """Opens the data unless it is open, reports unreadable pictures, and checks the labels.
 
-    `outputs` is as `class_names` has it.
+    For `outputs`, see `class_names`.
     """
     splits = splits or open_splits(job, world, objects)
     record_skipped(splits, journal)
@@ -73,7 +73,7 @@ def open_samples(
 
 
 def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False) -> Splits:
-    """The data; all processes must see the same. `whole`: of a plain folder both splits are all of it."""
+    """Opens the data, the same on all processes. `whole`: both splits are the entire folder if it has no splits."""
     if objects.targets:
         splits = from_targets(objects.train_set, job.data)
     elif objects.train_set is not None:
@@ -89,7 +89,7 @@ def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False
 
 
 def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
-    """What pictures become: the user's word first, then what the network needs, then the data's own."""
+    """Returns the preprocessing: from the job, else from the network's requirements, else from the data."""
     if objects.model is not None:
         return resolve_pixels(job.data, splits.pixels, model_channels=None, model_size=None)
     needs = describe(job.model, job.data.image_size or splits.pixels.size)
@@ -97,7 +97,7 @@ def pixels_for(job: Job, splits: Splits, objects: Objects) -> Pixels:
 
 
 def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
-    """A name for each output of the network; `outputs` is what a checkpoint from elsewhere has."""
+    """Returns a name for each output of the network; `outputs` is their number in a foreign checkpoint."""
     names = splits.classes
     if not names:
         found = [source.labels for _, source in splits.named() if source.labels is not None]
@@ -113,7 +113,7 @@ def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
 
 
 def name_outputs(names: tuple[str, ...], outputs: int) -> tuple[str, ...]:
-    """A name for each of so many outputs: those of the classes, and the numbers of outputs beyond them."""
+    """Returns a name for each output: the class names, then the numbers of further outputs."""
     return names + tuple(str(number) for number in range(len(names), outputs))
 
 
@@ -151,11 +151,11 @@ def missing_classes(splits: Splits) -> list[str]:
 
 
 def record_skipped(splits: Splits, journal: Journal) -> None:
-    """Says which pictures can't be read, whether they are packed, and what else isn't as it looks."""
+    """Records unreadable pictures, the packed copy and notes on the data."""
     if splits.packed:
         journal.event("note", f"reading pictures from the packed copy {splits.packed}")
     if isinstance(splits.train, ImageFiles) and decode_jpeg is None:
-        journal.event("note", "Pillow decodes JPEGs, slower than simplejpeg (do: pip install simplejpeg)")
+        journal.event("note", "JPEGs are decoded with Pillow; simplejpeg is faster (do: pip install simplejpeg)")
     for note in splits.notes:
         journal.event("warning", note)
     if splits.skipped:
@@ -165,7 +165,7 @@ def record_skipped(splits: Splits, journal: Journal) -> None:
 
 
 def check_bad_pictures(bad: Collection[str], samples: int, kind: type[ManyhandsError]) -> None:
-    """Refuses a data set of which more than ten pictures, and than 0.1 %, can't be read; raises a `kind`."""
+    """Raises a `kind` if more than ten pictures, and more than 0.1 %, can't be read."""
     most = max(_MOST_BAD, int(samples * _MOST_BAD_SHARE))
     if len(bad) > most:
         hints = (f"repair or remove the pictures (limit: {most} of {samples:,})", "check the disk: dmesg | tail")
@@ -173,13 +173,13 @@ def check_bad_pictures(bad: Collection[str], samples: int, kind: type[ManyhandsE
 
 
 def some_pictures(pictures: Collection[str]) -> str:
-    """The first of their names, for the user."""
+    """Returns the names of the first pictures, for a message."""
     names = sorted(pictures)
     return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
 
 
 def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: bool, classes: int = 0) -> Loader:
-    """Samples to pixels on this process's device; `classes`: what labels are below, where that is known."""
+    """Creates a loader that puts samples on this process's device; `classes`: the number of classes if known."""
     return open_loader(
         source,
         pixels,
@@ -195,7 +195,7 @@ def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: b
 
 
 def loader_workers(job: Job, source: Any, world: World) -> int:
-    """Decoding processes for this rank: what the user says, else a share of the cores."""
+    """Returns the number of decoding processes of this rank: from the job, else a share of the CPU cores."""
     if job.data.workers < 0 and isinstance(source, UserSamples) and world.device == "cpu":
         # Most data sets of users' own are light, and their objects need not survive another process.
         return 0
@@ -205,5 +205,5 @@ def loader_workers(job: Job, source: Any, world: World) -> int:
 
 
 def first_picture(loader: Loader) -> Tensor:
-    """One sample, as the network gets it."""
+    """Returns one sample as the network receives it."""
     return next(iter(loader.batches(0, [torch.zeros(1, dtype=torch.int64)]))).images[0]

@@ -1,4 +1,4 @@
-"""Finds out where the first value that is not finite came from, after it was seen."""
+"""Finds the origin of a non-finite value."""
 
 import math
 from typing import Any
@@ -23,9 +23,9 @@ INPUT_HINTS = ("check these samples (counted from 0 in the training split) and t
 def explain_loss(
     network: ParallelNetwork, part: LoadedMicroBatch, world: World, step: int, *, closely: bool = True
 ) -> RunError:
-    """The error for a loss that is NaN or infinite on this process; `closely` names the first tensor that was not.
+    """Returns the error for a non-finite loss on this process; `closely` names the first non-finite tensor.
 
-    Only this process may be here, so a network that is held in pieces, which others would have to give, isn't searched.
+    Only this process calls this function, so a sharded network, which needs other processes, isn't searched.
     """
     batch = part.batch
     spoilt = batch.samples[~_finite_samples(batch.images)] if len(batch.images) == len(batch.samples) else batch.samples
@@ -68,12 +68,12 @@ def _first_bad(model: nn.Module, images: Tensor) -> str:
 
 
 def explain_lost(network: ParallelNetwork, world: World, measured: StepSums) -> RunError:
-    """The error for what is looked at every so often (losses on accelerators, what is saved): all call it at once.
+    """Returns the error for a non-finite value that a periodic check (of losses or checkpoints) found; a collective.
 
     Args:
-        network: its parameters and buffers are looked through.
-        world: who takes part.
-        measured: by this process.
+        network: the network whose parameters and buffers are searched.
+        world: the processes.
+        measured: the sums of this process.
     """
     mine = [float(measured.first_bad), float(measured.first_spoilt)]
     everybody: list[list[float]] = gather_plain(mine, world)
@@ -100,7 +100,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _finite_samples(images: Tensor) -> Tensor:
-    """Bool [n], on the CPU: the samples of which every value is finite."""
+    """Returns bool [n] on the CPU: True for samples with finite values only."""
     return torch.isfinite(images).flatten(1).all(1).cpu() if images.dim() > 1 else torch.isfinite(images).cpu()
 
 

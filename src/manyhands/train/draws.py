@@ -1,4 +1,4 @@
-"""What a network's forward pass may draw from: seeded, so that a resumed run draws the same; and noticed."""
+"""Random number generators of a forward pass: seeds them, so that a resumed run is the same, and detects their use."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ _KNOWN = ("torch.nn.modules.", "torch.nn.parallel.", "manyhands.")
 
 
 def uses_torch_rng_alone(model: nn.Module) -> bool:
-    """True where nothing of the user's takes part in a forward pass: layers that are torch's or ours, without hooks."""
+    """True if a forward pass runs no user code: all layers are from torch or manyhands, without hooks."""
     return all(map(_is_known, model.modules()))
 
 
@@ -25,7 +25,7 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> None:
-    """Seeds torch's generators, and unless nobody draws from them random's and numpy's; `device` is such as cpu."""
+    """Seeds the generators of torch and, if user code may use them, of random and numpy; `device` is a device type."""
     if device == "cpu":
         # torch.manual_seed would also note a whole traceback for each kind of accelerator that isn't in use.
         torch.default_generator.manual_seed(seed)
@@ -38,10 +38,10 @@ def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> Non
 
 @contextmanager
 def drawing(seed: int, device: str) -> Iterator[Callable[[], bool]]:
-    """Has what is drawn in this context follow from `seed`, and gives the generators back as they were.
+    """Seeds the generators in this context and restores them afterwards.
 
     Yields:
-        A function that says whether anything has been drawn.
+        A function that returns True if a random number was drawn.
     """
     before = _states(device)
     seed_generators(seed, device)

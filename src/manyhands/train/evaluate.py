@@ -48,15 +48,15 @@ BEST, LAST = "test-best", "test-last"
 
 
 class Interrupted(Exception):  # noqa: N818 - a wish, not an error
-    """Somebody asked for a stop in the middle of an evaluation."""
+    """Raised if the run is asked to stop during an evaluation."""
 
 
 class StopRequest:
-    """Lets all processes stop at the same block of an evaluation, whoever of them was asked to.
+    """Stops all processes at the same block of an evaluation if any of them was asked to stop.
 
     Args:
-        world: who takes part.
-        asked: true where this process was asked.
+        world: the processes.
+        asked: returns True if this process was asked to stop.
     """
 
     def __init__(self, world: World, asked: Callable[[], object]) -> None:
@@ -64,12 +64,12 @@ class StopRequest:
         self._last, self._next, self._since = 0, 0, time.perf_counter()
 
     def check_stop(self, done: int) -> None:
-        """To be called before each block, `done` of which are behind; every second or so it is a collective.
+        """Must be called before each block, after `done` blocks; a collective about once a second.
 
-        All call it equally often; where some have more blocks, each at the same part of its own.
+        All processes call it equally often; with different numbers of blocks, at the same fraction.
 
         Raises:
-            Interrupted: on all processes alike.
+            Interrupted: a process was asked to stop; raised on all processes.
         """
         if done < self._next:
             return
@@ -89,7 +89,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Has a network evaluate, and leaves each layer in the mode it was in: some may be frozen."""
+    """Puts a network into evaluation mode and restores the mode of each layer afterwards."""
     training, before = model.training, [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -104,15 +104,15 @@ class Evaluator:
     """Evaluates a network on the test split.
 
     Args:
-        loader: of the test split.
-        length: samples in the split.
-        classes: how many there are; the network may have more outputs, and a guess beyond is a wrong one.
-        block: samples in a block.
-        world: who takes part.
+        loader: loads the test split.
+        length: the number of samples in the split.
+        classes: the number of classes; the network may have more outputs, which count as wrong.
+        block: the number of samples in a block.
+        world: the processes.
         log_probabilities: True when the network's output is log-probabilities (train.loss = "nll").
-        network: that is evaluated, under its mode; None where each process has all of it.
-        metrics: of the user's own.
-        views: of each picture, whose outputs are averaged.
+        network: the network under its mode; None if each process has the full network.
+        metrics: custom metrics.
+        views: the number of views of each picture, whose outputs are averaged.
     """
 
     def __init__(  # noqa: PLR0913 - all but the first five are named
@@ -266,13 +266,13 @@ class Evaluator:
 
 
 def averaged(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
-    """The mean output [n, classes] over `count` views (1, 2 or 6) of pictures [n, channels, height, width].
+    """Returns the mean output [n, classes] over `count` views (1, 2 or 6) of pictures [n, channels, height, width].
 
-    Itself, its mirror image, both shifted by a pixel, with half of the weight: what Jordan 2024 (arXiv:2404.00498)
-    evaluates with.
+    The views are the picture, its mirror image, and both shifted by one pixel, with half the weight, as in Jordan 2024
+    (arXiv:2404.00498).
 
     Raises:
-        UserError: of what is no picture there is one view alone.
+        UserError: the samples are not pictures and have only one view.
     """
     if count == 1:
         return main_and_auxiliary(model(pictures))[0]
@@ -304,7 +304,7 @@ def make_evaluator(
     world: World,
     metrics: Sequence[CustomMetric],
 ) -> Evaluator:
-    """Evaluates a network, possibly under its mode, on `length` samples that the loader serves, as the job says."""
+    """Creates the function that evaluates a network, under its mode if given, on `length` samples of the loader."""
     return Evaluator(
         loader,
         length,
@@ -326,7 +326,7 @@ def make_tester(
     feed: Feed,
     metrics: Sequence[CustomMetric],
 ) -> Callable[..., Evaluation] | None:
-    """Evaluates what was held out, as `evaluate_as_shared` does; None where nothing was."""
+    """Creates the function that evaluates the held-out samples; None if there are none."""
     if samples.held_out is None or samples.splits.held_out is None:
         return None
     count = len(samples.splits.held_out)
@@ -335,17 +335,17 @@ def make_tester(
 
 
 def evaluate_as_shared(evaluator: Evaluator, update: Updater, feed: Feed) -> Callable[..., Evaluation]:
-    """Evaluates the network under its mode, each time by the shares that are in force then."""
+    """Creates the function that evaluates the network under its mode, with the current shares at each call."""
     network, gradients = update.network, update.gradients
     return lambda asked=None: evaluator(network.evaluated, gradients.autocast(), asked, feed.sharing.shares)
 
 
 @CLOCK.within(EVALUATION)
 def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
-    """Evaluates on all processes and records it; True when it is the best so far.
+    """Evaluates on all processes and records the result; returns True if it is the best so far.
 
     Raises:
-        Interrupted: all processes have agreed to stop; the evaluation is owed then.
+        Interrupted: all processes stop; the evaluation runs after the resume.
     """
     progress, started = trainer.progress, time.perf_counter()
     trainer.phase = "evaluate"
@@ -360,14 +360,14 @@ def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
 
 @contextlib.contextmanager
 def agreed(trainer: Trainer) -> Iterator[None]:
-    """Has the network be the one that all processes have agreed on; begins with a collective."""
+    """Replaces the parameters by the synchronized ones within the context; starts with a collective."""
     trainer.synchronizer.average_buffers(trainer.progress.step)
     with trainer.synchronizer.averaged():
         yield
 
 
 def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
-    """Notes an evaluation of the network as it is now; True when it is the best so far."""
+    """Records an evaluation of the current network; returns True if it is the best so far."""
     progress = trainer.progress
     progress.evaluated_step, progress.owed = progress.step, False
     by = trainer.job.train.best
@@ -395,7 +395,7 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
 
 
 def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
-    """An evaluation as it is kept in the run folder."""
+    """Returns an evaluation as stored in the run folder."""
     return EvaluationDetail(
         time=time.time(),
         epoch=trainer.progress.epoch,
@@ -412,12 +412,12 @@ def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
 
 @CLOCK.within(EVALUATION)
 def test_once(trainer: Trainer, stop: StopSignal) -> None:
-    """Evaluates what was held out, unless that was done for these weights before; a collective.
+    """Evaluates the held-out samples, unless these weights were tested before; a collective.
 
-    The network holds the last weights before and after it, whatever happens in between.
+    The network has the last weights before and afterwards, also after an exception.
 
     Raises:
-        Interrupted: all processes have agreed to stop; the test is made when the run goes on.
+        Interrupted: all processes stop; the test runs after the resume.
     """
     if trainer.test is None or not broadcast_plain(not _is_done(trainer), trainer.world):
         return
@@ -440,7 +440,7 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
 
 
 def _is_done(trainer: Trainer) -> bool:
-    """True where this process finds the records of a test with the weights of this run's end."""
+    """True if records of a test with the final weights exist."""
     wanted = {BEST: trainer.progress.best_step, LAST: trainer.progress.step}
     records = {name: trainer.folder.evaluations / f"{name}.json" for name in wanted}
     return all(
@@ -449,7 +449,7 @@ def _is_done(trainer: Trainer) -> bool:
 
 
 def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> EvaluationDetail | None:
-    """The test with the best weights, which are read from their checkpoint; None where that can't be read."""
+    """Tests the best weights, read from their checkpoint; None if the checkpoint can't be read."""
     progress, folder = trainer.progress, trainer.folder.checkpoints
     if progress.best_step == progress.step:
         return last

@@ -42,7 +42,7 @@ from manyhands.train.trained import job_of_record, need_network, silent
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated, and on what."""
+    """The network and the data of an evaluation."""
 
     job: Job  # with the network that was trained
     source: Source  # the samples, their labels those of `classes`
@@ -60,16 +60,16 @@ def evaluate_checkpoint(
     given: Collection[str] = (),
     whole: bool = False,
 ) -> dict[str, Any]:
-    """Evaluates a checkpoint on the job's data; a collective where there are several processes.
+    """Evaluates a checkpoint on the data of the job; a collective if there are several processes.
 
-    What the network is and what it was shown comes from the checkpoint, where that says it. Without a checkpoint the
-    network is evaluated as the job makes it, with published weights or untrained.
+    Network and preprocessing come from the checkpoint if it records them. Without a checkpoint, the network of the job
+    is evaluated, with published weights or untrained.
 
     Args:
         job: names the data.
         path: the checkpoint.
-        world: who takes part.
-        objects: what the user brings instead of names.
+        world: the processes.
+        objects: the Python objects of the user.
         given: dotted keys of options that count although the checkpoint says otherwise.
         whole: the data is a plain folder of class folders, all of which is evaluated.
 
@@ -178,7 +178,7 @@ def _hybrid_network(subject: Subject, world: World, objects: Objects) -> Paralle
 
 
 def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
-    """An evaluation as JSON data."""
+    """Returns an evaluation as JSON data."""
     classes = name_outputs(classes, found.classes)
     totals, right = [0] * len(classes), [0] * len(classes)
     cells: list[list[int]] = found.cells.tolist()

@@ -1,4 +1,4 @@
-"""What makes a run depend on the number of processes, in sentences for plan.json and the report."""
+"""Sentences for plan.json and the report on what makes a run depend on the number of processes."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ _DROPS_BRANCHES = ("stochasticdepth", "droppath", "drop_path")
 
 
 def exceptions(trainer: Trainer) -> list[str]:
-    """The exceptions from "the same at any number of processes" that are in force."""
+    """Returns the reasons why this run depends on the number of processes."""
     loss_fn = trainer.update.loss_fn
     loss = [loss_fn.dependent] if loss_fn and loss_fn.dependent else []
     return [*loss, *_of_norms(trainer), *_of_draws(trainer), *_of_sync(trainer)]
@@ -31,20 +31,20 @@ def _of_norms(trainer: Trainer) -> list[str]:
     unknown = sum(not layer.rows_per_sample for layer in trainer.network.norms.layers)
     if unknown:
         return [
-            f"{unknown} BatchNorm layer(s) normalise rows that can't be assigned to samples; their statistics are over "
-            "each process's own rows."
+            f"{unknown} BatchNorm layer(s) normalise rows that can't be assigned to samples, so each process computes "
+            "the statistics of these layers over its own rows."
         ]
     return []
 
 
 def exception_of_buffers(names: list[str]) -> str:
-    """The exception for buffers that processes update differently."""
+    """Returns the sentence for buffers that processes update differently."""
     more = f" and {len(names) - 3} more buffers" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}: updated from each process's own samples; all processes use rank 0's values."
+    return f"{', '.join(names[:3])}{more}: each process updates these from its own samples; all use rank 0's values."
 
 
 def _of_draws(trainer: Trainer) -> list[str]:
-    """Random numbers: each process draws its own, so other samples meet other ones at another number of processes."""
+    """Random numbers: each process draws its own, so another number of processes gives samples other ones."""
     found = [f"{kind} masks depend on the number of processes." for kind in _dropping(trainer.network.inner)]
     if not found and (trainer.draws or trainer.network.draws):
         found.append("The network's random numbers in training depend on the number of processes.")
@@ -68,7 +68,7 @@ def _drops_branches(module: nn.Module) -> bool:
 
 
 def _attention_dropout(module: nn.Module) -> float:
-    """The share that a module which computes attention by itself drops; 0 for other modules."""
+    """Returns the dropout probability of an attention module; 0 for other modules."""
     if isinstance(module, nn.MultiheadAttention):
         return module.dropout
     if "attention" not in type(module).__name__.lower():

@@ -1,4 +1,4 @@
-"""Turns whatever ended a process into a record that a tired person understands."""
+"""Converts the exception that ended a process into a failure record and a message."""
 
 import os
 import socket
@@ -48,7 +48,7 @@ OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use"
 
 
 def describe_failure(error: BaseException, *, rank: int, step: int | None, phase: str) -> Failure:
-    """The record of a failure on this process."""
+    """Returns the record of a failure on this process."""
     if isinstance(error, KeyboardInterrupt):
         error = ManyhandsError("stopped without a save")
         error.exit_code = EXIT_INTERRUPTED
@@ -76,7 +76,7 @@ def describe_failure(error: BaseException, *, rank: int, step: int | None, phase
 
 
 def is_consequence(error: BaseException) -> bool:
-    """True when the error says no more than that a peer has gone."""
+    """True if the error only reports the loss of a peer."""
     if isinstance(error, ManyhandsError):
         return False
     said = str(error)
@@ -87,14 +87,14 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True when a device or the machine had no memory left."""
+    """True if a device or the machine was out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
-    """The error for a lack of memory: says which micro-batch fits, by trying smaller ones on this process."""
+    """Returns the error for out of memory; tries smaller micro-batches on this process to find one that fits."""
     # What is tried here is nobody else's business.
     trainer.synchronizer.close()
     # The error's frames hold the tensors of the pass that failed.
@@ -110,17 +110,18 @@ def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
         fits = _largest_that_fits(trainer, taken, _try_update)
         hints = [f"add --set train.micro_batch={fits}; the global batch stays {options.batch}"] if fits else []
         if fits and trainer.network.norms.layers and isinstance(options.norm_group, int) and fits < options.norm_group:
-            hints.append(f"also add --set train.norm_group={max(2, fits)}: BatchNorm needs a group in one pass")
+            hints.append(f"also add --set train.norm_group={max(2, fits)}: a BatchNorm group must fit a micro-batch")
+    batch = "an evaluation batch" if evaluating else "a micro-batch"
     halved = "" if options.precision in AUTOCAST else ", or add --set train.precision=bf16"
     return RunError(
-        f"out of memory at {taken} pictures in one pass{' of the evaluation' * evaluating}: {_first_line(error)}",
+        f"out of memory with {batch} of {taken} pictures: {_first_line(error)}",
         f"rank {trainer.world.rank} on {socket.gethostname()}, {trainer.world.device}",
         (*hints, f"{'or ' * bool(hints)}reduce data.image_size{halved}"),
     )
 
 
 def explain_early_memory(error: BaseException) -> RunError:
-    """The error for a lack of memory before the first update."""
+    """Returns the error for out of memory before the first update."""
     hints = (
         "choose a smaller network or a smaller data.image_size",
         "or shard the network over several processes: --parallel fsdp",

@@ -1,4 +1,4 @@
-"""What this process computes for each update, and the sums of what it measured."""
+"""The samples of this process for each update, and the sums of its measurements."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ COUNTED_AT_ONCE = 1 << 16  # logits
 
 @dataclass(slots=True)  # not frozen, which would take three times as long to make
 class LoadedMicroBatch:
-    """One forward and backward pass of this process, and what it is of."""
+    """The samples of one forward and backward pass of this process."""
 
     share: Share  # its part of the global batch; of no samples where there are fewer samples than processes
     batch: Batch  # the samples of the share, or a single stand-in of weight zero for an empty share
@@ -28,34 +28,34 @@ class LoadedMicroBatch:
     group: int = 0  # samples in one of BatchNorm's groups; 0 where there are none
 
     def micro_batch(self, count: int, seed: int) -> MicroBatch:
-        """The same for a network; `count` is the samples of the whole update."""
+        """Returns this micro-batch for a network; `count` is the number of samples of the update."""
         shape = MicroBatchShape(self.bounds[1] - self.bounds[0], count, sharing(count, self.group, self.bounds), seed)
         return MicroBatch(self.batch.images, self.batch.labels, self.share, shape)
 
 
 @dataclass(slots=True)
 class UpdateShare:
-    """All micro-batches of this process for one update."""
+    """The micro-batches of this process for one update."""
 
     micro_batches: list[LoadedMicroBatch]  # at least one
     count: int  # samples in the global batch
 
 
 class Feed:
-    """Gives each update's micro-batches, from any step of any epoch on.
+    """Yields the micro-batches of each update, starting at any step of any epoch.
 
     Args:
-        order: which samples make up each update.
-        sharing: how an update is shared.
-        loader: samples to pixels.
-        rank: this process's place among those that samples are shared among.
+        order: the samples of each update.
+        sharing: how an update is divided among processes.
+        loader: loads the samples.
+        rank: the index of this process among those that divide the samples.
     """
 
     def __init__(self, order: Order, batch_sharing: BatchSharing, loader: Loader, rank: int) -> None:
         self.order, self.sharing, self.loader, self._rank = order, batch_sharing, loader, rank
 
     def updates(self, epoch: int, first_step: int) -> Iterator[UpdateShare]:
-        """The epoch's updates from `first_step` on."""
+        """Yields the updates of the epoch from `first_step` on."""
         batches = self.loader.batches(epoch, self._requests(epoch, first_step))
         for step in range(first_step, self.order.steps_per_epoch):
             count = min(self.order.batch, self.order.length - step * self.order.batch)
@@ -64,7 +64,7 @@ class Feed:
             )
 
     def samples_of_each(self) -> list[int]:
-        """What each of those that share takes of a whole update."""
+        """Returns the number of samples of each process in a full update."""
         parts = self.sharing.micro_batches(min(self.order.batch, self.order.length))
         return [sum(share.count for share in shares) for shares in zip(*parts, strict=True)]
 
@@ -82,7 +82,7 @@ class Feed:
 
 @dataclass
 class StepSums:
-    """Sums over this process's samples since the last `take`; tensors on the device, so that nothing waits for it."""
+    """Sums over this process's samples since the last `take`, as tensors on the device, to avoid synchronization."""
 
     loss: Tensor | float = 0.0  # sum of losses
     samples: int = 0  # samples that count
@@ -93,17 +93,17 @@ class StepSums:
     _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # begun anew, not cleared: a mark holds it
 
     def guess(self, logits: Tensor, labels: Tensor) -> None:
-        """Notes logits [n, C] and labels int64 [n]; small ones are counted many passes at once, which costs less."""
+        """Adds logits [n, C] and labels int64 [n]; small ones are counted together for several micro-batches."""
         self._guesses.append((logits, labels))
         if len(self._guesses) * logits.numel() >= COUNTED_AT_ONCE:
             self._count()
 
     def unguessed(self) -> None:
-        """Notes that there is nothing that could be right or wrong: the share of right guesses isn't a number."""
+        """Records that the accuracy is undefined (NaN)."""
         self._correct = math.nan
 
     def take(self) -> tuple[float, float, int]:
-        """Loss sum, correct and counted samples; starts again from zero."""
+        """Returns the loss sum, correct and counted samples, and resets them."""
         self._count()
         # All hear of a gradient by way of the loss.
         loss = float(self.loss) if float(self.first_spoilt) == math.inf else math.nan
@@ -112,11 +112,11 @@ class StepSums:
         return values
 
     def mark(self) -> tuple[Any, ...]:
-        """What was measured so far, for `back`."""
+        """Returns the current sums, for `back`."""
         return self.loss, self.samples, self._correct, self._guesses, len(self._guesses)
 
     def back(self, mark: tuple[Any, ...]) -> None:
-        """Forgets what was measured since a mark."""
+        """Restores the sums of a mark."""
         self.loss, self.samples, self._correct, self._guesses, guesses = mark
         del self._guesses[guesses:]
 

@@ -1,4 +1,4 @@
-"""Has a process say all the time how far it is, from a thread of its own; and knows when an update took too long."""
+"""Writes the progress of a process from a thread, and detects updates that take too long."""
 
 import contextlib
 import os
@@ -30,11 +30,11 @@ _MOVES_BYTES, _BUSY_S = 8192, 0.3
 
 
 class HeartbeatWriter:
-    """How far this process is.
+    """Tracks the progress of this process and writes heartbeats.
 
     Attributes:
-        expected_s: what the first update may take, where that is known.
-        linked: it exchanges with processes of other machines.
+        expected_s: the expected seconds of the first update; 0 if unknown.
+        linked: True if this process communicates with other machines.
     """
 
     def __init__(self) -> None:
@@ -43,11 +43,11 @@ class HeartbeatWriter:
         self._at, self._step, self._waiting = time.monotonic(), 0, False
 
     def beat(self, *, waiting: bool = False) -> None:
-        """Notes that this process got on; `waiting` while it waits for data."""
+        """Records progress; `waiting`: the process now waits for data."""
         self._at, self._waiting = time.monotonic(), waiting
 
     def updated(self, step: int) -> str:
-        """Notes an update, which began with the last `beat`; what is to be said of it if it took too long."""
+        """Records an update that began at the last `beat`; returns a message if it took too long."""
         took_s = time.monotonic() - self._at
         self._step = step
         said = self.too_long(took_s)
@@ -57,13 +57,13 @@ class HeartbeatWriter:
         return said
 
     def too_long(self, took_s: float) -> str:
-        """What is to be said of so many seconds of standing still; nothing where that is usual."""
+        """Returns a message if a stall of `took_s` seconds is unusual, else an empty string."""
         if took_s <= _CUT_S or len(self._updates_s) < _ENOUGH or took_s <= _CUT * (usual_s := self._usual_s()):
             return ""
         return stood_still(took_s, usual_s, linked=self.linked)
 
     def hung(self) -> str:
-        """Why nothing more is to be expected of this process; empty where it may yet get on. Takes a second."""
+        """Returns a message if this process hangs; empty if it may still continue. Takes a second."""
         stood_s, usual_s = time.monotonic() - self._at, self._usual_s() or self.expected_s
         if stood_s <= STALL_S + STALL * usual_s:
             return ""
@@ -75,7 +75,7 @@ class HeartbeatWriter:
 
     @contextlib.contextmanager
     def beating(self, phase: Callable[[], str]) -> Generator[None]:
-        """Writes heartbeats for the agent that started this process, if any, as long as the block lasts."""
+        """Writes heartbeats within the context, for the agent that started this process, if any."""
         path = os.environ.get(HEARTBEAT_FILE)
         if not path:
             yield
@@ -91,7 +91,7 @@ class HeartbeatWriter:
             thread.join(HEARTBEAT_S)
 
     def heartbeat(self, phase: str, count: int = 0) -> Heartbeat:
-        """How far this process is; what costs something is left out where it got on a moment ago."""
+        """Returns the current heartbeat, without the expensive fields if there was progress a moment ago."""
         still_s = time.monotonic() - self._at
         known = still_s > _STILL_S
         return Heartbeat(
@@ -122,9 +122,9 @@ class HeartbeatWriter:
 
 
 def shut_connections() -> None:
-    """Ends what this process waits for on its connections: gloo would wait long for who has left without a word.
+    """Shuts down the connections of this process, so that it does not wait for lost peers until gloo's timeout.
 
-    What listens stays: gloo ends the whole process where it can't accept any more.
+    Listening sockets stay open, because gloo ends the process if accepting fails.
     """
     with contextlib.suppress(OSError):
         for link in Path("/proc/self/fd").iterdir():
@@ -137,13 +137,13 @@ def shut_connections() -> None:
 
 
 def stood_still(took_s: float, usual_s: float, *, linked: bool = True) -> str:
-    """What is said of a pause that is much longer than usual; `linked`: several machines take part."""
+    """Returns the message about a stall; `linked`: several machines are involved."""
     waited = "the network or another process" if linked else "another process"
     return f"training stalled for {took_s:.3g} s, waiting for {waited} (usual: {usual_s:.2g} s)"
 
 
 def collectives_begun() -> int:
-    """How many collectives of all processes this one has come to; -1 where it is alone."""
+    """Returns the number of collectives over all processes that this process started; -1 without a process group."""
     if not dist.is_initialized():
         return -1
     size = dist.get_world_size()
@@ -152,7 +152,7 @@ def collectives_begun() -> int:
 
 
 def moved_bytes() -> int:
-    """Bytes that the connections of this process have sent (and others confirmed) and received; 0 if unknown."""
+    """Returns the bytes that the connections of this process have sent (acknowledged) and received; 0 if unknown."""
     total = 0
     with contextlib.suppress(OSError, AttributeError):
         for link in Path("/proc/self/fd").iterdir():

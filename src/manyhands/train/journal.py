@@ -1,4 +1,4 @@
-"""Writes records into the run folder, by rank 0 alone, and log lines, by each process into its own file."""
+"""Writes records into the run folder on rank 0, and log lines of each process into its own file."""
 
 import functools
 import threading
@@ -26,10 +26,10 @@ _MOST_WAITING = 10_000
 
 
 class Journal:
-    """The events of a run.
+    """Records the events of a run.
 
-    On a full disk the records wait, and are written in their order as soon as there is space. Of more than ten thousand
-    the oldest are dropped.
+    If the disk is full, records wait in memory and are written in order once there is space. Beyond ten thousand, the
+    oldest are dropped.
 
     Args:
         folder: the run folder.
@@ -47,7 +47,7 @@ class Journal:
         self.file(functools.partial(append, self._folder.events, record))
 
     def line(self, text: str) -> None:
-        """Appends a line with the time to the log of this process."""
+        """Appends a line with a timestamp to the log of this process."""
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._keep(lambda: append_line(self._folder.ranks / f"{self._rank}.log", f"{at} {text}"))
 
@@ -77,4 +77,4 @@ class Journal:
                 self._warned = True
                 # That output may lie on the same disk.
                 with suppress(OSError):
-                    say(f"can't write records to {self._folder.path}: {error}; manyhands keeps the records and retries")
+                    say(f"can't write records to {self._folder.path}: {error}; retrying; the records stay in memory")

@@ -1,4 +1,4 @@
-"""The order of events of a whole run. No tensor maths here: read it first."""
+"""The sequence of a run: updates, evaluations, checkpoints and the end. Contains no tensor operations."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from manyhands.train.trainer import Trainer
 
 
 def fit(trainer: Trainer) -> str:
-    """Trains until the job is done or somebody asks to stop.
+    """Trains until the job is complete or a stop is requested.
 
     Returns:
         "finished", or "stopped" with everything saved.
@@ -62,9 +62,9 @@ def _train(trainer: Trainer, stop: StopSignal) -> str:
 
 
 def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
-    """The rest of the current epoch's updates, for whoever makes them: `fit`, or a loop of the user's own.
+    """Yields the remaining updates of the current epoch, for `fit` or a custom loop.
 
-    Around each it counts the time spent waiting, and sees to what may follow; none follows where the run is to stop.
+    Measures the waiting time of each update and runs `attend` afterwards; ends early if the run is to stop.
     """
     found = trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch)
     while not (trainer.done() or trainer.stopped):
@@ -93,7 +93,7 @@ def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
 
 
 def attend(trainer: Trainer, stop: StopSignal) -> bool:
-    """What may follow an update: agreeing, proving, evaluating, saving. True when the run is to stop."""
+    """Runs what is due after an update: status round, replica check, evaluation, save. Returns True to stop the run."""
     progress = trainer.progress
     epoch_ends = progress.step_in_epoch == 0
     audit = trainer.job.train.audit_every

@@ -1,7 +1,7 @@
-"""The loss, as a sum over samples, so that any number of processes can add up their parts.
+"""The loss as a sum over samples, which any number of processes can add up.
 
-What torch calls a mean isn't always one over samples: with class weights, or classes that are left out, it is divided
-by the weights of the labels. So a loss is a sum over samples and, apart from it, what the whole batch's is divided by.
+A mean in torch is not always over samples: with class weights or an ignored class, the sum is divided by the weights of
+the labels. Therefore, a loss is stored as a sum over samples and a separate divisor for the batch.
 """
 
 import copy
@@ -32,7 +32,7 @@ BUILT_IN = ("cross-entropy", "nll")
 
 @dataclass(frozen=True)
 class LossFn:
-    """Of a network's output and labels int64 [n]: the sum [] of losses and the logits [n, C]."""
+    """Computes the sum [] of losses and the logits [n, C] from a network's output and labels int64 [n]."""
 
     summed: Function  # the same of a tensor of outputs [n, C]
     # what labels int64 [n] count for, added up []; None where each sample counts for one
@@ -51,26 +51,26 @@ class LossFn:
         return loss, logits
 
     def divisor(self, labels: Tensor) -> Tensor | float:
-        """What the sum is divided by in the loss of a batch that has these labels, and no others."""
+        """Returns the divisor of the sum for a batch with these labels."""
         if self.is_sum:
             return 1.0
         return float(len(labels)) if self.weigh is None else something(self.weigh(labels))
 
 
 def something(weights: Tensor) -> Tensor:
-    """A sum [] of weights to divide by: 1 where nothing counts, since there is nothing to divide either."""
+    """Returns a sum [] of weights as a divisor: 1 if the sum is 0."""
     return torch.where(weights == 0, torch.ones_like(weights), weights)
 
 
 def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
-    """The loss that a job or its user names.
+    """Creates the loss of a job or of the user.
 
-    A loss of the user's own may return one value per sample [n] or their mean []. torch's cross-entropy and negative
-    log-likelihood are taken apart.
+    A custom loss may return one value per sample [n] or their mean []. torch's cross-entropy and NLL loss are split
+    into sum and divisor.
 
     Args:
         options: the train section.
-        own: the user's loss from Python; it wins over the name in the options.
+        own: the custom loss from Python; it overrides the name in the options.
     """
     if own is not None or options.loss == OBJECT:
         return _of_function(brought("train.loss", options.loss, own))
@@ -96,7 +96,7 @@ def _of_function(function: Any) -> LossFn:
 
 
 def _settings_of(function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
-    """The function of torch's behind a loss, and its settings; None for a loss that isn't known."""
+    """Returns the torch function of a loss and its settings; None for an unknown loss."""
     if type(function) is nn.CrossEntropyLoss:
         return F.cross_entropy, _fields(function, "weight", "ignore_index", "reduction", "label_smoothing")
     if type(function) is nn.NLLLoss:
@@ -115,7 +115,7 @@ def _fields(module: nn.Module, *names: str) -> dict[str, Any]:
 
 
 def _taken_apart(function: Callable[..., Tensor], settings: dict[str, Any]) -> LossFn:
-    """The sum of a loss of torch's, whose mean is divided by the labels' weights."""
+    """Splits a loss of torch into its sum and the divisor from the weights of the labels."""
     weight: Tensor | None = settings.get("weight")
     ignored: int = settings.get("ignore_index", -100)
     reduction: str = settings.get("reduction", "mean")
@@ -137,15 +137,15 @@ def _taken_apart(function: Callable[..., Tensor], settings: dict[str, Any]) -> L
 
 
 def _beside(tensor: Tensor, weight: Tensor) -> Tensor:
-    """The weights on a tensor's device, in a precision that torch takes with it."""
+    """Returns the weights on a tensor's device, in a precision that torch accepts with the tensor."""
     return weight.to(tensor.device, torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
 
 def summed(function: Function, output: Tensor, labels: Tensor) -> Tensor:
-    """The sum [] of a loss of the user's own, which gives one value per sample or their mean.
+    """Returns the sum [] of a custom loss that returns one value per sample or their mean.
 
     Raises:
-        UserError: it gives something else.
+        UserError: the loss returns something else.
     """
     loss: Any = function(output, labels)
     if isinstance(loss, Tensor) and (loss.ndim == 0 or len(loss) == len(labels)):
@@ -164,14 +164,14 @@ BETTER_LOSS = 'pass torch.nn.CrossEntropyLoss(weight=…) itself, or return one 
 
 
 def verify_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype: torch.dtype) -> LossFn:
-    """The loss function as it adds up, or with a sentence for plan.json where it doesn't; a collective.
+    """Checks how a custom loss adds up over samples; adds a sentence for plan.json if it doesn't. A collective.
 
     Args:
-        loss_fn: as the user gave it.
-        outputs: of the network.
-        classes: labels are below.
-        world: who takes part; rank 0's finding counts.
-        dtype: of outputs.
+        loss_fn: the loss function.
+        outputs: the number of outputs of the network.
+        classes: the number of classes.
+        world: the processes; the result of rank 0 is used.
+        dtype: the dtype of outputs.
     """
     if loss_fn.own is None:
         return loss_fn
@@ -184,7 +184,7 @@ def verify_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype
 
 
 def _try(own: Function, outputs: int, classes: int, device: str, dtype: torch.dtype) -> tuple[str, str]:
-    """How a loss adds up, and what is to be said of it."""
+    """Returns how a loss adds up, and a sentence if results depend on the number of processes."""
     rows = max(8, min(2 * classes + 5, MOST_VALUES // outputs))
     failed = ""
     with drawing(derive(0, "loss"), device.partition(":")[0]):
@@ -205,16 +205,16 @@ def _try(own: Function, outputs: int, classes: int, device: str, dtype: torch.dt
                 "The loss of a batch is not the mean of its samples' losses, so training depends on the number of "
                 "processes and on train.micro_batch."
             )
-    return NEITHER, f"The loss could not be checked for being a mean over samples ({failed})."
+    return NEITHER, f"Can't check that the loss is a mean over samples ({failed})."
 
 
 def _copied(own: Function) -> Function:
-    """A loss that may be tried without the user's own learning of it; fails where it holds what can't be copied."""
+    """Returns a copy of the loss, so that a test does not change it; raises an exception if it can't be copied."""
     return copy.deepcopy(own) if isinstance(own, nn.Module) else own
 
 
 def _labels(classes: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Labels int64 [up to rows] in which, together, each class is; in their order, then in none."""
+    """Yields labels int64 [up to rows] that together contain each class, sorted and shuffled."""
     mixed = torch.randperm(classes, generator=generator)
     for some in mixed.split(max(2, rows // 2)):
         twice = some.repeat(-(-max(8, 2 * len(some)) // len(some)))[: max(8, 2 * len(some))]
@@ -231,10 +231,10 @@ def _probabilities(values: Tensor) -> Tensor:
 
 
 def _ways(function: Function, values: Tensor, labels: Tensor) -> set[str]:
-    """How the gradient of a batch comes from those of its parts.
+    """Determines how the gradient of a batch follows from the gradients of its parts.
 
     Raises:
-        ValueError: the loss or its gradient isn't finite, so that it isn't made for such outputs; or it draws.
+        ValueError: the loss or its gradient is not finite for such outputs, or the loss is random.
     """
     whole = _gradient(function, values, labels)
     if not bool(torch.isfinite(whole).all()):
@@ -258,7 +258,7 @@ def _near(one: Tensor, other: Tensor, limit: float) -> bool:
 
 
 def _gradient(function: Function, values: Tensor, labels: Tensor) -> Tensor:
-    """Of the loss [] as it is, or of the mean of its values by sample; zero where it has none."""
+    """Returns the gradient of the loss [], or of the mean of its values per sample; zero without a gradient."""
     with torch.enable_grad():
         values = values.detach().requires_grad_()
         loss = function(values, labels)

@@ -1,7 +1,7 @@
-"""Figures of an evaluation that the user names: functions of outputs and labels, added up over samples.
+"""Custom metrics of an evaluation: functions of outputs and labels, summed over samples.
 
-A figure is exact at any number of processes since it is made of sums over samples: of one value for each of them, or of
-whatever sums an object says, of which it computes the figure at the end.
+A metric is exact on any number of processes, because it is computed from sums over samples: of one value per sample, or
+of the sums that an object returns and from which it computes the metric at the end.
 """
 
 import math
@@ -24,7 +24,7 @@ _TRIED = 8
 
 @dataclass(frozen=True)
 class CustomMetric:
-    """A figure of the user's own; `own` is their function, or their object with `update` and `compute`."""
+    """A custom metric; `own` is a function, or an object with `update` and `compute`."""
 
     name: str
     own: Any
@@ -34,10 +34,10 @@ class CustomMetric:
         return hasattr(self.own, "update") and hasattr(self.own, "compute")
 
     def sums(self, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is added up [k] of logits [n, C] and labels int64 [n].
+        """Returns the sums [k] of logits [n, C] and labels int64 [n].
 
         Raises:
-            UserError: the user's function gives something else.
+            UserError: the custom function returns something else.
         """
         value: Any = (self.own.update if self._adds_up else self.own)(logits, labels)
         given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -55,7 +55,7 @@ class CustomMetric:
         return value.to(dtype).sum()[None]
 
     def number(self, sums: Tensor, count: int) -> float:
-        """What it makes of sums [k] over so many samples. Raises UserError: no number."""
+        """Computes the metric from sums [k] over `count` samples. Raises UserError: it is not a number."""
         value: Any = self.own.compute(sums) if self._adds_up else sums[0] / count
         try:
             return float(value)
@@ -64,10 +64,10 @@ class CustomMetric:
             raise UserError(what, _WHERE, ("return one number from compute(sums)",)) from error
 
     def figure(self, sums: Tensor, count: int) -> float:
-        """The figure of sums [k] over so many samples.
+        """Returns the metric from sums [k] over `count` samples.
 
         Raises:
-            UserError: it isn't a finite number.
+            UserError: the metric is not a finite number.
         """
         figure = self.number(sums, count)
         if not math.isfinite(figure):
@@ -77,17 +77,17 @@ class CustomMetric:
 
 
 class FigureSums:
-    """What all metrics of an evaluation add up, side by side; each is tried on made-up outputs first.
+    """The sums of all metrics of an evaluation; each metric is first tested on random outputs.
 
     Args:
-        metrics: of the user's own.
-        outputs: of the network, at least.
-        classes: labels are below.
-        device: where evaluations are computed.
-        dtype: of sums.
+        metrics: the custom metrics.
+        outputs: the minimum number of outputs of the network.
+        classes: the number of classes.
+        device: the device of evaluations.
+        dtype: the dtype of sums.
 
     Raises:
-        UserError: a metric fails, or gives what isn't one value per sample or sums.
+        UserError: a metric fails, or returns neither one value per sample nor sums.
     """
 
     def __init__(self, metrics: Sequence[CustomMetric], outputs: int, device: str, dtype: torch.dtype) -> None:
@@ -100,22 +100,22 @@ class FigureSums:
 
     @property
     def width(self) -> int:
-        """How many sums there are."""
+        """The number of sums."""
         return sum(self._widths)
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """All sums [width] of logits [n, C] and labels int64 [n]."""
+        """Returns all sums [width] of logits [n, C] and labels int64 [n]."""
         # Of their own, for what one writes into them isn't for the next.
         found = [metric.sums(logits.clone(), labels.clone(), self._dtype) for metric in self._metrics]
         for metric, sums, width in zip(self._metrics, found, self._widths, strict=True):
             if len(sums) != width:
                 hints = ("return the same number of sums for any samples",)
-                what = f"update of the metric {metric.name} returned {len(sums)} sums, but {width} before"
+                what = f"update of the metric {metric.name} returned {len(sums)} sums, but {width} in an earlier call"
                 raise UserError(what, _WHERE, hints)
         return torch.cat(found)
 
     def figures(self, sums: Tensor, count: int) -> dict[str, float]:
-        """Each metric's figure, of all sums [width] over all samples."""
+        """Returns each metric, by name, from the sums [width] over all samples."""
         parts = zip(self._metrics, sums.split(self._widths), strict=True)
         return {metric.name: metric.figure(part, count) for metric, part in parts}
 
@@ -138,15 +138,15 @@ def _tried(metric: CustomMetric, logits: Tensor, labels: Tensor, dtype: torch.dt
 def make_metrics(
     words: Iterable[str], given: Mapping[str, Any] | None, *, live_only: bool = False
 ) -> tuple[CustomMetric, ...]:
-    """The user's metrics, from Python or from their files.
+    """Creates the custom metrics, from Python or from files.
 
     Args:
-        words: of the job: file.py:name, or object:name for what was an object in Python.
-        given: those objects, by name.
-        live_only: pass over objects of a program that has ended.
+        words: the values of the job: file.py:name, or object:name for a Python object.
+        given: the Python objects, by name.
+        live_only: skip Python objects that are not available.
 
     Raises:
-        UserError: a file has no such function, or an object isn't here.
+        UserError: a file has no such function, or a Python object is not available.
     """
     found: list[CustomMetric] = []
     for word in words:
@@ -163,7 +163,7 @@ def make_metrics(
                 f"or name the code: --set 'train.metrics=[\"file.py:{name}\"]'",
                 "or resume without metrics: --set 'train.metrics=[]'",
             )
-            raise UserError(f"this run's metric {name} was a Python object, now unavailable", _WHERE, hints)
+            raise UserError(f"this run's metric {name} was a Python object, which is not available here", _WHERE, hints)
         if not callable(own) and not hasattr(own, "update"):
             hints = ("name a function of outputs and labels that returns one value per sample",)
             raise UserError(f"the metric {name} is a {type(own).__name__}, not a function", _WHERE, hints)
@@ -183,7 +183,7 @@ class Evaluation:
         top1: top-1 accuracy, 0 to 1.
         top5: top-5 accuracy, 0 to 1.
         cells: int64 [cells, 3], the nonzero cells of the confusion matrix: true class, predicted class, count.
-        classes: the number of rows and columns of the matrix: the classes, or more if other outputs were predicted.
+        classes: the number of rows of the confusion matrix; more than the classes if a further output was predicted.
         seconds: the duration of the evaluation.
         metrics: the user's metrics, by name.
     """

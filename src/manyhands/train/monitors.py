@@ -25,7 +25,7 @@ _STALL_S, _STALL = 3.0, 3.0
 
 @dataclass
 class Watcher:
-    """What all processes tell each other of their speed, and what is said of it."""
+    """Compares the speeds of all processes, reports slow ranks and stalls, and adapts local steps to the link."""
 
     synchronizer: Synchronizer  # what this process waits for
     cost: Cost  # the method, with its pace
@@ -39,17 +39,17 @@ class Watcher:
 
     @property
     def timed(self) -> Timed:
-        """What this process waits for."""
+        """The synchronizer's measured times."""
         if self.synchronizer.timed is None:
             raise ValueError("the sync method never waits")
         return self.synchronizer.timed
 
     def mine(self, seconds: float, steps: int) -> list[float]:
-        """Numbers to be added up over all processes: each one's seconds a step, and of the last exchange.
+        """Returns numbers to sum over all processes: the seconds per step and of the last exchange, by rank.
 
         Args:
-            seconds: since the last agreement.
-            steps: made in that time.
+            seconds: the time since the last status round.
+            steps: the number of steps in that time.
         """
         waited_s, self._waited_s = self.timed.waited_s - self._waited_s, self.timed.waited_s
         self._stood_s = waited_s
@@ -58,27 +58,26 @@ class Watcher:
         return [*(step_s * one for one in own), *(self.timed.exchange_s * one for one in own)]
 
     def observe(self, values: list[float], step: int, journal: Journal) -> Cost:
-        """Says what the sums of `mine` show, alike on all processes; returns the method as it is from now on."""
+        """Reports slow ranks from the sums of `mine`, equally on all processes; returns the current method."""
         speeds_s, exchanges_s = values[: self.world.size], values[self.world.size :]
         self._name_the_slow(speeds_s, step, journal)
         before, now = self.cost, self.synchronizer.adapt_pace(speeds_s, exchanges_s)
         if now is not None:
             self.cost = now
             longer = (now.every, now.delay) > (before.every, before.delay)
-            changed = (
-                f"every {now.every} steps instead of {before.every}, {now.delay} steps late instead of {before.delay}"
-            )
-            said = f"exchanges {'take longer' if longer else 'are faster'} now: processes agree {changed}"
+            speed = "take longer" if longer else "are faster"
+            every, delay = f"{now.every} steps (was {before.every})", f"{now.delay} steps (was {before.delay})"
+            said = f"exchanges {speed} than before; sync.every is now {every}, sync.delay {delay}"
             journal.event("sync", said, step, every=now.every, delay=now.delay, method=now.method)
         return self.cost
 
     def name_a_stall(self, waited_s: float, step: int, journal: Journal) -> None:
-        """Says so where training has stood still much longer than it does usually, as where a link was cut.
+        """Reports a stall that is much longer than usual, such as after a network failure.
 
         Args:
-            waited_s: how long this process stood still while all told their numbers.
-            step: updates made.
-            journal: is told.
+            waited_s: the seconds that this process waited in the status round.
+            step: the number of updates.
+            journal: records the stall.
         """
         stood_s = self._stood_s + waited_s
         # The first time counts how unequally processes have started.
@@ -114,10 +113,10 @@ _BACKWARD = 0.5
 
 @dataclass
 class CommunicationMonitor:
-    """Watches how long processes stand still for each other where the mode agrees in every update.
+    """Measures the time that processes wait for each other if gradients are averaged in every update.
 
-    On a CPU the thread that trains computes whenever it doesn't wait, so that its processor time tells. Accelerators
-    compute beside it; there an update without agreement has been timed before.
+    On a CPU, the waiting time is the time in which the training thread does not compute. Accelerators compute
+    asynchronously; there the time of an update without communication was measured before.
     """
 
     # measures the link and says what decides the costs of agreeing, for a step that computes for so many seconds;
@@ -136,18 +135,18 @@ class CommunicationMonitor:
     _reported: bool = field(default=False, init=False)
 
     def mine(self, seconds: float, steps: int) -> list[float]:
-        """Numbers to be added up over all processes: seconds that this one stood still, and all seconds.
+        """Returns numbers to sum over all processes: the seconds of waiting, and all seconds.
 
         Args:
-            seconds: since the last agreement.
-            steps: made in that time.
+            seconds: the time since the last status round.
+            steps: the number of steps in that time.
         """
         before, self._own_s = self._own_s, time.thread_time()
         busy_s = self.compute_s * steps if self.compute_s else self._own_s - before
         return [max(0.0, seconds - busy_s - self.waited_for_data_s()), seconds]
 
     def observe(self, values: list[float], step: int, processes: int, journal: Journal) -> None:
-        """Says so where the sums of `mine` show it, alike on all processes; a collective where they do."""
+        """Reports a large share of communication, the same on all processes; a collective if it reports."""
         if self._first < 0:
             self._first = step
             return
@@ -166,12 +165,12 @@ class CommunicationMonitor:
         case = self.case(computing_s)
         choice = choose(replace(case, backward_s=_BACKWARD * computing_s), self.options, without=self.without)
         chosen = choice.chosen
-        said = f"communication between machines takes {share:.0%} of a step's {step_s:.3g} s"
+        said = f"communication between machines takes {share:.0%} of the {step_s:.3g} s per step"
         if chosen.method == EXACT:
             return f"{said}; --sync auto would also choose {EXACT}: {choice.reason}"
         resume = resume_command(Path(self.run), "--set sync.method=auto", 'sync__method="auto"')
         change = f"manyhands stop {shlex.quote(self.run)}, then {resume}"
-        return f"{said}; --sync auto needs about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
+        return f"{said}; --sync auto would take about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
 
 
 # So many times what the loss began at, so many records in a row: a high rate's first steps may throw it up for once.
@@ -181,7 +180,7 @@ ADVICE = "reduce train.lr, set train.warmup_epochs = 1, or set train.clip = 1.0"
 
 @dataclass
 class Divergence:
-    """Compares the loss of each record with what it began at, or with what guessing costs, if that is more."""
+    """Compares the loss of each record with the first loss, or with the loss of random guesses if that is larger."""
 
     classes: int  # that are told apart
     _began: float = math.nan
@@ -189,7 +188,7 @@ class Divergence:
     _reported: bool = False
 
     def observe(self, loss: float) -> str:
-        """A sentence, once, when the loss stays far above what it began at; else empty."""
+        """Returns a warning, once, if the loss stays far above the first loss; else an empty string."""
         if math.isnan(self._began):
             self._began = loss
         # A run that goes on begins low, and a small loss may well grow threefold.

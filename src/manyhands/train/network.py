@@ -35,7 +35,7 @@ PICTURES = ("image_size", "channels", "mean", "std")
 def make_model(
     job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal, grid: Grid | None = None
 ) -> nn.Module:
-    """The network on its device, equal on all processes because its seed is, or split over `grid` by its author."""
+    """Creates the network on its device: equal on all processes (same seed), or sharded over `grid` by its own code."""
     torch.manual_seed(derive(job.train.seed, "model"))
     if objects.model is not None:
         model = objects.model
@@ -57,7 +57,7 @@ def make_model(
 
 
 def initialize_from_data(model: nn.Module, job: Job, samples: DataSetup, world: World) -> None:
-    """Shows training pictures to a network that begins with no weights of before, where it asks for them."""
+    """Initializes a network from training pictures if it supports that and has no weights to start from."""
     if isinstance(model, InitializedFromData) and not job.model.weights:
         loader = make_loader(job, samples.splits.train, samples.pixels, world, train=False)
         model.look(next(iter(loader.batches(0, [spread(INITIALIZATION_SAMPLES, len(samples.splits.train))]))).images)
@@ -65,12 +65,12 @@ def initialize_from_data(model: nn.Module, job: Job, samples: DataSetup, world: 
 
 
 def without_first_weights(job: Job, size: int, objects: Objects) -> Job:
-    """The job of a network whose weights come from a checkpoint: nothing is fetched or read for them before.
+    """Returns the job without initial weights, because the weights come from a checkpoint.
 
     Args:
-        job: as the user has it.
-        size: of the pictures, in pixels.
-        objects: what the user brought instead of names.
+        job: the job.
+        size: the size of pictures in pixels.
+        objects: the Python objects of the user.
     """
     resolved = (
         job.model.model_copy(update={"weights": ""}) if objects.model is not None else resolve_model(job.model, size)
@@ -79,15 +79,15 @@ def without_first_weights(job: Job, size: int, objects: Objects) -> Job:
 
 
 def read_any(path: Path) -> Snapshot:
-    """A checkpoint of ours or of somebody else."""
+    """Reads a checkpoint of manyhands or of another tool."""
     return load(path) if path.is_dir() else read_foreign(path)
 
 
 def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal) -> None:
-    """Gives a network the weights of a file, a checkpoint or a run; a last layer for other classes stays as it is.
+    """Loads the weights of a file, a checkpoint or a run; a last layer with another number of classes is not loaded.
 
     Raises:
-        UserError: there is no such file, or it is of another network.
+        UserError: there is no such file, or it belongs to another network.
     """
     path, passed_over = choose(reference, "best")
     for note in passed_over:
@@ -97,7 +97,7 @@ def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal
     head = _other_head(saved, live, classes)
     if head:
         outputs = len(saved[head[0]])
-        journal.event("note", f"{', '.join(head)} is new, because {path.name} has {outputs:,} classes, not {classes:,}")
+        journal.event("note", f"{', '.join(head)} not loaded: {path.name} has {outputs:,} classes, not {classes:,}")
         saved.update({name: live[name] for name in head})
     try:
         load_snapshot(snapshot, model, "model.weights", renames=False)
@@ -109,10 +109,10 @@ def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal
 
 
 def refuse_other_head(snapshot: Snapshot, model: nn.Module, classes: int, where: str) -> None:
-    """Refuses to resume another tool's network whose number of outputs isn't the data's number of classes.
+    """Refuses to resume a foreign checkpoint whose last layer has another number of outputs than the data has classes.
 
     Raises:
-        UserError: it fits but for its last layer.
+        UserError: only the last layer differs.
     """
     saved, live = fitted(snapshot, model.state_dict()).model, split_state(model)[0]
     head = _other_head(saved, live, classes)
@@ -138,15 +138,15 @@ def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int)
 def describe_trained(
     job: Job, samples: DataSetup, classes: tuple[str, ...], mode: str, objects: Objects, size: int
 ) -> TrainedNetwork:
-    """What the weights of this run will not say.
+    """Describes the network and its data beyond the weights, for checkpoints.
 
     Args:
-        job: that it is trained by.
-        samples: that it learns from.
-        classes: a name for each output.
-        mode: the parallel mode in force.
-        objects: what the user brought instead of names.
-        size: processes.
+        job: the job.
+        samples: the data.
+        classes: the name of each output.
+        mode: the parallel mode.
+        objects: the Python objects of the user.
+        size: the number of processes.
     """
     pixels = samples.pixels
     pictures = Pictures(
@@ -179,5 +179,5 @@ def describe_trained(
 
 
 def pixels_of(about: Pictures) -> Pixels:
-    """What the pictures of an evaluation become."""
+    """Returns the preprocessing of pictures for an evaluation."""
     return Pixels(about.size, about.channels, about.mean, about.std, "none", resize=about.resize, own=about.own)

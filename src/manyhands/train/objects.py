@@ -1,4 +1,4 @@
-"""What a user of the Python interface brings instead of names; without torch, as the head puts it together."""
+"""Python objects passed to `fit()` in place of names. Imports no torch, because the launcher builds it."""
 
 import functools
 import hashlib
@@ -43,7 +43,7 @@ MakeOptimizer = Callable[["list[nn.Parameter]"], "torch.optim.Optimizer"]
 
 @dataclass
 class Objects:
-    """Any may be left out."""
+    """The Python objects of the user; each is optional."""
 
     model: Any = None  # an nn.Module
     train_set: Any = None  # a data set; so are test_set and held_out_set
@@ -59,10 +59,10 @@ class Objects:
 
 
 def metric_words(given: Any) -> tuple[str, ...] | None:
-    """What a job says of metrics that a user of Python gives: objects by name, or words as in a job.
+    """Returns the job values of the metrics argument: objects by name, or values as in a job.
 
     Raises:
-        UserError: they are something else.
+        UserError: the argument is something else.
     """
     if isinstance(given, Mapping):
         named: Mapping[Any, Any] = given
@@ -130,20 +130,20 @@ def _source(thing: Any) -> Iterator[str]:
 
 
 def brought(key: str, word: str, given: Any) -> Any:
-    """What the user brings in the place of a name: from Python, or from their file; None where a job names one of ours.
+    """Returns the object of the user for an option, from Python or from a file; None if the job names a built-in.
 
     Args:
-        key: of the option.
-        word: what the job says.
-        given: from Python; it wins.
+        key: the option.
+        word: the value in the job.
+        given: the Python object, which overrides the job.
 
     Raises:
-        UserError: the file has no such object, or it was one of a program that has ended.
+        UserError: the file has no such object, or the Python object is not available.
     """
     if given is not None:
         return given
     if word == OBJECT:
         name = key.rpartition(".")[2]
         hints = (f"resume in Python: fit(…, {name}=…)", f"or name the code: --set {key}=file.py:function")
-        raise UserError(f"this run's {name} was a Python object, now unavailable", key, hints)
+        raise UserError(f"this run's {name} was a Python object, which is not available here", key, hints)
     return load_object(word, key) if is_object_reference(word) else None

@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate, which is a pure function of the step; or the user's own optimizer."""
+"""The optimizer, built-in or custom, and the learning rate as a function of the step."""
 
 import inspect
 import math
@@ -25,10 +25,10 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_moment
 
 
 def own_maker(options: TrainOptions, given: MakeOptimizer | None) -> MakeOptimizer | None:
-    """The user's function, from Python or from their file; None where the job names an optimizer of ours.
+    """Returns the custom optimizer function, from Python or from a file; None if the job names a built-in optimizer.
 
     Raises:
-        UserError: the file has no such function, or it was an object of a program that has ended.
+        UserError: the file has no such function, or the Python object is not available.
     """
     make: Any = brought(_WHERE, options.optimizer, given)
     if make is not None and not callable(make):
@@ -38,10 +38,10 @@ def own_maker(options: TrainOptions, given: MakeOptimizer | None) -> MakeOptimiz
 
 
 def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """The user's optimizer of a network's trainable parameters, each group's learning rate noted.
+    """Creates the custom optimizer of a network's trainable parameters and stores each group's learning rate.
 
     Raises:
-        UserError: the function gives something else, or an optimizer that can't be used.
+        UserError: the function returns something else, or an unsupported optimizer.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = make(list(parameters))
@@ -87,49 +87,49 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def mark_own(optimizer: torch.optim.Optimizer) -> None:
-    """Notes that an optimizer is the user's, whose rates nobody else moves."""
+    """Marks an optimizer as custom, so that its learning rates are not changed."""
     for group in optimizer.param_groups:
         group[_OF_PEAK] = 1.0
     _start_momentum(optimizer)
 
 
 def is_custom(optimizer: torch.optim.Optimizer) -> bool:
-    """True for what `make_custom` has made or `mark_own` noted."""
+    """True for an optimizer that `make_custom` created or `mark_own` marked."""
     return _OF_PEAK in optimizer.param_groups[0]
 
 
 def with_own_rate(options: TrainOptions, optimizer: torch.optim.Optimizer) -> TrainOptions:
-    """The options with the peak learning rate that the user's optimizer says; of one of ours as they are."""
+    """Returns the options with the peak learning rate of a custom optimizer; unchanged for a built-in one."""
     return options.model_copy(update={"lr": largest_rate(optimizer)}) if is_custom(optimizer) else options
 
 
 def largest_rate(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate as it stands, of the group that learns fastest; of ours the job's."""
+    """Returns the current learning rate of the group with the largest one; for a built-in optimizer, the job's rate."""
     return max(float(group["lr"]) / group.get(OF_LR, 1.0) for group in optimizer.param_groups)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the rate of every group, in the proportions that the optimizer began with."""
+    """Sets the learning rate of every group, in the initial proportions."""
     groups: Iterable[dict[str, Any]] = optimizer.param_groups
     for group in groups:
         group["lr"] = rate * group.get(_OF_PEAK, 1.0) * group.get(OF_LR, 1.0)
 
 
 def restore_own(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Gives the user's optimizer its saved state by parameter name.
+    """Restores the state of a custom optimizer by parameter name.
 
     Args:
-        saved: as `restore_optimizer` takes it.
-        model: the network whose parameters they are.
-        optimizer: as it was just made.
+        saved: the state, as for `restore_optimizer`.
+        model: the network.
+        optimizer: the new optimizer.
 
     Returns:
-        A sentence that says what starts anew; empty if nothing does.
+        A sentence if the state is reset, else an empty string.
     """
     groups, entries = saved.get("param_groups", []), saved["state"]
     kind = type(optimizer).__name__
     if entries and (not groups or (set(groups[0]) ^ set(optimizer.param_groups[0])) - _OF_SCHEDULERS):
-        return f"the state of {kind} is reset; the checkpoint has another optimizer's"
+        return f"the state of {kind} is reset: the saved state is of another optimizer"
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
@@ -212,13 +212,13 @@ SGD, AdamW = _plain(torch.optim.SGD, _fused_sgd), _plain(torch.optim.AdamW)
 def make_optimizer(
     model: nn.Module, options: TrainOptions, *, sharded: bool, own: MakeOptimizer | None = None
 ) -> torch.optim.Optimizer:
-    """SGD or AdamW, whose weight decay leaves biases and norms alone unless asked; or the user's own.
+    """Creates SGD or AdamW, by default without weight decay on biases and norms, or the custom optimizer.
 
     Args:
         model: the network, under its mode.
         options: the train section.
-        sharded: True where the mode shares out parameters.
-        own: the user's function, from Python; it wins over the name in the options.
+        sharded: True if the mode shards parameters.
+        own: the custom function from Python; it overrides the name in the options.
     """
     if make := own_maker(options, own):
         return make_custom(make, model)
@@ -238,10 +238,10 @@ def make_optimizer(
 
 
 def start_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """What an optimizer remembers of a parameter before its first update.
+    """Returns the optimizer's state of a parameter before the first update.
 
-    torch makes it in the first step: fused SGD of whatever memory holds, which stays if a loss scaler skips that step,
-    and of the parameters that this step used alone, which ends in an error once another one is used.
+    torch creates the state in the first step: fused SGD from uninitialized memory, which stays if a loss scaler skips
+    that step, and only for the parameters of this step, so that a parameter that is used later causes an error.
     """
     if isinstance(optimizer, torch.optim.AdamW):
         # As torch counts: fused on the device, else on the CPU.
@@ -255,20 +255,20 @@ def start_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str
 
 
 def slots_of(options: TrainOptions) -> int:
-    """Numbers that the optimizer keeps for each one of a parameter; see `start_state`."""
+    """Returns the number of state values per parameter value; see `start_state`."""
     if options.optimizer != "sgd":
         return 2  # of one of the user's own it isn't known, and most keep as many as adamw
     return 1 if options.momentum else 0
 
 
 def total_steps(options: TrainOptions, steps_per_epoch: int) -> int:
-    """The update at which a job ends, counted from its first epoch, also where training starts at a later one."""
+    """Returns the update at which a job ends, counted from epoch 0 even if train.start_epoch is later."""
     steps = options.epochs * steps_per_epoch
     return min(steps, options.max_steps) if options.max_steps else steps
 
 
 def steps_to_make(options: TrainOptions, samples: int) -> int:
-    """Updates that a job makes of a training split of so many samples, at least one."""
+    """Returns the number of updates of a job on a training split of `samples` samples, at least one."""
     order = Order(samples, min(options.batch, samples), options.seed, options.drop_last)
     begun = options.start_epoch * order.steps_per_epoch
     return max(1, total_steps(options, order.steps_per_epoch) - begun)
@@ -288,7 +288,7 @@ def _groups(model: nn.Module, options: TrainOptions) -> list[dict[str, object]]:
 
 
 def learning_rate(options: TrainOptions, step: int, steps_per_epoch: int) -> float:
-    """The rate for update number `step`, counted from 0.
+    """Returns the learning rate for update number `step`, counted from 0.
 
     Source for one-cycle: Smith and Topin 2017, arXiv:1708.07120, without the momentum cycle; for cosine: Loshchilov
     and Hutter 2016, arXiv:1608.03983, without restarts.

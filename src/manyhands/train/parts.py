@@ -1,4 +1,4 @@
-"""What a trainer is built from: the parts of a job, or of a user's own loop around their network and optimizer."""
+"""The parts that a trainer is built from, for a job or for a custom loop."""
 
 import dataclasses
 import functools
@@ -53,7 +53,7 @@ PlanLike = Plan | str | Path | Mapping[str, str]
 
 
 class SpokenJournal(Journal):
-    """Says what the user must know, since nobody draws a screen; without a run folder nothing is recorded."""
+    """A journal that prints important events, for runs without a screen; records nothing without a run folder."""
 
     def __init__(self, folder: RunFolder | None, rank: int) -> None:
         super().__init__(folder or NOWHERE, rank)
@@ -73,7 +73,7 @@ class SpokenJournal(Journal):
 
 @dataclass(frozen=True)
 class CustomParts:
-    """What a loop of the user's own brings."""
+    """The objects of a custom loop."""
 
     model: nn.Module  # the network
     optimizer: torch.optim.Optimizer  # of its parameters
@@ -86,7 +86,7 @@ class CustomParts:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a trainer is built from. A job's parts and those of a user's own loop differ in these fields alone."""
+    """The parts of a trainer. Jobs and custom loops differ only in these fields."""
 
     job: Job  # what the user asked for
     folder: RunFolder  # where the run is kept, or NOWHERE
@@ -127,14 +127,14 @@ class Parts:
         *,
         header: bool = True,
     ) -> "Parts":
-        """The parts of a job that `fit` does.
+        """Creates the parts of a job for `fit`.
 
         Args:
             job: as the user has it, with everything resolved.
-            folder: where the run is kept.
-            world: who takes part.
-            mode: the parallel mode in force.
-            objects: what the user brought instead of names.
+            folder: the run folder.
+            world: the processes.
+            mode: the parallel mode.
+            objects: the Python objects of the user.
             plan: how ops are split, for modes that follow a plan.
             splits: the job's data, where that was opened before.
             header: False where what is trained on is recorded already.
@@ -177,9 +177,9 @@ class Parts:
 
     @classmethod
     def from_objects(cls, job: Job, folder: RunFolder | None, world: World, own: CustomParts) -> "Parts":
-        """The parts of a user's own loop, around their network and optimizer; a collective.
+        """Creates the parts of a custom loop from its network and optimizer; a collective.
 
-        Records what is trained on what. The job has the batch; without a folder nothing is kept.
+        Records the setup. The batch comes from the job; without a folder nothing is saved.
 
         Raises:
             UserError: network, data, plan and job don't fit together.
@@ -234,7 +234,7 @@ class Parts:
 
 
 def as_plan(plan: PlanLike) -> Plan:
-    """A plan from what users write: a Plan, the path of a plan.json, or strategies by op with the mesh among them."""
+    """Converts a Plan, the path of a plan.json, or a dict with the mesh and strategies by op into a plan."""
     if isinstance(plan, Plan):
         return plan
     if isinstance(plan, str | Path):
@@ -243,7 +243,8 @@ def as_plan(plan: PlanLike) -> Plan:
     if not isinstance(given, Mapping) or not all(
         isinstance(word, str) for word in (given.get("mesh"), *given.values())
     ):
-        raise UserError("unknown type of plan", "plan", ('pass plan.json or {"mesh": "dp=2", "fc": "o@dp"}',))
+        hints = ('pass "plan.json" or {"mesh": "dp=2", "fc": "o@dp"}',)
+        raise UserError("plan is neither a path nor a dict of strings with the key mesh", "plan", hints)
     return Plan(parse_mesh(plan["mesh"]), {name: text for name, text in plan.items() if name != "mesh"})
 
 
@@ -256,9 +257,9 @@ def set_determinism(job: Job) -> None:
 
 
 def refuse_uncuttable(parts: Parts) -> None:
-    """Raises UserError for what doesn't go with a network that is cut, or for a pin that can't be kept.
+    """Raises UserError for options that contradict a sharded network, or for a pin that can't be applied.
 
-    What an earlier start of the run was pinned to has no effect under another mode, which is said.
+    Pins of an earlier start have no effect under another mode, which is reported.
     """
     job, plan, mode = parts.job, parts.plan, parts.mode
     if plan is None and job.parallel.pin and not (parts.folder is not NOWHERE and parts.folder.has_checkpoints()):
@@ -268,7 +269,7 @@ def refuse_uncuttable(parts: Parts) -> None:
     if plan is None and not takes_mesh(mode):
         idle = [name for name in ("pin", "mesh", "plan") if getattr(job.parallel, name)]
         if idle and mode != MODE_ALONE and not job.parallel.searches:
-            parts.journal.event("warning", f"parallel.{idle[0]} has no effect under {mode}, only under semi and auto")
+            parts.journal.event("warning", f"the parallel mode {mode} ignores parallel.{idle[0]}")
         return
     if job.checkpoint.pth_tar:
         hints = ("remove checkpoint.pth_tar, and after training run: manyhands checkpoint merge RUN weights.pth",)
@@ -287,10 +288,10 @@ def record_setup(
     layouts: Mapping[str, TensorLayout] = {},
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Records what is trained on what, in three lines: the first ones on the screen, in a log and in the report.
+    """Records data, network and training settings in three lines, the first ones on screen, in a log and in the report.
 
-    `layouts` are of parameters that this process has pieces of, `optimizer` is the user's own where it is made already.
-    A user's own loop decides how many epochs there are and what is evaluated.
+    `layouts` are those of sharded parameters, `optimizer` is the custom optimizer if it exists already. A custom loop
+    decides the number of epochs and the evaluated data.
     """
     job, objects, custom_loop, world = parts.job, parts.objects, parts.custom_loop, parts.world
     options, count = job.train, len(splits.train)
@@ -428,10 +429,10 @@ def _follow_parameters(own: CustomParts, names: dict[int, str]) -> None:
 
 
 def grid_of(job: Job, world: World, mode: str) -> Grid | None:
-    """The processes as the network's author sees them, where a mode takes a mesh; one axis dp unless the job says more.
+    """Returns the mesh of the job for modes with a mesh; by default one axis, dp.
 
     Raises:
-        UserError: the mesh doesn't have as many places as there are processes.
+        UserError: the size of the mesh is not the number of processes.
     """
     if not takes_mesh(mode):
         return None

@@ -1,4 +1,4 @@
-"""imagenet main.py's own files, written at the end of each epoch as it does, so that its --resume goes on from them."""
+"""Checkpoints in the format of the ImageNet example main.py, written after each epoch, for its --resume."""
 
 import math
 import shutil
@@ -23,7 +23,7 @@ WRITTEN = "pth_tar.json"
 def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
     """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best.
 
-    A collective where the network is sharded. A full disk costs the files, not the run.
+    A collective if the network is sharded. On a full disk, the files are not written and the run continues.
     """
     phase, trainer.phase = trainer.phase, "save"
     trainer.synchronizer.average_buffers(trainer.progress.step)
@@ -43,7 +43,7 @@ def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
 
 
 def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps_per_epoch: int) -> Snapshot:
-    """The snapshot as main.py has it after its scheduler's step: with the rates of the epoch that comes next."""
+    """Converts a snapshot to main.py's state after the scheduler's step, with the learning rate of the next epoch."""
     assert snapshot.optimizer is not None
     rate = learning_rate(options, progress.step, steps_per_epoch)
     # The choice of kernels is this machine's, not the training's.
@@ -63,9 +63,9 @@ def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps
 
 
 def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
-    """Refuses to go on from main.py's file with another network or rates than it was trained with.
+    """Refuses to resume a main.py file with another network or other rates than it was trained with.
 
-    main.py takes all of these from the file, whatever its flags say; here the job says them.
+    main.py reads these from the file and ignores its flags; here the job defines them.
 
     Raises:
         UserError: the file and the job differ.
@@ -141,7 +141,7 @@ def _make_room(path: Path, trainer: Trainer) -> None:
         return
     aside = free_name(path.parent, path.name.removesuffix(".pth.tar"), ".pth.tar")
     path.rename(aside)
-    trainer.journal.event("note", f"{path.name} existed before this run and is now {aside.name}")
+    trainer.journal.event("note", f"{path.name} existed before this run and was renamed to {aside.name}")
 
 
 def _remember(trainer: Trainer, written: list[Path]) -> None:

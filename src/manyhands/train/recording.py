@@ -16,7 +16,7 @@ from manyhands.train.trainer import Trainer
 
 
 def record_status(trainer: Trainer, status: Status) -> None:
-    """Records what a status round has found; a collective where it says so on all processes."""
+    """Records the result of a status round; a collective if the status requires one, the same on all processes."""
     progress, steps_per_epoch = trainer.progress, trainer.feed.order.steps_per_epoch
     if progress.step == 1:
         trainer.journal.event("first-step", step=1)
@@ -62,7 +62,7 @@ def record_status(trainer: Trainer, status: Status) -> None:
 
 
 def record_time(trainer: Trainer) -> None:
-    """Records all processes' seconds by phase since the last call; a collective, unless nothing is recorded."""
+    """Records the seconds by phase of all processes since the last call; a collective if there is a run folder."""
     if trainer.folder is NOWHERE:
         return
     progress = trainer.progress
@@ -80,10 +80,10 @@ def record_time(trainer: Trainer) -> None:
 
 
 def record_replaced(trainer: Trainer) -> None:
-    """Tells of the pictures that others were given for since the last time; a collective.
+    """Records the pictures that were replaced since the last call; a collective.
 
     Raises:
-        RunError: they are too many by now; alike on all processes.
+        RunError: too many pictures were replaced; raised on all processes.
     """
     mine = trainer.feed.loader.replaced
     found = {name for names in gather_plain(mine, trainer.world) for name in names}
@@ -96,7 +96,7 @@ def record_replaced(trainer: Trainer) -> None:
 
 
 def record_epoch(trainer: Trainer) -> None:
-    """Calls the user's function on rank 0 where an epoch has just ended; what it raises ends the run."""
+    """Calls the user's function on rank 0 at the end of an epoch; an exception ends the run."""
     progress = trainer.progress
     if trainer.at_epoch_end is None or not trainer.world.is_main or progress.step_in_epoch:
         return

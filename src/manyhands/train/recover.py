@@ -1,4 +1,4 @@
-"""Finds where a run goes on: its own newest checkpoint, another's, or imagenet main.py's file."""
+"""Finds the checkpoint to resume from: of this run, of another run, or of the ImageNet example main.py."""
 
 import contextlib
 import hashlib
@@ -24,7 +24,7 @@ from manyhands.parallel.plain import broadcast_plain, broadcast_tensors
 
 @dataclass(frozen=True)
 class Resumable:
-    """A state to go on from."""
+    """A state to resume from."""
 
     snapshot: Snapshot  # the state
     path: Path  # where it was
@@ -34,18 +34,18 @@ class Resumable:
 
 
 def find_state(job: Job, folder: RunFolder, world: World, *, in_pieces: bool = False) -> Resumable | None:
-    """The state that the job says to go on from, or None for a fresh start; equal on all processes.
+    """Returns the state that the job resumes from, or None for a new run; the same on all processes.
 
-    Rank 0 decides. A process that doesn't see the same files (another machine) is given rank 0's state.
+    Rank 0 decides. A process on a machine with other files receives the state of rank 0.
 
     Args:
-        job: says where to look.
-        folder: of the run.
-        world: who takes part.
-        in_pieces: each process is to read its own pieces later, where all see the checkpoint.
+        job: names the checkpoint.
+        folder: the run folder.
+        world: the processes.
+        in_pieces: each process reads its own shards later, if all processes see the checkpoint.
 
     Raises:
-        UserError: the named state is missing, torn, or holds code.
+        UserError: the state is missing, damaged, or contains code.
     """
     found = None
     # Another machine may not have what rank 0 has; then it is given it below.
@@ -129,7 +129,7 @@ def _identity(found: Resumable | None) -> int:
 
 
 def outputs_of(snapshot: Snapshot) -> int:
-    """Outputs of the network that a foreign checkpoint holds: the length of its last tensor; 0 for our own."""
+    """Returns the number of outputs in a foreign checkpoint, the length of its last tensor; 0 for manyhands' own."""
     if not snapshot.state.get("foreign") or not snapshot.model:
         return 0
     last = list(snapshot.model.values())[-1]
@@ -137,7 +137,7 @@ def outputs_of(snapshot: Snapshot) -> int:
 
 
 def training_digest(job: Job, length: int) -> str:
-    """Of everything that decides which samples a step sees; two jobs of equal digest can go on mid-epoch."""
+    """Returns a digest of the settings that select samples; with equal digests, a run can resume within an epoch."""
     text = f"{length} {job.train.batch} {job.train.seed} {job.train.drop_last}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -145,10 +145,10 @@ def training_digest(job: Job, length: int) -> str:
 def check_position(
     snapshot: Snapshot, digest: str, steps_per_epoch: int, parameter_names: list[str], where: str
 ) -> None:
-    """Places a foreign or changed run at the start of an epoch, or refuses what can't be placed.
+    """Moves a foreign checkpoint or a changed run to the start of an epoch, if possible.
 
     Raises:
-        UserError: the checkpoint lies within an epoch of other batches than this job's.
+        UserError: the checkpoint is from the middle of an epoch, and the batches have changed.
     """
     state = snapshot.state
     if state.get("foreign"):
@@ -171,14 +171,14 @@ def check_position(
 
 
 def refuse_later_checkpoints(folder: Path, step: int) -> None:
-    """Refuses to go on below checkpoints of later steps: those would win over every new one, which is then lost.
+    """Refuses to resume before later checkpoints, which would be preferred to every new checkpoint.
 
     Args:
-        folder: where this run's checkpoints are kept.
-        step: where the run is about to go on, counted in this job's updates.
+        folder: the checkpoints folder of the run.
+        step: the step to resume from, in updates of this job.
 
     Raises:
-        UserError: a later checkpoint is there, since the run is turned back or its batch was changed.
+        UserError: there is a later checkpoint, because the run goes back or its batch was changed.
     """
     later = [path for path in files.step_folders(folder) if (files.step_of(path) or 0) > step]
     path = newest(folder)[0] if later else None
@@ -186,5 +186,5 @@ def refuse_later_checkpoints(folder: Path, step: int) -> None:
         raise UserError(
             f"the run would resume from step {step}, but its folder has a later checkpoint, {path.name}",
             str(folder),
-            ("resume in another folder: --out NEW --resume CHECKPOINT", "or restore the run's first train.batch"),
+            ("resume in another folder: --out NEW --resume CHECKPOINT", "or restore the earlier train.batch"),
         )

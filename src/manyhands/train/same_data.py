@@ -1,7 +1,7 @@
-"""Proves that all processes see the same data: classes, labels, names of files, and what is in them.
+"""Checks that all processes see the same data: classes, labels, file names and contents.
 
-Reading everything would take as long as an epoch, so of contents as much is compared as is read in a moment, spread
-over the split: all of a small one.
+Reading all contents would take as long as an epoch, so only a part is compared, spread evenly over the split; a small
+split is compared entirely.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ HELD_OUT = "held-out"
 
 
 def refuse_other_data(splits: Splits, world: World) -> None:
-    """Raises UserError where a process sees other data than rank 0; a collective."""
+    """Raises UserError if a process has different data than rank 0; a collective."""
     if world.alone:
         return
     parts = dict(_parts(splits, elsewhere=world.local_size < world.size))
@@ -51,19 +51,19 @@ def refuse_other_data(splits: Splits, world: World) -> None:
 
 
 def digest_data(splits: Splits) -> dict[str, str]:
-    """Digests of a run's data by name: lengths, shapes, labels, names of files, and some of the samples."""
+    """Returns digests of the data by name: lengths, shapes, labels, file names, and some of the samples."""
     found = {name: _digest(content).hex() for name, content in _parts(splits, elsewhere=False)}
     return found if splits.held_out is not None else {**found, f"{HELD_OUT} data": ""}
 
 
 def digest_trainable(model: nn.Module) -> dict[str, str]:
-    """A digest of the names of the parameters that are trained."""
+    """Returns a digest of the names of the trainable parameters."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {TRAINABLE: _digest(name.encode() for name in names).hex()}
 
 
 def digest_weights(model: nn.Module) -> dict[str, str]:
-    """A digest of a network's initial weights; empty if they can't be compared with those of another start.
+    """Returns a digest of a network's initial weights; empty if they can't be compared with those of another start.
 
     A program that doesn't seed torch (with a number below 2^32) has other random weights at each start. A network that
     this process has trained or loaded before has no initial weights.
@@ -85,7 +85,7 @@ def split_names(splits: Splits) -> Iterator[tuple[str, Source]]:
 
 
 def class_changes(old: Sequence[str], new: Sequence[str]) -> str:
-    """Describes how class names differ, their order included; empty if they are equal or unknown on one side.
+    """Describes how class names or their order differ; empty if they are equal, or unknown on one side.
 
     A class named like its number has no known name.
     """
@@ -94,7 +94,7 @@ def class_changes(old: Sequence[str], new: Sequence[str]) -> str:
         return ""
     gone, added = [name for name in then if name not in now], [name for name in now if name not in then]
     if not gone and not added:
-        return f"the classes of the data are in another order: {_quoted(now)}, and were {_quoted(then)}"
+        return f"the order of the classes changed from {_quoted(then)} to {_quoted(now)}"
     found = [f"{_quoted(names)} {word}" for names, word in ((gone, "removed"), (added, "added")) if names]
     return f"the classes of the data changed: {', '.join(found)}"
 
@@ -112,7 +112,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> None:
-    """Refuses to resume with other class names than the checkpoint has: the outputs would change their meaning.
+    """Refuses to resume with class names that differ from the checkpoint's, because outputs would change their meaning.
 
     Raises:
         UserError: the names or their order changed.

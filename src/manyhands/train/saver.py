@@ -1,4 +1,4 @@
-"""When and how a run saves: the writer beside training, who writes, and the interval between checkpoints."""
+"""Saves checkpoints in the background: the writer, the ranks that write, and the interval between checkpoints."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ SAVED, NOT_SAVED, NOT_FINITE = "saved", "not saved", "not finite"
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended."""
+    """The result of a save."""
 
     word: str = SAVED  # SAVED, NOT_SAVED or NOT_FINITE
     what: str = ""  # the disk's words, where it wasn't saved; else the checkpoint's name
@@ -31,14 +31,14 @@ class SaveOutcome:
 
 
 class Saver:
-    """One save at a time, on a process that writes; the others know that one goes on.
+    """Runs one save at a time on a process that writes; the other processes track it.
 
     Attributes:
-        step: of the save that goes on, None where none does; equal on all processes.
-        waited_s: how long training waited for the copy that is written.
-        stalled_s: how long it stood still for this save so far.
-        wrote_s: how long this process wrote beside training.
-        has_run: whether a save of this process has found the run's job file in its folder.
+        step: the step of the save in progress, or None; equal on all processes.
+        waited_s: the seconds that training waited for the snapshot.
+        stalled_s: the seconds that training was blocked by this save so far.
+        wrote_s: the seconds that this process wrote in the background.
+        has_run: True if a save of this process found the job file in the run folder.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Saver:
         self._error: Exception | None = None
 
     def begin(self, step: int, write: Callable[[], SaveOutcome] | None, *, beside: bool = True) -> None:
-        """Has a checkpoint written, beside training or before this returns; `write` is None on who writes none."""
+        """Starts a save, in the background or blocking; `write` is None on processes that don't write."""
         self.step, self._outcome, self._error, self.wrote_s = step, None, None, 0.0
         if write is not None and beside:
             self._thread = threading.Thread(target=self._run, args=(write,), name="saving", daemon=True)
@@ -61,16 +61,16 @@ class Saver:
 
     @property
     def done(self) -> bool:
-        """True where this process has written what it was to write."""
+        """True if this process has finished writing."""
         return self._outcome is not None or self._error is not None
 
     def wait(self) -> None:
-        """Until what this process writes is written, or can't be; no collective."""
+        """Waits until this process has finished writing or failed; not a collective."""
         if self._thread:
             self._thread.join()
 
     def end(self) -> SaveOutcome | None:
-        """Waits, and gives how it ended; None where this process writes nothing. Raises what wasn't foreseen."""
+        """Waits and returns the result; None if this process doesn't write. Raises unexpected exceptions."""
         self.wait()
         self.step = self._thread = None
         if self._error:
@@ -91,14 +91,14 @@ class Saver:
 
 
 def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int, range]:
-    """The ranks that write checkpoints, each with those of its machine, equal on all processes; a collective.
+    """Returns the ranks that write checkpoints, each with the ranks of its machine, the same everywhere; a collective.
 
-    Rank 0, and the first one of a machine that doesn't see rank 0's disk.
+    These are rank 0 and the first rank of each machine that doesn't see the disk of rank 0.
 
     Args:
-        folder: of the run.
-        world: who takes part.
-        in_pieces: each process writes its own piece, which needs a disk that all share.
+        folder: the run folder.
+        world: the processes.
+        in_pieces: each process writes its own shards, which requires a shared disk.
     """
     if world.local_size == world.size or in_pieces or folder is NOWHERE:
         return {0: range(world.local_size)}
@@ -135,27 +135,26 @@ _ENDS = {*_FAILS, "regrouped", "stopped", "interrupted", "finished"}
 
 
 def best_interval(save_s: float, between_failures_s: float) -> float:
-    """Seconds between saves under which saving and making again what a failure took cost the least, within bounds.
+    """Returns the seconds between saves that minimize the cost of saves and of repeated work, within bounds.
 
-    It is no longer than what keeps saves to a hundredth of the time, or a minute where they take less. Else it is
-    sqrt(2 * cost of a save * time between failures): J. W. Young, A first order approximation to the optimum checkpoint
-    interval, CACM 17(9), 1974; J. T. Daly's estimate of higher order (FGCS 22, 2006) differs where a save takes as long
-    as the time between failures.
+    The interval is sqrt(2 * cost of a save * time between failures): J. W. Young, A first order approximation to the
+    optimum checkpoint interval, CACM 17(9), 1974; J. T. Daly's estimate of higher order (FGCS 22, 2006) differs if a
+    save takes as long as the time between failures. The limit is a minute, or more if saves then take over 1 % of time.
     """
     longest_s = min(LONGEST_S, max(USUAL_S, save_s / SHARE))
     return min(longest_s, max(SHORTEST_S, math.sqrt(2 * save_s * between_failures_s)))
 
 
 def between_failures(failures: int, trained_s: float, machines: int) -> float:
-    """Seconds that a run is expected to go on for; never longer than is expected before anything was seen."""
+    """Returns the expected seconds between failures; at most the initial assumption."""
     expected_s = EXPECTED_S / machines
     return min(expected_s, (trained_s + WEIGHT_S) / (failures + WEIGHT_S / expected_s))
 
 
 def seen_failures(folder: RunFolder) -> tuple[int, float]:
-    """How often a run's earlier starts ended by a failure, also without a word, and how many seconds they trained.
+    """Returns the number of failures in earlier starts of a run, recorded or not, and the seconds of training.
 
-    One that cost no work, since another process saved it, counts too: the next one may take all.
+    A failure without lost work counts too, because the next one may lose work.
     """
     failures, trained_s = 0, 0.0
     began_s: float | None = None
@@ -173,11 +172,11 @@ def seen_failures(folder: RunFolder) -> tuple[int, float]:
 
 
 class SaveInterval:
-    """Seconds between checkpoints, as rank 0's clock counts them: what it says all learn with the next status.
+    """Determines the seconds between checkpoints on rank 0; the other ranks receive them in the next status round.
 
     Args:
         folder: the run folder, whose events record earlier starts.
-        world: how many machines there are.
+        world: the processes.
     """
 
     def __init__(self, folder: RunFolder, world: World) -> None:
@@ -189,26 +188,26 @@ class SaveInterval:
         self._saves_s: deque[float] = deque(maxlen=_SAVES)
 
     def trained(self, seconds: float, samples: int, *, saving: bool) -> None:
-        """Notes how long some samples took: beside a save longer than usual, maybe."""
+        """Records the training time of some samples, which may be longer during a save."""
         if samples and not saving:
             self._usual_s.append(seconds / samples)
         elif samples and len(self._usual_s) >= _ENOUGH:
             self._excess_s += seconds - samples * statistics.median(self._usual_s)
 
     def saved(self, waited_s: float, wrote_s: float) -> float:
-        """Notes a save that training waited for and a thread wrote; seconds from it to the next."""
+        """Records the times of a save; returns the seconds until the next one."""
         # A thread holds training up for no longer than it writes.
         self._saves_s.append(waited_s + min(wrote_s, max(0.0, self._excess_s)))
         self._excess_s = 0.0
         return best_interval(statistics.median(self._saves_s), self._between_failures_s())
 
     def record(self, seconds: float, journal: Journal, step: int) -> None:
-        """Records what was chosen, and again where it is another by far; says it once, when it has an effect."""
+        """Records the interval, and again after a large change; reports it once, when it takes effect."""
         save_s, fails_s = statistics.median(self._saves_s), self._between_failures_s()
-        seen = f"{self.failures} seen" if self.failures else "none seen; assumed"
+        seen = f"{self.failures} so far" if self.failures else "none so far"
         message = (
-            f"a checkpoint every {seconds:.0f} s, because each delays training by {save_s:.2g} s and failures are "
-            f"expected every {fails_s / 3600:.2g} h ({seen})"
+            f"saving a checkpoint every {seconds:.0f} s, because a save delays training by {save_s:.2g} s and "
+            f"a failure is expected every {fails_s / 3600:.2g} h ({seen})"
         )
         if not self._reported_s or max(seconds / self._reported_s, self._reported_s / seconds) >= _REPORT_RATIO:
             self._reported_s = seconds

@@ -1,4 +1,4 @@
-"""Saving and loading checkpoints and rank states, as the loop asks for them."""
+"""Saves and loads checkpoints and the synchronization state of each rank."""
 
 import functools
 import time
@@ -62,13 +62,13 @@ def save(trainer: Trainer) -> None:
 
 @CLOCK.within(SAVING)
 def finish_save(trainer: Trainer, *, written: int | None = None) -> None:
-    """Waits for the save that goes on and learns how it ended; a collective. Nothing where none goes on.
+    """Waits for the save in progress, if any, and handles its result; a collective.
 
-    A full disk or the like costs the checkpoint, not the run, and is said loudly.
+    After a disk error, the run continues without this checkpoint, with a warning.
 
     Args:
-        trainer: whose save it is.
-        written: how many processes have written their part, where it isn't to be waited for.
+        trainer: the trainer.
+        written: the number of processes that have finished writing; given to avoid waiting.
     """
     saver, started = trainer.saver, time.perf_counter()
     step = saver.step
@@ -96,21 +96,21 @@ def finish_save(trainer: Trainer, *, written: int | None = None) -> None:
 
 
 def _compare(trainer: Trainer, step: int, outcomes: dict[int, SaveOutcome]) -> None:
-    """Two copies of a checkpoint that differ are a drift: rank and tensor are named, where it is the network's."""
+    """Reports copies of a checkpoint that differ, and checks the replicas to name the rank and tensor."""
     copies = {rank: outcome.digests for rank, outcome in outcomes.items() if outcome.word == SAVED}
     for rank, digests in copies.items():
         other = [name for name, digest in copies.get(0, digests).items() if digests.get(name) != digest]
         if other:
             trainer.verify_replicas()
-            message = f"rank {rank}'s copy of the checkpoint of step {step} differs from rank 0's: {', '.join(other)}"
+            message = f"the checkpoint copies of ranks 0 and {rank} differ at step {step}: {', '.join(other)}"
             trainer.journal.event("warning", message, step)
 
 
 def rescue(trainer: Trainer) -> bool:
-    """Saves where this process has come to, without the others, one of which has failed; True when it is saved.
+    """Saves the last update on this process after another process failed; returns True if it was saved.
 
-    All hold the same network then, so whoever has made the furthest update saves for all, and nothing that was trained
-    is lost. It can't be done where processes hold pieces, or more than the network is held by each alone.
+    All processes have the same network, so the process with the latest update saves for all, and no update is lost.
+    Impossible if the network is sharded, or if processes have state of their own.
     """
     network, progress = trainer.network, trainer.progress
     held_alone = network.sharded or network.layouts or trainer.synchronizer.own
@@ -155,10 +155,10 @@ def _beside_the_network(trainer: Trainer) -> dict[str, Any]:
 
 
 def save_last(trainer: Trainer) -> None:
-    """Saves where a run ends: what isn't saved now is lost, so here a failure is the run's.
+    """Saves the end of a run. Unlike in `finish_save`, a failed save ends the run with an error.
 
     Raises:
-        RunError: there is no checkpoint of the run's last step; on all processes alike.
+        RunError: the last step was not saved; raised on all processes.
     """
     save(trainer)
     finish_save(trainer)
@@ -207,12 +207,12 @@ def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int)
 
 
 def rank_states_folder(checkpoints: Path, world: World) -> Path:
-    """Where a process keeps what only it has."""
+    """Returns the folder for the synchronization state of this process."""
     return checkpoints / f"rank-{world.rank:05d}-of-{world.size:05d}"
 
 
 def save_rank_state(trainer: Trainer) -> None:
-    """Has every process save what only it has; a collective. Who can't is named, and the checkpoint is made without."""
+    """Saves the synchronization state of each process; a collective. A failure is reported and doesn't end the run."""
     own = trainer.synchronizer.state()
     if own is None:
         return
@@ -232,11 +232,11 @@ def save_rank_state(trainer: Trainer) -> None:
         said = error.message
     for rank, word in enumerate(gather_plain(said, trainer.world)):
         if word:
-            trainer.journal.event("warning", f"rank {rank} could not save its rank state: {word}", step)
+            trainer.journal.event("warning", f"rank {rank} could not save its synchronization state: {word}", step)
 
 
 def prune_rank_states(trainer: Trainer) -> None:
-    """Deletes what goes with checkpoints that are no longer kept; once a newer one has been committed."""
+    """Deletes the synchronization states of deleted checkpoints, after a newer one has been committed."""
     if trainer.synchronizer.own:
         folder = rank_states_folder(trainer.folder.checkpoints, trainer.world)
         best = folder / f"step-{trainer.progress.best_step:08d}"
@@ -244,11 +244,11 @@ def prune_rank_states(trainer: Trainer) -> None:
 
 
 def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
-    """Gives every process back what it alone had at a checkpoint, where all find theirs; a collective.
+    """Restores the synchronization state of each process, if all processes find theirs; a collective.
 
     Args:
-        trainer: whose network has been given the checkpoint's, and how far it had come.
-        checkpoint: the folder, which may lie on another machine's disk.
+        trainer: the trainer, whose network and progress are restored already.
+        checkpoint: the checkpoint folder, which may be on another machine.
     """
     if not trainer.synchronizer.own:
         return
@@ -257,7 +257,7 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
     words = gather_plain(said, trainer.world)
     missing = [rank for rank, word in enumerate(words) if word]
     if missing or not found:
-        what = f"resuming without the rank state of rank {missing[0]}: {words[missing[0]]}"
+        what = f"resuming without the synchronization state of rank {missing[0]}: {words[missing[0]]}"
         trainer.journal.event("warning", what, trainer.progress.step)
         return
     trainer.synchronizer.load(found.model, {key: int(value) for key, value in found.state["numbers"].items()})
@@ -269,7 +269,7 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
-    """What this process alone had at a checkpoint, or why that can't be taken."""
+    """Returns the synchronization state of this process at a checkpoint, or the reason why it can't be used."""
     # The run's own folder, and the one that it goes on from, which may be another run's.
     folders = [rank_states_folder(folder, trainer.world) for folder in (trainer.folder.checkpoints, checkpoint.parent)]
     path = next((folder / checkpoint.name for folder in folders if (folder / checkpoint.name).is_dir()), None)
@@ -290,7 +290,7 @@ def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
 
 
 def _belongs_to(trainer: Trainer) -> list[Any]:
-    """What tells a checkpoint from others of the same step: sums over the bits of the agreed network."""
+    """Identifies a checkpoint among those of the same step: checksums of the synchronized network."""
     with trainer.synchronizer.averaged():
         sums = checksums(list(split_state(trainer.network.inner)[0].values())).sum(0).tolist()
     return [trainer.progress.step, *sums]

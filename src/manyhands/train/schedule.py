@@ -1,4 +1,4 @@
-"""The learning rates of each update: by a schedule of ours, the user's function of the step, or a torch scheduler."""
+"""The learning rates of each update: by a built-in schedule, a custom function of the step, or a torch scheduler."""
 
 import inspect
 import json
@@ -25,10 +25,10 @@ _INNER = "_schedulers"  # those that one is made of
 
 
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Its state as data that JSON gives back as it was; functions and counters are constants of its making.
+    """Returns the scheduler's state as JSON data, without functions and counters, which its constructor creates.
 
     Raises:
-        UserError: it keeps something else.
+        UserError: the state contains unsupported types.
     """
     found = dict[str, Any]()
     for name, value in scheduler.state_dict().items():
@@ -37,16 +37,16 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
         except TypeError as error:
             kind = type(scheduler).__name__
             hints = ("store only numbers, strings, lists and dicts", "or return only those from state_dict")
-            what = f"the scheduler {kind} has a {error} in {name}, which a checkpoint can't hold"
+            what = f"the attribute {name} of the scheduler {kind} is a {error}, which can't be saved"
             raise UserError(what, f"{kind}.state_dict", hints) from None
     return found
 
 
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Puts a scheduler where it was, by what `scheduler_state` has given of it; the rest stays as it was made.
+    """Restores a scheduler from the result of `scheduler_state`; other attributes keep their initial values.
 
     Raises:
-        Exception: this is no state of it; see `reading_of`.
+        Exception: the state belongs to another scheduler; see `reading_of`.
     """
     given = {name: from_plain_data(value) for name, value in state.items()}
     _refuse_state_of_another(scheduler, given)
@@ -57,7 +57,7 @@ def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def reading_of(where: str) -> Generator[None]:
-    """Whatever fails in here is the fault of a scheduler's state in the checkpoint `where`: UserError."""
+    """Converts exceptions in the context to a UserError about the scheduler's state in the checkpoint `where`."""
     try:
         yield
     except Exception as error:
@@ -77,12 +77,12 @@ def _refuse_state_of_another(scheduler: LRScheduler, given: Mapping[str, Any]) -
 
 
 def refuse_other_kinds(found: Mapping[str, Any], made: Mapping[str, Any], taken: Callable[[str], bool]) -> None:
-    """Raises ValueError where values by name can't take the place of what is there.
+    """Raises ValueError if a value has another type than the existing value of the same name.
 
     Args:
-        found: the values.
-        made: what is there, as plain data.
-        taken: whether a name that isn't among it stands for something else.
+        found: the new values.
+        made: the existing values, as plain data.
+        taken: returns True for a further name that is allowed.
     """
     for name, value in found.items():
         if not _fits(value, from_plain_data(made[name])) if name in made else taken(name):
@@ -90,7 +90,7 @@ def refuse_other_kinds(found: Mapping[str, Any], made: Mapping[str, Any], taken:
 
 
 def _fits(value: Any, made: Any) -> bool:
-    """Whether a value is of another's kind: a number for a number, a text for a text, and so on in lists and dicts."""
+    """True if a value has the same type as another one, also within lists and dicts."""
     if isinstance(made, list | tuple):
         alike = isinstance(value, list | tuple) and len(value) == len(made)
         return alike and all(map(_fits, value, made))
@@ -104,7 +104,7 @@ def _fits(value: Any, made: Any) -> bool:
 
 
 def as_plain_data(value: Any) -> Any:
-    """Numbers, texts and None, in lists, tuples and dicts, as JSON can hold them. Raises TypeError: names the kind."""
+    """Converts numbers, texts, None, lists, tuples and dicts to JSON data. Raises TypeError with the type's name."""
     kind = type(value).__name__
     if type(value) is dict:
         return {kind: [[as_plain_data(key), as_plain_data(one)] for key, one in value.items() if not _is_constant(one)]}
@@ -116,7 +116,7 @@ def as_plain_data(value: Any) -> Any:
 
 
 def from_plain_data(value: Any) -> Any:
-    """What `as_plain_data` was given. Raises ValueError, TypeError, KeyError: nothing that it gives."""
+    """The inverse of `as_plain_data`. Raises ValueError, TypeError or KeyError for other data."""
     if isinstance(value, list):
         raise TypeError("unsupported list")
     if not isinstance(value, dict):
@@ -139,16 +139,16 @@ _NOTHING = inspect.Parameter("nothing", inspect.Parameter.POSITIONAL_ONLY)
 def make_schedule(
     optimizer: torch.optim.Optimizer, options: TrainOptions, steps_per_epoch: int, own: Callable[..., Any] | None = None
 ) -> SetRates:
-    """What sets the rates; one of the user's own is tried for the first update.
+    """Creates the function that sets learning rates; a custom schedule is tested for the first update.
 
     Args:
-        optimizer: whose rates are set, as it was just made.
-        options: the train section; an optimizer of the user's own has its own peak rate.
-        steps_per_epoch: updates in an epoch.
-        own: the user's function, from Python; it wins over the name in the options.
+        optimizer: the new optimizer.
+        options: the train section; a custom optimizer has its own peak rate.
+        steps_per_epoch: the number of updates in an epoch.
+        own: the custom function from Python; it overrides the name in the options.
 
     Raises:
-        UserError: the user's function isn't what `train.schedule` may be.
+        UserError: the custom function is not a valid schedule.
     """
     function, options = brought(_WHERE, options.schedule, own), with_own_rate(options, optimizer)
     if function is None:
@@ -217,13 +217,12 @@ def _part(value: Any, step: int) -> float:
 
 
 class CustomScheduler:
-    """A torch scheduler, stepped once before each update but the first; one that waits for a loss, by each evaluation.
+    """A torch scheduler, stepped before each update except the first, or after each evaluation if it needs the loss.
 
-    Where a run goes on, it goes on from its saved state; made otherwise than before (a longer run's), it makes all
-    steps again, so that a longer run's end is in it from the start.
+    A resumed run restores its saved state; if it was created differently (for a longer run), it repeats all steps.
 
     Attributes:
-        waits: for the loss of an evaluation, as ReduceLROnPlateau does.
+        waits: True if it needs the loss of an evaluation, as ReduceLROnPlateau does.
     """
 
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -254,19 +253,19 @@ class CustomScheduler:
             self._advance(step)
 
     def evaluated(self, loss: float) -> None:
-        """Is told the loss of an evaluation."""
+        """Steps the scheduler with the loss of an evaluation, if it needs the loss."""
         if self.waits:
             self._scheduler.step(loss)
 
     def saved(self) -> str:
-        """Where it is, as JSON."""
+        """Returns its state as JSON data."""
         return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._now()})
 
     def resume(self, saved: str, step: int) -> None:
-        """Is put where it was when `saved` was made, where that fits a run that has made so many updates.
+        """Restores the result of `saved` if it fits a run with `step` updates.
 
         Raises:
-            Exception: nobody has saved this; see `reading_of`.
+            Exception: the state is invalid; see `reading_of`.
         """
         found = _SavedScheduler.model_validate(json.loads(saved))
         before, now = found.as_made, found.now

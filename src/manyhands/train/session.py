@@ -1,6 +1,6 @@
-"""A user's own training loop among other processes: who am I, collectives, and the same updates as `fit`'s.
+"""Sessions: custom training loops on several processes, with collectives and the same updates as `fit`.
 
-Under plain `python` the session is one process; under torchrun or with `--init`'s variables it joins the group.
+Under plain `python` a session is one process; under torchrun or with the variables of `--init` it joins the group.
 """
 
 import contextlib
@@ -77,8 +77,8 @@ class Session(Subgroup):
         """Prepares nothing yet.
 
         Args:
-            world: who takes part.
-            job: the settings.
+            world: the processes.
+            job: the job.
             folder: where the run is kept; None for nowhere.
             scheduled: the job moves the learning rate.
             metrics: figures of the user's own that are objects, by name.
@@ -132,7 +132,7 @@ class Session(Subgroup):
             optimizer: an optimizer of the model's parameters.
             train_set: a torch Dataset of (x, y).
             batch: the global batch size: samples per update over all processes.
-            plan: shards the model: a plan from `find_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"}.
+            plan: how to shard the model: from `find_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"}.
             scheduler: a scheduler of this optimizer. Checkpoints include its state.
 
         Returns:
@@ -141,10 +141,10 @@ class Session(Subgroup):
             nothing within an update.
 
         Raises:
-            UserError: the arguments contradict each other or the job, or the run folder belongs to another training.
+            UserError: the arguments contradict each other or the job, or the run folder belongs to another run.
         """
         if self._folder and self._trainer:
-            hints = ("open another session with another out=… for each training",)
+            hints = ("open a new session with another out=… for each training run",)
             raise UserError(
                 "prepare was called twice, but a run folder is for one training run", "session.prepare", hints
             )
@@ -364,7 +364,7 @@ class Session(Subgroup):
             if trained_on and not trained_on.pictures.own:
                 pixels = pixels_of(trained_on.pictures)
             elif isinstance(splits.test, ImagesInMemory) and not (own.mean and own.std):
-                what = "the mean and standard deviation of the network's pictures are unknown"
+                what = "the mean and standard deviation for normalizing the pictures are unknown"
                 hints = (
                     "call manyhands.evaluate(run, test_set)",
                     'or set them: job=Job(data={"mean": [0.5], "std": [0.25]})',

@@ -1,4 +1,4 @@
-"""How each update's samples are shared among the processes of a run."""
+"""Divides the samples of each update among the processes of a run."""
 
 from typing import Any
 
@@ -32,18 +32,18 @@ def order_and_sharing(  # noqa: PLR0913 - what a batch meets before it is shared
     own: bool = False,
     most: int = 0,
 ) -> tuple[Order, BatchSharing]:
-    """Which samples make up an update, and how processes share them.
+    """Determines the samples of each update, and their division among processes.
 
     Args:
-        job: says how many.
+        job: supplies the batch size.
         splits: the data.
-        world: who takes part.
-        mode: the parallel mode in force.
+        world: the processes.
+        mode: the parallel mode.
         network: under it.
-        journal: told of shares that aren't equal.
-        own: each process trains by itself, so that BatchNorm's groups are its own.
-        most: samples that a process took in one pass when the run began; 0 where that isn't known.
-        kept: shares of the checkpoint that the run goes on from, none where they were equal; None for a fresh start.
+        journal: records unequal shares.
+        own: each process trains alone, with its own BatchNorm groups.
+        most: the largest micro-batch at the start of the run; 0 if unknown.
+        kept: the shares in the checkpoint, empty if they were equal; None for a new run.
     """
     options = job.train
     replicas = network.replicas(world.size)
@@ -71,18 +71,18 @@ def order_and_sharing(  # noqa: PLR0913 - what a batch meets before it is shared
 
 
 def _passes_message(sharing: BatchSharing, most: int, batch: int) -> str:
-    """What is said where passes are made smaller, so that they fit where they did when the run began."""
+    """Returns the message about micro-batches that are limited to the size at the start of the run."""
     passes, largest = len(sharing.micro_batches(batch)), sharing.largest_share(batch)
     more = f"with enough memory, add --set train.micro_batch={batch}"
     if largest <= most:
         limit = f"at most {most} samples, the limit from the start of the run ({more})"
-        return f"each update takes {passes} micro-batches of {limit}"
-    groups = f"BatchNorm needs groups of {sharing.group}, train.norm_group"
-    return f"micro-batches have up to {largest} samples, but had {most} at the start of the run ({groups}; {more})"
+        return f"each process computes an update in {passes} micro-batches of {limit}"
+    groups = f"because train.norm_group is {sharing.group}"
+    return f"micro-batches now have up to {largest} samples instead of {most}, {groups} ({more})"
 
 
 def _shares(job: Job, replicas: int, journal: Journal, kept: list[int] | None) -> tuple[int, ...]:
-    """What the job says of each process's samples, for so many processes; empty where they share equally."""
+    """Returns the shares in the job, for `replicas` processes; empty for equal shares."""
     shares = job.cluster.shares
     if isinstance(shares, str):
         fits = shares != "equal" and kept and len(kept) == replicas
@@ -102,18 +102,18 @@ def _shares(job: Job, replicas: int, journal: Journal, kept: list[int] | None) -
 
 
 def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> str:
-    """Why the mode or the sync method can't share unequally as the job says; empty where it can."""
+    """Returns why the mode or the sync method doesn't support the shares of the job; empty if it does."""
     if network.together:
         return f"--parallel {mode} splits each batch into equal parts"
     if job.cluster.shares in {"auto", MACHINES} and mode != USUAL_MODE:
-        return f"processes wait for each other within a pass of --parallel {mode}, so their speed can't be measured"
+        return f"with --parallel {mode}, each layer waits for all processes, so their speed can't be measured"
     if own:
         return f"--sync {job.sync.method} normalises each process's own samples, so shares would change the result"
     return ""
 
 
 def previous_shares(found: Resumable | None) -> list[int] | None:
-    """What `order_and_sharing` asks for of the checkpoint that a run goes on from."""
+    """Returns the shares in the checkpoint, for `order_and_sharing`."""
     kept: Any = found.snapshot.state.get("shares", []) if found else None
     if kept is None:
         return None
@@ -122,12 +122,12 @@ def previous_shares(found: Resumable | None) -> list[int] | None:
 
 
 def kept_most(found: Resumable | None) -> int:
-    """The same of the samples that a process took in one pass."""
+    """Returns the largest micro-batch recorded in the checkpoint."""
     return int(found.snapshot.state.get("most_in_a_pass", 0)) if found else 0
 
 
 def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, network: ParallelNetwork) -> None:
-    """Raises UserError where a pass has fewer samples than some op shares out: not all ops know what nothing is."""
+    """Raises UserError if a micro-batch has fewer samples than an op has shards, because ops fail on empty input."""
     parts, counts = network.most_parts, {min(order.batch, order.length)}
     if not order.drop_last:
         counts.add(order.length - (order.steps_per_epoch - 1) * order.batch)

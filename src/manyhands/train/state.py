@@ -1,4 +1,4 @@
-"""How far a run has come, and turning live objects into a snapshot and back."""
+"""The progress of a run, and the conversion of network and optimizer to a snapshot and back."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ from manyhands.train.optimize import is_custom, restore_own, start_state
 
 @dataclass
 class Progress:
-    """How far a run has come. Together with the job's seed it decides every random choice that follows."""
+    """The progress of a run. Together with the job's seed, it determines all further random numbers."""
 
     step: int = 0  # updates made
     epoch: int = 0  # epochs that are complete
@@ -39,7 +39,7 @@ class Progress:
     owed: bool = False  # True where an evaluation of this step was due and a stop came first
 
     def improves(self, by: str, figure: float) -> bool:
-        """True, and noted, where an evaluation of this step is the best so far; anew where another figure decides."""
+        """Records an evaluation and returns True if it is the best so far; starts over if train.best has changed."""
         best = self.best_figure if by == self.best_by else None
         if math.isnan(figure) or (
             best is not None and (figure <= best if by.startswith("highest") else figure >= best)
@@ -64,9 +64,9 @@ def capture(
     *,
     keep: bool = True,
 ) -> Snapshot:
-    """The whole state on the CPU, or of a cut network this process's pieces.
+    """Returns the state on the CPU; for a network sharded by a plan, this process's shards.
 
-    With a sharded one all must call it; who doesn't `keep` it gets no tensors then.
+    A collective for sharded networks; processes without `keep` get no tensors.
     """
     tensors, other = split_state(network.inner)
     if network.sharded:
@@ -81,9 +81,9 @@ def capture(
 
 
 def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A network's tensors by name, and what its modules' `get_extra_state` gives as `plain_extra_state` has it.
+    """Returns a network's tensors by name, and the extra state of its modules as plain data.
 
-    Raises UserError: that can't be saved.
+    Raises UserError: the extra state can't be saved.
     """
     state = model.state_dict()
     try:
@@ -117,7 +117,7 @@ def _gathered(
 
 
 def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state by parameter name, so that it fits any grouping and layout."""
+    """Returns an optimizer's state by parameter name, independent of groups and layouts."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {names[id(parameter)]: copied(values) for parameter, values in optimizer.state.items()}
     groups = [
@@ -138,20 +138,20 @@ def restore(
     where: str,
     source: Source | None = None,
 ) -> tuple[Progress, str]:
-    """Puts a snapshot into live objects, under any parallel mode.
+    """Restores a snapshot, under any parallel mode.
 
     Args:
-        snapshot: the state; its tensors are not looked at where there is a source.
-        network: under its mode.
-        optimizer: of its parameters; None to leave its state out.
+        snapshot: the state; its tensors are unused if there is a source.
+        network: the network under its parallel mode.
+        optimizer: the optimizer; None to restore only the network.
         where: the checkpoint, for errors.
-        source: the checkpoint opened for reading in pieces, for cut networks.
+        source: the checkpoint opened for reading shards, for sharded networks.
 
     Returns:
-        How far it had come, and what of the optimizer's state starts anew (`restore_optimizer`).
+        The progress, and the note of `restore_optimizer`.
 
     Raises:
-        UserError: the snapshot is of another network.
+        UserError: the snapshot belongs to another network.
     """
     known = {field.name for field in fields(Progress)}
     progress = Progress(**{key: value for key, value in snapshot.state.items() if key in known})
@@ -186,7 +186,7 @@ def _in_memory(snapshot: Snapshot) -> Source:
 
 
 def load_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> None:
-    """Gives a network on this process alone its tensors and extra state. Raises as `fit_snapshot` does."""
+    """Loads tensors and extra state into an unsharded network. Raises as `fit_snapshot` does."""
     state = fit_snapshot(snapshot, model, where, renames=renames)
     # A network's own `load_state_dict` may not know `strict`, which is only needed where extra state isn't saved.
     incomplete = model.state_dict().keys() - state.keys()
@@ -194,9 +194,9 @@ def load_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: 
 
 
 def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> dict[str, Any]:
-    """A network's state dict as a snapshot has it. Extra state that the network lacks is left out, with a note.
+    """Returns the state dict for a network from a snapshot. Extra state that the network lacks is skipped, with a note.
 
-    `renames`: names may differ as `fit_names` says. Raises UserError: the snapshot is of another network.
+    `renames`: names may differ as in `fit_names`. Raises UserError: the snapshot belongs to another network.
     """
     live, fit = model.state_dict(), snapshot
     if renames:
@@ -219,7 +219,7 @@ def _known(saved: Mapping[str, Any], live: Collection[str], notes: list[str]) ->
 
 
 def extra_state(snapshot: Snapshot, where: str) -> dict[str, Any]:
-    """What modules' `set_extra_state` gets, by name. Raises UserError: it is damaged."""
+    """Returns the values for the modules' `set_extra_state`, by name. Raises UserError: the state is damaged."""
     try:
         return unflatten(snapshot.state.get(EXTRA_STATE, {}), {})
     except ValueError as error:
@@ -229,7 +229,7 @@ def extra_state(snapshot: Snapshot, where: str) -> dict[str, Any]:
 def check_shapes(
     saved: Mapping[str, tuple[int, ...]], live: Mapping[str, tuple[int, ...]], where: str, names: Sequence[str] = ()
 ) -> None:
-    """Raises UserError when saved and live tensors differ in names or shapes; says the first few.
+    """Raises UserError if saved and live tensors differ in names or shapes; lists the first differences.
 
     `names`: the names in the file, some of which are shown where names differ.
     """
@@ -247,50 +247,50 @@ def check_shapes(
         raise UserError(
             f"the checkpoint belongs to another network: {'; '.join(problems[:3])}{more}",
             where,
-            (*shown, "choose the checkpoint's network", "or start a new run in another folder: --out DIR"),
+            (*shown, "use the network of the checkpoint", "or start a new run in another folder: --out DIR"),
         )
 
 
 def peers_of(world: World, writers: Mapping[int, range]) -> CheckpointGroup:
-    """The processes of a run, as saving together wants them."""
+    """Returns the processes of a run as a group for saving."""
     return CheckpointGroup(world.rank, world.size, functools.partial(gather_plain, world=world), world.device, writers)
 
 
 def network_layout_of(network: ParallelNetwork) -> NetworkLayout:
-    """How a network's tensors are cut."""
+    """Returns the layouts of a network's tensors."""
     return NetworkLayout(network.mesh, network.layouts)
 
 
 def save_sharded(
     folder: Path, step: int, snapshot: Snapshot, network: ParallelNetwork, peers: CheckpointGroup, *, pieces: bool
 ) -> Path:
-    """Commits a checkpoint of what all processes hold; a collective.
+    """Commits a checkpoint of a sharded network; a collective.
 
     Args:
         folder: the checkpoints folder.
-        step: updates made so far.
-        snapshot: this process's pieces.
-        network: that is cut.
-        peers: who takes part.
-        pieces: each process writes its own; else each writer all.
+        step: the number of updates so far.
+        snapshot: this process's shards.
+        network: the sharded network.
+        peers: the processes.
+        pieces: each process writes its own shards; else each writer writes the full tensors.
 
     Raises:
-        RunError: it could not be saved (`SaveError` if the disk is at fault); on all processes alike.
+        RunError: it could not be saved (`SaveError` for disk errors); raised on all processes.
     """
     save = save_pieces if pieces else save_full
     return save(folder, step, snapshot, network_layout_of(network), peers)
 
 
 def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None) -> str:
-    """Reads this process's pieces of a checkpoint into the network and its optimizer, one tensor after another.
+    """Reads this process's shards of a checkpoint into the network and its optimizer, tensor by tensor.
 
     Args:
         source: the checkpoint, of the same network.
-        network: whose parameters this process holds pieces of.
-        optimizer: gains the saved state; None to leave that out.
+        network: the sharded network.
+        optimizer: the optimizer to restore, or None.
 
     Returns:
-        What `restore_optimizer` says.
+        The note of `restore_optimizer`.
     """
     with torch.no_grad():
         for name, tensor in network.inner.state_dict().items():
@@ -305,17 +305,17 @@ def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.op
 
 
 def restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer: torch.optim.Optimizer) -> str:
-    """Gives an optimizer its saved state by parameter name; what it doesn't train is left out.
+    """Restores the state of an optimizer by parameter name; state of other parameters is ignored.
 
-    What wasn't saved (of a parameter that was frozen then, say) starts anew, and so does what another optimizer saved.
+    State that wasn't saved (of a parameter that was frozen, for example) or belongs to another optimizer is reset.
 
     Args:
-        saved: a state dict by names, with whole tensors, or pieces where the network is cut.
-        network: whose parameters they are, under any mode.
-        optimizer: of these.
+        saved: a state dict by names, with full tensors, or shards if the network is sharded.
+        network: the network, under any mode.
+        optimizer: the optimizer of its parameters.
 
     Returns:
-        A sentence that says what starts anew although something was saved; empty if nothing does.
+        A sentence if saved state is not used, else an empty string.
     """
     if is_custom(optimizer):
         return restore_own(saved, network.inner, optimizer)
@@ -335,7 +335,7 @@ def restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer
     if not others:
         return ""
     kind = type(optimizer).__name__.lower()
-    return f"the state of {kind} is reset; the checkpoint has another optimizer's ({', '.join(sorted(others))})"
+    return f"the state of {kind} is reset: the saved state is of another optimizer ({', '.join(sorted(others))})"
 
 
 def _fits(found: dict[str, Any], fresh: dict[str, Tensor]) -> bool:

@@ -1,7 +1,7 @@
-"""The status round: every so often all processes learn what was measured, whether to save, whether to stop.
+"""The status round: a periodic collective that shares measurements and requests to save or stop.
 
-One small collective every half second or so (run.log_every_s) carries it all, so that a wish to stop on one process
-(a signal) stops all of them at the same step, and the records speak for everybody.
+One small collective about every half second (run.log_every_s) is used for all of these, so that a signal on one process
+stops all processes at the same step, and the records cover all processes.
 """
 
 import math
@@ -25,7 +25,7 @@ REPORT_S, REPORT_SHARE = 30.0, 1 / 20
 
 @dataclass(frozen=True)
 class Status:
-    """What all processes together found."""
+    """The result of a status round over all processes."""
 
     stop: bool  # somebody was asked to stop
     save: bool  # it is time for a checkpoint
@@ -60,7 +60,7 @@ class EpochMean:
         self._samples += status.samples
 
     def take(self) -> tuple[float | None, float | None]:
-        """Mean loss and accuracy at the epoch's end, None where they aren't known; begins the next epoch."""
+        """Returns mean loss and accuracy of the epoch, None if unknown, and starts the next epoch."""
         known = self.whole and self._samples > 0
         found = (self._loss / self._samples, self._correct / self._samples) if known else (None, None)
         self.whole, self._loss, self._correct, self._samples = True, 0.0, 0.0, 0
@@ -68,13 +68,13 @@ class EpochMean:
 
 
 class StatusRound:
-    """The collective of every half second or so: decides when (equally on every process) and carries it out.
+    """Decides when a status round is due, equally on every process, and runs it.
 
     Args:
-        world: who takes part.
-        every_s: about how often.
-        save_every_s: seconds between checkpoints by rank 0's clock; infinite for none by time.
-        multiple: of steps, at which a slow link is free.
+        world: the processes.
+        every_s: the approximate interval.
+        save_every_s: seconds between checkpoints by the clock of rank 0; infinite for none by time.
+        multiple: status rounds run only at multiples of this step, when a slow link is free.
     """
 
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
@@ -85,15 +85,15 @@ class StatusRound:
         self.waiting_s = 0.0
 
     def due(self, step: int, *, force: bool) -> bool:
-        """True at steps that are equal on all processes."""
+        """Returns True if a status round is due at this step, equally on all processes."""
         return force or step >= self._next_step
 
     def leave_out(self, seconds: float) -> None:
-        """Doesn't count so many seconds, of an evaluation or a save, as time of training; what was measured stays."""
+        """Excludes the seconds of an evaluation or a save from the training time; keeps the measurements."""
         self._last += seconds
 
     def reset(self, step: int) -> None:
-        """Starts the clock anew, where nothing has been measured since the last round."""
+        """Restarts the clock if nothing was measured since the last round."""
         self._last, self._last_step, self.waiting_s = time.perf_counter(), step, 0.0
 
     def add_up(
@@ -106,15 +106,15 @@ class StatusRound:
         extra: Callable[[float, int], list[float]] | None = None,
         replaced: int = 0,
     ) -> Status:
-        """Adds up what all processes measured; a collective.
+        """Sums the measurements of all processes; a collective.
 
         Args:
-            measured: by this process.
-            step: updates made.
-            stop: somebody asked this process to stop.
-            written: this process has written its part of the save that goes on.
-            extra: gives more numbers to add up, from the seconds and steps since the last round.
-            replaced: pictures of this process that couldn't be read.
+            measured: the sums of this process.
+            step: the number of updates so far.
+            stop: True if this process was asked to stop.
+            written: True if this process has finished writing the save in progress.
+            extra: returns more numbers to sum, from the seconds and steps since the last round.
+            replaced: the number of unreadable pictures on this process.
         """
         now = time.perf_counter()
         more = extra(now - self._last, step - self._last_step) if extra else []
@@ -162,5 +162,5 @@ class StatusRound:
         return status
 
     def saved(self) -> None:
-        """A checkpoint is being written."""
+        """Records that a checkpoint is being written."""
         self._saved = time.perf_counter()

@@ -28,7 +28,7 @@ from manyhands.train.loss import LossFn, something
 
 @dataclass(frozen=True)
 class LeftOutUpdate:
-    """An update that no process has made, since a loss or gradient wasn't finite."""
+    """An update that all processes skipped because of a non-finite loss or gradient."""
 
     step: int  # updates before it, those that were left out included
     what: str  # wasn't finite
@@ -37,16 +37,16 @@ class LeftOutUpdate:
 
 
 class PartialUpdate:
-    """What an update has changed so far, should it fail: a peer's death ends it in the middle.
+    """Tracks the changes of an update, to undo them if it fails in the middle, such as after the loss of a peer.
 
-    BatchNorm's statistics and the parameters change at its end alone; other buffers may at every forward.
+    BatchNorm statistics and parameters change only at the end; other buffers may change in every forward.
 
     Args:
-        network: under its parallel mode.
+        network: the network under its parallel mode.
 
     Attributes:
-        begun: the update isn't whole yet.
-        in_pieces: it is being put into the parameters, which are neither the old nor the new ones.
+        begun: an update is in progress.
+        in_pieces: the parameters are being changed and are neither old nor new.
     """
 
     def __init__(self, network: ParallelNetwork) -> None:
@@ -68,15 +68,15 @@ class PartialUpdate:
         return {name: one for name, (module, key) in places if (one := module._buffers.get(key)) is not None}
 
     def begin(self) -> None:
-        """Keeps what an update may change before its end."""
+        """Stores what an update may change before its end."""
         self.begun, self._before = True, {name: one.clone() for name, one in self.buffers.items()}
 
     def end(self) -> None:
-        """The update is whole."""
+        """Marks the update as complete."""
         self.begun = self.in_pieces = False
 
     def undo(self) -> None:
-        """Puts back what an update has changed that isn't whole."""
+        """Restores what an incomplete update has changed."""
         if self.begun:
             for name, before in self._before.items():
                 module, key = self._places[name]
@@ -88,18 +88,18 @@ class PartialUpdate:
 
 
 class Updater:
-    """Makes updates: whole ones by a call, or `begin`, micro-batches of somebody else's (`own_update.py`), `finish`.
+    """Runs updates: by a call, or by `begin`, micro-batches of a custom loop (`custom_update.py`) and `finish`.
 
     Args:
-        network: under its parallel mode.
-        optimizer: of the network's parameters.
-        loss_fn: the loss as a sum; None where the user computes it.
+        network: the network under its parallel mode.
+        optimizer: the optimizer of the network's parameters.
+        loss_fn: the loss as a sum; None if the user computes it.
         options: the train section.
-        world: who takes part.
+        world: the processes.
         set_rates: sets the learning rates for an update, by its number.
-        synchronizer: how processes agree beside what the mode does.
+        synchronizer: the sync method, in addition to the parallel mode.
         gradients_mean: False for the sum of all processes' mean gradients.
-        unused: names of parameters that got no gradient when the network was tried.
+        unused: names of parameters that got no gradient in the trial step.
     """
 
     def __init__(  # noqa: PLR0913 - everything that meets in an update
@@ -164,7 +164,7 @@ class Updater:
         self.finish(update, step)
 
     def begin(self, step: int) -> None:
-        """Makes ready for the micro-batches of update number `step`: what is drawn, the learning rate, no gradients."""
+        """Prepares update number `step`: random seeds, learning rate, empty gradients."""
         seed_generators(mix(self._seed ^ step), self.device, torch_alone=self._torch_alone)
         self.set_rates(step)
         for parameter in self.parameters:
@@ -174,7 +174,7 @@ class Updater:
         self.synchronizer.before_update(step)
 
     def finish(self, update: UpdateShare, step: int) -> None:
-        """Updates the parameters by gradients that processes have agreed on; raises as a call does."""
+        """Updates the parameters from synchronized gradients; raises as a call does."""
         CLOCK.to(UPDATE)
         for parameter in self._used:
             if parameter.grad is None:
@@ -212,7 +212,7 @@ class Updater:
             buffers[number].copy_(value.clone().view(buffers[number].dtype).view_as(buffers[number]))
 
     def differing_buffers(self) -> list[str]:
-        """Names of the buffers that processes have updated differently before they took rank 0's; a collective."""
+        """Returns the buffers that processes updated differently before taking rank 0's values; a collective."""
         if self._shared_buffers:
             dist.all_reduce(self._differing, dist.ReduceOp.MAX)
         return [name for name, one in zip(self._shared_buffers, self._differing.tolist(), strict=True) if one]
@@ -220,7 +220,7 @@ class Updater:
     def add_gradients(
         self, update: UpdateShare, step: int, *, averages: bool = True, before_last: Callable[[], None] = lambda: None
     ) -> None:
-        """Adds up the gradients of all micro-batches; processes average them in the last one, by what the mode does."""
+        """Accumulates the gradients of all micro-batches; the mode averages them over processes in the last one."""
         assert self.loss_fn is not None
         last, whole = len(update.micro_batches) - 1, self._divisor(update, self.loss_fn)
         # What is shown is a mean over samples, but where they count unequally: then the whole batch's own.
@@ -235,7 +235,7 @@ class Updater:
             self.gradients.finish()
 
     def pass_seed(self, step: int, number: int) -> int:
-        """Decides what the ops of an update's micro-batch draw, where processes compute it together."""
+        """Returns the random seed for an update's micro-batch that processes compute together."""
         return mix(self._pass_seed ^ (step << 8) ^ number)
 
     def _divisor(self, update: UpdateShare, loss_fn: LossFn) -> float | Tensor:
@@ -259,10 +259,10 @@ class Updater:
         return self._bad is None
 
     def note(self, part: LoadedMicroBatch, step: int, loss: Tensor, count: int) -> None:
-        """Counts the sum [] of so many samples' losses among what is measured.
+        """Adds the sum [] of losses of `count` samples to the measurements.
 
         Raises:
-            RunError: it is not finite, and the update can't be left out; on accelerators the status round says so.
+            RunError: it is not finite, and the update can't be skipped; on accelerators the status round raises.
         """
         measured = self.measured
         if self.device == "cpu":
@@ -300,7 +300,7 @@ class Updater:
         return True
 
     def _is_well(self, finite: bool, update: UpdateShare, step: int) -> bool:
-        """Whether the update is to be made; raises where it is not and can't be left out by all alike."""
+        """Returns True if the update is valid; raises if it is invalid and can't be skipped on all processes."""
         if not self._leaves_out:
             self._refuse(finite, update, step)
         elif finite and self._bad:  # what isn't finite has not come through to the gradients
@@ -308,7 +308,7 @@ class Updater:
         return finite
 
     def _leave_out(self, update: UpdateShare, step: int) -> None:
-        """Has everything be as before this update, but for its number; a collective of those who share gradients."""
+        """Undoes this update except for its number; a collective of the processes that share gradients."""
         self._in_a_row += 1
         last = self._in_a_row if self._in_a_row >= self.options.stop_after_bad else 0
         error = explain_left_out(self, self._bad, update, step, closely=bool(last))
@@ -349,14 +349,14 @@ def _first(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
 def explain_left_out(
     updater: Updater, bad: LoadedMicroBatch | None, update: UpdateShare, step: int, *, closely: bool
 ) -> RunError:
-    """The error for an update whose loss or gradient isn't finite; all that share its gradients call it, and say alike.
+    """Returns the error for a non-finite loss or gradient in an update; a collective of those that share gradients.
 
     Args:
-        updater: of the update, whose gradients are there.
-        bad: this process's part whose loss isn't finite.
-        update: of this process.
-        step: its number.
-        closely: look for the first tensor that isn't finite, which runs the network once more.
+        updater: the updater, with complete gradients.
+        bad: this process's micro-batch with a non-finite loss.
+        update: this process's share of the update.
+        step: the number of the update.
+        closely: find the first non-finite tensor, which runs the network once more.
     """
     network, world = updater.network, updater.world
     mine = None
@@ -373,9 +373,9 @@ def explain_left_out(
 
 
 def explain_gradient(updater: Updater, update: UpdateShare, step: int, *, alone: bool = False) -> RunError:
-    """The error for a gradient that is not finite; all processes that share gradients call it.
+    """Returns the error for a non-finite gradient; all processes that share gradients call it.
 
-    `alone`: only this process calls it, since the others may hold nothing of that parameter.
+    `alone`: only this process calls it, because the other processes may not have that parameter.
     """
     if updater.loss_fn and not updater.network.together:
         updater.optimizer.zero_grad(set_to_none=True)

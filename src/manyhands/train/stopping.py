@@ -1,4 +1,4 @@
-"""Hears that the run should stop: Ctrl-C, SIGTERM from a scheduler, or the head's word."""
+"""Handles requests to stop: Ctrl-C, SIGTERM from a scheduler, or a request of the launcher."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ _POLL_S = 0.25
 
 
 class StopSignal:
-    """True once somebody asked for a stop."""
+    """True after a request to stop."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -28,7 +28,7 @@ class StopSignal:
         return self.asked
 
     def hear(self, number: int, _frame: FrameType | None) -> None:
-        """A signal handler: the first signal asks for a save, a second Ctrl-C ends at once."""
+        """Signal handler: the first signal requests a save, a second Ctrl-C ends the process at once."""
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True
@@ -36,7 +36,7 @@ class StopSignal:
 
 @contextlib.contextmanager
 def listening() -> Iterator[StopSignal]:
-    """Turns what asks for a stop into a wish; off the main thread nothing is changed."""
+    """Installs signal handlers that record requests to stop; does nothing outside the main thread."""
     stop = StopSignal()
     with handled(stop.hear) as previous:
         for number, handler in previous.items():
@@ -48,13 +48,13 @@ def listening() -> Iterator[StopSignal]:
 
 @contextlib.contextmanager
 def ended_where_deaf(hung: Callable[[], str], last_words: Callable[[str], None]) -> Generator[None]:
-    """Ends this process at the user's wish also where its main thread waits for ever and hears no signal.
+    """Ends this process at a request to stop even if its main thread hangs and handles no signals.
 
-    Where an agent of ours watches, it does that.
+    If an agent started this process, the agent does that.
 
     Args:
-        hung: why no save will come, or an empty string where one may.
-        last_words: told that reason, or an empty string at a second wish, before this process ends.
+        hung: returns why no save is possible, or an empty string.
+        last_words: called with that reason, or an empty string at a second request, before this process ends.
     """
     if FAILURE_FILE in os.environ or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""A few updates under torch's profiler: trace.json in the run folder, which Perfetto and chrome://tracing open."""
+"""Traces a few updates with torch's profiler into trace.json, which Perfetto and chrome://tracing open."""
 
 import base64
 import json
@@ -30,11 +30,11 @@ _KEPT = ("name", "ph", "ts", "dur", "tid", "cat", "id", "bp")
 
 
 def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> str:
-    """Makes so many updates as the job wants traced, and some before; returns "finished".
+    """Runs some warm-up updates and the number of traced updates in the job; returns "finished".
 
     Args:
-        trainer: as `fit` has it.
-        epoch: the rest of the current epoch's updates.
+        trainer: the trainer.
+        epoch: the remaining updates of the current epoch.
     """
     steps, made = trainer.job.run.trace_steps, 0
     CLOCK.spans = []

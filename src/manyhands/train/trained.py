@@ -1,4 +1,4 @@
-"""From a checkpoint to a network that can be used: made again as its record says, with the pictures that it wants."""
+"""Loads the network of a checkpoint for inference, with its preprocessing."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ from manyhands.train.state import load_snapshot
 
 
 def job_of_record(job: Job, record: TrainedNetwork) -> Job:
-    """The job with the network that was trained, without what its weights began with."""
+    """Returns the job with the trained network, without initial weights."""
     plain = {"name": record.name, "arguments": record.arguments, "pretrained": False, "weights": "", "num_classes": 0}
     train = {"precision": "fp64"} if record.double else {}
     return job.model_copy(
@@ -40,7 +40,7 @@ def job_of_record(job: Job, record: TrainedNetwork) -> Job:
 
 
 def need_network(record: TrainedNetwork, objects: Objects, where: str) -> None:
-    """Raises UserError where no name makes the network again and the user hasn't brought one."""
+    """Raises UserError if the network can't be created by name and the user passed no network."""
     if record.made_in_python and objects.model is None:
         raise UserError(
             f"the run's network {record.name} was a Python object, and checkpoints hold only weights",
@@ -68,15 +68,15 @@ class Trained(NamedTuple):
 
 
 def open_trained(path: Path, *, model: nn.Module | str | None = None, device: str = "cpu") -> Trained:
-    """Makes the network of a checkpoint again and gives it its weights.
+    """Creates the network of a checkpoint and loads its weights.
 
     Args:
         path: a checkpoint folder or file.
-        model: the network, for one that no name makes again, or the name of another; it is given the weights.
-        device: torch's name of where to compute.
+        model: a network to load the weights into, or its name; required if it can't be created by name.
+        device: the torch device.
 
     Raises:
-        UserError: the checkpoint doesn't say what it is of, or is of another network.
+        UserError: the checkpoint doesn't record its network, or belongs to another network.
     """
     require_device(device)
     snapshot, where = read_any(path), str(path)
@@ -100,22 +100,22 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
 
 
 def with_model(record: TrainedNetwork, name: str) -> TrainedNetwork:
-    """The record of a network that the user names otherwise."""
+    """Returns the record with the network that the user names."""
     return record.model_copy(update={"name": name, "arguments": {}, "made_in_python": False})
 
 
 def silent() -> Journal:
-    """A journal that nobody reads."""
+    """Returns a journal that records nothing."""
     return Journal(RunFolder(Path()), rank=-1)
 
 
 class Transform:
-    """A picture as the network wants it: a file's path, a PIL image, 8-bit pixels, or the numbers themselves.
+    """Converts a picture (a path, a PIL image, 8-bit pixels or a tensor) to the network's input.
 
     Args:
-        pixels: what pictures become.
-        device: where the result is to lie.
-        dtype: of the result.
+        pixels: the preprocessing.
+        device: the device of the result.
+        dtype: the dtype of the result.
     """
 
     def __init__(self, pixels: Pixels, device: str, dtype: torch.dtype) -> None:
@@ -128,7 +128,7 @@ class Transform:
         """[C, S, S] of a picture; numbers of the user's own data set in the shape that they have.
 
         Raises:
-            UserError: it can't be read, or the run's own data set made its samples in a way that isn't known here.
+            UserError: the picture can't be read, or only the run's custom data set could convert it.
         """
         if isinstance(picture, str | Path):
             self._refuse_own("a picture file")
@@ -153,7 +153,7 @@ class Transform:
     def _refuse_own(self, what: str) -> None:
         if self._pixels.own:
             raise UserError(
-                f"{what} can't be converted, because the run's custom data set made its own tensors",
+                f"{what} can't be converted, because the run has a custom data set, which returns tensors",
                 "",
                 ("pass tensors like those that the data set returns: manyhands.predict(RUN, [dataset[0][0]])",),
             )
@@ -165,19 +165,19 @@ BLOCK = 32
 
 
 def guess(trained: Trained, pictures: Sequence[Any], most: int = 5, *, skip: bool = False) -> Iterator[Guesses | str]:
-    """The most likely classes of each picture, with their probabilities, in the order of the pictures.
+    """Returns the most likely classes of each picture with their probabilities, in the order of the pictures.
 
-    With `skip`, a picture that can't be read gives a text that says why.
+    With `skip`, the result for an unreadable picture is a message.
 
     Raises:
-        UserError: a picture can't be read (without `skip`) or doesn't suit the network.
+        UserError: a picture can't be read (without `skip`) or doesn't fit the network.
     """
     for start in range(0, len(pictures), BLOCK):
         yield from _block(trained, pictures[start : start + BLOCK], most, skip=skip)
 
 
 def guess_together(trained: Trained, pictures: Sequence[Any], world: World) -> list[Guesses | str]:
-    """The same with `skip`, shared out among the processes of a group; a collective. All get all."""
+    """Like `guess` with `skip`, divided among the processes of a group; a collective. Returns all results."""
     starts = range(0, len(pictures), BLOCK)
     mine = [
         _block(trained, pictures[start : start + BLOCK], 5, skip=True) for start in starts[world.rank :: world.size]

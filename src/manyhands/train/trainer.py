@@ -1,4 +1,4 @@
-"""Everything that meets in a run, and what is due at each of its steps."""
+"""The objects of a run, and what is due at each step."""
 
 import functools
 import re
@@ -31,7 +31,7 @@ SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 @dataclass
 class Trainer:
-    """Everything that meets in a run."""
+    """The objects of a run."""
 
     job: Job  # what the user asked for
     folder: RunFolder  # where the run is kept
@@ -89,11 +89,11 @@ class Trainer:
 
     @property
     def synchronizer(self) -> Synchronizer:
-        """How processes agree beside what the mode does."""
+        """The sync method, in addition to the parallel mode."""
         return self.update.synchronizer
 
     def count_update(self) -> None:
-        """Counts the update that was just made, or left out, which is told."""
+        """Counts the last update and reports skipped updates."""
         for one in self.update.left_out:
             cost = f" ({one.also})" if one.also else ""
             message = f"update {one.step + 1} is skipped: {one.what} ({one.where}){cost}"
@@ -106,36 +106,36 @@ class Trainer:
             self.on_first_update = None
 
     def done(self) -> bool:
-        """True when no update is left, which the user's own loop says by its end."""
+        """True if no update is left; a custom loop decides this itself."""
         return not self.custom_loop and self.progress.step >= self.total_steps
 
     def evaluation_due(self) -> bool:
-        """True at the steps where an evaluation belongs; the last is one, so that what is saved there knows of it."""
+        """True at the steps of an evaluation, including the last one, so that its checkpoint contains the result."""
         return not self.custom_loop and (self.done() or self.evaluation_asked())
 
     def evaluation_asked(self) -> bool:
-        """True at the steps where train.evaluate_every wants an evaluation, wherever this run ends."""
+        """True at the steps of an evaluation according to train.evaluate_every."""
         every = round(self.job.train.evaluate_every * self.feed.order.steps_per_epoch)
         return bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0
 
     def save_due(self, *, by_time: bool) -> bool:
-        """True where rank 0's clock says so and no save goes on, and at steps that checkpoint.every names."""
+        """True at the steps of checkpoint.every; with `by_time`, also if no save is running."""
         every = steps_between_saves(self.job.checkpoint.every, self.feed.order.steps_per_epoch)
         return (by_time and self.saver.step is None) or (bool(every) and self.progress.step % every == 0)
 
     def weigh_save(self, stalled_s: float) -> None:
-        """Has the time to the next save follow from what the last one held up, where nobody has named it."""
+        """Adapts the time until the next save to the delay by the last one, unless checkpoint.every sets it."""
         if self.interval:
             self.status_round.save_every_s = self.interval.saved(stalled_s, self.saver.wrote_s)
             self.interval.record(self.status_round.save_every_s, self.journal, self.progress.step)
 
     def line_due(self) -> bool:
-        """True at the updates that run.log_steps wants a line of: an epoch's first, and each so many after it."""
+        """True at the updates with a line according to run.log_steps: the first of an epoch, and every N."""
         every = self.job.run.log_steps
         return bool(every) and (self.progress.step - 1) % self.feed.order.steps_per_epoch % every == 0
 
     def observe(self, status: Status) -> None:
-        """Says who is slow, when training stood still, what agreeing takes; keeps local steps in time with the link."""
+        """Reports slow ranks, stalls and the cost of communication; adapts local steps to the link."""
         message = status.extra
         if self.interval:
             self.interval.trained(status.seconds, status.samples, saving=self.saver.step is not None)
@@ -148,24 +148,24 @@ class Trainer:
 
     @property
     def status_values(self) -> "Callable[[float, int], list[float]] | None":
-        """What all tell each other besides; see `observe`."""
+        """Returns this process's numbers for the status round; see `observe`."""
         watching = self.watcher or self.communication
         return watching.mine if watching else None
 
     def note_stall(self, said: str, seconds: float) -> None:
-        """Records that training stood still, where nothing else looks after that."""
+        """Records a stall if no watcher does."""
         if said and not self.watcher:
             self.journal.event("stall", said, self.progress.step, seconds=seconds)
 
     def verify_replicas(self) -> None:
-        """Raises RunError when a process's network has drifted from rank 0's."""
+        """Raises RunError if the network of a process differs from rank 0's."""
         if self.network.replicated and not self.world.alone:
             named = self.synchronizer.replicas(self.network.inner)
             check_replicas(named, self.world, self.progress.step, self.network)
 
 
 def seconds_between_saves(text: str) -> float:
-    """Seconds that "60s", "10min" or "2h" name, and what "auto" begins with; infinite for anything else."""
+    """Returns the seconds of "60s", "10min" or "2h", the initial value for "auto"; infinity for other values."""
     if text == "auto":
         return FIRST_S
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
@@ -174,6 +174,6 @@ def seconds_between_saves(text: str) -> float:
 
 @functools.cache
 def steps_between_saves(text: str, steps_per_epoch: int) -> int:
-    """Updates that "100steps" or "2epochs" name; 0 for anything else."""
+    """Returns the number of updates of "100steps" or "2epochs"; 0 for other values."""
     match = re.fullmatch(r"(\d+)(step|epoch)s?", text)
     return int(match[1]) * (steps_per_epoch if match[2] == "epoch" else 1) if match else 0

@@ -1,4 +1,4 @@
-"""A first pass over two samples before anything counts: mistakes come out at once, and DDP settles its buckets."""
+"""A trial step on two samples before training: finds errors early and fixes DDP's buckets."""
 
 import itertools
 import time
@@ -35,7 +35,7 @@ MOST_TIMED, TIMED = 64, 3
 
 @dataclass(frozen=True)
 class TrialStep:
-    """What is tried."""
+    """The inputs of a trial step."""
 
     model: nn.Module  # the network, before its parallel mode
     groups: NormGroups  # of its BatchNorm layers
@@ -44,14 +44,14 @@ class TrialStep:
     job: Job  # that it is for
 
     def gradients(self, world: World) -> Gradients:
-        """Of the network on one process, as an update makes them."""
+        """Returns the object that computes gradients of the network on one process."""
         network = ParallelNetwork(self.model, self.model)
         return Gradients(network, World(device=world.device), self.loss_fn, precision=self.job.train.precision)
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What was learnt of a network."""
+    """The result of a trial step."""
 
     unused: list[str]  # names of trainable parameters that got no gradient
     draws: bool  # True where its training pass or its loss draws random numbers
@@ -60,9 +60,9 @@ class TrialResult:
 
 
 def run_trial(trial_step: TrialStep, classes: int, count: int, world: World) -> TrialResult:
-    """Runs the network once on `count` samples on this process alone and leaves it as it was.
+    """Runs the network once on `count` samples on this process alone and restores it.
 
-    What it draws follows from the job's seed, so all processes find the same.
+    Random numbers follow from the job's seed, so all processes get the same result.
 
     Raises:
         UserError: the network's output doesn't fit the data.
@@ -115,7 +115,7 @@ def _check_outputs(shape: torch.Size, count: int, classes: int) -> None:
 def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
     """Returns seconds of an update per sample, on the slowest process, estimated from forward passes; a collective.
 
-    Returns 0 where the network can't be called with images [n, …], or is on an accelerator, where few say little.
+    Returns 0 if the network can't be called with images [n, …], or on an accelerator, where few samples say little.
     """
     if world.device != "cpu":
         return 0.0
@@ -132,9 +132,9 @@ def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
 
 
 def time_step(trial_step: TrialStep, share: int, world: World) -> tuple[float, float]:
-    """Seconds of an update of `share` samples without any agreement, on the slowest process; a collective.
+    """Times an update of `share` samples without communication, on the slowest process; a collective.
 
-    The network is left as it was. A large share is timed on a part of it.
+    The network is restored. A large share is estimated from a part of it.
 
     Returns:
         Seconds of the whole update, and of its backward pass.
@@ -169,13 +169,13 @@ def time_step(trial_step: TrialStep, share: int, world: World) -> tuple[float, f
 
 
 def now(world: World) -> float:
-    """Seconds of a clock, once the device has done what it was given."""
+    """Returns the time in seconds after the device has finished its work."""
     wait_for(world.device)
     return time.perf_counter()
 
 
 def warm_up(update: Updater, loader: Loader, count: int) -> None:
-    """Lets DDP see one backward pass, so that its buckets are the same in a fresh and in a resumed run.
+    """Runs one backward pass in DDP, so that its buckets are the same in a new and in a resumed run.
 
     DDP orders its buckets by the gradients' arrival in the first pass and rebuilds them before the second; with three
     or more processes another order adds numbers up differently in their last bits (two add up alike in any order).
@@ -192,18 +192,18 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
 
 
 def sum_of_outputs(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """What stands for a loss of the user's own, which isn't known: the sum [] of all outputs; and no logits [n, 0]."""
+    """Replaces an unknown custom loss: returns the sum [] of all outputs, and empty logits [n, 0]."""
     zero = torch.zeros((), device=labels.device, requires_grad=True)
     return sum((one.float().sum() for one in tensors_of(output)), zero), labels.new_zeros(len(labels), 0)
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """What of an output of any kind gradients come from."""
+    """Returns the tensors in an output that require gradients."""
     return [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
 
 
 def first_samples(loader: Loader, count: int) -> Batch:
-    """The first so many of the training samples, as in epoch 0."""
+    """Returns the first `count` training samples of epoch 0."""
     batch = next(iter(loader.batches(0, [torch.arange(count)])))
     if len(batch.labels) != count:
         raise RunError(f"the data set returned {len(batch.labels)} samples instead of {count}", "data")
@@ -212,7 +212,7 @@ def first_samples(loader: Loader, count: int) -> Batch:
 
 @contextmanager
 def left_as_it_was(model: nn.Module, groups: NormGroups) -> Iterator[None]:
-    """Gives buffers and gradients back as they were."""
+    """Restores buffers and gradients afterwards."""
     kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:
         yield

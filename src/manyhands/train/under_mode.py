@@ -1,4 +1,4 @@
-"""A network under its parallel mode, and how its processes agree: of a job that `fit` does, or of a user's own loop."""
+"""A network under its parallel mode and sync method, for `fit` and for custom loops."""
 
 import platform
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class UnderMode:
         return Watcher(self.synced.synchronizer, self.synced.cost, world, gather_plain(platform.node(), world))
 
     def release(self, samples: DataSetup) -> None:
-        """Gives back what a trainer took: processes of loaders, groups, hooks, and the network's own BatchNorm."""
+        """Releases loader processes, groups and hooks of a trainer, and restores the network's BatchNorm layers."""
         self.synced.synchronizer.close()
         samples.close()
         self.network.release()
@@ -64,8 +64,8 @@ def put_under_mode(
         parts: what the trainer is built from.
         model: the network, on its device.
         samples: the data.
-        grid: the processes as the network's author sees them, for modes that take a mesh.
-        found: what the run resumes from.
+        grid: the mesh, for modes with a mesh.
+        found: the state that the run resumes from.
 
     Raises:
         UserError: network, data, mode and sync method don't fit together.

@@ -1,5 +1,5 @@
-"""What one process of a run does, and all that computes with tensors for a command.
+"""The code of worker processes, and all code of commands that computes with tensors.
 
-`entry` joins, does and leaves; `plan_*` search, show and try plans. The launcher imports this package, and with it
-torch, within functions only.
+`entry` joins the group, runs a task and leaves; `plan_*` search, show and time plans. The launcher imports this
+package, and with it torch, only within functions.
 """

@@ -1,4 +1,4 @@
-"""What can be checked of a job's data and processes before anything is started, where torch is needed for that."""
+"""Checks of a job's data and processes before a start, as far as they need torch."""
 
 from pathlib import Path
 
@@ -16,9 +16,9 @@ __all__ = ["describe_data", "is_plain_folder", "processes_here"]
 
 
 def describe_data(job: Job) -> tuple[str, str]:
-    """What the job trains on, and a warning where the batch is larger than the training split.
+    """Returns a description of the data, and a warning if the batch is larger than the training split.
 
-    Pictures of a folder are counted and not read. Both are empty where looking takes a download or the user's own code.
+    Pictures of a folder are counted and not read. Both are empty if they require a download or user code.
 
     Raises:
         UserError: the folder can't be trained on.
@@ -41,7 +41,7 @@ def describe_data(job: Job) -> tuple[str, str]:
 
 
 def processes_here(job: Job) -> int:
-    """How many processes a run starts on this machine where the job leaves their number open."""
+    """Returns the number of processes to start on this machine if the job doesn't set it."""
     from manyhands.cluster.agents.elastic import devices_here  # torch's elastic agent comes with it
 
     return devices_here(job.cluster.device, 1)[1]

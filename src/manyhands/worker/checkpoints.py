@@ -19,14 +19,14 @@ __all__ = ["describe_file", "merge_file", "read_network_layout", "refuse_existin
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """What a file that torch alone can read holds; see `run.tasks`, which has found it."""
+    """Describes a file that only torch can read, for `run.tasks`."""
     source = open_checkpoint(path)
     kinds = {MODEL: PlacedTensors(source.model.described, {})}
     return Description(path, source.form, kinds, notes=source.notes).as_plain()
 
 
 def merge_file(path: Path, target: Path) -> tuple[str, ...]:
-    """Writes it whole; gives what was left out, as sentences."""
+    """Writes the unsharded checkpoint; returns sentences about omitted content."""
     source = open_checkpoint(path, verified=path.is_dir())
     merge(source, target)
     notes = list(source.notes)
@@ -40,7 +40,7 @@ def merge_file(path: Path, target: Path) -> tuple[str, ...]:
 
 
 def reshard_file(path: Path, target: Path, network_layout: NetworkLayout) -> tuple[str, ...]:
-    """Writes it as another folder, cut in another way; gives what was left out, as sentences."""
+    """Writes a checkpoint folder with another sharding; returns sentences about omitted content."""
     source = open_checkpoint(path, verified=path.is_dir(), wanted=network_layout.layouts)
     reshard(source, target, network_layout)
     return source.notes

@@ -1,4 +1,4 @@
-"""What each process of a run does: it joins, does its task, and leaves."""
+"""The entry point of worker processes: join the group, run a task, leave."""
 
 import functools
 import os
@@ -36,12 +36,12 @@ NUMBERS = 10_000
 
 
 def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
-    """The entry of a process that manyhands' own agent started.
+    """Entry point of a process that an agent of manyhands started.
 
     Args:
-        orders: what to do.
+        orders: the task.
         scratch: the agent's folder for records.
-        agent: its process id.
+        agent: the process id of the agent.
 
     Returns:
         What the task returned, as plain data.
@@ -66,7 +66,7 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
 
 
 def _note_in_folder(folder: RunFolder) -> Say:
-    """Tells the head of this machine, which shows what is in the run folder."""
+    """Sends the run folder to the launcher on this machine, which shows its records."""
     return functools.partial(Journal(folder, 0).event, "note")
 
 
@@ -105,7 +105,7 @@ def train_here(
 
 
 def _rescue(mine: GroupMember, *, consequence: bool) -> None:
-    """Saves what this process has, for the run to go on from; where that fails the last checkpoint is there."""
+    """Saves the state of this process for the restart; if that fails, the restart uses the last checkpoint."""
     from manyhands.train.saving import rescue
 
     # A card goes on by itself: what a collective that was broken off has left in gradients may be in the weights.
@@ -132,13 +132,13 @@ def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: 
 
 
 def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
-    """The job with rank 0's word for what the run goes on from: it keeps the run, and gives its state to the others."""
+    """Returns the job with rank 0's checkpoint.resume, because rank 0 reads the state and sends it to the others."""
     from manyhands.parallel.plain import broadcast_plain
 
     own = job.checkpoint.resume
     said = broadcast_plain(own, world)
     if own not in {said, CheckpointOptions().resume}:
-        say(f"--resume {own} has no effect on rank {world.rank}: rank 0 uses {said}")
+        say(f"--resume {own} of rank {world.rank} is ignored: all ranks use --resume {said} of rank 0")
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": said})})
 
 
@@ -201,7 +201,7 @@ def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objec
 
 
 def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[str, Any, dict[str, Any]]:
-    """The mode and plan that the processes follow, and what plan.json says of the choice."""
+    """Returns the mode and plan of the processes, and fields about the choice for plan.json."""
     if world.alone or not job.parallel.searches:
         from manyhands.parallel.plan import shared_plan
 
@@ -213,7 +213,7 @@ def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) ->
 
 
 def load_objects(argument: dict[str, Any]) -> Any:
-    """What the user's own process handed over; the file is this user's own, in a private folder."""
+    """Loads the objects that the user's process passed in a file in a private folder."""
     path = argument.get("objects")
     if not path:
         return argument.get("live")
@@ -232,7 +232,7 @@ def _evaluate(job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
 
 
 def _predict(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
-    """Predicts the classes of pictures, shared out among all processes."""
+    """Predicts the classes of pictures, divided among all processes."""
     from manyhands.train.trained import guess_together, open_trained
 
     trained = open_trained(Path(argument["checkpoint"]), model=argument["model"], device=world.device)
@@ -247,7 +247,7 @@ def _try_plans(job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]
 
 
 def _check_sum(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
-    """The doctor's sum. Raises RuntimeError where the sum of all processes' numbers is wrong."""
+    """Runs the doctor's all-reduce. Raises RuntimeError if the sum is wrong."""
     import torch
     import torch.distributed as dist
 
@@ -256,7 +256,7 @@ def _check_sum(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any
         dist.all_reduce(numbers)
     expected = world.size * (world.size + 1) / 2
     if not bool((numbers == expected).all()):
-        raise RuntimeError(f"the sum over all machines is wrong: {numbers[0].item()}, expected {expected}")
+        raise RuntimeError(f"the all-reduce over all processes returned {numbers[0].item()}, expected {expected}")
     return {"seconds": time.monotonic() - argument["joining_since"]}
 
 
@@ -269,7 +269,7 @@ def _in_group(
     argument: dict[str, Any],
     say: Say,
 ) -> dict[str, Any]:
-    """Joins the group, does a task, and leaves; a failure leaves its record.
+    """Joins the group, runs a task, and leaves; writes a record of a failure.
 
     Raises:
         Failed: something went wrong.

@@ -1,4 +1,4 @@
-"""A process among those of a run or task: it meets the others, hears why one of them fails, says why it does itself."""
+"""The membership of a process in a run or task: rendezvous, failures of peers, and its own failure record."""
 
 import hashlib
 import json
@@ -28,12 +28,12 @@ OUR_HEAD, MET = "manyhands", "met"
 
 
 class GroupMember:
-    """What a process has got so far of a run or task of several; other threads look at it too.
+    """A process of a run or task, with its resources so far; other threads read it too.
 
     Args:
-        process_info: its place.
-        folder: the run folder; on ranks above 0 that no head of ours has started, rank 0's once they have met.
-        phase: what it is about to do, for a failure's record.
+        process_info: the rank and rendezvous of this process.
+        folder: the run folder; without a launcher, ranks above 0 use rank 0's folder after the rendezvous.
+        phase: the phase for a failure record.
     """
 
     def __init__(self, process_info: ProcessInfo, folder: RunFolder, phase: str) -> None:
@@ -43,13 +43,13 @@ class GroupMember:
         self._failed = False
 
     def join(self, job: Job, options: str, say: Say, *, ends_with_rank_0: bool = True) -> Any:
-        """Meets the others.
+        """Joins the process group.
 
         Args:
-            job: the settings.
-            options: what all must have alike.
-            say: is told what the user should know.
-            ends_with_rank_0: False where rank 0 may rightly be done before this process.
+            job: the job.
+            options: the options that must be equal on all processes.
+            say: prints a message to the user.
+            ends_with_rank_0: False if rank 0 may finish before this process.
         """
         with held_back():
             from manyhands.parallel.group import join
@@ -66,14 +66,14 @@ class GroupMember:
         return group
 
     def leave(self, failure: Any) -> None:
-        """The main thread may wait for an accelerator for ever, so another one writes the record and ends this."""
+        """Writes the record and ends this process from a thread, because the main thread may hang on an accelerator."""
         record = leave_record(describe_peer(self.process_info.rank, failure, self.trainer), self.folder)
         terminal.say(str(as_error(record)))
         if self.group:
             self.group.abort()
 
     def roll_called(self) -> AbstractContextManager[None]:
-        """Has the processes name who is missing, where no agent of ours does."""
+        """Starts the liveness check that names missing processes, if no agent does that."""
         group, trainer = self.group, self.trainer
         if group.store is None or self.process_info.started_by in {OUR_HEAD, MET}:
             return nullcontext()
@@ -91,16 +91,16 @@ class GroupMember:
         return LivenessCheck(group.store, self.process_info, group.present, heartbeat, say).answering()
 
     def hung(self) -> str:
-        """Why this process can't save any more, as far as it knows."""
+        """Returns why this process can't save any more; empty if it may."""
         return self.trainer.heartbeats.hung() if self.trainer else ""
 
     def last_words(self, why: str) -> None:
-        """Says what was saved, where the process is ended at once."""
+        """Prints which step was saved, before the process is ended at once."""
         if self.process_info.rank == 0 or self.process_info.started_by == "--init":
             terminal.say(str(unsaved(self.folder.path, saved_step(self.folder), why)))
 
     def record_of(self, error: BaseException) -> Failure:
-        """The record of a failure, which is written first, and the first cause where it can be learnt."""
+        """Writes and returns the record of a failure, with the first cause if it is known."""
         from manyhands.train.failing import describe_failure
 
         self._failed = True
@@ -114,7 +114,7 @@ class GroupMember:
         return record
 
     def give_back(self) -> None:
-        """Gives back what was taken, and leaves the group."""
+        """Releases the resources and leaves the group."""
         if self.trainer:
             self.trainer.release()
         if self.group:
@@ -158,7 +158,7 @@ def _explained(error: BaseException, trainer: Any) -> BaseException:
 
 
 def share_folder(world: Any, folder: RunFolder) -> RunFolder:
-    """Rank 0's run folder, by its path, made on every machine where it doesn't exist."""
+    """Returns the run folder with rank 0's path, and creates it on every machine."""
     from manyhands.parallel.plain import broadcast_plain
 
     folder = RunFolder(Path(broadcast_plain(str(folder.path.absolute()), world)))
@@ -167,7 +167,7 @@ def share_folder(world: Any, folder: RunFolder) -> RunFolder:
 
 
 def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None:
-    """Has all that wait hear that this process, whose rank is none of theirs, ends."""
+    """Reports to all waiting processes that this process has an invalid rank and ends."""
     # Its C++ parts would log what is no news here.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from manyhands.parallel.meet import report_invalid_rank
@@ -177,7 +177,7 @@ def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None
 
 
 def first_of_all(group: Any, record: Failure) -> Failure:
-    """Publishes the first cause for the other processes, or learns it from them where this is a mere consequence."""
+    """Publishes the first cause to the other processes, or reads it from them if this error is a consequence."""
     if not record.consequence:
         from manyhands.parallel.said import PeerFailure
 
@@ -193,13 +193,13 @@ def first_of_all(group: Any, record: Failure) -> Failure:
 
 
 def heard(failure: Any) -> dict[str, Any]:
-    """What a failure's record says where the first cause is another process's; its words, and never its advice."""
+    """Returns the fields of a failure record if another process failed first: its message without its hints."""
     what = f"rank {failure.rank} on {failure.host} failed first: {failure.what}"
     return {"what": what, "hints": [f"see the terminal or log of rank {failure.rank}"], "excerpt": ""}
 
 
 def describe_peer(rank: int, failure: Any, trainer: Any) -> Failure:
-    """The record of a process that ends because another has; `failure` is the record of that one, or None."""
+    """Returns the record of a process that ends because of another one, whose record is `failure` (None if unknown)."""
     record = Failure(
         time=time.time(),
         rank=rank,
@@ -221,9 +221,9 @@ SHARED = {"backend"}
 
 
 def shared_options(job: Job) -> str:
-    """The job but for who takes part where, and the version: words such as "train.epochs=3", with spaces between.
+    """Returns the version and the options that must be equal on all processes, such as "train.epochs=3 …".
 
-    Numbers are written out; of other values there is a digest, since they may name what is nobody else's business.
+    Numbers are written in full, other values as digests, because they may be private.
     """
     own = {
         "cluster": set(ClusterOptions.model_fields) - SHARED,

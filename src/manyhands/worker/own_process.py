@@ -1,4 +1,4 @@
-"""What the Python interface computes in the user's own process: a session, a trained network."""
+"""Sessions and trained networks of the Python interface, in the user's own process."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ def opened(
     """A session at a place among the processes.
 
     Args:
-        job: the settings.
+        job: the job.
         process_info: the place.
         program: the same on all of them.
         folder: the run folder, on ranks above 0 rank 0's once they have met; None for none.

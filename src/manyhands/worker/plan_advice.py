@@ -1,4 +1,4 @@
-"""The one recommendation of a plan: which split, how many processes, and how gradients are synchronized."""
+"""The recommendation of a plan: the sharding, the number of processes and the sync method."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,15 +32,15 @@ def plan_sync(
     link: LinkSpeed,
     pass_s: float,
 ) -> dict[str, Any]:
-    """What ways of agreeing cost in the mode data, as JSON data; allreduce as the plan of that mode is priced.
+    """Predicts the cost of sync methods in the mode data, as JSON data; allreduce costs what the plan says.
 
     Args:
-        job: on all its processes.
-        network: its figures.
-        data: the plan of the mode data.
-        links: of each mesh.
+        job: the job on all its processes.
+        network: the sizes of the network.
+        data: the data-parallel plan.
+        links: the links of each mesh.
         model: the network.
-        link: between two processes.
+        link: the link between two processes.
         pass_s: see `sync.costs.LinkCase`.
     """
     trained = [one for one in model.parameters() if one.requires_grad]
@@ -62,10 +62,10 @@ def plan_sync(
 
 
 def link_between(job: Job, wanted: str) -> LinkSpeed | None:
-    """The link between machines that a wish names, or else the job; None where all is on one machine.
+    """Returns the link between machines from the request, else from the job; None on one machine.
 
     Raises:
-        UserError: its speed can't be read.
+        UserError: the link speed is invalid.
     """
     if wanted:
         return named_link(wanted)
@@ -73,7 +73,7 @@ def link_between(job: Job, wanted: str) -> LinkSpeed | None:
 
 
 def as_plain(choice: SyncChoice, case: LinkCase, asked: str) -> dict[str, Any]:
-    """A choice and all that it was made from, as JSON data; `asked` is the method that the job names."""
+    """Returns a choice and its inputs as JSON data; `asked` is the method in the job."""
     return {
         "asked": asked,
         "machines": case.machines,
@@ -103,7 +103,7 @@ def as_plain(choice: SyncChoice, case: LinkCase, asked: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Advice:
-    """What is recommended."""
+    """A recommendation."""
 
     name: str = ""  # the row of the table
     reason: str = ""  # one or two sentences
@@ -115,13 +115,13 @@ class Advice:
 
 
 def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandidate], *, apart: bool) -> Advice:
-    """The recommendation: fewer processes where they do as well, or else the plan that was picked.
+    """Recommends fewer processes if they are as fast, else the selected plan.
 
     Args:
         found: all plans.
-        sync: what ways of agreeing cost; as `plan_sync` gives it.
+        sync: the costs of sync methods, from `plan_sync`.
         fewer: data parallel on fewer processes.
-        apart: each process has a machine of its own.
+        apart: each process is on a separate machine.
     """
     world_size = found.request.world_size
     seconds = found.pick.measured_seconds.get(found.pick.name) or found.chosen.prediction.seconds
@@ -138,25 +138,25 @@ def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandi
 
 
 def sync_row(method: dict[str, Any]) -> str:
-    """A way of agreeing, as the table names it."""
+    """Returns the name of a sync method in the table."""
     return DATA_PARALLEL if method["method"] == EXACT else f"{DATA_PARALLEL}, {sync_words(method)}"
 
 
 def sync_words(method: dict[str, Any]) -> str:
-    """A way of agreeing: its name, codec and pace."""
+    """Returns the name, codec and interval of a sync method."""
     codec = f" {method['codec']}" if method["codec"] else ""
     pace = f" every {method['every']}" if method["every"] > 1 else ""
     return f"{method['method']}{codec}{pace}"
 
 
 def sync_seconds(sync: dict[str, Any]) -> float | None:
-    """Of an update under data parallel as the job has processes agree; None for allreduce, as plans are priced."""
+    """Returns seconds of a data-parallel update with the job's sync method; None for allreduce, which plans assume."""
     taken = sync_taken(sync)
     return taken["step_s"] if taken and taken["method"] != EXACT else None
 
 
 def sync_taken(sync: dict[str, Any]) -> dict[str, Any] | None:
-    """The row that the job's own method stands for."""
+    """Returns the row of the job's sync method."""
     if sync["asked"] == AUTO:
         return next(row for row in sync["methods"] if row["chosen"])
     rows = [row for row in sync["methods"] if row["method"] == sync["asked"]]
@@ -164,7 +164,7 @@ def sync_taken(sync: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def with_sync(reason: str, sync: dict[str, Any]) -> str:
-    """What --sync auto took, or would."""
+    """Appends the choice of --sync auto to a reason."""
     chosen = next(row for row in sync["methods"] if row["chosen"])
     if sync["asked"] == AUTO:
         return f"{reason}\n--sync auto: {sync['reason']}"

@@ -1,4 +1,4 @@
-"""What a plan for a job is made from: its data's figures, its network, where it runs, and times on this machine."""
+"""The inputs of a plan for a job: sizes of the data, network, devices, and times on this machine."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +32,7 @@ _SHARE_S, _FEWER_S = 10.0, 4.0
 
 @dataclass(frozen=True)
 class JobCase:
-    """A job whose work is to be planned."""
+    """A job to plan."""
 
     job: Job  # as the user wrote it; with a precision and a layout once it is `resolved`
     network: dict[str, Any]  # channels, size, classes, batch and samples, as plain data
@@ -45,16 +45,16 @@ class JobCase:
 
     @property
     def between(self) -> LinkSpeed | None:
-        """The link that tensors take: through ssh where the job says so."""
+        """The link for tensors: through ssh if the job uses ssh tunnels."""
         return through_ssh(self.direct) if self.direct and self.job.cluster.through_ssh else self.direct
 
     @property
     def here(self) -> str:
-        """Where its network is made on this machine."""
+        """The device of the network on this machine."""
         return "cpu" if self.modelled else self.device
 
     def resolved(self, processes: int, *, measure: bool) -> "JobCase":
-        """The job with a precision and a layout, measured where that is wished for and the device is here."""
+        """Returns the job with precision and layout, measured if requested and if the device is on this machine."""
         smaller = batch_noted(self.job.train.batch, self.network["samples"])
         if self.modelled:
             found = plain_precision(self.job)
@@ -67,7 +67,7 @@ class JobCase:
         return replace(self, job=found.job, rates=rates, said=(*filter(None, (*found.said, model, smaller)),))
 
     def described(self) -> tuple[nn.Module, Graph]:
-        """The network in training and its ops."""
+        """Returns the network in training mode and its ops."""
         model = make_network(self.job, self.network, self.here)
         sample = picture(self.job, self.network, self.here)
         return model, graph_of(model, sample, cross_entropy=self.job.train.loss == "cross-entropy")
@@ -77,13 +77,13 @@ def case_to_plan(job: Job, processes: int, link: str, model: str) -> JobCase:
     """Reads a job's data and the speed of its links.
 
     Args:
-        job: what is to be trained.
-        processes: how many at most.
-        link: such as 1gbit, between machines of one process each; empty for the job's own, or one machine.
-        model: of devices that aren't here; empty for this machine's.
+        job: the job.
+        processes: the largest number of processes.
+        link: the link between machines of one process each, such as 1gbit; empty: the job's, or one machine.
+        model: the device model to estimate for; empty: this machine's device.
 
     Raises:
-        UserError: the data isn't there, or doesn't fit; a speed or a model can't be read.
+        UserError: the data is missing or doesn't fit, or a link speed or device model is invalid.
     """
     modelled = device_model(model) if model else None
     device = modelled.name if modelled else device_kind(job.cluster.device, processes)
@@ -93,10 +93,10 @@ def case_to_plan(job: Job, processes: int, link: str, model: str) -> JobCase:
 
 
 def network_of(job: Job, world: World | None = None, objects: Objects | None = None) -> dict[str, Any]:
-    """What the data says of a job's network: channels, size, classes, samples in an update (batch) and in an epoch.
+    """Returns sizes from the data: channels, size, classes, and samples in an update (batch) and in an epoch.
 
     Raises:
-        UserError: the data isn't there, or doesn't fit.
+        UserError: the data is missing or doesn't fit.
     """
     objects = objects or Objects()
     splits = open_splits(job, world or World(), objects)
@@ -112,14 +112,14 @@ def network_of(job: Job, world: World | None = None, objects: Objects | None = N
 
 @dataclass
 class Costs:
-    """Times on this machine, each taken once.
+    """Times on this machine, each measured once.
 
     Args:
-        job: on all its processes.
+        job: the job on all its processes.
         network: channels, size, classes and batch.
-        device: where ops run.
-        between: the link where each process has a machine like this one; None where all share this one.
-        measured: False to time nothing.
+        device: the device of the ops.
+        between: the link if each process is on a separate machine; None if all share this machine.
+        measured: False to measure nothing.
     """
 
     job: Job
@@ -129,7 +129,7 @@ class Costs:
     measured: bool
 
     def share(self, processes: int, budget_s: float = _SHARE_S) -> Timing | None:
-        """One process's update where so many share it."""
+        """Returns the time of one process's share of an update, divided among `processes`."""
         if not self.measured:
             return None
 
@@ -139,7 +139,7 @@ class Costs:
         return share_timing(case, processes, threads, self.job.train.micro_batch, budget_s)
 
     def fewer(self, found: SearchResult) -> tuple[PlanCandidate, ...]:
-        """Data parallel on fewer processes; where nothing is timed, on machines of their own alone."""
+        """Returns data parallel on fewer processes; without measurements, only on separate machines."""
         # Processes of one machine share its cores, of which estimates know nothing.
         apart = self.between is not None or self.device != "cpu"
         if found.fewer is None or found.request.pins or not (apart or self.measured):
@@ -149,7 +149,7 @@ class Costs:
         return tuple(options_of(counts, found.fewer, {count: one for count, one in timed.items() if one}))
 
     def worked(self, link: LinkSpeed) -> LinkSpeed:
-        """The link, with what its messages keep a process's cores from."""
+        """Returns the link with the time in which messages occupy the cores of a process."""
         if self.device != "cpu" or not self.measured:
             return link
         if self._work is None:
@@ -159,6 +159,6 @@ class Costs:
     _work: LinkSpeed | None = None
 
     def pass_s(self, model: nn.Module) -> float:
-        """Seconds of a sum of two vectors of all parameters; 0 where nothing is timed."""
+        """Returns the seconds to add two vectors of all parameters; 0 without measurements."""
         count = sum(one.numel() for one in model.parameters() if one.requires_grad)
         return pass_seconds(count, self.device) if self.measured else 0.0

@@ -1,4 +1,4 @@
-"""The mode auto, inside the processes that are about to train: they search, time the best plans in turns, and agree."""
+"""The mode auto within the training processes: search for plans, time the best in turns, and select one."""
 
 import copy
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ from manyhands.worker.plan_trials import LINKS, case_of, graph_of, try_out
 
 @dataclass(frozen=True)
 class Decision:
-    """What a run's processes decided."""
+    """The decision of the processes of a run."""
 
     plan: Plan | None  # how ops are split; None for data parallel
     # for plan.json: the reason, and each candidate's predicted and measured times
@@ -34,13 +34,13 @@ class Decision:
 
 
 def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> Decision:
-    """The plan that the processes will follow, the same on all of them; a collective.
+    """Selects the plan of the processes, the same on all of them; a collective.
 
-    A run that goes on with as many processes keeps the plan that it had: its choice was measured, and a second
-    measurement may choose otherwise.
+    A run that resumes on the same number of processes keeps its plan, because another measurement might select another
+    one.
 
     Raises:
-        UserError: a wish can't be fulfilled; on all processes alike.
+        UserError: a request can't be satisfied; raised on all processes.
     """
     previous = broadcast_plain(_previous(folder, world.size, search_key(job)) if world.is_main else None, world)
     if previous is not None:
@@ -73,13 +73,13 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> Decis
 
 
 def search_key(job: Job) -> list[Any]:
-    """What the user asked of a plan, as JSON data."""
+    """Returns the user's requests for a plan as JSON data."""
     options = job.parallel
     return [list(options.pin), options.mesh, options.memory, options.link, options.plan, options.full_batch]
 
 
 def _previous(folder: RunFolder, world_size: int, search: list[Any]) -> dict[str, Any] | None:
-    """The plan that this run folder has for as many processes and the same wishes."""
+    """Returns the plan in this run folder for the same number of processes and the same requests."""
     if not folder.plan.is_file() or not folder.has_checkpoints():
         return None
     plan = read_plan(folder.plan)
@@ -98,7 +98,7 @@ def _decision(content: dict[str, Any]) -> Decision:
 
 
 def _search(job: Job, world: World, case: PlanCase, points: list[list[float]]) -> dict[str, Any]:
-    """What rank 0 finds, as plain data. Raises ManyhandsError: a request can't be satisfied."""
+    """Searches on rank 0 and returns the result as plain data. Raises ManyhandsError: a request can't be satisfied."""
     options = job.parallel
     pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
     request = PlanRequest(world.size, options.mesh, pins, options.memory, options.link)

@@ -1,4 +1,4 @@
-"""How a job's training grows with machines: the mode data priced on each of several numbers of them."""
+"""Predicts how training scales with the number of machines in the mode data."""
 
 import statistics
 import time
@@ -29,7 +29,7 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class GrowthRequest:
-    """What a user asks of growth, as it was written."""
+    """The user's request for a scaling prediction, as text."""
 
     first: int  # the least number of machines
     last: int  # the greatest
@@ -38,7 +38,7 @@ class GrowthRequest:
     device_model: str = ""  # the machines' devices, where they aren't this machine's; nothing is measured then
 
     def counts(self, most: int) -> list[int]:
-        """The numbers of machines that are priced, ascending, none above `most`."""
+        """Returns the numbers of machines to predict for, ascending, none above `most`."""
         last = min(self.last, most)
         doubles = (1 << power for power in range(last.bit_length()))
         return sorted({self.first, last, *(one for one in (*range(1, _FEW), *doubles) if self.first <= one <= last)})
@@ -46,7 +46,7 @@ class GrowthRequest:
 
 @dataclass(frozen=True)
 class Growth:
-    """What was found."""
+    """A scaling prediction."""
 
     rows: tuple[dict[str, Any], ...]  # for each number of machines, ascending: plain data
     about: dict[str, Any]  # the job, as plain data
@@ -54,11 +54,11 @@ class Growth:
 
     @property
     def title(self) -> str:
-        """What its picture is of."""
+        """The title of the picture."""
         return f"{self.about['model']} on {self.about['data']}, {self.about['link']} between machines, predicted"
 
     def as_plain(self) -> dict[str, Any]:
-        """As JSON data."""
+        """Returns the prediction as JSON data."""
         return {**self.about, "rows": list(self.rows), "notes": list(self.notes)}
 
 
@@ -66,11 +66,11 @@ def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
     """Predicts throughput, efficiency and cost on several numbers of machines of one process each.
 
     Args:
-        job: what is to be trained.
-        requested: as `GrowthRequest` has them.
+        job: the job.
+        requested: the fields of `GrowthRequest`.
 
     Raises:
-        UserError: a wish can't be fulfilled.
+        UserError: a request can't be satisfied.
     """
     request = GrowthRequest(**requested)
     check_method(job.sync.method)
@@ -110,7 +110,7 @@ def _counts(case: JobCase, request: GrowthRequest) -> tuple[list[int], tuple[str
 
 
 def _shares(costs: Costs, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
-    """One machine's update by its samples: medians of some rounds in turns, since others come and go on a machine.
+    """Times one machine's update by number of samples: medians of rounds in turns, because the load varies.
 
     Shares that there is no time for lie on a straight line. `sizes`: how many share the job's batch, by the samples
     that each then has.
@@ -143,7 +143,7 @@ def _middle(taken: Sequence[Timing]) -> Timing:
 
 
 def _beyond(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:
-    """The straight line through the last two points, or from nothing to the only one."""
+    """Returns the line through the last two points, or through zero and the only one."""
     few, shorter = points[-2] if len(points) > 1 else (0, Timing(0.0))
     many, longer = points[-1]
     slope = max(0.0, longer.seconds - shorter.seconds) / (many - few)

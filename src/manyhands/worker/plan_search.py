@@ -1,4 +1,4 @@
-"""Plans for a job or a network: found, timed by processes that the head starts, and written."""
+"""Searches for plans for a job or a network, times them in processes of the launcher, and writes them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -42,7 +42,7 @@ NETWORK = "network"
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a user asks of a plan, as it was written."""
+    """The user's request for a plan, as text."""
 
     world_size: int  # processes
     mesh: str = ""  # such as dp=2,tp=2; empty for all
@@ -54,21 +54,21 @@ class PlanRequest:
     device_model: str = ""  # the processes' devices, where they aren't this machine's; nothing is measured then
 
     def as_search(self, job: Job, batch: int, device: str, group: int = 0) -> SearchRequest:
-        """Read and checked; `group`: samples that BatchNorm takes its statistics over. Raises UserError: see there."""
+        """Returns the parsed request; `group`: the size of BatchNorm groups. Raises UserError: it is invalid."""
         mesh = parse_mesh(self.mesh, "--mesh") if self.mesh else None
         memory = parse_memory(self.memory) if self.memory else None
         more = {"accelerator": not device.startswith("cpu"), "fill": self.fill}
         return SearchRequest(self.world_size, batch, mesh, dict(self.pins), memory, group, slots_of(job.train), **more)
 
     def links(self, within: LinkSpeed | None = None, between: LinkSpeed | None = None) -> LinksOf:
-        """Of each mesh: from machine to machine where that is named, or those of one machine.
+        """Returns the links of each mesh: between machines if `link` is given, else within one machine.
 
         Args:
-            within: a machine, if it was measured.
-            between: machines of one process each; by default the one that `link` names.
+            within: the measured link within a machine, if any.
+            between: the link between machines of one process each; by default `link`.
 
         Raises:
-            UserError: the speed can't be read.
+            UserError: the link speed is invalid.
         """
         far = between or (named_link(self.link) if self.link else None)
         if far is not None:
@@ -79,7 +79,7 @@ class PlanRequest:
 def search(
     graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None = None
 ) -> SearchResult:
-    """What `find` gives; keeps the times of ops that it has measured."""
+    """Returns the result of `find` and saves the measured times of ops."""
     try:
         return find(graph, request, times, links, share)
     finally:
@@ -141,7 +141,7 @@ def find_plan(  # noqa: PLR0913 - each is one wish
 
 @dataclass(frozen=True)
 class Planned:
-    """A search's outcome for a job."""
+    """The result of a search for a job."""
 
     found: SearchResult  # plans and the pick
     network: dict[str, Any]  # channels, size, classes, batch and samples, as plain data
@@ -154,7 +154,7 @@ class Planned:
 
     @property
     def candidates(self) -> list[PlanCandidate]:
-        """All that was compared, for the one table."""
+        """All candidates, for the table."""
         data = self.found.candidates[0]
 
         def priced(row: dict[str, Any]) -> Prediction:
@@ -170,7 +170,7 @@ class Planned:
         return [*self.found.candidates, *methods, *self.fewer]
 
     def plan_of(self, option: PlanCandidate) -> Plan:
-        """A plan, as its file says it, with what is needed to make the network again."""
+        """Returns a plan as in its file, with the fields to create the network again."""
         plan = self.found.plan_of(option)
         model = self.job.model.model_dump(mode="json", exclude_defaults=True)
         own = {"model": {"name": self.job.model.name, **model}}
@@ -183,30 +183,30 @@ class Planned:
         return replace(plan, about={**plan.about, **said, NETWORK: {**own, **data}, "sync": self.sync})
 
     def as_plain(self, files: tuple[Path, Path]) -> dict[str, Any]:
-        """The outcome as JSON data, with the files that hold it."""
+        """Returns the result as JSON data, with the names of its files."""
         return {"plan": str(files[0]), "picture": str(files[1]), **self.plan_of(self.found.chosen).as_plain()}
 
 
 def search_plan(
     job: Job, requested: Mapping[str, Any], out: Path, run_task: RunTask, *, force: bool
 ) -> tuple[Planned, tuple[Path, Path]]:
-    """Finds the plan for a job and writes it: see `run.tasks`."""
+    """Searches for the plan of a job and writes it, for `run.tasks`."""
     request = PlanRequest(**{**requested, "pins": parse_pins(requested["pins"])})
     planned = plan_job(job, request, run_task, lambda: check_free(out, force=force))
     return planned, write_plan(planned, out, force=force)
 
 
 def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[[], None] = lambda: None) -> Planned:
-    """Finds the plan for a job, and times the best ones on this machine where that is wished and can be done.
+    """Searches for the plan of a job, and times the best ones on this machine if requested and possible.
 
     Args:
-        job: what is to be trained.
-        request: of its plan.
-        run_task: has processes measure their link, and time the best plans.
-        ready: called once all wishes have been read, and before anything takes long; it may refuse.
+        job: the job.
+        request: the request for the plan.
+        run_task: runs tasks in processes that measure their link and time the best plans.
+        ready: called after the request is parsed and before long work; it may raise an error.
 
     Raises:
-        ManyhandsError: a wish can't be fulfilled, or timing failed.
+        ManyhandsError: a request can't be satisfied, or timing failed.
     """
     check_method(job.sync.method)
     case = case_to_plan(job, request.world_size, request.link, request.device_model)
@@ -241,7 +241,7 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
 
 
 def with_processes(job: Job, count: int) -> Job:
-    """The job on so many processes of this machine."""
+    """Returns the job with `processes` processes on this machine."""
     own = {"processes": count, "hosts": (), "hostfile": "", "file": "", "rank_table": "", "init": ""}
     return job.model_copy(update={"cluster": job.cluster.model_copy(update=own)})
 
@@ -264,7 +264,7 @@ def _timed(planned: Planned, run_task: RunTask) -> Planned:
 
 
 def timing(network: dict[str, Any], plans: dict[str, Any]) -> dict[str, Any]:
-    """What processes are asked to time updates under each plan in turns, by name; None stands for data parallel."""
+    """Returns the task to time updates under each plan in turns, by name; None stands for data parallel."""
     return {"task": "plan", "action": MEASURE, "network": network, "plans": plans, "rounds": ROUNDS}
 
 
@@ -275,7 +275,7 @@ def write_plan(planned: Planned, path: Path, *, force: bool = False) -> tuple[Pa
         Both files.
 
     Raises:
-        UserError: a file is there already; with `force` only if it is no plan.
+        UserError: a file exists; with `force`, a file exists that is not a plan.
     """
     drawing = path.with_suffix(".png")
     check_free(path, force=force)
@@ -288,7 +288,7 @@ def write_plan(planned: Planned, path: Path, *, force: bool = False) -> tuple[Pa
 
 
 def check_free(path: Path, *, force: bool) -> None:
-    """Raises UserError where writing a plan would overwrite something."""
+    """Raises UserError if writing a plan would overwrite a file."""
     if path.suffix.lower() != ".json":
         raise UserError(f"the plan file must end in .json: {path.name}", "--out", ("choose --out plan.json",))
     there = [one for one in (path, path.with_suffix(".png")) if one.exists()]
@@ -301,5 +301,5 @@ def check_free(path: Path, *, force: bool) -> None:
 
 
 def draw(mesh: Mesh, letters: Mapping[str, tuple[str, ...]], ops: Iterable[str], file: Path) -> None:
-    """Draws who computes what."""
+    """Draws the sharding of a plan."""
     draw_plan([Layer(name, letters[name]) for name in ops if name in letters], mesh, file)

@@ -1,4 +1,4 @@
-"""Plans that were written, op by op, and what processes are asked to prove or time them."""
+"""Shows plan files op by op, and creates the tasks that verify or time them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ from manyhands.worker.plan_trials import VERIFY, graph_of, make_network, norm_gr
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One op of a plan, as the table shows it."""
+    """A row of the table: one op of a plan."""
 
     name: str  # its path
     kind: str  # of op
@@ -35,7 +35,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Shown:
-    """A plan that was read, with the network it is for."""
+    """A plan file with its network."""
 
     plan: Plan  # as read
     rows: tuple[PlanRow, ...]  # of its ops
@@ -48,25 +48,25 @@ class Shown:
         return {**self.plan.as_plain(), "rows": [asdict(row) for row in self.rows], "notes": list(self.notes)}
 
     def verification(self) -> tuple[Job, dict[str, Any]]:
-        """The job on the plan's processes, and what they are asked to prove that it computes what one does."""
+        """Returns the job on the plan's processes, and the task to verify the plan against one process."""
         argument = {"task": "plan", "action": VERIFY, "network": self.network, "plans": {"plan": _bare(self.plan)}}
         return with_processes(self.job, self.plan.mesh.size), argument
 
     def comparison(self) -> tuple[Job, dict[str, Any]]:
-        """The same for timing the plan and data parallel in turns."""
+        """Returns the job, and the task to time the plan and data parallel in turns."""
         plans = {DATA_PARALLEL: None, "plan": _bare(self.plan)}
         return with_processes(self.job, self.plan.mesh.size), timing(self.network, plans)
 
 
 def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
-    """Reads a plan and looks at its network.
+    """Reads a plan and its network.
 
     Args:
-        path: of plan.json.
-        flags: a job's values by dotted key; where data or a network is named, that one is looked at.
+        path: the path of plan.json.
+        flags: job values by dotted key; they may name other data or another network.
 
     Raises:
-        UserError: it is no plan, or doesn't fit the network.
+        UserError: the file is not a plan, or the plan doesn't fit the network.
     """
     plan = read_plan(path)
     job, network = _remade(plan, flags, str(path))
@@ -96,7 +96,7 @@ def _remade(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[Job, dict
         hints = ("name data and network: manyhands plan plan.json cifar10 resnet50", "or create a new plan")
         raise UserError('the plan has no valid field "network"', where, hints) from error
     if min(network.values()) < 1:
-        raise UserError("the plan's network has sizes below 1", f"{where}, network", ("create a new plan",))
+        raise UserError("the network in the plan has a size below 1", f"{where}, network", ("create a new plan",))
     job = load_job({**model, "train.batch": network["batch"], **given}).job
     announce_planned(job.model.name, Path(where), "manyhands plan PLAN DATA {}")
     return job, network

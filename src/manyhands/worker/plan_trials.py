@@ -1,4 +1,4 @@
-"""What each process does to try plans out: times updates, proves a plan, or measures the link between processes."""
+"""The tasks of processes for plans: time updates, verify a plan, or measure the link between processes."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,12 @@ _RATE = 1e-6
 
 
 def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
-    """A job's network in training, the same wherever it is made.
+    """Creates a job's network in training mode, the same on every process.
 
     Args:
-        job: names it.
+        job: the job.
         network: channels, size and classes of the data.
-        device: where it goes.
+        device: the device of the network.
     """
     torch.manual_seed(derive(job.train.seed, "model"))
     options = job.model.model_copy(update={"pretrained": False, "weights": ""})
@@ -42,13 +42,13 @@ def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
 
 
 def picture(job: Job, network: dict[str, Any], device: str) -> Tensor:
-    """One sample whose numbers don't matter."""
+    """Returns one sample with arbitrary values."""
     kind = torch.float64 if job.train.precision == "fp64" else torch.float32
     return torch.zeros(network["channels"], network["size"], network["size"], dtype=kind, device=device)
 
 
 def graph_of(model: nn.Module, sample: Tensor, *, cross_entropy: bool = True) -> "Graph":
-    """The ops of a network in training, whose BatchNorm layers are grouped."""
+    """Returns the ops of a network in training mode with grouped BatchNorm layers."""
     from manyhands.parallel.tracing import describe_network
 
     group_batch_norms(model)
@@ -59,13 +59,13 @@ def graph_of(model: nn.Module, sample: Tensor, *, cross_entropy: bool = True) ->
 
 
 def norm_group(job: Job, batch: int) -> int:
-    """Samples that BatchNorm takes its statistics over; 0: whatever a process has."""
+    """Returns the size of BatchNorm groups; 0: all samples of a process."""
     group = job.train.norm_group
     return batch if group == "global" else group if isinstance(group, int) else 0
 
 
 def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | None = None) -> "PlanCase":
-    """A job's updates, on random samples."""
+    """Returns the updates of a job on random samples."""
     from manyhands.planner.trial import PlanCase
 
     own = objects or Objects()
@@ -88,7 +88,7 @@ def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | N
 
 
 def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
-    """Does what `argument["action"]` says; all processes call it alike and return the same plain data."""
+    """Runs `argument["action"]`; all processes must call it and return the same plain data."""
     from manyhands.planner.links import measure_all_reduce
     from manyhands.planner.trial import measure, verify
 

@@ -1,4 +1,4 @@
-"""Has processes settle a precision or layout that the job leaves open: once in a run, alike, whatever their number."""
+"""Resolves precision and layout of a job once in a run, the same for any number of processes."""
 
 import contextlib
 import copy
@@ -57,7 +57,7 @@ _SMALL = 1_000_000
 
 @dataclass(frozen=True)
 class ResolvedPrecision:
-    """What became of a job."""
+    """A job with resolved precision and layout."""
 
     job: Job  # with a precision and a layout
     said: list[str] = field(default_factory=list[str])  # a sentence on each that was measured
@@ -76,20 +76,20 @@ def resolve_precision(
     measure: bool = True,
     say: Callable[["Measurement", str], object] = lambda *_: None,
 ) -> ResolvedPrecision:
-    """The job with what its "auto" for precision and layout becomes; a collective.
+    """Resolves "auto" for precision and layout; a collective.
 
-    A run that has trained keeps what it has, and one that goes on from another's checkpoint what that was trained in.
-    Else the kinds of machines decide, each by a measurement that it keeps, of one process on one thread, so that the
-    number of processes makes no difference.
+    A resumed run keeps its values, and a run that resumes from another run's checkpoint uses that run's values.
+    Otherwise, each kind of machine is measured once with one process on one thread, so that the number of processes
+    has no influence; results are cached.
 
     Args:
         job: as the user has it.
-        folder: where the run is kept.
-        world: who takes part.
-        mode: the parallel mode in force.
-        objects: what the user brings instead of names.
-        measure: False where nothing may be timed; what is known counts.
-        say: called with the measurement and a sentence before something is timed here.
+        folder: the run folder.
+        world: the processes.
+        mode: the parallel mode.
+        objects: the Python objects of the user.
+        measure: False to use only cached measurements.
+        say: called with the measurement and a sentence before a measurement.
     """
     previous = broadcast_plain(_previous(folder, job) if world.is_main else None, world) or ["auto", "auto"]
     now = _with(job, *(old if new == "auto" else new for old, new in zip(previous, _values(job), strict=True)))
@@ -113,9 +113,9 @@ def resolve_precision(
 
 
 def plain_precision(job: Job) -> ResolvedPrecision:
-    """The job in fp32 and the usual layout where it leaves them open, for a device that isn't here."""
+    """Returns the job in fp32 and the default layout if they are "auto", for a device that is not on this machine."""
     plain = [EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True]
-    said = [f"{key} is {value}: nothing can be measured" for key, value in _resolved(job, _with(job, *plain)).items()]
+    said = [f"{key} is {value}: no device to measure" for key, value in _resolved(job, _with(job, *plain)).items()]
     return ResolvedPrecision(_with(job, *plain), said)
 
 
@@ -134,7 +134,7 @@ def _resolved(asked: Job, resolved: Job) -> dict[str, Any]:
 
 
 def _previous(folder: RunFolder, job: Job) -> list[Any] | None:
-    """Precision and layout of a run that has trained, here or up to a checkpoint; "auto" for what isn't said of it."""
+    """Returns precision and layout of an earlier start or of a checkpoint; "auto" if unknown."""
     if not folder.exists() or not folder.has_trained():
         return _kept_by(job.checkpoint.resume)
     written = written_values(folder.job)
@@ -157,7 +157,7 @@ def _kept_by(resume: str) -> list[Any] | None:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured: a job's network on a device, with the first samples of its data."""
+    """The measured case: a job's network on a device, with the first samples of its data."""
 
     job: Job
     splits: Splits
@@ -166,7 +166,7 @@ class Measurement:
     pixels: Pixels
 
     def key(self) -> str:
-        """All that the seconds depend on but the kind of machine."""
+        """Returns the cache key: everything that affects the seconds except the kind of machine."""
         job, objects = self.job, self.objects
         words: list[Any] = [self.facts(), self.count(), job.train.loss, job.train.label_smoothing]
         words += [job.model.model_dump(mode="json"), code_digests((job.model.name, *job.train.custom_code))]
@@ -176,14 +176,14 @@ class Measurement:
         return hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def network(self) -> nn.Module:
-        """A copy of the network."""
+        """Returns a copy of the network."""
         own = self.objects.model
         if own is not None:
             return copy.deepcopy(own).to(self.device).train()
         return make_network(self.job, self.facts(), self.device)
 
     def trials(self, model: nn.Module, variants: list[Variant]) -> dict[Variant, Trial]:
-        """What runs each of them, on one network."""
+        """Returns the trials of all variants, on one network."""
         job = self.job
         group_batch_norms(model)
         batch, world = self.batch(self.count()), World(device=self.device)
@@ -205,7 +205,7 @@ class Measurement:
         return {variant: trial(variant) for variant in variants}
 
     def batch(self, count: int) -> Batch:
-        """The first samples, in single precision."""
+        """Returns the first samples in single precision."""
         data = self.job.data.model_copy(update={"workers": 0, "machine_workers": 0})
         plain = _with(self.job.model_copy(update={"data": data}), EXACT, channels_last=False)
         classes, world = self.facts()["classes"], World(device=self.device)
@@ -219,7 +219,7 @@ class Measurement:
         return {"channels": self.pixels.channels, "size": self.pixels.size, "classes": classes}
 
     def count(self) -> int:
-        """Samples of a pass; the number of processes has no part in it."""
+        """Returns the number of samples of a pass, which is independent of the number of processes."""
         most = max(_MIN, min(_MOST, _PIXELS // max(1, self.pixels.size) ** 2))
         return min(most, self.job.train.batch, len(self.splits.train), self.job.train.micro_batch or most)
 
@@ -230,7 +230,7 @@ def measured(
     variants: list[Variant],
     say: Callable[[str], object] | None,
 ) -> KindOfMachine:
-    """A kind of machine with the seconds of all variants: those that are kept, or that are measured now if `say`."""
+    """Returns a kind of machine with the seconds of all variants, cached or, with `say`, measured now."""
     if len(variants) < 2:
         return kind
     times, key = times_of_one_thread(measurement.device), measurement.key()

@@ -16,7 +16,7 @@ from manyhands.parallel.options import USUAL_MODE
 
 @contextlib.contextmanager
 def opened_ahead(orders: Orders) -> Generator[None]:
-    """Unpacks in a thread the published data set that the workers will open; the thread has ended with the block."""
+    """Unpacks the published data set of the workers in a thread that ends with the context."""
     job = Job.model_validate(orders.argument["job"])
     named = orders.argument["task"] == "train" and not orders.argument.get("objects")
     if not named or not is_published(job.data.name) or job.data.held_out:
@@ -31,7 +31,7 @@ def opened_ahead(orders: Orders) -> Generator[None]:
 
 
 def import_training() -> None:
-    """Imports what every worker that trains needs."""
+    """Imports the modules that every training worker needs."""
     for name in (
         "train.exceptions",
         "train.build",
@@ -43,10 +43,10 @@ def import_training() -> None:
 
 
 def preload(orders: Orders | None = None) -> None:
-    """Imports what trains; what measures precision and torchvision only where workers need them, or nobody knows yet.
+    """Imports the training modules; the precision measurement and torchvision only if workers may need them.
 
-    torchvision, and with it torch's compiler, takes as long as torch itself. A worker that needs it after all imports
-    it then.
+    Importing torchvision, and with it torch's compiler, takes as long as importing torch. A worker that needs it later
+    imports it then.
 
     Raises:
         RunError: torchvision can't be imported.

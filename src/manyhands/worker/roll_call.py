@@ -1,4 +1,4 @@
-"""Where no agent of ours watches the processes: one whose step doesn't come calls the roll and names who is missing.
+"""Liveness check without agents: a process with a late step asks all processes to answer and names the missing ones.
 
 In a run that goes on nothing is sent but a question to the store, once a second, whether somebody has called.
 """
@@ -30,14 +30,14 @@ BY_HAND = "--init"
 
 
 class LivenessCheck:
-    """This process's part in calling the roll.
+    """The liveness check of this process.
 
     Args:
-        store: of all processes.
-        process_info: this process's place.
-        present: what each process said of itself when all met, by rank.
-        heartbeat: says how far this process is.
-        say: tells the user who is missing; called on each late process that was started by hand, else on one.
+        store: the store of all processes.
+        process_info: the rank and rendezvous of this process.
+        present: the description that each process gave at the rendezvous, by rank.
+        heartbeat: returns the heartbeat of this process.
+        say: reports missing processes; called on each late process that was started by hand, else on one.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LivenessCheck:
 
     @contextlib.contextmanager
     def answering(self) -> Generator[None]:
-        """Calls and answers as long as the block lasts; a second thread watches a store whose holder may be stopped."""
+        """Asks and answers within the context; a second thread watches the store, whose process may be stopped."""
         threads = [threading.Thread(target=each, daemon=True) for each in (self._attend, self._watch_the_store)]
         for thread in threads:
             thread.start()

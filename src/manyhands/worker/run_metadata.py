@@ -1,4 +1,4 @@
-"""What rank 0 writes about a session: the job, the environment, the network and the plan."""
+"""Writes the metadata of a start on rank 0: the job, the environment, the network and the plan."""
 
 import json
 import os
@@ -22,17 +22,17 @@ from manyhands.train.journal import Journal
 
 
 def write_metadata(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """Writes job.toml, env.json, network.json and plan.json, and an event for each option that this session changes.
+    """Writes job.toml, env.json, network.json and plan.json, and an event for each option that this start changes.
 
-    Where an earlier session has trained, that comes only once this one has too: until then the folder says what holds.
+    If an earlier start has trained, the files are written after the first update of this one.
 
     Args:
         trainer: `train.trainer.Trainer`, built.
         ranks: each process's `local_environment`.
-        about: what else plan.json is to say.
+        about: further fields of plan.json.
 
     Raises:
-        UserError: options were changed, and no update is left that they could act on.
+        UserError: options were changed, but no update is left.
     """
     from manyhands.train.exceptions import exception_of_buffers
 
@@ -81,9 +81,9 @@ def write_metadata(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, A
 
 
 def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
-    """Marks the records of updates that are made again, since nothing was saved after them.
+    """Marks the records of updates that are repeated because they were not saved.
 
-    What an earlier start had made and lost has been told of: only records of the last one count.
+    Only records of the last start are considered; earlier ones are marked already.
     """
     from manyhands.report.follow import end_of
 
@@ -98,10 +98,10 @@ def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
 
 
 def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
-    """What became of options that leave the choice to the program, by dotted key; those the user has set are left out.
+    """Returns the resolved values of automatic options by dotted key, without options that the user set.
 
-    Values of the job stay what was asked for, so that a run that goes on elsewhere may choose anew; but for
-    precision and layout, which are the same for a run's whole life.
+    The job keeps the requested values, so that a resumed run may resolve them again, except for precision and layout,
+    which stay the same for the whole run.
     """
     job, pictures, world, sync = trainer.job, trainer.trained.pictures, trainer.world, trainer.sync
     found: dict[str, Any] = {
@@ -132,7 +132,7 @@ _OPEN: tuple[Any, ...] = ("auto", "", 0, -1, [])
 
 
 def job_text(job: Any, known: dict[str, Any]) -> str:
-    """The job as TOML; behind an option that leaves the choice to the program stands what became of it."""
+    """Returns the job as TOML, with the resolved values of automatic options as comments."""
     lines: list[str] = []
     section = ""
     for line in tomli_w.dumps(job.model_dump(mode="json")).splitlines():
@@ -147,7 +147,7 @@ def _in_comment(value: Any) -> str:
 
 
 def local_environment(world: Any) -> dict[str, Any]:
-    """Versions, device and host of this process."""
+    """Returns versions, device and host of this process."""
     import torch
 
     from manyhands.core.devices import device_name
@@ -167,7 +167,7 @@ def local_environment(world: Any) -> dict[str, Any]:
 
 
 def environment(world: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0's environment and the revision of the user's code; under "ranks" what differs of each rank."""
+    """Returns rank 0's environment and the revision of the user's code; "ranks" has the differences of each rank."""
     differing = [key for key in ranks[0] if any(own[key] != ranks[0][key] for own in ranks)]
     return {
         "v": 1,
@@ -180,7 +180,7 @@ def environment(world: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plan_of(trainer: Any) -> PlanRecord:
-    """How the work is split, and which exceptions from the same-at-any-number law are in force."""
+    """Returns the plan, with the reasons why results depend on the number of processes."""
     from manyhands.train.exceptions import exceptions
 
     order, sharing, plan = trainer.feed.order, trainer.feed.sharing, trainer.network.plan

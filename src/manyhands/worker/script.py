@@ -1,4 +1,4 @@
-"""What each process of a run of the user's own training script does: `python -m manyhands.worker.script …`.
+"""Runs a user's training script in a worker: `python -m manyhands.worker.script …`.
 
 The agent has set torchrun's variables. The script sees what it would see under torchrun: `__main__`, its own words in
 `sys.argv`, its own folder first on the path. What ends it is written down, so that the first cause is known.

@@ -101,7 +101,7 @@ def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
     """Puts a new layer in the place of each that has ImageNet's 1000 outputs: the head, and auxiliary ones."""
     heads = [path for path, layer in model.named_modules() if _outputs(layer) == _PUBLISHED_CLASSES]
     if not heads:
-        raise UserError(f"{name} has no replaceable last layer", "model.pretrained", ("leave model.pretrained out",))
+        raise UserError(f"{name} has no replaceable last layer", "model.pretrained", ("remove model.pretrained",))
     for path in heads:
         parent, _, leaf = path.rpartition(".")
         setattr(model.get_submodule(parent), leaf, _like(model.get_submodule(path), num_classes))
@@ -152,4 +152,4 @@ def _download(url: str, path: Path) -> None:
 
 
 def _hints(url: str, path: Path) -> tuple[str, ...]:
-    return (f"download {url}", f"and save the file as {path}", "or leave model.pretrained out")
+    return (f"download {url}", f"and save the file as {path}", "or remove model.pretrained")

@@ -81,9 +81,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         leaders = group if world.rank in ranks else None
         return TwoLevelNetwork(call=model, inner=model, averages=averages, sums=sums, leaders=leaders)
     assert sums is not None
-    averages = (
-        f"gradients are averaged through shared memory: {sums.size} processes of one machine compute on its processor"
-    )
+    averages = f"gradients are averaged through shared memory: {sums.size} processes compute on the CPU of one machine"
     return FlatNetwork(call=model, inner=model, gradient_scale=world.size / sums.size, averages=averages, sums=sums)
 
 
