@@ -238,7 +238,7 @@ def test_fit_with_processes_raises_the_first_cause(monkeypatch):
         ({"epochs": "x"}, r"train.epochs: .*\n  where: argument epochs"),
         ({"learning_rate": 0.1}, r"fit has no argument learning_rate[\s\S]*did you mean lr\?"),
         ({"parallel": "fsdp"}, r"fit has no argument parallel[\s\S]*did you mean parallel__mode\?"),
-        ({"name": "first"}, r"fit has no argument name[\s\S]*pass network and data to fit\(model, train_set\)"),
+        ({"name": "first"}, r"fit has no argument name[\s\S]*pass the network and the data to fit\(model, train_set\)"),
         ({"output_dir": "run"}, r"fit has no argument output_dir[\s\S]*did you mean out\?"),
     ],
 )

@@ -24,7 +24,7 @@ from manyhands.core.files import replacing
 SUFFIXES = frozenset({".py", ".toml", ".yaml", ".yml", ".json", ".cfg", ".ini"})
 COPIED_SUFFIXES = SUFFIXES | {".txt", ".md"}
 LEFT_OUT = frozenset({"runs", "node_modules", "__pycache__", "site-packages"})
-CREDENTIALS = "may hold passwords or keys"
+CREDENTIALS = "may contain passwords or keys"
 ELSEWHERE = "link to files outside the folder"
 # A larger file is data.
 FILE_BYTES = 1 << 20
@@ -152,13 +152,13 @@ def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
             raise UserError(
                 f"{folder} has more than {TOTAL_BYTES >> 20} MiB of code",
                 "--sync-code",
-                ("start in a folder with nothing but code", "or copy the code yourself: rsync -a . n2:job/"),
+                ("start in a folder that contains only code", "or copy the code yourself: rsync -a . n2:job/"),
             )
         found[path.relative_to(folder).as_posix()] = base64.b64encode(path.read_bytes()).decode()
     notes: list[str] = []
     for why, names in left.items():
         shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-        notes.append(f"--sync-code skips files that {why}: {shown}; copy files that the job needs yourself")
+        notes.append(f"--sync-code skips files that {why}: {shown}; if the job needs these files, copy them yourself")
     return found, notes
 
 
@@ -190,7 +190,7 @@ def write_code(folder: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-            raise UserError(f"the path {name!r} leads out of the folder")
+            raise UserError(f"the path {name!r} is outside the folder")
         try:
             contents[name] = base64.b64decode(text, validate=True)
         except binascii.Error:

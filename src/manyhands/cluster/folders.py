@@ -27,7 +27,7 @@ def use_run_folder(path: Path) -> RunFolder:
     folder = RunFolder(path)
     if not folder.exists() and any(entry.name != "ranks" for entry in path.iterdir()):
         hints = ("choose a new folder or the folder of an earlier run",)
-        raise UserError(f"{path} is not empty and holds no run", "--out", hints)
+        raise UserError(f"{path} is not empty and contains no run", "--out", hints)
     with writing_into(path):
         if not os.access(path, os.W_OK):
             raise PermissionError("no permission to write")

@@ -111,7 +111,7 @@ def _run(word: str) -> Path:
     try:
         lock = claim(folder, new_holder())
     except Timeout:
-        hints = (f"stop the run: manyhands stop {shlex.quote(word)}", "or wait for its end")
+        hints = (f"stop the run: manyhands stop {shlex.quote(word)}", "or wait until the run ends")
         raise UserError("an active run can't be removed", str(folder.path), hints) from None
     if lock:
         lock.release()

@@ -3,7 +3,7 @@
 The states of a machine change so:
 
     RUNNING -> LOST         its connection ended or was silent, and could not be replaced
-    RUNNING -> READY        excluded for a while: it failed again soon, and the run can continue without it
+    RUNNING -> READY        excluded for a while: it failed several times in a row, and the run can continue without it
     RUNNING -> READY        another machine was lost while this one joined (run/start.py)
     LOST -> CONTACTING      the pause before the next contact is over
     CONTACTING -> READY     the agent has answered every request
@@ -124,7 +124,7 @@ class Membership(RestartHooks):
             return f"{REPLACED} on {self.replaced_on}"
         if left + len(self.ready) >= least:
             return ""
-        return f"{left} machines are left, but --elastic {self._job.cluster.elastic} needs {least}"
+        return f"--elastic {self._job.cluster.elastic} requires at least {least} machines, but the run has only {left}"
 
     def on_trial(self) -> list[str]:
         """Returns the machines that joined with the current start, until it has made an update."""
@@ -191,7 +191,8 @@ class Membership(RestartHooks):
             if machine.agent.closed:
                 machine.lose(pause_s)
             elif pause_s and len(self.connected) > self._job.cluster.machines_wanted.start:
-                self._say(f"{machine.name} failed again soon: excluding this machine for {pause_s:.0f} s", "INFO")
+                how = f"failed {machine.failures} times in a row"
+                self._say(f"{machine.name} {how}: excluding this machine for {pause_s:.0f} s", "INFO")
                 machine.exclude(pause_s)
 
     def _machines_of(self, rank: int | None) -> list[RunMachine]:
@@ -300,7 +301,7 @@ class Membership(RestartHooks):
         if seen.busy:
             raise TimeoutError(f"{machine.name} {BUSY}")
         if seen.checkpoints and seen.run != run:
-            raise RefusedError(f"{folder} on that machine holds another run", hints=("move that folder away",))
+            raise RefusedError(f"its folder {folder} belongs to a different run", hints=("rename the folder",))
         if self.code and not link.here:
             yield call(Agent.take_code, self.code)
         slots = machine.spec.slots

@@ -37,7 +37,7 @@ class Reach(Record):
     """How this user's own command reached the machines of a run."""
 
     run: str = Field(description="the run folder, as an absolute path")
-    options: dict[str, str] = Field(description="of the cluster: ssh, python, workdir")
+    options: dict[str, str] = Field(description="options of the cluster: ssh, python, workdir")
 
 
 def _load(kind: type[R], path: Path) -> R | None:

@@ -274,7 +274,7 @@ class Starts(contextlib.ExitStack):
         if first is before:
             return
         step = first.run_folder.saved
-        self._say(f"{first.name} has the newest checkpoint, of step {step}, and becomes the first machine", "INFO")
+        self._say(f"{first.name} has the newest checkpoint (step {step}) and gets rank 0", "INFO")
         behind = last_step is None or last_step < step
         if not behind:
             self._give_records(first)
