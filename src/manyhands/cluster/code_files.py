@@ -71,7 +71,7 @@ def code_files(
         folder: the folder to search.
         suffixes: suffixes of code files.
         most_folders: the number of folders to search; None for all.
-        leave: called for each file that is left out, with the reason: CREDENTIALS or ELSEWHERE.
+        leave: called for each skipped file, with the reason: CREDENTIALS or ELSEWHERE.
 
     Raises:
         TooManyFoldersError: there are more than `most_folders`, after the files of those.
@@ -128,10 +128,10 @@ def _holds_key(path: Path) -> bool:
 
 
 def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Returns a folder's code by relative path, in base64, and messages on the files that were left out.
+    """Returns a folder's code by relative path, in base64, and messages about skipped files.
 
-    What git ignores is left out where the folder is a git work tree; hidden folders, environments and runs always, and
-    what may hold passwords or keys, or leads out of the folder.
+    Skips files that git ignores in a git work tree, hidden folders, environments, runs, and files that
+    may contain passwords or keys or link to files outside the folder.
 
     Raises:
         UserError: there is too much.
@@ -184,7 +184,7 @@ def write_code(folder: Path, files: Mapping[str, str]) -> None:
     """Writes the files of `copied_code` into a private folder, unless they are there: a job may have changed them.
 
     Raises:
-        UserError: a path leads out of the folder, a file is incomplete, or there is too much.
+        UserError: a path is outside the folder, a file is incomplete, or the code is too large.
     """
     contents: dict[str, bytes] = {}
     for name, text in files.items():

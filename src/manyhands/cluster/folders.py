@@ -20,7 +20,7 @@ def use_run_folder(path: Path) -> RunFolder:
     """Opens a run folder named by the user, and creates it if it is missing.
 
     Raises:
-        UserError: the folder can't be written, or holds something that is not a run.
+        UserError: the folder can't be written, or contains files but no run.
     """
     with writing_into(path):
         path.mkdir(parents=True, exist_ok=True)

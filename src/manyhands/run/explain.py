@@ -86,10 +86,10 @@ def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] 
     The machines are those of the job's cluster file, its hosts or hostfile, or of the environment (PET_*, Slurm).
 
     Returns:
-        Notes on what the format can't hold.
+        Notes on values that the format doesn't support.
 
     Raises:
-        UserError: no machines are given, the format can't hold them, or the file exists already.
+        UserError: no machines are given, the format doesn't support them, or the file exists already.
     """
     variables = os.environ if environment is None else environment
     at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})

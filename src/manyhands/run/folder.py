@@ -78,7 +78,7 @@ def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     """Opens a new or resumed run folder, writes the job into it, and locks it against other runs.
 
     Raises:
-        UserError: it can't be used, or holds a run that the user doesn't want to resume.
+        UserError: it can't be used, or contains a run that the job doesn't resume.
     """
     folder = use_run_folder(Path(job.run.out).expanduser()) if job.run.out else None
     while folder is None:

@@ -61,7 +61,7 @@ class Membership(RestartHooks):
         job: what they do.
         machines: all of them, with their states.
         folder: the run folder here.
-        say: tells the user, a sentence and its level.
+        say: prints a sentence, with its log level.
 
     Attributes:
         code: files that a machine that joins is given.
@@ -76,7 +76,7 @@ class Membership(RestartHooks):
         self._measured = 0  # bytes of metrics before the current start
         self._refused = dict[str, RunMachine]()
 
-    # The members.
+    # Members.
 
     @property
     def connected(self) -> list[RunMachine]:
@@ -131,7 +131,7 @@ class Membership(RestartHooks):
         return [] if self.trained else [machine.name for machine in self.joined]
 
     def can_join(self) -> list[str]:
-        """Returns the machines that the next start takes in."""
+        """Returns the machines that join with the next start."""
         return [machine.name for machine in self.joinable][: self.room]
 
     def regroups(self) -> bool:
@@ -166,7 +166,7 @@ class Membership(RestartHooks):
             raise UserError(f"{name} was lost, and rejoins the run as soon as it answers")
         if self._job.run.script or not self._job.cluster.recovers:
             what = "a script of your own" if self._job.run.script else f"a run with {wanted}"
-            raise UserError(f"{what} can't add machines")
+            raise UserError(f"machines can't be added to {what}")
         if not self.room:
             raise UserError(f"the run has {len(self.connected)} machines, and {wanted} allows no more")
         machine = self._refused.pop(name, None) or RunMachine(spec)
@@ -220,7 +220,7 @@ class Membership(RestartHooks):
         return joining
 
     def refuse(self, machine: RunMachine, error: ManyhandsError) -> None:
-        """Removes a machine for good, and tells the user why."""
+        """Removes a machine permanently, and prints the reason."""
         self.machines.all.remove(machine)
         machine.lose()
         machine.added = machine.requested = False

@@ -252,7 +252,7 @@ def find_start(word: str | None) -> str | None:
     """Returns the value of --resume with a run's name replaced by its folder; "auto", "never" and paths stay.
 
     Raises:
-        UserError: the word stands for no run, or for several.
+        UserError: the word matches no run, or several runs.
     """
     files = (".tar", ".pth", ".pt", ".ckpt", ".safetensors")
     if not word or word in {"auto", "never"} or "/" in word or word.endswith(files) or Path(word).exists():

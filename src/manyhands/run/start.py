@@ -51,7 +51,7 @@ class Starts(contextlib.ExitStack):
         membership: which machines take part.
         folder: the run folder here.
         receiver: writes the records that arrive.
-        say: tells the user, a sentence and its level.
+        say: prints a sentence, with its log level.
 
     Attributes:
         tunnels: those of this process, where it relays between machines.

@@ -138,7 +138,7 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
 
 
 def run_of(reference: Path) -> RunFolder | None:
-    """Returns the run folder that `reference` is, or that holds this checkpoint."""
+    """Returns the run folder at `reference`, or the run folder that contains this checkpoint."""
     folders = map(RunFolder, (reference, *reference.absolute().parents[:2]))
     return next((folder for folder in folders if folder.exists()), None)
 
@@ -210,7 +210,7 @@ def list_pictures(named: Iterable[Path]) -> list[Path]:
     """Returns the named files, and all pictures in named folders at any depth, by name.
 
     Raises:
-        UserError: there is no such file, or a folder holds no picture.
+        UserError: there is no such file, or a folder contains no picture.
     """
     from manyhands.data.decode import PICTURE_SUFFIXES
     from manyhands.data.walk import is_junk
