@@ -87,8 +87,7 @@ def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
             path.mkdir(parents=True)
             folder = RunFolder(path)
     if job.run.out and folder.exists() and job.checkpoint.resume == "never":
-        hints = ("use --resume auto", "or choose another --out")
-        raise UserError(f"{folder.path} already contains a run", "--out", hints)
+        raise UserError(f"{folder.path} already contains a run", "--out", ("use --resume auto", "or use a new --out"))
     with writing_into(folder.path):
         # `resume --no-detach` takes a detached run over too.
         detached = "detach" in job.cluster.flags and folder.exists() and read_toml(folder.job).get("cluster", {})

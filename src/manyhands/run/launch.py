@@ -213,11 +213,7 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) ->
             f"{first.name} has no checkpoint of {folder.path}; the last checkpoint is of step {saved[-1]}"
             + (f" on {had}" if had else ""),
             f"{first.name}:{first.run_folder.folder}/checkpoints",
-            (
-                "list the machine with the checkpoint first",
-                "or copy its run folder to the first machine",
-                "or choose another --out",
-            ),
+            ("list the machine with the checkpoint first", "or copy its run folder to rank 0", "or use a new --out"),
         )
 
 

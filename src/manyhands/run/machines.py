@@ -191,8 +191,7 @@ class Membership(RestartHooks):
             if machine.agent.closed:
                 machine.lose(pause_s)
             elif pause_s and len(self.connected) > self._job.cluster.machines_wanted.start:
-                how = f"failed {machine.failures} times in a row"
-                self._say(f"{machine.name} {how}: excluding this machine for {pause_s:.0f} s", "INFO")
+                self._say(f"{machine.name} failed {machine.failures} times: excluded for {pause_s:.0f} s", "INFO")
                 machine.exclude(pause_s)
 
     def _machines_of(self, rank: int | None) -> list[RunMachine]:

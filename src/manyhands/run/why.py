@@ -108,8 +108,7 @@ def _stopped(run: RunData, state: str, after: str, done: list[str]) -> Why:
     last = next((event for event in reversed(run.events) if event.kind in {REPLACED, *summary.STARTS}), None)
     if last and last.kind == REPLACED:
         cause = plain(last.message)
-        do = [f"for the progress, run on the machine of the other launcher: manyhands why {folder}",
-              *(f"or, on this machine: {line}" for line in do)]  # fmt: skip
+        do = [f"on the other launcher's machine, run manyhands why {folder}", *(f"or, here: {line}" for line in do)]
     return Why(folder, state, f"{folder} {how} {after}", cause, done=done, do=do)
 
 

@@ -45,9 +45,7 @@ class TunnelRoutes:
     ends: dict[str, TunnelEnds]  # of each machine, by its name
     # who holds the tunnel between two, by the pair in the order of ranks
     opened_by: dict[Pair, str] = field(default_factory=dict[Pair, str])
-    through: dict[Pair, str] = field(
-        default_factory=dict[Pair, str]
-    )  # the machine that relays the traffic of each pair
+    through: dict[Pair, str] = field(default_factory=dict[Pair, str])  # the relay of each pair
 
     def summary(self) -> str:
         """Describes the tunnels for the user."""
