@@ -1,4 +1,4 @@
-"""Examines this machine, or all machines of a job, before training: what would fail, and which ports are open."""
+"""Examines this machine, or all machines of a job, before training: expected failures and open ports."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ LOOPBACK = ("127.0.0.1", "::1")
 class Diagnosis:
     """The result of an examination."""
 
-    survey: Survey  # everything that was asked and tried
+    survey: Survey  # all facts and test results
     findings: list[DoctorFinding]  # one for each cause, the worst first
 
     @property
@@ -82,7 +82,7 @@ def diagnose(job: Job, say: Callable[[str], object] = lambda _line: None) -> Dia
         say: receives a sentence about the ports that are open meanwhile.
 
     Raises:
-        UserError: the job names its machines in a way that can't be read.
+        UserError: the job's list of machines can't be read.
     """
     machines = machines_of(job.cluster)
     if not machines:
@@ -213,7 +213,7 @@ def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) 
 
 
 def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
-    """Tests connections between the machines that answer, and records why the others don't.
+    """Tests connections between the machines that answer, and records why other machines don't answer.
 
     Args:
         job: what would run.

@@ -55,11 +55,11 @@ class RefusedError(ManyhandsError):
 
 
 class Membership(RestartHooks):
-    """Which machines take part in a launched run. No method waits.
+    """The machines of a launched run. No method waits.
 
     Args:
         job: what they do.
-        machines: all of them, with their states.
+        machines: all machines, with their states.
         folder: the run folder here.
         say: prints a sentence, with its log level.
 
@@ -118,7 +118,7 @@ class Membership(RestartHooks):
         return [machine.spec for machine in self.machines.all if machine.added]
 
     def too_few(self) -> str:
-        """Returns why the run can't continue on the machines that are left, or nothing."""
+        """Returns why the run can't continue on the remaining machines, or an empty string."""
         left, least = len(self.connected), self._job.cluster.machines_wanted.start
         if self.replaced_on:
             return f"{REPLACED} on {self.replaced_on}"
@@ -182,7 +182,7 @@ class Membership(RestartHooks):
         """
         if self.on_trial() and not ending.regrouped and not from_outside(first_cause(ending)):
             for machine in self.joined:
-                self.refuse(machine, RefusedError(f"the start with this machine failed: {what_failed(ending)}"))
+                self.refuse(machine, RefusedError(f"the start with {machine.name} failed: {what_failed(ending)}"))
             return
         step, rank = saved_step(self._folder) or 0, failed_rank(ending)
         lost = [machine for machine in self.machines.running if machine.name in ending.lost]

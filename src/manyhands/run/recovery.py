@@ -40,7 +40,7 @@ class RestartHooks:
     """Decisions about restarts that depend on the machines; these are the ones for a single machine."""
 
     def too_few(self) -> str:
-        """Returns why the run can't continue on the machines that are left, or nothing."""
+        """Returns why the run can't continue on the remaining machines, or an empty string."""
         return ""
 
     def on_trial(self) -> list[str]:
@@ -149,7 +149,7 @@ class RestartPolicy:
         return Restart("regrouped", f"{' and '.join(machines.can_join()) or 'a machine'} can join")
 
     def count_fault(self, cause: Failure | None) -> str:
-        """Counts a fault; returns why a restart would be of no use, or nothing."""
+        """Counts a fault; returns why a restart would not help, or an empty string."""
         began, self._began = self._began, time.time()
         own = cause is not None and not from_outside(cause)
         # Errors that manyhands explains itself, such as a loss that is not finite or a full disk, would occur again.

@@ -1,4 +1,4 @@
-"""Explains from its records why a run ended, or what it is doing: rank, machine, step, file and what to do."""
+"""Explains from a run's records why the run ended, or its state: rank, machine, step, file and hints."""
 
 import itertools
 import re
