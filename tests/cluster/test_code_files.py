@@ -61,7 +61,7 @@ def test_passwords_and_keys_stay_here_and_that_is_said(folder):
     assert not {*SECRETS, "mine.json", "deploy.txt"} & set(carried)
     assert set(HARMLESS) <= set(carried)
     (line,) = left
-    assert line.startswith("--sync-code skips files that may hold passwords or keys: ")
+    assert line.startswith("--sync-code skips files that may contain passwords or keys: ")
     assert f" and {len(SECRETS) + 2 - 6} more; " in line
     assert set(SECRETS) & set(line.replace(",", "").split())
 
@@ -82,10 +82,10 @@ def test_what_lies_elsewhere_stays_there_and_that_is_said(folder):
     assert "same.py" in carried
     assert not {"hosts.txt", "up.txt", "pw.txt", "more/hosts.txt"} & set(carried)
     assert set(facts.code(folder)["files"]) == set(carried) - {"labels.txt"}
-    hints = "; copy files that the job needs yourself"
+    hints = "; if the job needs these files, copy them yourself"
     assert sorted(left) == [
         f"--sync-code skips files that link to files outside the folder: hosts.txt, up.txt{hints}",
-        f"--sync-code skips files that may hold passwords or keys: pw.txt{hints}",
+        f"--sync-code skips files that may contain passwords or keys: pw.txt{hints}",
     ]
 
 

@@ -68,7 +68,7 @@ FACTS = [
     ("name/addresses", ["10.0.0.77"], "names", "warn", ["10.0.0.77", "not an address of"]),
     ("default_interface", "docker0", "interface", "warn", ["docker0", "eth0", "n2"]),
     ("environment/GLOO_SOCKET_IFNAME", "docker0", "interface", "warn", ["GLOO_SOCKET_IFNAME=docker0", "eth0"]),
-    ("versions/torch", "2.14.0", "versions", "fail", ["n2 has torch 2.14.0", "but n1 and n3 2.15.0"]),
+    ("versions/torch", "2.14.0", "versions", "fail", ["n2 has torch 2.14.0", "but n1 and n3 have 2.15.0"]),
     ("versions/torchvision", "0.28.0", "versions", "warn", ["torchvision 0.28.0"]),
     ("versions/manyhands", "0.0.9", "versions", "fail", ["manyhands 0.0.9"]),
     ("versions/nccl", "2.29.1", "versions", "fail", ["nccl 2.29.1"]),

@@ -137,7 +137,7 @@ CASES = {
     "data-nothing": (data_functions, ["mine.py:nothing", "mlp"], ["returned a NoneType, not a pair"]),
     "unwritable": (nothing_special, ["digits", "--out", "/proc/nowhere"], ["/proc/nowhere", "can't be created"]),
     "out-is-file": (syntax_error, ["digits", "--out", "wrong.py"], ["wrong.py is a file"]),
-    "out-is-other": (other_folder, ["digits", "--out", "letters"], ["letters is not empty and holds no run"]),
+    "out-is-other": (other_folder, ["digits", "--out", "letters"], ["letters is not empty and contains no run"]),
     "resume-nothing": (nothing_special, ["digits", "--resume", "old/run"], ["old/run doesn't exist"]),
 }
 

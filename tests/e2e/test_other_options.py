@@ -417,7 +417,7 @@ def test_what_only_a_program_has_goes_on_by_that_program():
     refused = run("resume", "run")
     assert refused.code == 2
     assert_one_screen(refused.err)
-    assert "only the Python program that trained this run has its network\n" in refused.err
+    assert "this run can be resumed only by the Python program that creates its network\n" in refused.err
     assert "to resume, run the same program with out='run'\n" in refused.err
     assert Path("run/events.jsonl").read_bytes() == before
     assert "manyhands resume" not in run("stop", "run").err

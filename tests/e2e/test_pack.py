@@ -87,7 +87,7 @@ def test_a_pack_alone_is_checked_too(folder):
     folder.rename(folder.with_name("away"))
     assert "is intact: 22 pictures" in did("pack", pack, "--check").out
     (pack / "val-000000.tar").write_bytes(b"")
-    assert "val-000000.tar has changed since it was packed" in refused("pack", pack, "--check")
+    assert "val-000000.tar changed after packing" in refused("pack", pack, "--check")
 
 
 @pytest.mark.slow

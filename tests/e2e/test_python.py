@@ -130,7 +130,7 @@ def test_hints_of_fit_are_arguments():
     ("hint", "in_python"),
     [
         ("give --out another folder", 'give out="another folder"'),
-        ("or another --out", "or another out=…"),
+        ("or use a new --out", "or use a new out=…"),
         ("train.lr: should be a number   [flag --train.lr]", "train.lr: should be a number   [argument lr=…]"),
         ("or give --out a folder on another disk", 'or give out="a folder on another disk"'),
         ("--parallel data --sync allreduce", 'parallel__mode="data" sync__method="allreduce"'),
@@ -154,7 +154,7 @@ def test_hints_of_a_session_are_arguments():
     with pytest.raises(UserError) as raised, manyhands.session(out=folder, checkpoint__resume="never"):
         pass
     assert raised.value.where == "out"
-    assert raised.value.hints == ('use checkpoint__resume="auto"', "or another out=…")
+    assert raised.value.hints == ('use checkpoint__resume="auto"', "or use a new out=…")
 
 
 def of_four(output, labels):
@@ -238,7 +238,7 @@ def test_fit_with_processes_raises_the_first_cause(monkeypatch):
         ({"epochs": "x"}, r"train.epochs: .*\n  where: argument epochs"),
         ({"learning_rate": 0.1}, r"fit has no argument learning_rate[\s\S]*did you mean lr\?"),
         ({"parallel": "fsdp"}, r"fit has no argument parallel[\s\S]*did you mean parallel__mode\?"),
-        ({"name": "first"}, r"fit has no argument name[\s\S]*pass network and data to fit\(model, train_set\)"),
+        ({"name": "first"}, r"fit has no argument name[\s\S]*pass the network and the data to fit\(model, train_set\)"),
         ({"output_dir": "run"}, r"fit has no argument output_dir[\s\S]*did you mean out\?"),
     ],
 )

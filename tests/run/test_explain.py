@@ -48,7 +48,7 @@ def test_a_place_has_its_own_device():
 
 def test_shares_are_told_where_they_are_not_simply_the_same():
     by_hand = told(cluster__processes=2, cluster__shares=[24, 8])["shares"]
-    assert (by_hand.value, by_hand.text, by_hand.origin) == ([24, 8], "24, 8 samples of each update", "flag")
+    assert (by_hand.value, by_hand.text, by_hand.origin) == ([24, 8], "24, 8 samples per update", "flag")
     assert "measured" in told(cluster__shares="auto")["shares"].text
     assert "shares" not in told()
     assert "shares" not in told(cluster__shares="equal")

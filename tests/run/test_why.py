@@ -31,5 +31,5 @@ def test_a_run_whose_checkpoints_are_gone_is_not_said_to_continue(tmp_path):
     append(folder.events, Event(time=2.0, kind="saved", step=40))
     append(folder.events, Event(time=3.0, kind="stopped", step=40))
     assert explained(read_run(tmp_path)).do == [
-        f"restore a checkpoint in {folder.checkpoints}, where none is left, or use another --out"
+        f"no checkpoint is left in {folder.checkpoints}: restore one from a copy, or use another --out"
     ]

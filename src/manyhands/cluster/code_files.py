@@ -24,7 +24,7 @@ from manyhands.core.files import replacing
 SUFFIXES = frozenset({".py", ".toml", ".yaml", ".yml", ".json", ".cfg", ".ini"})
 COPIED_SUFFIXES = SUFFIXES | {".txt", ".md"}
 LEFT_OUT = frozenset({"runs", "node_modules", "__pycache__", "site-packages"})
-CREDENTIALS = "may hold passwords or keys"
+CREDENTIALS = "may contain passwords or keys"
 ELSEWHERE = "link to files outside the folder"
 # A larger file is data.
 FILE_BYTES = 1 << 20
@@ -71,7 +71,7 @@ def code_files(
         folder: the folder to search.
         suffixes: suffixes of code files.
         most_folders: the number of folders to search; None for all.
-        leave: called for each file that is left out, with the reason: CREDENTIALS or ELSEWHERE.
+        leave: called for each skipped file, with the reason: CREDENTIALS or ELSEWHERE.
 
     Raises:
         TooManyFoldersError: there are more than `most_folders`, after the files of those.
@@ -128,10 +128,10 @@ def _holds_key(path: Path) -> bool:
 
 
 def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Returns a folder's code by relative path, in base64, and messages on the files that were left out.
+    """Returns a folder's code by relative path, in base64, and messages about skipped files.
 
-    What git ignores is left out where the folder is a git work tree; hidden folders, environments and runs always, and
-    what may hold passwords or keys, or leads out of the folder.
+    Skips files that git ignores in a git work tree, hidden folders, environments, runs, and files that
+    may contain passwords or keys or link to files outside the folder.
 
     Raises:
         UserError: there is too much.
@@ -152,13 +152,13 @@ def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
             raise UserError(
                 f"{folder} has more than {TOTAL_BYTES >> 20} MiB of code",
                 "--sync-code",
-                ("start in a folder with nothing but code", "or copy the code yourself: rsync -a . n2:job/"),
+                ("start in a folder that contains only code", "or copy the code yourself: rsync -a . n2:job/"),
             )
         found[path.relative_to(folder).as_posix()] = base64.b64encode(path.read_bytes()).decode()
     notes: list[str] = []
     for why, names in left.items():
         shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-        notes.append(f"--sync-code skips files that {why}: {shown}; copy files that the job needs yourself")
+        notes.append(f"--sync-code skips files that {why}: {shown}; if the job needs these files, copy them yourself")
     return found, notes
 
 
@@ -184,13 +184,13 @@ def write_code(folder: Path, files: Mapping[str, str]) -> None:
     """Writes the files of `copied_code` into a private folder, unless they are there: a job may have changed them.
 
     Raises:
-        UserError: a path leads out of the folder, a file is incomplete, or there is too much.
+        UserError: a path is outside the folder, a file is incomplete, or the code is too large.
     """
     contents: dict[str, bytes] = {}
     for name, text in files.items():
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-            raise UserError(f"the path {name!r} leads out of the folder")
+            raise UserError(f"the path {name!r} is outside the folder")
         try:
             contents[name] = base64.b64decode(text, validate=True)
         except binascii.Error:

@@ -20,14 +20,14 @@ def use_run_folder(path: Path) -> RunFolder:
     """Opens a run folder named by the user, and creates it if it is missing.
 
     Raises:
-        UserError: the folder can't be written, or holds something that is not a run.
+        UserError: the folder can't be written, or contains files but no run.
     """
     with writing_into(path):
         path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
     if not folder.exists() and any(entry.name != "ranks" for entry in path.iterdir()):
         hints = ("choose a new folder or the folder of an earlier run",)
-        raise UserError(f"{path} is not empty and holds no run", "--out", hints)
+        raise UserError(f"{path} is not empty and contains no run", "--out", hints)
     with writing_into(path):
         if not os.access(path, os.W_OK):
             raise PermissionError("no permission to write")

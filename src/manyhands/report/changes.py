@@ -113,7 +113,7 @@ def refuse_idle(folder: RunFolder, found: list[Change], step: int, total: int) -
     deciding = [change for change in found if change.decides]
     if deciding:
         raise UserError(
-            f"this run has made {step} updates and its job has {total}, so the changes would have no effect: "
+            f"this run has made {step} updates and the job asks for {total}, so the changes would have no effect: "
             f"{_listed(deciding)}",
             str(folder.path),
             ("increase --epochs to train longer", "or use another --out to train from scratch"),

@@ -1,4 +1,4 @@
-"""Follows a run while it writes, and tells its progress from the ends of its files."""
+"""Follows an active run, and reads its progress from the ends of its files."""
 
 import math
 import time

@@ -181,8 +181,8 @@ def _read_plan(file: Path) -> PlanRecord:
 
 
 def no_run(path: Path) -> UserError:
-    """The error for a folder that holds no run, with the newest runs nearby."""
-    what = f"{path} holds no run: job.toml is missing" if path.is_dir() else f"there is no folder {path}"
+    """The error for a folder without a run, with the newest runs nearby."""
+    what = f"{path} is not a run folder: job.toml is missing" if path.is_dir() else f"there is no folder {path}"
     near = [str(run) for run in newest_runs((path, path.parent, Path("runs")))]
     hints = ("newest runs: " + ", ".join(near),) if near else ("name a run folder, which manyhands train creates",)
     return UserError(what, str(path), hints)

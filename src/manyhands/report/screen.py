@@ -82,7 +82,7 @@ class ScreenProgress:
 
 
 def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: bool = False) -> Text:
-    """One line of at most `width` columns; the least important fields are left out first."""
+    """One line of at most `width` columns; the least important fields are dropped first."""
     step = progress.last
     if step is None:
         return Text(("starting ..." if ascii_only else "starting …")[:width], "dim")
@@ -105,7 +105,7 @@ def live_line(progress: ScreenProgress, now: float, width: int, *, ascii_only: b
 
 
 def _fields(progress: ScreenProgress, step: StepMetrics, now: float) -> list[tuple[str, int]]:
-    """The fields after the bar in their order; those with the highest number are left out first."""
+    """The fields after the bar in their order; those with the highest number are dropped first."""
     silent, left = now - (progress.heard or now), progress.left_s(now)
     heard = f"last record {summary.ago(silent)}" if silent > _SILENT_S else f"{summary.rate(step.images_per_s)} img/s"
     fields = [(f"loss {summary.number(step.loss)}", 0), (f"acc {summary.percent(step.top1)}", 1), (heard, 3)]

@@ -60,13 +60,13 @@ def final_evaluation(run: RunData) -> EvaluationMetrics | EvaluationDetail | Non
 
 
 def images_per_s(run: RunData) -> float | None:
-    """The median over the step records without the first tenth, which holds the warm-up."""
+    """The median over the step records without the first tenth, which includes the warm-up."""
     rates = [step.images_per_s for step in run.steps[len(run.steps) // 10 :] if math.isfinite(step.images_per_s)]
     return statistics.median(rates) if rates else None
 
 
 def classes_of(evaluation: EvaluationMetrics | EvaluationDetail) -> int:
-    """The number of classes; 0 in older records, which don't hold it."""
+    """The number of classes; 0 in older records without this value."""
     return evaluation.classes if isinstance(evaluation, EvaluationMetrics) else len(evaluation.classes)
 
 

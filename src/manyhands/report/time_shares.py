@@ -147,7 +147,7 @@ def _synchronization(run: RunData, ranks: Sequence[Seconds]) -> list[Improvement
     usual, apart = SyncOptions().method, any(_host(run, rank) for rank in range(len(ranks)))
     start = f"gradient synchronization takes {share:.0%} of the time: use"
     if share > _LEAST_SYNC and apart and _option(run, "sync", "method", usual) == usual:
-        what = f"{start} --sync auto to send less data, or to send less often (bf16, powersgd or local)"
+        what = f"{start} --sync auto, which selects bf16, powersgd or local to send less data or less often"
         found.append(Improvement(what, share))
     elif share > _LEAST_SYNC:
         found.append(Improvement(f"{start} {_larger_batch(run)} to halve the number of updates", share / 2))

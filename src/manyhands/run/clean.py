@@ -48,10 +48,10 @@ def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]
     Only files of this user, and none that a process uses now.
 
     Returns:
-        The leftovers, and what is kept although it could be removed, with the reason.
+        The leftovers, and descriptions of files that are kept because they are in use.
 
     Raises:
-        UserError: a word names no run, or an active one.
+        UserError: a name matches no run, or matches an active run.
     """
     active = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_ours(process)]
     places = [Path(process.info["cwd"]) for process in active if process.info["cwd"]]
@@ -111,7 +111,7 @@ def _run(word: str) -> Path:
     try:
         lock = claim(folder, new_holder())
     except Timeout:
-        hints = (f"stop the run: manyhands stop {shlex.quote(word)}", "or wait for its end")
+        hints = (f"stop the run: manyhands stop {shlex.quote(word)}", "or wait until the run ends")
         raise UserError("an active run can't be removed", str(folder.path), hints) from None
     if lock:
         lock.release()

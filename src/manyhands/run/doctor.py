@@ -1,4 +1,4 @@
-"""Examines this machine, or all machines of a job, before training: what would fail, and which ports are open."""
+"""Examines this machine, or all machines of a job, before training: expected failures and open ports."""
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ from manyhands.core.user_code import is_object_reference
 
 # The all-reduce test is short, and the machines have just reached each other.
 COLLECTIVE_S = 30.0
-LISTENING = "for some seconds each machine listens on all its addresses and answers only connections with a token"
+LISTENING = "for a few seconds, each machine listens on all its addresses; only connections with a token get an answer"
 LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -48,7 +48,7 @@ LOOPBACK = ("127.0.0.1", "::1")
 class Diagnosis:
     """The result of an examination."""
 
-    survey: Survey  # everything that was asked and tried
+    survey: Survey  # all facts and test results
     findings: list[DoctorFinding]  # one for each cause, the worst first
 
     @property
@@ -82,7 +82,7 @@ def diagnose(job: Job, say: Callable[[str], object] = lambda _line: None) -> Dia
         say: receives a sentence about the ports that are open meanwhile.
 
     Raises:
-        UserError: the job names its machines in a way that can't be read.
+        UserError: the job's list of machines can't be read.
     """
     machines = machines_of(job.cluster)
     if not machines:
@@ -138,7 +138,7 @@ def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
     lines = (
         f"{hosts[0]}: the store, on loopback; other machines: a loopback port that ssh forwards to the store",
         *(f"{host}: a free port of {address} ({interface}) for each process and group, open to every host during the "
-          "rendezvous, then closed to new connections (with NCCL, or without Linux: open until the run ends)"
+          "rendezvous, then closed to new connections (with NCCL or on systems other than Linux: until the run ends)"
           for host, (interface, address) in chosen.items()),
         "traffic between these addresses is not encrypted; use --interface ssh to encrypt all traffic",
     )  # fmt: skip
@@ -213,7 +213,7 @@ def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) 
 
 
 def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
-    """Tests connections between the machines that answer, and records why the others don't.
+    """Tests connections between the machines that answer, and records why other machines don't answer.
 
     Args:
         job: what would run.
@@ -240,7 +240,7 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         met = next(iter(orders.values())).rendezvous
         store = "" if met.address == LOOPBACK[0] else f"port {met.port} of {met.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
-        say(f"during the all-reduce test {store}a free port on each of {where} are open, without a password")
+        say(f"during the all-reduce test, {store}a free port on each of {where} are open without a password")
         ending = supervise(orders, Watch())
     if ending.ok:
         return AllReduceTest("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))

@@ -26,7 +26,7 @@ OPTIONS = {
 SHORT_S = 0.1
 # Those of the time limits that are printed for people; see core/timeouts.py.
 _SHOWN_LIMITS = ("silent", "alone", "leave", "stop")
-ONE_EACH = "one per accelerator, or one"
+ONE_EACH = "one per accelerator; one without accelerators"
 # Files that a driver creates for each device, and the name of the device type.
 DEVICE_FILES = {"nvidia[0-9]*": "cuda", "davinci[0-9]*": "npu", "accel/accel[0-9]*": "accelerator"}
 
@@ -70,7 +70,7 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
     if shares == "auto":
         rows.append(ExplainedValue("shares", None, origin, "in proportion to measured speed"))
     elif not isinstance(shares, str):
-        words = f"{', '.join(map(str, shares))} samples of each update"
+        words = f"{', '.join(map(str, shares))} samples per update"
         rows.append(ExplainedValue("shares", list(shares), origin, words))
     limits = time_limits()
     shown = ", ".join(f"{name.replace('_', ' ')} {limits[name]:g} s" for name in _SHOWN_LIMITS)
@@ -86,10 +86,10 @@ def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] 
     The machines are those of the job's cluster file, its hosts or hostfile, or of the environment (PET_*, Slurm).
 
     Returns:
-        Notes on what the format can't hold.
+        Notes on values that the format doesn't support.
 
     Raises:
-        UserError: no machines are given, the format can't hold them, or the file exists already.
+        UserError: no machines are given, the format doesn't support them, or the file exists already.
     """
     variables = os.environ if environment is None else environment
     at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})
@@ -146,7 +146,7 @@ def _machine(rendezvous: Rendezvous, origins: Mapping[str, str]) -> list[Explain
         ExplainedValue("started_by", "manyhands", words="manyhands, one command per machine"),
         ExplainedValue("machine", machine, origins["machine"], f"{machine} of {len(sizes)}"),
         ExplainedValue("processes", own or None, origins["processes"], "" if own else ONE_EACH),
-        ExplainedValue("ranks", ranks, origins["size"], span if known else "by each machine's devices"),
+        ExplainedValue("ranks", ranks, origins["size"], span if known else "determined at rendezvous"),
         ExplainedValue("world_size", sum(sizes) if known else None, origins["size"], "" if known else "?"),
         ExplainedValue("master_address", rendezvous.address, origins["master_address"]),
         ExplainedValue("master_port", rendezvous.port, origins["master_port"]),
@@ -183,5 +183,5 @@ def _backend(loaded: LoadedJob, *, many: bool) -> ExplainedValue:
         return ExplainedValue("backend", chosen, origin)
     if kind == "cpu":
         name, said = ("gloo", "") if many else (None, "none for one process")
-        return ExplainedValue("backend", name, "the device's own", said)
-    return ExplainedValue("backend", None, origin, "the device's own: gloo for cpu, nccl for cuda …")
+        return ExplainedValue("backend", name, "default of the device", said)
+    return ExplainedValue("backend", None, origin, "default of the device: gloo for cpu, nccl for cuda …")

@@ -71,14 +71,14 @@ def folder_to_be(job: Job) -> Path:
         path = RUNS / (stem if number == 1 else f"{stem}-{number}")
         if not os.path.lexists(path):
             return path
-    raise UserError(f"{RUNS} has 10,000 runs of this name for today", str(RUNS), ("choose a run folder: --out DIR",))
+    raise UserError("all 10,000 run names for today are in use", str(RUNS), ("choose a run folder: --out DIR",))
 
 
 def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
     """Opens a new or resumed run folder, writes the job into it, and locks it against other runs.
 
     Raises:
-        UserError: it can't be used, or holds a run that the user doesn't want to resume.
+        UserError: it can't be used, or contains a run that the job doesn't resume.
     """
     folder = use_run_folder(Path(job.run.out).expanduser()) if job.run.out else None
     while folder is None:
@@ -87,7 +87,7 @@ def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
             path.mkdir(parents=True)
             folder = RunFolder(path)
     if job.run.out and folder.exists() and job.checkpoint.resume == "never":
-        raise UserError(f"{folder.path} already holds a run", "--out", ("use --resume auto", "or another --out"))
+        raise UserError(f"{folder.path} already contains a run", "--out", ("use --resume auto", "or use a new --out"))
     with writing_into(folder.path):
         # `resume --no-detach` takes a detached run over too.
         detached = "detach" in job.cluster.flags and folder.exists() and read_toml(folder.job).get("cluster", {})
@@ -100,7 +100,7 @@ def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
 
 def already_running(folder: RunFolder, *more: str) -> UserError:
     """Returns the error for a folder whose run is active."""
-    hints = (f"wait for its end, or stop the run: manyhands stop {shlex.quote(str(folder.path))}", *more)
+    hints = (f"wait until the run ends, or stop the run: manyhands stop {shlex.quote(str(folder.path))}", *more)
     return UserError(f"a run is active in {folder.path}", "--out" if more else str(folder.path), hints)
 
 

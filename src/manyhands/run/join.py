@@ -48,7 +48,7 @@ def join_listener(
     Args:
         folder: the run folder.
         on_request: called with each requested machine and whom to notify; raises ManyhandsError to refuse it.
-        say: tells the user, a sentence and its level.
+        say: prints a sentence, with its log level.
     """
     path, clients = folder / SOCKET, dict[socket.socket, Lines]()
     with ExitStack() as stack:
@@ -86,7 +86,7 @@ def join_listener(
 
 
 def _read(client: socket.socket, clients: dict[socket.socket, Lines], on_request: Callable[..., None]) -> None:
-    """Reads from a client, and passes on its request."""
+    """Reads a client's request and forwards it."""
 
     def notify(text: str, takes_part: bool) -> None:
         with suppress(OSError):  # the client may have gone

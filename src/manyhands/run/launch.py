@@ -134,7 +134,7 @@ class _RecordKeeper:
             self._receiver.take(piece)
         except (OSError, ValueError) as error:
             self._works = False
-            what = f"the records of the run can't be written here any more: {error}"
+            what = f"the records of the run can no longer be written on this machine: {error}"
             self._screen.say(f"{what}; new records are on {self._source} only", "WARNING")
 
 
@@ -180,7 +180,7 @@ def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None
     for machine in machines.running:
         name, answer, place = machine.name, machine.run_folder, machine.run_folder.folder
         if answer.taken:
-            hints = ("wait for its end, or stop the run where it was launched", "or choose another --out runs/NAME")
+            hints = ("wait until the run ends, or stop it where it was launched", "or choose another --out runs/NAME")
             raise UserError(f"a run is active in {name}:{place}", "--out", hints)
         if machine.agent.here or answer.shared or not answer.checkpoints:
             continue
@@ -196,7 +196,7 @@ def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None
                 "choose another --out runs/NAME",
                 "or resume that run: name its folder with --out, and add --resume auto",
             )
-            raise UserError(f"{name} already holds a run in {place}", "--out", hints)
+            raise UserError(f"the folder {place} on {name} already contains a run", "--out", hints)
 
 
 def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) -> None:
@@ -213,7 +213,7 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) ->
             f"{first.name} has no checkpoint of {folder.path}; the last checkpoint is of step {saved[-1]}"
             + (f" on {had}" if had else ""),
             f"{first.name}:{first.run_folder.folder}/checkpoints",
-            ("name the machine with the checkpoint first", "or copy the folder there", "or choose another --out"),
+            ("list the machine with the checkpoint first", "or copy its run folder to rank 0", "or use a new --out"),
         )
 
 

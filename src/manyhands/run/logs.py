@@ -173,14 +173,14 @@ _EXECUTED = ("ssh", "python", "workdir")
 
 
 def reach_of(options: ClusterOptions) -> dict[str, str]:
-    """Returns how machines are reached, for `remember_reach`."""
+    """Returns the options that reach the machines, for `remember_reach`."""
     return {name: str(getattr(options, name)) for name in _EXECUTED}
 
 
 def _ssh_options(folder: RunFolder, settings: Mapping[str, Any], say: Callable[[str], None]) -> ClusterOptions:
     """Returns how to reach the machines of a run: by the user's flags, or as the user's own launch did.
 
-    The folder's job.toml may be a stranger's; its commands are named, and never executed.
+    The folder's job.toml may be another user's; its commands are printed, but never executed.
     """
     own = load_job(settings).job.cluster
     given = {key.removeprefix("cluster.") for key in settings}

@@ -3,7 +3,7 @@
 The states of a machine change so:
 
     RUNNING -> LOST         its connection ended or was silent, and could not be replaced
-    RUNNING -> READY        excluded for a while: it failed again soon, and the run can continue without it
+    RUNNING -> READY        excluded for a while: it failed several times in a row, and the run can continue without it
     RUNNING -> READY        another machine was lost while this one joined (run/start.py)
     LOST -> CONTACTING      the pause before the next contact is over
     CONTACTING -> READY     the agent has answered every request
@@ -49,13 +49,13 @@ class RefusedError(ManyhandsError):
 
 
 class Membership(RestartHooks):
-    """Which machines take part in a launched run. No method waits.
+    """The machines of a launched run. No method waits.
 
     Args:
         job: what they do.
-        machines: all of them, with their states.
+        machines: all machines, with their states.
         folder: the run folder here.
-        say: tells the user, a sentence and its level.
+        say: prints a sentence, with its log level.
 
     Attributes:
         code: files that a machine that joins is given.
@@ -70,7 +70,7 @@ class Membership(RestartHooks):
         self._measured = 0  # bytes of metrics before the current start
         self._refused = dict[str, RunMachine]()
 
-    # The members.
+    # Members.
 
     @property
     def connected(self) -> list[RunMachine]:
@@ -112,20 +112,20 @@ class Membership(RestartHooks):
         return [machine.spec for machine in self.machines.all if machine.added]
 
     def too_few(self) -> str:
-        """Returns why the run can't continue on the machines that are left, or nothing."""
+        """Returns why the run can't continue on the remaining machines, or an empty string."""
         left, least = len(self.connected), self._job.cluster.machines_wanted.start
         if self.replaced_on:
             return f"{REPLACED} on {self.replaced_on}"
         if left + len(self.ready) >= least:
             return ""
-        return f"{left} machines are left, but --elastic {self._job.cluster.elastic} needs {least}"
+        return f"--elastic {self._job.cluster.elastic} requires at least {least} machines, but the run has only {left}"
 
     def on_trial(self) -> list[str]:
         """Returns the machines that joined with the current start, until it has made an update."""
         return [] if self.trained else [machine.name for machine in self.joined]
 
     def can_join(self) -> list[str]:
-        """Returns the machines that the next start takes in."""
+        """Returns the machines that join with the next start."""
         return [machine.name for machine in self.joinable][: self.room]
 
     def regroups(self) -> bool:
@@ -160,7 +160,7 @@ class Membership(RestartHooks):
             raise UserError(f"{name} was lost, and rejoins the run as soon as it answers")
         if self._job.run.script or not self._job.cluster.recovers:
             what = "a script of your own" if self._job.run.script else f"a run with {wanted}"
-            raise UserError(f"{what} can't add machines")
+            raise UserError(f"machines can't be added to {what}")
         if not self.room:
             raise UserError(f"the run has {len(self.connected)} machines, and {wanted} allows no more")
         machine = self._refused.pop(name, None) or RunMachine(spec)
@@ -176,7 +176,7 @@ class Membership(RestartHooks):
         """
         if self.on_trial() and not ending.regrouped and not from_outside(first_cause(ending)):
             for machine in self.joined:
-                self.refuse(machine, RefusedError(f"the start with this machine failed: {what_failed(ending)}"))
+                self.refuse(machine, RefusedError(f"the start with {machine.name} failed: {what_failed(ending)}"))
             return
         step, rank = saved_step(self._folder) or 0, failed_rank(ending)
         lost = [machine for machine in self.machines.running if machine.name in ending.lost]
@@ -185,7 +185,7 @@ class Membership(RestartHooks):
             if machine.agent.closed:
                 machine.lose(pause_s)
             elif pause_s and len(self.connected) > self._job.cluster.machines_wanted.start:
-                self._say(f"{machine.name} failed again soon: excluding this machine for {pause_s:.0f} s", "INFO")
+                self._say(f"{machine.name} failed {machine.failures} times: excluded for {pause_s:.0f} s", "INFO")
                 machine.exclude(pause_s)
 
     def _machines_of(self, rank: int | None) -> list[RunMachine]:
@@ -210,7 +210,7 @@ class Membership(RestartHooks):
         return joining
 
     def refuse(self, machine: RunMachine, error: ManyhandsError) -> None:
-        """Removes a machine for good, and tells the user why."""
+        """Removes a machine permanently, and prints the reason."""
         self.machines.all.remove(machine)
         machine.lose()
         machine.added = machine.requested = False
@@ -291,7 +291,7 @@ class Membership(RestartHooks):
         if seen.busy:
             raise TimeoutError(f"{machine.name} {BUSY}")
         if seen.checkpoints and seen.run != run:
-            raise RefusedError(f"{folder} on that machine holds another run", hints=("move that folder away",))
+            raise RefusedError(f"its folder {folder} belongs to a different run", hints=("rename the folder",))
         if self.code and not link.here:
             yield call(Agent.take_code, self.code)
         slots = machine.spec.slots

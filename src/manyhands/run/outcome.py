@@ -28,7 +28,7 @@ class Outcome:
 
     folder: RunFolder  # the run folder
     status: str  # "finished" or "stopped"
-    is_main: bool = True  # True on the process that tells the user
+    is_main: bool = True  # True on the process that prints messages
 
     @property
     def exit_code(self) -> int:
@@ -130,7 +130,7 @@ def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> Man
 
 
 def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
-    """Returns the events that tell whether the processes of a start have stopped."""
+    """Returns the events that record starts and stops of the processes."""
     kinds = {"started", "stopping", "stopped"}
     return [line for line in read_lines(folder.events) if line.get("kind") in kinds]
 
@@ -138,7 +138,7 @@ def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
 def stop_saved(folder: RunFolder, earlier: int = 0) -> int | None:
     """Returns the step that a stop has saved, and records the stop; None if nothing was committed.
 
-    A process killed after that, or a lost machine, takes nothing away.
+    A process that is killed, or a machine that is lost, after the save does not affect the result.
 
     Args:
         folder: the run folder.

@@ -21,7 +21,7 @@ def request_of(root: Path, target: Path | None, size: int, quality: int) -> Pack
     if is_pack(root):
         raise UserError(f"{root} is already a packed copy", "", (f"run manyhands train {shlex.quote(str(root))}",))
     if size < 0 or not 0 <= quality <= MOST_QUALITY or (quality and not size):
-        hints = (f"give --size in pixels, such as 256, and --quality from 1 to {MOST_QUALITY} only with --size",)
+        hints = (f"use a --size in pixels, such as 256; --quality (1 to {MOST_QUALITY}) requires --size",)
         raise UserError(f"--size {size} with --quality {quality} is not valid", "--size", hints)
     target = target or place_of_pack(root)
     if target.resolve().is_relative_to(root.resolve()):
@@ -58,5 +58,5 @@ def check_pack(folder: Path, target: Path | None) -> PackedSet:
     bad = altered_shards(pack)
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise altered(place / bad[0], f"{bad[0]}{more} has changed since it was packed")
+        raise altered(place / bad[0], f"{bad[0]}{more} changed after packing")
     return pack

@@ -285,7 +285,7 @@ def _hints_for(name: str, value: Any) -> tuple[str, ...]:
         return (f"to start processes, pass processes={value}", f"for the data loader, pass data__workers={value}")
     key = f"{name}.{ONE_WORD[name]}" if name in ONE_WORD else meant_key(name)
     if key in {"data.name", "model.name"}:
-        return ("pass network and data to fit(model, train_set), or to prepare of a session",)
+        return ("pass the network and the data to fit(model, train_set), or to the prepare method of a session",)
     argument = {"run.out": "out"}.get(key, key.removeprefix("train.").replace(".", "__"))
     return (f"did you mean {argument}?" if key else "write options of other sections as section__name",)
 
@@ -456,7 +456,7 @@ def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[
         of_prepare = {"train.batch", "train.lr", "train.optimizer", "train.weight_decay", "train.momentum"}
         if unused := sorted(of_prepare & set(flags)):
             what = f"session has no argument {unused[0].partition('.')[2]}"
-            raise UserError(what, "session", ("pass optimizer and batch to prepare of the session",))
+            raise UserError(what, "session", ("pass optimizer and batch to the prepare method of the session",))
         named = {"data.name": OBJECTS, "run.out": str(out) if out else None, "train.metrics": metric_words(metrics)}
         loaded = load_on(job, {**flags, **named})
         resolved = loaded.job

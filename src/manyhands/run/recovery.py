@@ -37,10 +37,10 @@ _RECENT = 20
 
 
 class RestartHooks:
-    """What decides about restarts beside the fault: the machines. These are for a run on one machine."""
+    """Decisions about restarts that depend on the machines; these are the ones for a single machine."""
 
     def too_few(self) -> str:
-        """Returns why the run can't continue on the machines that are left, or nothing."""
+        """Returns why the run can't continue on the remaining machines, or an empty string."""
         return ""
 
     def on_trial(self) -> list[str]:
@@ -48,7 +48,7 @@ class RestartHooks:
         return []
 
     def can_join(self) -> list[str]:
-        """Returns the machines that the next start takes in."""
+        """Returns the machines that join with the next start."""
         return []
 
     def note_ending(self, ending: Ending) -> None:
@@ -69,9 +69,9 @@ def run_to_end(
         job: what to do.
         folder: the run folder.
         machines: where the processes run.
-        orders: prepares the start of this number, which may leave out or take in machines, and returns their orders.
+        orders: prepares the start with this number, which may drop or add machines, and returns the machines' orders.
         watch: what is called during supervision.
-        say: tells the user, a sentence and its level.
+        say: prints a sentence, with its log level.
 
     Returns:
         How the last start ended.
@@ -106,7 +106,7 @@ class RestartPolicy:
     Args:
         job: what to do.
         folder: the run folder.
-        say: tells the user, a sentence and its level.
+        say: prints a sentence, with its log level.
     """
 
     def __init__(self, job: Job, folder: RunFolder, say: Callable[[str, str], object]) -> None:
@@ -118,7 +118,7 @@ class RestartPolicy:
         self._times: dict[str, list[float]] = {}
 
     def after(self, ending: Ending, machines: RestartHooks) -> Restart | None:
-        """Returns how a run continues after a start has ended; None if it doesn't, which the user may be told."""
+        """Returns the next restart after a start has ended; None if there is none, after a message with the reason."""
         self._starts += 1
         if ending.interrupted or not self._recovers:
             return None
@@ -149,7 +149,7 @@ class RestartPolicy:
         return Restart("regrouped", f"{' and '.join(machines.can_join()) or 'a machine'} can join")
 
     def count_fault(self, cause: Failure | None) -> str:
-        """Counts a fault; returns why a restart would be of no use, or nothing."""
+        """Counts a fault; returns why a restart would not help, or an empty string."""
         began, self._began = self._began, time.time()
         own = cause is not None and not from_outside(cause)
         # Errors that manyhands explains itself, such as a loss that is not finite or a full disk, would occur again.
@@ -179,7 +179,7 @@ class RestartPolicy:
 
 
 def from_outside(cause: Failure | None) -> bool:
-    """True for what may come to any process, whatever it does; an error of the program's own likely comes again."""
+    """True for a fault from outside, such as a lost machine; an error in the program would probably occur again."""
     return cause is not None and cause.error in {MACHINE_LOST, PROCESS_ENDED}
 
 
@@ -196,7 +196,7 @@ def what_failed(ending: Ending) -> str:
 
 
 def worth_a_start(folder: RunFolder) -> bool:
-    """Whether enough is left to train, after the update that goes on, for another start to be of any use."""
+    """Returns True if the remaining training, without the current update, takes longer than a restart."""
     found = [parse_metrics(line, folder) for line in end_of(folder.metrics)]
     steps = [one for one in found if isinstance(one, StepMetrics)][-_RECENT:]
     if not steps:
@@ -207,7 +207,7 @@ def worth_a_start(folder: RunFolder) -> bool:
 
 
 def _raised_at(cause: Failure) -> str:
-    """The exception and the last line of code in its traceback; its message, which may have numbers, is left out."""
+    """Returns the exception type and the last line of its traceback, without the message, which may have numbers."""
     lines = [line.strip() for line in cause.traceback.splitlines() if line.lstrip().startswith("File ")]
     return f"{cause.error} {lines[-1] if lines else cause.where}"
 

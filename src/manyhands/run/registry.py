@@ -37,7 +37,7 @@ class Reach(Record):
     """How this user's own command reached the machines of a run."""
 
     run: str = Field(description="the run folder, as an absolute path")
-    options: dict[str, str] = Field(description="of the cluster: ssh, python, workdir")
+    options: dict[str, str] = Field(description="options of the cluster: ssh, python, workdir")
 
 
 def _load(kind: type[R], path: Path) -> R | None:
@@ -252,7 +252,7 @@ def find_start(word: str | None) -> str | None:
     """Returns the value of --resume with a run's name replaced by its folder; "auto", "never" and paths stay.
 
     Raises:
-        UserError: the word stands for no run, or for several.
+        UserError: the word matches no run, or several runs.
     """
     files = (".tar", ".pth", ".pt", ".ckpt", ".safetensors")
     if not word or word in {"auto", "never"} or "/" in word or word.endswith(files) or Path(word).exists():

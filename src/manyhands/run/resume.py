@@ -60,7 +60,7 @@ def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
     if lost:
         longer = 'to train longer: here.epochs(20), or fit(…, epochs=20, checkpoint__resume="auto")'
         hints = (f"to resume, run {resume_command(folder.path)}", longer)
-        what = f"only the Python program that trained this run has its {' and '.join(lost)}"
+        what = f"this run can be resumed only by the Python program that creates its {' and '.join(lost)}"
         raise UserError(what, str(folder.path), hints)
     try:
         record = find_record(folder.checkpoints / "any", {})
@@ -87,4 +87,4 @@ def announce_reach(loaded: LoadedJob) -> None:
             continue
         refuse_other_users(shlex.quote(wanted), file, file, f"--set cluster.{name}={shlex.quote(wanted)}")
         if RunFolder(file.parent).ranks.is_dir():
-            say(f"reaching the machines with {shlex.quote(wanted)}, as {file} specifies")
+            say(f"connecting to the machines with {shlex.quote(wanted)}, as specified in {file}")

@@ -37,7 +37,7 @@ def check_script(loaded: LoadedJob) -> None:
         raise UserError(f"there is no script {script}", str(Path.cwd()), ("write the path relative to this folder",))
     found = participate(job.cluster).process_info
     if found:
-        what = f"this process is already rank {found.rank} of {found.size}, by {found.started_by}"
+        what = f"this process is already rank {found.rank} of {found.size}, as set by {found.started_by}"
         hints = (f"start {script} without manyhands", f"or without a launcher: manyhands train {script} -n 2")
         raise UserError(what, script, hints)
 

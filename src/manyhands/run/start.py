@@ -51,7 +51,7 @@ class Starts(contextlib.ExitStack):
         membership: which machines take part.
         folder: the run folder here.
         receiver: writes the records that arrive.
-        say: tells the user, a sentence and its level.
+        say: prints a sentence, with its log level.
 
     Attributes:
         tunnels: those of this process, where it relays between machines.
@@ -144,7 +144,7 @@ class Starts(contextlib.ExitStack):
             return None
 
     def _take_in(self) -> None:
-        """Takes in the machines that can join, if their folders can be opened and all machines reach each other."""
+        """Adds the machines that can join, if their folders can be opened and all machines reach each other."""
         joining = [machine for machine in self._membership.take_in() if self._opens_on(machine)]
         if not joining:
             return
@@ -153,7 +153,7 @@ class Starts(contextlib.ExitStack):
             addresses = check_machines(self._job, self._say, self._machines)
             if not (addresses or self._ssh_only or alone):
                 raise RunError(
-                    "this machine can be reached through ssh only, but the other machines connect over the network"
+                    "the other machines are connected without ssh, but can reach this machine only through ssh"
                 )
         except RunError as error:
             others_lost = any(machine.agent.closed for machine in self._machines.running if machine not in joining)
@@ -166,7 +166,7 @@ class Starts(contextlib.ExitStack):
             self.set_addresses(addresses)
 
     def _opens_on(self, machine: RunMachine) -> bool:
-        """Opens the run folder on a machine that joins; if that isn't possible, the user is told why."""
+        """Opens the run folder on a machine that joins; prints the reason if that isn't possible."""
         try:
             with self._token() as token:
                 request = self._request(machine, token, records=False, output=False)
@@ -274,7 +274,7 @@ class Starts(contextlib.ExitStack):
         if first is before:
             return
         step = first.run_folder.saved
-        self._say(f"{first.name} has the newest checkpoint, of step {step}, and becomes the first machine", "INFO")
+        self._say(f"{first.name} has the newest checkpoint (step {step}) and gets rank 0", "INFO")
         behind = last_step is None or last_step < step
         if not behind:
             self._give_records(first)
@@ -319,7 +319,7 @@ class RecordsCopy:
         self._link, self._folder, self._sender, self._at = link, folder, sender, 0.0
 
     def carry(self) -> None:
-        """Sends what is new, now and then; without waiting."""
+        """Sends new records at intervals, without waiting."""
         if self._link.closed or time.monotonic() < self._at:
             return
         self._at = time.monotonic() + CARRY_S
@@ -327,7 +327,7 @@ class RecordsCopy:
             self._link.post(call(Agent.keep_records, self._folder, pieces))
 
     def finish(self) -> None:
-        """Sends the rest, and waits until it is there; the loss of the machine is reported elsewhere."""
+        """Sends the remaining records and waits until they arrive; a lost machine is reported elsewhere."""
         with contextlib.suppress(RunError):
             while not self._link.closed and (pieces := list(self._sender.news())):
                 self._link.ask(call(Agent.keep_records, self._folder, pieces), COPY_S)
@@ -368,7 +368,7 @@ def check_machines(job: Job, say: Callable[[str, str], object], machines: Machin
 
 
 def describe(machines: Machines, places: StorePlaces, routes: TunnelRoutes | None = None) -> list[str]:
-    """Returns sentences about who takes part in a start, and what listens where."""
+    """Returns sentences about the machines of a start and their open ports."""
     running = machines.running
     who = [f"{one.name} ({one.processes})" if one.processes > 1 else one.name for one in running]
     total = sum(machine.processes for machine in running)
@@ -394,7 +394,7 @@ def describe(machines: Machines, places: StorePlaces, routes: TunnelRoutes | Non
 
 
 def write_places(folder: RunFolder, machines: Machines) -> None:
-    """Writes machines.json: who has which ranks, and where its part of the run folder is."""
+    """Writes machines.json: the ranks and the run folder of each machine."""
     first, places = 0, list[dict[str, object]]()
     for one in machines.running:
         here, address = one.agent.here, one.address

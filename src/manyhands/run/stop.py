@@ -26,7 +26,7 @@ _EXPLAIN_S = 2.0
 def stop_headless(folder: RunFolder, say: Callable[[str], None], *, now: bool) -> bool:
     """Stops a run with processes but no launcher on this machine: all its processes, everywhere, save and leave.
 
-    With `now` those of this machine are killed unsaved; on other machines they save and leave.
+    With `now`, local processes are killed without saving; processes on other machines save and exit.
 
     Returns:
         True once they have left; False for any other run.

@@ -64,11 +64,11 @@ def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> di
     _announce_code(job, path, given)
     if job.data.name == OBJECTS:
         hints = ("name a folder of pictures: manyhands eval RUN FOLDER", "or call manyhands.evaluate(MODEL, TEST_SET)")
-        raise UserError("the data of this run was a Python object of its own program", str(reference), hints)
+        raise UserError("the data of this run was a Python object in the training program", str(reference), hints)
     whole = "data.name" in given and is_plain_folder(job.data.name)
     trained_on = load_job({}, file=run.job).job.data.name if whole and (run := run_of(reference)) else ""
     if trained_on and Path(trained_on).expanduser().resolve() == Path(job.data.name).expanduser().resolve():
-        say(f"{job.data.name} contains training pictures of this run; to evaluate held-back pictures only, omit DATA")
+        say(f"{job.data.name} contains training pictures of this run; to evaluate only the evaluation split, omit DATA")
     return evaluate_job(job, path, given=given, whole=whole)
 
 
@@ -116,12 +116,12 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
     """
     if not reference.exists():
         hints = ("name a run folder, a checkpoint, or a .pth.tar file",)
-        raise UserError(f"there is nothing at {reference}", "", hints)
+        raise UserError(f"there is no file or folder {reference}", "", hints)
     run = run_of(reference)
     if not run:
         if not flags.get("data.name"):
             hints = ("name data and network: manyhands eval FILE DATA MODEL",)
-            raise UserError(f"{reference} is in no run folder", "", hints)
+            raise UserError(f"{reference} is not in a run folder", "", hints)
         return load_job(dict(flags)).job
     job = load_job(dict(flags), file=run.job).job
     changes: dict[str, Any] = {
@@ -138,7 +138,7 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
 
 
 def run_of(reference: Path) -> RunFolder | None:
-    """Returns the run folder that `reference` is, or that holds this checkpoint."""
+    """Returns the run folder at `reference`, or the run folder that contains this checkpoint."""
     folders = map(RunFolder, (reference, *reference.absolute().parents[:2]))
     return next((folder for folder in folders if folder.exists()), None)
 
@@ -210,7 +210,7 @@ def list_pictures(named: Iterable[Path]) -> list[Path]:
     """Returns the named files, and all pictures in named folders at any depth, by name.
 
     Raises:
-        UserError: there is no such file, or a folder holds no picture.
+        UserError: there is no such file, or a folder contains no picture.
     """
     from manyhands.data.decode import PICTURE_SUFFIXES
     from manyhands.data.walk import is_junk

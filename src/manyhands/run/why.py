@@ -1,4 +1,4 @@
-"""Explains from its records why a run ended, or what it is doing: rank, machine, step, file and what to do."""
+"""Explains from a run's records why the run ended, or its state: rank, machine, step, file and hints."""
 
 import itertools
 import re
@@ -104,11 +104,11 @@ def _stopped(run: RunData, state: str, after: str, done: list[str]) -> Why:
     how, cause = "was ended at once" if state == "interrupted" else "stopped", plain(end.message)
     if state == "stopped" and not end.data.get("rankless"):
         after += "; everything is saved"
-        cause = "the run was asked to stop (Ctrl-C, manyhands stop, a signal), or lost its launcher"
+        cause = "the run was asked to stop (Ctrl-C, manyhands stop, a signal), or its launcher was lost"
     last = next((event for event in reversed(run.events) if event.kind in {REPLACED, *summary.STARTS}), None)
     if last and last.kind == REPLACED:
         cause = plain(last.message)
-        do = [f"for the progress, run there: manyhands why {folder}", *(f"or, here: {line}" for line in do)]
+        do = [f"on the other launcher's machine, run manyhands why {folder}", *(f"or, here: {line}" for line in do)]
     return Why(folder, state, f"{folder} {how} {after}", cause, done=done, do=do)
 
 
@@ -169,12 +169,12 @@ def _others(run: RunData, first: Failure) -> str:
     """Describes what happened to the other processes."""
     rest = [one for one in run.failures if one is not first and one.rank != first.rank]
     headline = "; ".join(
-        f"{_who(one)} {'ended after another failed' if one.consequence else 'failed as well: ' + shortened(one.what)}"
+        f"{_who(one)} {'ended after another rank failed' if one.consequence else 'failed too: ' + shortened(one.what)}"
         for one in rest[:_SHOWN]
     )
     size = run.environment.get("processes")
     unknown = size - 1 - len(rest) if isinstance(size, int) else 0
-    more = f"{len(rest) - _SHOWN} more processes likewise" if len(rest) > _SHOWN else ""
+    more = f"{len(rest) - _SHOWN} more processes ended or failed" if len(rest) > _SHOWN else ""
     silent = f"{unknown} of {size} processes were ended before recording an error" if unknown > 0 else ""
     return plain("; ".join(filter(None, (headline, more, silent))))
 
@@ -191,7 +191,7 @@ def _done(run: RunData) -> list[str]:
     if len(starts) > _SHOWN:
         found.insert(0, f"{len(starts)} restarts in all; the last {_SHOWN}:")
     found += [event.message for event in run.events if event.kind == "undone"][-_SHOWN:]
-    for kind, words in (("left-out", "updates were skipped"), ("replaced", "times a picture was replaced")):
+    for kind, words in (("left-out", "skipped updates"), ("replaced", "replaced pictures")):
         events = run.counted(kind)
         if events:
             found.append(f"{len(events)} {words}; the last: {events[-1].message}")
@@ -216,7 +216,7 @@ def _resume_hint(run: RunData) -> str:
     step = kept_step(run.folder)
     if step is None:
         if any(event.kind == "saved" for event in run.events):
-            return f"restore a checkpoint in {run.folder.checkpoints}, where none is left, or use another --out"
+            return f"no checkpoint is left in {run.folder.checkpoints}: restore one from a copy, or use another --out"
         return "nothing was saved: run the same command to start from scratch"
     return f"resume from step {step}: {resume_command(run.folder.path)}"
 

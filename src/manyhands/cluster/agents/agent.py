@@ -198,12 +198,12 @@ class Agent(Probe):
         return RunInspected(run_id(found), found.has_checkpoints(), busy, highest)
 
     def _term(self, folder: RunFolder, run: str, wanted: Term) -> int:
-        """Of a detached run the highest launcher that is known here, this one among them."""
+        """Returns the highest launcher number of a detached run that is known here, including this launcher's."""
         ours = wanted.head and run_id(folder) in ("", run)
         return (raise_term(folder.ranks, wanted) if ours else term_in(folder.ranks)).head
 
     def _claim(self, folder: RunFolder, wanted: OpenRun) -> str | None:
-        """Locks the run folder until this agent ends; the id of the run that it holds, None where another has it."""
+        """Locks the run folder until this agent ends; returns the run's id, or None if the lock is taken."""
         folder.failures.mkdir(parents=True, exist_ok=True)
         try:
             waits = (MAKE_WAY_S, MAKE_WAY_S) if wanted.term else (CLAIM_S,)

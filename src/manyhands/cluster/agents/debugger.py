@@ -41,7 +41,7 @@ def wait_for_editor(rank: int, size: int, options: ClusterOptions) -> None:
     """
     if options.debug_rank >= size:
         message = f"there is no rank {options.debug_rank} to debug: the ranks are 0 … {size - 1}"
-        raise UserError(message, "--debug-rank", ("ranks count from 0",))
+        raise UserError(message, "--debug-rank", ("ranks start at 0",))
     if rank != options.debug_rank:
         return
     if importlib.util.find_spec("debugpy") is None:

@@ -78,7 +78,7 @@ LAST_WORDS, LAST_BYTES = 8, 1 << 14
 
 
 class _Rendezvous(RendezvousHandler):
-    """A meeting that the head has already decided; polled by the agent, it passes on what the head says."""
+    """A rendezvous that the launcher has already decided; each poll of the agent handles the launcher's orders."""
 
     def __init__(self, orders: Orders, obey: Callable[[], None]) -> None:
         self._orders, self._obey = orders, obey
@@ -336,7 +336,7 @@ def prepare(device: str) -> Prepared:
 
 
 def devices_here(wanted: str, processes: int) -> tuple[str, int]:
-    """The kind of device that a job's word stands for on this machine, and how many processes it is for."""
+    """Returns the device type that a job's `device` selects on this machine, and the number of processes for it."""
     device = device_kind(wanted, processes)
     # cuda:1 names one of them.
     counted = device not in {"cpu", "mps"} and ":" not in device

@@ -71,7 +71,7 @@ def first_cause(ending: Ending) -> Failure | None:
 
 
 def _lost(host: str, how: str, hints: str = "") -> Failure:
-    hints = hints or f"check that {host} is running, on the network and not out of memory"
+    hints = hints or f"check that {host} is running, connected to the network and not out of memory"
     what = f"{host} is lost: {how}" if host else how
     return Failure(
         time=time.time(), rank=0, host=host, pid=0, error=MACHINE_LOST, what=what, where=host, hints=[hints]

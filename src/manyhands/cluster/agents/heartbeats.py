@@ -25,7 +25,7 @@ def heartbeat_path(scratch: Path, rank: int) -> Path:
 
 
 def process_state(pid: int) -> dict[str, Any]:
-    """What the system tells of a process of this machine, in the words of `Seen`; nothing where there is none."""
+    """Returns the fields of `Seen` that the operating system reports for a local process; empty without a process."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         spent = process.cpu_times()
@@ -35,7 +35,7 @@ def process_state(pid: int) -> dict[str, Any]:
 
 
 class HeartbeatMonitor:
-    """Looks after the processes of this machine.
+    """Reads the heartbeats of this machine's processes.
 
     Args:
         scratch: the folder of their heartbeats.
@@ -65,7 +65,7 @@ class HeartbeatMonitor:
         return []
 
     def last(self, rank: int) -> Heartbeat | None:
-        """What a process said last; None where it hasn't begun to train."""
+        """Returns the last heartbeat of a process; None before it begins to train."""
         return self._last[rank][0] if rank in self._last else None
 
     def _look(self, rank: int, now: float) -> Seen | None:

@@ -57,7 +57,7 @@ class Leaving:
 
 
 def _done_by(pid: int) -> object:
-    """What a process has computed, and written where the system tells."""
+    """CPU time of a process, and bytes written where the operating system reports them."""
     try:
         process = psutil.Process(pid)
         written = process.io_counters().write_chars if hasattr(process, "io_counters") else 0

@@ -64,7 +64,7 @@ class Sender:
 
 
 class Receiver:
-    """Writes what comes from the machine of rank 0 into the launcher's run folder.
+    """Writes records received from rank 0's machine into the launcher's run folder.
 
     Where the disk here is full pieces wait in memory, so that neither the run ends nor its records have holes.
 

@@ -45,7 +45,7 @@ class TunnelRoutes:
     ends: dict[str, TunnelEnds]  # of each machine, by its name
     # who holds the tunnel between two, by the pair in the order of ranks
     opened_by: dict[Pair, str] = field(default_factory=dict[Pair, str])
-    through: dict[Pair, str] = field(default_factory=dict[Pair, str])  # who passes on what two send each other
+    through: dict[Pair, str] = field(default_factory=dict[Pair, str])  # the relay of each pair
 
     def summary(self) -> str:
         """Describes the tunnels for the user."""
@@ -66,7 +66,7 @@ class _Login:
     theirs: Mapping[str, str]  # sockets that are made on the other, and what each leads to on the one that logs in
 
     def command(self, to: Machine, ends: TunnelEnds, options: ClusterOptions) -> list[str]:
-        """The words of it; what runs there ends when whoever started the ssh does."""
+        """Returns the ssh command; the remote command ends when the process that started ssh ends."""
         settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
                     "ForwardX11": "no"}  # fmt: skip
         words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
@@ -137,7 +137,7 @@ class _Opening:
                 self.way.opened_by[min((one, two), (two, one), key=self._order)] = one
 
     def relayed(self, pairs: Sequence[Pair]) -> None:
-        """What two send each other passes through a machine that has a tunnel to both."""
+        """Relays the traffic of each pair through a machine that has a tunnel to both."""
         wanted: dict[Pair, list[str]] = defaultdict(list)  # a machine and its relay, and whom it reaches so
         for one, two in pairs:
             relay = next((name for name in self.names if self._joined(one, name) and self._joined(two, name)), "")
@@ -157,7 +157,7 @@ class _Opening:
                 raise RunError(f"{one} can no longer log in to {two} by ssh: {said}", two)
 
     def through_head(self, pairs: Sequence[Pair]) -> None:
-        """What two send each other passes through the head's machine."""
+        """Relays the traffic of each pair through the launcher's machine."""
         self._head.open("")
         wanted: dict[str, list[str]] = defaultdict(list)
         for one, two in pairs:
@@ -181,7 +181,7 @@ class _Opening:
         return {ends.towards(address): relay.towards(address) for address in addresses}
 
     def _joined(self, one: str, two: str) -> str:
-        """Who holds the tunnel between two; empty where there is none."""
+        """Returns the machine that opened the tunnel between two machines; empty without a tunnel."""
         return self.way.opened_by.get(min((one, two), (two, one), key=self._order), "")
 
     def _order(self, pair: Pair) -> tuple[int, ...]:

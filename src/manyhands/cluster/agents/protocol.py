@@ -76,7 +76,7 @@ class Reachable(Message):
 
 @dataclass(frozen=True)
 class TunnelEnded(Message):
-    """A tunnel that this machine holds has ended."""
+    """A tunnel opened by this machine has ended."""
 
     what: str
 

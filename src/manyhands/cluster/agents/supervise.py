@@ -1,4 +1,4 @@
-"""Supervises the workers of one start from the launcher: passes on Ctrl-C, detects losses, and waits for the end."""
+"""Supervises the workers of one start from the launcher: forwards Ctrl-C, detects losses, and waits for the end."""
 
 import time
 from collections.abc import Callable, Collection, Mapping

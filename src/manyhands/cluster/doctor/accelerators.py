@@ -149,7 +149,7 @@ def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str,
         release = seen.get("version", "").partition("+")[0]
         hints = (
             f"install torch-npu for torch {release}: pip install torch-npu",
-            "if torch-npu is installed, check that CANN fits: python -c 'import torch_npu'",
+            "if torch-npu is installed, check that it works with your CANN: python -c 'import torch_npu'",
         )
     elif not seen.get("built_for"):
         what += f": torch {seen.get('version', '')} is a CPU build"

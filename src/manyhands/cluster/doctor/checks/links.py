@@ -49,7 +49,7 @@ def _slow(survey: Survey) -> Iterator[DoctorFinding]:
         there, back = survey.mbps[one, two], survey.mbps.get((two, one))
         uneven = back is not None and back > ODD_FACTOR * there
         word = "asymmetric" if uneven else "slow"
-        what = f"the link from {one} to {two} is {word}: {rate(there)}{f', back {rate(back)}' if back else ''}"
+        what = f"the link from {one} to {two} is {word}: {rate(there)}{f' (reverse: {rate(back)})' if back else ''}"
         # Both ways of one slow link are one finding.
         cause = f"link:{one}:{two}" if uneven else f"link:{':'.join(sorted((one, two)))}"
         yield DoctorFinding("links", "warn", (one, two), what, _consequence(survey, there), cause)

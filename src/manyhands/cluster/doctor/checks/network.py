@@ -82,7 +82,7 @@ def _unreachable(survey: Survey, host: str, way: str, pairs: list[Pair]) -> Doct
     closed = host if way != "from" else who(others)
     hints += [
         f"open all ports in the firewall of {closed} for the other machines' addresses",
-        "or use ssh tunnels: `manyhands launch` opens tunnels if the machines can log in to each other, or --relay",
+        "or use ssh tunnels: `manyhands launch` opens tunnels if the machines can log in to each other (or --relay)",
     ]
     cause, explains = f"reach:{host}:{way}", ("collective", "chosen")
     return DoctorFinding("reach", "fail", (host, *others), what, tuple(hints), cause, explains)

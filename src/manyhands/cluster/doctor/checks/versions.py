@@ -53,7 +53,7 @@ def _packages(survey: Survey) -> Iterator[DoctorFinding]:
         others = [host for host in versions if host not in odd]
         shown = ", ".join(f"{host} has {name} {version}" if version else f"{host} has no {name}"
                           for host, version in odd.items())  # fmt: skip
-        what = f"{shown}, but {who(others)} {common or 'none'}; {why}"
+        what = f"{shown}, but {who(others)} {'have' if len(others) > 1 else 'has'} {common or 'none'}; {why}"
         package = "torch" if name == "nccl" else name
         # The part behind + names a build, which pip's usual index doesn't know.
         wanted = versions[others[0]].get(package, "").partition("+")[0]
@@ -62,7 +62,7 @@ def _packages(survey: Survey) -> Iterator[DoctorFinding]:
         yield DoctorFinding("versions", severity, tuple(odd), what, hints, f"version:{name}", explains)
     common, odd = odd_ones(survey.fact("package"))
     if odd:
-        what = f"the source files of manyhands on {who(odd)} differ from the other machines, under the same version"
+        what = f"the source files of manyhands on {who(odd)} differ from the same version on the other machines"
         hints = (f"install the same checkout on every machine (hash {', '.join(odd.values())}, expected {common})",)
         yield DoctorFinding("versions", "fail", tuple(odd), what, hints, "package")
 
@@ -76,9 +76,9 @@ def _python_and_drivers(survey: Survey) -> Iterator[DoctorFinding]:
     versions = survey.fact("python", "version")
     common, odd = odd_ones({host: ".".join(version.split(".")[:2]) for host, version in versions.items()})
     if odd:
-        shown = ", ".join(f"{host} runs Python {versions[host]}" for host in odd)
+        shown = ", ".join(f"{versions[host]} on {host}" for host in odd)
         others = [host for host in versions if host not in odd]
-        what = f"{shown}, {who(others)} {versions[others[0]]}; code and data may behave differently"
+        what = f"Python versions differ: {shown}, {versions[others[0]]} on {who(others)}; code may behave differently"
         hints = (f"install Python {common} on {who(odd)}", "or set the Python to use: --cluster.python /path/to/python")
         yield DoctorFinding("versions", "warn", tuple(odd), what, hints, "version:python")
     for name in ("nvidia", "ascend", "cann"):

@@ -76,7 +76,7 @@ def read_list(text: str, where: str) -> Cluster:
 
 
 def write(cluster: Cluster) -> tuple[str, list[str]]:
-    """Returns a hostfile, and notes on what the format can't hold."""
+    """Returns a hostfile, and notes on values that the format doesn't support."""
     notes = {
         "device numbers are omitted: hostfiles don't have device numbers": any(m.devices for m in cluster.machines),
         "the master's port is omitted: hostfiles don't have a port for the master": cluster.master_port,

@@ -220,7 +220,7 @@ def _dotted(path: Keys) -> str:
 
 
 def _lines(text: str) -> list[tuple[Keys, int]]:
-    """Returns each value's path and line, in the order of the file. The path of a repeated key comes twice."""
+    """Returns each value's path and line, in the order of the file. The path of a repeated key is listed twice."""
 
     def below(node: Any, path: Keys) -> Iterator[tuple[Keys, int]]:
         yield path, node.start_mark.line + 1
@@ -401,7 +401,7 @@ def wait(
 
 
 def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str, list[str]]:
-    """Returns a table of version 1.0, and notes on what the format can't hold.
+    """Returns a table of version 1.0, and notes on values that the format doesn't support.
 
     Writes device_ip only for a cluster of one machine: the addresses come from this machine's /etc/hccn.conf, or from
     `hccn` by card number.
