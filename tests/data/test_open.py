@@ -214,8 +214,8 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("train", "test", "word"),
     [
-        (Stream(), None, "not a data set with indices"),
-        ("words", None, "not a data set with indices"),
+        (Stream(), None, "not a map-style data set"),
+        ("words", None, "not a map-style data set"),
         (tensors(0), None, "the train set is empty"),
         (tensors(), tensors(0), "the test set is empty"),
         (tensors(classes=1), None, "only one class"),

@@ -65,18 +65,18 @@ class Mesh:
         return number
 
     def parts(self, axes: Iterable[int]) -> int:
-        """Returns the number of processes in a group along the axes with the indices `axes`."""
+        """Returns the number of processes in a group along the axes at the indices `axes`."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place(self, axes: Iterable[int], rank: int) -> int:
-        """Returns the index of a rank in its group along the axes with the (ascending) indices `axes`."""
+        """Returns the index of a rank in its group along the axes at the (ascending) indices `axes`."""
         place, coordinates = 0, self.coordinates(rank)
         for axis in axes:
             place = place * self.sizes[axis] + coordinates[axis]
         return place
 
     def peers(self, axes: Iterable[int], rank: int) -> list[int]:
-        """Returns, in ascending order, the ranks in the same group as `rank` along axes, which are given by index."""
+        """Returns, in ascending order, the ranks in the group of `rank` along the axes at the indices `axes`."""
         free, here = set(axes), self.coordinates(rank)
         choices = [range(size) if axis in free else (here[axis],) for axis, size in enumerate(self.sizes)]
         return [self.rank(place) for place in itertools.product(*choices)]

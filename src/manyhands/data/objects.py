@@ -105,7 +105,7 @@ def _check(dataset: Any, word: str) -> None:
     hints = ("give a torch Dataset with __len__ and __getitem__, such as a TensorDataset",)
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not sized or isinstance(dataset, IterableDataset | str | dict):
-        raise UserError(f"the {word} set is a {type(dataset).__name__}, not a data set with indices", word, hints)
+        raise UserError(f"the {word} set is a {type(dataset).__name__}, not a map-style data set", word, hints)
     if len(dataset) == 0:
         raise UserError(f"the {word} set is empty", word)
 

@@ -95,7 +95,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def all_to_all(self, tensors: Tensor) -> Tensor:
-        """Exchanges rows: row i of the result [size, …] is row `rank` of the `tensors` [size, …] of member i."""
+        """Exchanges rows: row i of the result [size, …] is row `rank` of the tensor [size, …] that member i passes."""
         self._require_member()
         self._require_rows(tensors, "all_to_all")
         mine = _own_copy(tensors)
@@ -118,7 +118,7 @@ class Subgroup:
         return result
 
     def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
-        """Returns this rank's row of the `tensors` [size, …] of `source`; all members pass a tensor of this shape."""
+        """Returns row `rank` of the tensor [size, …] that member `source` passes; others pass one of this shape."""
         self._require_member()
         self._require_rows(tensors, "scatter")
         return self.broadcast(tensors, source)[self.rank].clone()

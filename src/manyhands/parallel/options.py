@@ -55,7 +55,8 @@ class ParallelOptions(Options):
 
     shared_memory: bool = option(
         True,
-        "average CPU gradients within a machine through shared memory; false: by the backend; used only with mode data",
+        "average CPU gradients within a machine through shared memory, used only with mode data; false: average them "
+        "with the backend (gloo)",
     )
 
     @property

@@ -107,12 +107,12 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
 
     Args:
         net: a function of a mesh that makes the network, such as its class; or the network. A copy of the network runs
-            on a mesh of one process, so its forward must ask axes for their sizes and not store them.
+            on a mesh of one process, so `forward` must read the sizes of axes at each call; don't cache them.
         sample: a batch [n, …]. The batch of rank 0 is used, truncated so that processes get equal shares.
         labels: the labels of the samples, for `loss` or the default, cross-entropy.
         mesh: required with a function, and with a network that has no axis of a mesh.
         loss: a function of (output, labels) that returns the mean loss or one loss per sample. Without labels
-            and loss, a weighted sum of all outputs is used, so that a wrong output does not make all gradients wrong.
+            and loss, a fixed weighted sum of all outputs is used: an error in the output then changes no gradient.
         samples: names of the axes that shard the batch; None: all axes that shard no parameter.
         tolerance: the largest error allowed, relative to the largest value of the compared tensor.
         check: raise an error if there are findings.

@@ -53,7 +53,7 @@ class Run:
 
     Attributes:
         path: the run folder.
-        status: "finished"; `fit` raises an exception for a stopped run.
+        status: always "finished", because `fit` raises an exception if the run is stopped.
         model: the trained network, if `fit` was given a module; None if it was given a name.
     """
 

@@ -198,7 +198,7 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     def figure(self, name: str) -> float:
-        """Returns top1, top5, loss or a metric of the user by name."""
+        """Returns the value called `name`: top1, top5, loss or one of the user's metrics."""
         return self.metrics[name] if name in self.metrics else getattr(self, name)
 
     @property

@@ -132,16 +132,17 @@ class Session(Subgroup):
             optimizer: an optimizer of the model's parameters.
             train_set: a torch Dataset of (x, y).
             batch: the global batch size: samples per update over all processes.
-            plan: how to shard the model: from `find_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"}.
+            plan: how to shard the model: from `find_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"},
+                which shards the samples of op fc over axis dp, and its outputs over tp.
             scheduler: a scheduler of this optimizer. Checkpoints include its state.
 
         Returns:
             The model, the optimizer, and an iterable of this process's micro-batches (x, y), reshuffled each epoch.
-            `optimizer.step` and `scheduler.step` do nothing before the last micro-batch of an update, `zero_grad` does
-            nothing within an update.
+            `optimizer.step` and `scheduler.step` take effect only after the last micro-batch of an update, and
+            `zero_grad` only between two updates.
 
         Raises:
-            UserError: the arguments contradict each other or the job, or the run folder belongs to another run.
+            UserError: the arguments contradict each other or the job's options, or the run folder is another run's.
         """
         if self._folder and self._trainer:
             hints = ("open a new session with another out=… for each training run",)

@@ -68,7 +68,9 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
     slots = environment.get("PET_NPROC_PER_NODE") or "1"
     if slots == "cpu":
         message = 'PET_NPROC_PER_NODE is "cpu"; expected a number or "auto"'
-        raise UserError(message, WHERE, ("set a number; each process uses its share of the cores as threads",))
+        raise UserError(
+            message, WHERE, ("set the number of processes per machine; the cores are divided among them as threads",)
+        )
     one_per_device = slots in {"auto", "gpu", "xpu"}
     size = 0 if one_per_device else _number("PET_NPROC_PER_NODE", slots, 1, _MAX_SLOTS)
     rank = environment.get("PET_NODE_RANK")
