@@ -57,9 +57,9 @@ def test_a_killed_process_is_replaced_and_costs_no_update(processes, here):
 STOPPED_BETWEEN = """
 import os, signal, sys
 from manyhands.cli.main import main
-from manyhands.run.recovery import Recovery
-again = Recovery.again
-Recovery.again = lambda *given: again(*given) and (os.kill(os.getpid(), signal.SIGINT) or True)
+from manyhands.run.recovery import RestartPolicy
+after = RestartPolicy.after
+RestartPolicy.after = lambda *given: (restart := after(*given)) and (os.kill(os.getpid(), signal.SIGINT) or restart)
 main(sys.argv[1:])
 """
 
