@@ -324,7 +324,7 @@ def test_a_run_whose_head_was_replaced_says_so_and_where_to_ask(tmp_path):
     note_replaced(folder, "the run was stopped from n2 or taken over by another launcher")
     found = explained(read_run(tmp_path))
     assert found.cause == "the run was stopped from n2 or taken over by another launcher"
-    assert "run there" in found.do[0]
+    assert "on the other launcher's machine, run manyhands why" in found.do[0]
     append(folder.events, Event(time=time.time(), kind="resumed", step=8, message="r"))
     append(folder.events, Event(time=time.time(), kind="stopped", step=9, message="saved"))
     assert "was asked to stop" in explained(read_run(tmp_path)).cause

@@ -70,7 +70,7 @@ def test_out_of_memory_says_what_fits_and_that_is_right():
     ended = run("train", "digits", f"{NETS}:Hungry", "-n", "2", "--batch", "128", "--out", "run", *LONG)
     assert ended.code == 1
     assert_one_screen(ended.err)
-    assert "\nmanyhands: out of memory with a micro-batch of 64 pictures: CUDA out of memory" in ended.err
+    assert "\nmanyhands: out of memory with 64 pictures in a micro-batch: CUDA out of memory" in ended.err
     assert ended.err.index("manyhands: out of memory") < ended.err.index("Traceback")
     assert "add --set train.micro_batch=16; the global batch stays 128" in ended.err
     assert "--set train.norm_group=16" in ended.err

@@ -172,7 +172,7 @@ def test_another_users_job_file_does_not_choose_how_machines_are_reached(strange
     os.chown(strange_run.job, 0, 0)
     job = load_job({}, file=strange_run.job)
     announce_reach(job)
-    assert f"touch {here}/mark; :', as {strange_run.job} specifies" in capsys.readouterr().err
+    assert f"touch {here}/mark; :', as specified in {strange_run.job}" in capsys.readouterr().err
     os.chown(strange_run.job, 12345, 12345)
     announce_reach(load_job({"cluster.ssh": "ssh"}, file=strange_run.job))
 

@@ -108,7 +108,7 @@ def test_fit_raises_the_first_cause():
 
 
 def test_out_of_memory_in_an_evaluation_says_what_fits():
-    with pytest.raises(RunError, match="out of memory with an evaluation batch of 256 pictures") as raised:
+    with pytest.raises(RunError, match="out of memory with 256 pictures in an evaluation batch") as raised:
         manyhands.fit(nets.Hungry(), tiny(), tiny(300), epochs=1, batch=20, **QUIET)
     assert raised.value.hints[0] == "reduce the batch: evaluate_batch=128"
 

@@ -37,7 +37,7 @@ def test_a_slow_link_is_told_of_once_with_the_share_and_the_way_out():
     ((kind, text, step, figures),) = heeded(standing("10mbit"), 54.0, 55.0, 9)
     assert (kind, step) == ("sync", 2)
     assert figures["share"] == pytest.approx(54 / 55)
-    assert "98% of a step" in text
+    assert "98% of the 55 s per step" in text
     assert "powersgd" in text
     assert "manyhands resume runs/a --set sync.method=auto" in text
 
@@ -45,7 +45,7 @@ def test_a_slow_link_is_told_of_once_with_the_share_and_the_way_out():
 def test_short_steps_are_watched_for_a_while():
     ((_, text, step, _),) = heeded(standing("100mbit"), 0.9, 1.0, 9)
     assert step == 4
-    assert "90% of a step" in text
+    assert "90% of the 1 s per step" in text
 
 
 def test_a_third_of_the_time_and_less_goes_unsaid():

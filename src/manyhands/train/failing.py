@@ -111,10 +111,10 @@ def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
         hints = [f"add --set train.micro_batch={fits}; the global batch stays {options.batch}"] if fits else []
         if fits and trainer.network.norms.layers and isinstance(options.norm_group, int) and fits < options.norm_group:
             hints.append(f"also add --set train.norm_group={max(2, fits)}: a BatchNorm group must fit a micro-batch")
-    batch = "an evaluation batch" if evaluating else "a micro-batch"
+    kind = "an evaluation batch" if evaluating else "a micro-batch"
     halved = "" if options.precision in AUTOCAST else ", or add --set train.precision=bf16"
     return RunError(
-        f"out of memory with {batch} of {taken} pictures: {_first_line(error)}",
+        f"out of memory with {taken} pictures in {kind}: {_first_line(error)}",
         f"rank {trainer.world.rank} on {socket.gethostname()}, {trainer.world.device}",
         (*hints, f"{'or ' * bool(hints)}reduce data.image_size{halved}"),
     )
