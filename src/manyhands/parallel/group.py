@@ -43,7 +43,7 @@ IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LISTEN_S = 0.5
 # A process that sees a peer gone waits so long for the reason.
 LEARN_S = 2.0
-# One that has heard the reason and doesn't see the peer gone, as with NCCL, has so long to end by itself.
+# One that has heard the reason and doesn't see the peer gone, as with NCCL, has this long to exit.
 PATIENCE_S = 5.0
 
 

@@ -160,7 +160,7 @@ class OpTimes:
         self.notes: list[str] = []  # sentences on the files
         self.measured = 0  # how many ops were timed
         self.estimated = 0  # how many were not
-        self.failed: dict[str, str] = {}  # by key, why an op could not be run by itself; it is estimated then
+        self.failed: dict[str, str] = {}  # by key, why an op could not be run alone; its time is estimated then
         self._fresh: dict[str, OpTime] = {}
         self._used: dict[str, OpTime] = {}
         self._others: Others | None = None
@@ -228,7 +228,7 @@ class OpTimes:
         """What `_measure` gives; None where the op fails outside its network, on values that it never sees there."""
         try:
             return self._measure(make)
-        except Exception as error:  # noqa: BLE001 - whatever an op says of made-up values, the search goes on
+        except Exception as error:  # noqa: BLE001 - an op that fails on random values is estimated, and the search continues
             self.failed[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
             return None
 

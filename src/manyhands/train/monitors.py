@@ -19,7 +19,7 @@ from manyhands.train.journal import Journal
 
 # A process is slow that takes so many times as long as the others' median, in so many agreements one after the other.
 _SLOW, _TIMES = 1.3, 3
-# Standing still is told of that takes so long, and so many times as long as it does usually.
+# A stall is reported if it takes this long, and this many times the usual time.
 _STALL_S, _STALL = 3.0, 3.0
 
 
@@ -182,7 +182,7 @@ ADVICE = "reduce train.lr, set train.warmup_epochs = 1, or set train.clip = 1.0"
 class Divergence:
     """Compares the loss of each record with the first loss, or with the loss of random guesses if that is larger."""
 
-    classes: int  # that are told apart
+    classes: int  # number of classes
     _began: float = math.nan
     _high: int = 0
     _reported: bool = False
@@ -191,7 +191,7 @@ class Divergence:
         """Returns a warning, once, if the loss stays far above the first loss; else an empty string."""
         if math.isnan(self._began):
             self._began = loss
-        # A run that goes on begins low, and a small loss may well grow threefold.
+        # A resumed run begins with a small loss, which may well grow threefold.
         limit = TIMES * max(self._began, math.log(max(2, self.classes)))
         self._high = self._high + 1 if loss > limit else 0
         if self._high < RECORDS or self._reported:

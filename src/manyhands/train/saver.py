@@ -85,7 +85,7 @@ class Saver:
             self._outcome = SaveOutcome(NOT_SAVED, error.message)
         except NotFiniteError:
             self._outcome = SaveOutcome(NOT_FINITE)
-        except Exception as error:  # noqa: BLE001 - raised by whoever asks how it ended
+        except Exception as error:  # noqa: BLE001 - raised again where the result of the save is asked for
             self._error = error
         self.wrote_s = time.perf_counter() - began_s
 

@@ -270,7 +270,7 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
 
 def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
     """Returns the synchronization state of this process at a checkpoint, or the reason why it can't be used."""
-    # The run's own folder, and the one that it goes on from, which may be another run's.
+    # The run's own folder, and the one that it resumes from, which may belong to another run.
     folders = [rank_states_folder(folder, trainer.world) for folder in (trainer.folder.checkpoints, checkpoint.parent)]
     path = next((folder / checkpoint.name for folder in folders if (folder / checkpoint.name).is_dir()), None)
     belongs_to, own = _belongs_to(trainer), trainer.synchronizer.own
