@@ -44,7 +44,7 @@ FAULTS = {
     "Raises": ([], (r"why: rank 1 on \S+ at step \d+ \(train\): KeyError", r"nets\.py:\d+")),
     "Leaves": ([], (r"why: rank 1 on \S+ .*ended with exit code 3",)),
     "NotANumber": ([], (r"why: rank \d .*the loss is not finite: the output of the network is NaN", "the last 3")),
-    "Hungry": (["--batch", "128"], (r"micro-batch of 64 pictures", "do: add --set train.micro_batch=16")),
+    "Hungry": (["--batch", "128"], (r"64 pictures in a micro-batch", "do: add --set train.micro_batch=16")),
 }
 
 
