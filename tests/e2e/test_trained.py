@@ -19,7 +19,7 @@ from manyhands.core.world import World
 from manyhands.data.open import is_plain_folder
 from manyhands.report.read import read_run
 from manyhands.run.tasks import evaluate_run, job_of, predict_files, resolve_checkpoint
-from manyhands.train.evaluate_checkpoint import evaluate_checkpoint
+from manyhands.train.trained import evaluate_checkpoint
 
 QUIET = {"quiet": True, "run__report": False}
 LEVELS = {"cat": 60, "dog": 130, "owl": 200}

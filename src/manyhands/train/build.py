@@ -1,5 +1,6 @@
 """Builds the trainer of a job or of a custom loop from its parts, and resumes it; runs no updates."""
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -9,10 +10,13 @@ from manyhands.core.errors import UserError
 from manyhands.core.quantities import short_time
 from manyhands.core.resuming import OBJECTS, resume_command
 from manyhands.core.run_folder import NOWHERE
+from manyhands.data.loading import Loader
+from manyhands.data.splits import Source
 from manyhands.train.data_setup import DTYPES, DataSetup, open_samples
-from manyhands.train.evaluate import evaluate_as_shared, make_evaluator, make_tester
+from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.loss import BETTER_LOSS, LossFn, verify_loss
+from manyhands.train.metrics import Evaluation
 from manyhands.train.network import describe_trained
 from manyhands.train.optimize import total_steps
 from manyhands.train.parts import Parts, grid_of, record_setup, refuse_uncuttable
@@ -75,7 +79,13 @@ def build(parts: Parts) -> Trainer:
     for module in parts.frozen:
         module.training = False
     feed = Feed(order, sharing, samples.train, network.replica(world.rank))
-    evaluator = make_evaluator(samples.test, len(samples.splits.test), len(classes), job, network, world, parts.metrics)
+
+    def evaluate_on(loader: Loader, source: Source) -> Callable[..., Evaluation]:
+        """Returns the function that evaluates the network under its mode, with the current shares at each call."""
+        evaluator = Evaluator(loader, len(source), len(classes), job, world, network, parts.metrics)
+        return lambda asked=None: evaluator(network.evaluated, update.gradients.autocast(), asked, feed.sharing.shares)
+
+    held_out, source = samples.held_out, samples.splits.held_out
     trainer = Trainer(
         job=job,
         folder=folder,
@@ -87,7 +97,7 @@ def build(parts: Parts) -> Trainer:
         feed=feed,
         network=network,
         update=update,
-        evaluate=evaluate_as_shared(evaluator, update, feed),
+        evaluate=evaluate_on(samples.test, samples.splits.test),
         status_round=StatusRound(
             world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every), synced.cost.every
         ),
@@ -98,7 +108,7 @@ def build(parts: Parts) -> Trainer:
         augment=samples.pixels.augment,
         draws=trial.draws,
         watcher=under.watcher(world),
-        test=make_tester(samples, len(classes), job, update, feed, parts.metrics),
+        test=evaluate_on(held_out, source) if held_out and source is not None else None,
         communication=synced.communication,
         at_epoch_end=parts.objects.at_epoch_end,
         custom_loop=parts.custom_loop,

@@ -25,19 +25,17 @@ from manyhands.core.mesh import bounds
 from manyhands.core.phases import CLOCK, EVALUATION
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
+from manyhands.core.run_folder import NOWHERE
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.order import dealt_blocks, evaluation_blocks
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.plain import broadcast_plain
-from manyhands.train.data_setup import DataSetup
-from manyhands.train.feed import Feed
 from manyhands.train.metrics import CustomMetric, Evaluation, FigureSums
-from manyhands.train.recover import find_state
+from manyhands.train.recover import Resumable, find_state
 from manyhands.train.schedule import CustomScheduler
 from manyhands.train.state import restore
-from manyhands.train.step import Updater
 from manyhands.train.stopping import StopSignal
 from manyhands.train.trainer import Trainer
 
@@ -107,33 +105,29 @@ class Evaluator:
         loader: loads the test split.
         length: the number of samples in the split.
         classes: the number of classes; the network may have more outputs, which count as wrong.
-        block: the number of samples in a block.
+        job: supplies the number of samples in a block, the views of each picture, whose outputs are averaged, and the
+            loss: the network's output is log-probabilities if train.loss is "nll".
         world: the processes.
-        log_probabilities: True when the network's output is log-probabilities (train.loss = "nll").
-        network: the network under its mode; None if each process has the full network.
+        network: the network under its mode.
         metrics: custom metrics.
-        views: the number of views of each picture, whose outputs are averaged.
     """
 
-    def __init__(  # noqa: PLR0913 - all but the first five are named
+    def __init__(
         self,
         loader: Loader,
         length: int,
         classes: int,
-        block: int,
+        job: Job,
         world: World,
-        *,
-        log_probabilities: bool = False,
-        network: ParallelNetwork | None = None,
-        metrics: Sequence[CustomMetric] = (),
-        views: int = 1,
+        network: ParallelNetwork,
+        metrics: Sequence[CustomMetric],
     ) -> None:
-        self._views = views
+        self._views, self._log_probabilities = job.train.evaluate_views, job.train.loss == "nll"
         self.loader, self.length, self.classes, self.world = loader, length, classes, world
-        self.blocks = evaluation_blocks(length, block)
-        self._log_probabilities, self._network = log_probabilities, network
+        self.blocks = evaluation_blocks(length, job.train.evaluate_batch)
+        self._collective_forward = network.collective_forward
         # On a mesh all processes compute each block together.
-        self._together = network if network and network.together else None
+        self._together = network if network.together else None
         # Apple's devices know no float64.
         self._precise = torch.float32 if world.device == "mps" else torch.float64
         self._own = FigureSums(metrics, classes, world.device, self._precise) if metrics else None
@@ -168,7 +162,7 @@ class Evaluator:
         if self._together:
             return [list(range(len(self.blocks)))] * self.world.size
         # Where all call the network equally often, a slow process's calls are the more, the more others have.
-        turns = not shares or (self._network is not None and self._network.collective_forward)
+        turns = not shares or self._collective_forward
         return dealt_blocks(len(self.blocks), (1,) * self.world.size if turns else shares)
 
     def _count(
@@ -221,7 +215,7 @@ class Evaluator:
             yield from self._shared_batches(self._together)
             return
         mine = [(number, True) for number in numbers]
-        if self._network and self._network.collective_forward:
+        if self._collective_forward:
             mine += [(0, False)] * (rounds - len(mine))
         requests = (torch.arange(self.blocks[number].start, self.blocks[number].stop) for number, _ in mine)
         for (number, counted), batch in zip(mine, self.loader.batches(0, requests), strict=True):
@@ -295,51 +289,6 @@ def _views(pictures: Tensor, count: int) -> Iterator[tuple[float, Tensor]]:
         yield weight, view.flip(3)
 
 
-def make_evaluator(
-    loader: Loader,
-    length: int,
-    classes: int,
-    job: Job,
-    network: ParallelNetwork | None,
-    world: World,
-    metrics: Sequence[CustomMetric],
-) -> Evaluator:
-    """Creates the function that evaluates a network, under its mode if given, on `length` samples of the loader."""
-    return Evaluator(
-        loader,
-        length,
-        classes,
-        job.train.evaluate_batch,
-        world,
-        log_probabilities=job.train.loss == "nll",
-        network=network,
-        metrics=metrics,
-        views=job.train.evaluate_views,
-    )
-
-
-def make_tester(
-    samples: DataSetup,
-    classes: int,
-    job: Job,
-    update: Updater,
-    feed: Feed,
-    metrics: Sequence[CustomMetric],
-) -> Callable[..., Evaluation] | None:
-    """Creates the function that evaluates the held-out samples; None if there are none."""
-    if samples.held_out is None or samples.splits.held_out is None:
-        return None
-    count = len(samples.splits.held_out)
-    evaluator = make_evaluator(samples.held_out, count, classes, job, update.network, update.world, metrics)
-    return evaluate_as_shared(evaluator, update, feed)
-
-
-def evaluate_as_shared(evaluator: Evaluator, update: Updater, feed: Feed) -> Callable[..., Evaluation]:
-    """Creates the function that evaluates the network under its mode, with the current shares at each call."""
-    network, gradients = update.network, update.gradients
-    return lambda asked=None: evaluator(network.evaluated, gradients.autocast(), asked, feed.sharing.shares)
-
-
 @CLOCK.within(EVALUATION)
 def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
     """Evaluates on all processes and records the result; returns True if it is the best so far.
@@ -374,19 +323,8 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
     best = progress.improves(by, found.figure(by.partition(" ")[2]))
     if isinstance(trainer.update.set_rates, CustomScheduler) and trainer.evaluation_asked():
         trainer.update.set_rates.evaluated(found.loss)
-    trainer.evaluated = EvaluationMetrics(
-        time=time.time(),
-        epoch=progress.epoch,
-        step=progress.step,
-        count=found.count,
-        loss=found.loss,
-        top1=found.top1,
-        top5=found.top5,
-        best=best,
-        classes=len(trainer.classes),
-        seconds=found.seconds,
-        metrics=found.metrics,
-    )
+    about = {"best": best, "classes": len(trainer.classes), "seconds": found.seconds}
+    trainer.evaluated = EvaluationMetrics(**_figures(found, trainer), **about)
     trainer.journal.metrics(trainer.evaluated)
     detail = describe(found, trainer)
     for name in ("last", "best") if best else ("last",):
@@ -394,20 +332,17 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
     return best
 
 
+def _figures(found: Evaluation, trainer: Trainer) -> dict[str, Any]:
+    """Returns the fields that both records of an evaluation have."""
+    progress, names = trainer.progress, ("count", "loss", "top1", "top5", "metrics")
+    place = {"time": time.time(), "epoch": progress.epoch, "step": progress.step}
+    return place | {name: getattr(found, name) for name in names}
+
+
 def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
     """Returns an evaluation as stored in the run folder."""
-    return EvaluationDetail(
-        time=time.time(),
-        epoch=trainer.progress.epoch,
-        step=trainer.progress.step,
-        count=found.count,
-        top1=found.top1,
-        top5=found.top5,
-        loss=found.loss,
-        classes=list(trainer.classes),
-        confusion=[(row, column, count) for row, column, count in found.cells.tolist()],
-        metrics=found.metrics,
-    )
+    confusion = [(row, column, count) for row, column, count in found.cells.tolist()]
+    return EvaluationDetail(**_figures(found, trainer), classes=list(trainer.classes), confusion=confusion)
 
 
 @CLOCK.within(EVALUATION)
@@ -480,8 +415,14 @@ def _is_sound(path: Path) -> bool:
 def _load(trainer: Trainer, step: int) -> int:
     """Gives the network the weights that were saved at a step; the epoch of that. A collective."""
     path = trainer.folder.checkpoints / files.step_name(step)
-    options = trainer.job.checkpoint.model_copy(update={"resume": str(path)})
-    job = trainer.job.model_copy(update={"checkpoint": options})
-    found = find_state(job, trainer.folder, trainer.world, in_pieces=bool(trainer.network.layouts))
-    assert found is not None
+    found = find_checkpoint(path, trainer.job, trainer.world, in_pieces=bool(trainer.network.layouts))
     return restore(found.snapshot, trainer.network, None, where=str(path), source=found.source)[0].epoch
+
+
+def find_checkpoint(path: Path, job: Job, world: World, *, in_pieces: bool) -> Resumable:
+    """Returns the state of a checkpoint, as rank 0 reads it, on every process; see `find_state`."""
+    options = job.checkpoint.model_copy(update={"resume": str(path)})
+    named = job.model_copy(update={"checkpoint": options})
+    found = find_state(named, NOWHERE, world, in_pieces=in_pieces)
+    assert found is not None  # a path is read or refused
+    return found

@@ -42,7 +42,7 @@ from manyhands.train.custom_update import (
     prepare_trainer,
 )
 from manyhands.train.data_setup import make_loader
-from manyhands.train.evaluate import agreed, evaluating, make_evaluator, record_evaluation
+from manyhands.train.evaluate import Evaluator, agreed, evaluating, record_evaluation
 from manyhands.train.loop import updates
 from manyhands.train.metrics import Evaluation, make_metrics
 from manyhands.train.network import PICTURES, pixels_of
@@ -277,7 +277,7 @@ class Session(Subgroup):
             plain = network or ParallelNetwork(model, model)
             words = dict.fromkeys((*self.job.train.metrics, *(metric_words(metrics) or ())))
             own = make_metrics(words, {**self._metrics, **(metrics if isinstance(metrics, Mapping) else {})})
-            make = make_evaluator(loader, len(test_set), outputs, self.job, plain, self.world, own)
+            make = Evaluator(loader, len(test_set), outputs, self.job, self.world, plain, own)
             with agreed(trainer) if trainer else contextlib.nullcontext():
                 shares = self._trainer.feed.sharing.shares if self._trainer else ()
                 found = make(evaluated, autocast(precision, self.world.device), shares=shares)

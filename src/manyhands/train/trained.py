@@ -1,7 +1,7 @@
-"""Loads the network of a checkpoint for inference, with its preprocessing."""
+"""The network of a checkpoint: loads it with its preprocessing, predicts, and evaluates it on data."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,34 +9,95 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from manyhands.checkpoint.trained import TrainedNetwork, find_record, note_trained_on
+from manyhands.checkpoint.trained import TrainedNetwork, find_record, note_trained_on, parse_record
 from manyhands.config.job import Job
+from manyhands.core.choices import module_names
 from manyhands.core.devices import require_device
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import Mesh
-from manyhands.core.run_folder import RunFolder
+from manyhands.core.mesh import Mesh, parse_mesh
+from manyhands.core.run_folder import NOWHERE
 from manyhands.core.world import World
 from manyhands.data.decode import CorruptImageError, to_mode
 from manyhands.data.on_demand import as_picture
+from manyhands.data.open import resolve_pixels
+from manyhands.data.options import DataOptions
 from manyhands.data.pictures import prepare, read_picture, to_tensor
+from manyhands.data.splits import Source, by_names
 from manyhands.data.transforms import Normalise, Pixels
 from manyhands.models.outputs import main_and_auxiliary
+from manyhands.parallel.apply import apply_mode, follows_plan, one_process, resolve_mode, takes_mesh
+from manyhands.parallel.gradients import autocast
 from manyhands.parallel.grid import Grid
-from manyhands.parallel.plain import gather_plain
-from manyhands.train.data_setup import name_outputs
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.options import MODES
+from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.parallel.plan import Plan, read_plan, shared_plan
+from manyhands.train.data_setup import (
+    check_labels,
+    class_names,
+    first_picture,
+    make_loader,
+    name_outputs,
+    open_splits,
+    pixels_for,
+)
+from manyhands.train.evaluate import Evaluator, find_checkpoint
 from manyhands.train.journal import Journal
-from manyhands.train.network import make_model, pixels_of, read_any
+from manyhands.train.metrics import Evaluation, make_metrics
+from manyhands.train.network import PICTURES, make_model, pixels_of, read_any, without_first_weights
 from manyhands.train.objects import Objects
-from manyhands.train.state import load_snapshot
+from manyhands.train.recover import Resumable, outputs_of
+from manyhands.train.state import restore
 
 
-def job_of_record(job: Job, record: TrainedNetwork) -> Job:
-    """Returns the job with the trained network, without initial weights."""
+@dataclass(frozen=True)
+class Subject:
+    """A network of a checkpoint, or of a job, and its input."""
+
+    job: Job  # with the network that was trained
+    pixels: Pixels  # what pictures become
+    classes: tuple[str, ...]  # a name for each output that is known
+    num_classes: int  # what the network's builder is given
+
+    def build(
+        self,
+        world: World,
+        objects: Objects,
+        found: Resumable | None,
+        where: str = "",
+        grid: Grid | None = None,
+        request: ModeRequest | None = None,
+    ) -> ParallelNetwork:
+        """Builds the network and loads its weights; a collective.
+
+        Args:
+            world: the processes.
+            objects: the Python objects of the user.
+            found: the checkpoint; None for the initial weights.
+            where: the checkpoint, for errors.
+            grid: the mesh that the network's code takes.
+            request: for the parallel mode of the job; None if each process has the entire network.
+        """
+        model = make_model(self.job, self.pixels, self.num_classes, world, objects, Journal(NOWHERE, rank=-1), grid)
+        network = (
+            apply_mode(self.job.parallel.mode, model, world, request) if request else ParallelNetwork(model, model)
+        )
+        if found:
+            restore(found.snapshot, network, None, where=where, source=found.source)
+        return network
+
+
+def _grid_of_one(names: Collection[str], world: World) -> Grid:
+    """Returns a mesh with these axes for a process that has the entire network."""
+    return Grid(Mesh(tuple((name, 1) for name in names)), World(device=world.device))
+
+
+def subject_of(job: Job, record: TrainedNetwork, pixels: Pixels) -> Subject:
+    """Returns the network of a record, without initial weights, in place of the job's."""
     plain = {"name": record.name, "arguments": record.arguments, "pretrained": False, "weights": "", "num_classes": 0}
     train = {"precision": "fp64"} if record.double else {}
-    return job.model_copy(
-        update={"model": job.model.model_copy(update=plain), "train": job.train.model_copy(update=train)}
-    )
+    sections = {"model": job.model.model_copy(update=plain), "train": job.train.model_copy(update=train)}
+    return Subject(job.model_copy(update=sections), pixels, record.classes, record.num_classes)
 
 
 def need_network(record: TrainedNetwork, objects: Objects, where: str) -> None:
@@ -87,26 +148,17 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
             "for other files, use manyhands eval FILE DATA MODEL",
         )
         raise UserError("the file has no record of its network and data", where, hints)
-    record = with_model(record, model) if isinstance(model, str) else record
+    if isinstance(model, str):
+        record = record.model_copy(update={"name": model, "arguments": {}, "made_in_python": False})
     objects = Objects(model=model if isinstance(model, nn.Module) else None)
     need_network(record, objects, where)
-    world, pixels = World(device=device), pixels_of(record.pictures)
-    grid = Grid(Mesh(tuple((name, 1) for name in record.axes)), world) if record.axes else None
-    network = make_model(job_of_record(Job(), record), pixels, record.num_classes, world, objects, silent(), grid)
-    load_snapshot(snapshot, network, where)
+    subject = subject_of(Job(), record, pixels_of(record.pictures))
+    world = World(device=device)
+    grid = _grid_of_one(record.axes, world) if record.axes else None
+    network = subject.build(world, objects, Resumable(snapshot, path), where, grid).inner
     note_trained_on(network, record.pictures, record.classes)
     dtype = torch.float64 if record.double else torch.float32
-    return Trained(network.eval(), Transform(pixels, device, dtype), record.classes)
-
-
-def with_model(record: TrainedNetwork, name: str) -> TrainedNetwork:
-    """Returns the record with the network that the user names."""
-    return record.model_copy(update={"name": name, "arguments": {}, "made_in_python": False})
-
-
-def silent() -> Journal:
-    """Returns a journal that records nothing."""
-    return Journal(RunFolder(Path()), rank=-1)
+    return Trained(network.eval(), Transform(subject.pixels, device, dtype), record.classes)
 
 
 class Transform:
@@ -216,3 +268,124 @@ def _stack(images: list[Tensor]) -> Tensor:
         shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
         raise UserError(f"the samples have different shapes: {shown}", "", ("pass samples of one shape per call",))
     return torch.stack(images)
+
+
+def evaluate_checkpoint(
+    job: Job,
+    path: Path | None,
+    world: World,
+    objects: Objects | None = None,
+    *,
+    given: Collection[str] = (),
+    whole: bool = False,
+) -> dict[str, Any]:
+    """Evaluates a checkpoint on the data of the job; a collective if there are several processes.
+
+    Network and preprocessing come from the checkpoint if it records them. Without a checkpoint, the network of the job
+    is evaluated, with published weights or untrained.
+
+    Args:
+        job: names the data.
+        path: the checkpoint.
+        world: the processes.
+        objects: the Python objects of the user.
+        given: dotted keys of options that count although the checkpoint says otherwise.
+        whole: the data is a plain folder of class folders, all of which is evaluated.
+
+    Returns:
+        count, loss, top1, top5, metrics, classes (how many), per_class and confusion (sparse), as plain data.
+    """
+    objects = objects or Objects()
+    plan = _fitting_plan(job, world)
+    found = find_checkpoint(path, job, world, in_pieces=plan is not None) if path else None
+    subject, source = _subject(job, path, found, world, objects, given, whole=whole)
+    job, classes = subject.job, subject.classes
+    loader = make_loader(job, source, subject.pixels, world, train=False, classes=len(classes))
+    grid = request = None
+    if takes_mesh(_mode(job, world)):
+        mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
+        fits = mesh.size == world.size
+        grid = Grid(mesh, world) if fits else _grid_of_one(mesh.names, world)
+        request = ModeRequest(grid=grid) if fits else None
+    elif plan:
+        request = ModeRequest(plan=plan, picture=first_picture(loader))
+    network = subject.build(world, objects, found, str(path), grid, request)
+    metrics = make_metrics(job.train.metrics, objects.metrics, live_only=True)
+    try:
+        evaluator = Evaluator(loader, len(source), len(classes), job, world, network, metrics)
+        return as_plain(evaluator(network.call, autocast(job.train.precision, world.device)), classes)
+    finally:
+        loader.close()
+        network.release()
+
+
+def _subject(
+    job: Job,
+    path: Path | None,
+    found: Resumable | None,
+    world: World,
+    objects: Objects,
+    given: Collection[str],
+    *,
+    whole: bool,
+) -> tuple[Subject, Source]:
+    """Returns the network to evaluate and the samples, whose labels are those of its classes."""
+    record = None
+    if path and found:  # rank 0's record, because other machines needn't have the file
+        mine = find_record(path, found.snapshot.state) if world.is_main else None
+        content = broadcast_plain(mine.model_dump(mode="json") if mine else None, world)
+        record = parse_record(content, str(path)) if content else None
+    if record is None:
+        splits = open_splits(job, world, objects, whole=whole)
+        classes = class_names(job, splits, outputs_of(found.snapshot) if found else 0)
+        check_labels(splits, len(classes))
+        pixels = pixels_for(job, splits, objects)
+        plain = without_first_weights(job, pixels.size, objects) if found else job
+        return Subject(plain, pixels, classes, len(classes)), splits.test
+    if "model.name" in given:
+        named = {"name": job.model.name, "arguments": job.model.arguments, "made_in_python": False}
+        record = record.model_copy(update=named)
+    need_network(record, objects, str(path))
+    splits = open_splits(job, world, objects, whole=whole)
+    source = by_names(splits.test, splits.classes, record.classes, job.data.name)
+    now = DataOptions(**{key: getattr(job.data, key) for key in PICTURES if f"data.{key}" in given})
+    return subject_of(job, record, resolve_pixels(now, pixels_of(record.pictures))), source
+
+
+def _mode(job: Job, world: World) -> str:
+    """The job's mode; what one process trained, any number evaluates: each holds the whole network."""
+    mode = job.parallel.mode
+    return mode if mode in module_names(MODES) and one_process(mode) else resolve_mode(mode, world)
+
+
+def _fitting_plan(job: Job, world: World) -> Plan | None:
+    """The plan to evaluate under: the job's, where there are as many processes as it is for."""
+    if world.alone or not follows_plan(_mode(job, world)):
+        return None
+    mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else None
+    mesh = mesh or (read_plan(Path(job.parallel.plan)).mesh if job.parallel.plan else None)
+    return shared_plan(job.parallel, world) if mesh is None or mesh.size == world.size else None
+
+
+def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
+    """Returns an evaluation as JSON data."""
+    classes = name_outputs(classes, found.classes)
+    totals, right = [0] * len(classes), [0] * len(classes)
+    cells: list[list[int]] = found.cells.tolist()
+    for true, guessed, count in cells:
+        totals[true] += count
+        right[true] += count if true == guessed else 0
+    return {
+        "count": found.count,
+        "loss": found.loss,
+        "top1": found.top1,
+        "top5": found.top5,
+        "metrics": found.metrics,
+        "classes": len(classes),
+        "per_class": [
+            {"name": name, "count": total, "top1": hits / total}
+            for name, total, hits in zip(classes, totals, right, strict=True)
+            if total
+        ],
+        "confusion": [(true, guessed, count) for true, guessed, count in cells],
+    }

@@ -224,7 +224,7 @@ def load_objects(argument: dict[str, Any]) -> Any:
 
 def _evaluate(job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
     """Evaluates a checkpoint over all processes."""
-    from manyhands.train.evaluate_checkpoint import evaluate_checkpoint
+    from manyhands.train.trained import evaluate_checkpoint
 
     path = Path(argument["checkpoint"]) if argument["checkpoint"] else None
     given, whole = argument.get("given", ()), bool(argument.get("whole"))
