@@ -133,7 +133,8 @@ def test_pulses_of_a_real_process_are_read_and_one_that_is_stopped_is_seen(tmp_p
         pulses = HeartbeatMonitor(tmp_path, {1: sleeper.pid})
         assert pulses.news(all_of_them=True) == []
         one = HeartbeatWriter()
-        with one.beating(lambda: "save"):
+        one.phase = "save"
+        with one.beating():
             until = time.monotonic() + 20
             while not heartbeat_path(tmp_path, 1).is_file() and time.monotonic() < until:
                 time.sleep(0.01)

@@ -69,7 +69,7 @@ def _structure(world, mode):
         plan = json.loads((Path(folder) / "plan.json").read_text()) if world.is_main else {}
         network = parts.network
         found = {
-            "mode": parts.mode,
+            "mode": parts.run.mode,
             "network": {
                 **_plain(network),
                 "postpone_steps": network.no_sync.__qualname__,

@@ -117,7 +117,7 @@ def _by_fit(world, folder, settings):
         write_metadata(trainer, [{"pid": 0}] * world.size, {})
     fit(trainer)
     weights = trainer.network.full_state_dict()
-    evaluated = trainer.evaluated.loss
+    evaluated = trainer.observed.evaluated.loss
     trainer.release()
     return weights, evaluated, _told(folder) if world.is_main else None
 
@@ -213,7 +213,7 @@ def _chosen(world, folder):
     job, place = _job(settings, folder, world)
     here, net = Session(world, job, place, write_metadata=_account), SyncedNetwork(unused=True)
     here.prepare(net, torch.optim.SGD(net.parameters(), 0.05), _data(), batch=16)
-    taken = here._ready().sync
+    taken = here._ready().sync.cost
     here.close()
     return taken.method, taken.codec, taken.every
 

@@ -50,8 +50,8 @@ def _train(world, folder, slow_s, until=UPDATES, **settings):
     )
     first, marks = trainer.feed.samples_of_each(), []
     while trainer.progress.step < until:
-        if trainer.balance_shares:
-            trainer.balance_shares()
+        if trainer.hooks.balance_shares:
+            trainer.hooks.balance_shares()
         marks.append(trainer.feed.samples_of_each())
         for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
             trainer.update(update, trainer.progress.step)
@@ -113,7 +113,7 @@ def _slowing(world, folder):
     )
     before = trainer.feed.samples_of_each()
     lazy.seconds = (0.02, 0.002)[world.rank]
-    trainer.balance_shares()
+    trainer.hooks.balance_shares()
     after = trainer.feed.samples_of_each()
     trainer.release()
     return before, after

@@ -46,7 +46,7 @@ def test_the_advice_is_tried_in_the_jobs_precision(tmp_path, precision, fits, ph
             load_job(flags, environment={}).job, RunFolder(Path(tmp_path)), World(), "single", Objects(network)
         )
     )
-    network.fits, trainer.phase = 4, phase
+    network.fits, trainer.heartbeats.phase = 4, phase
     network.kinds.clear()
     hints = explain_memory(torch.OutOfMemoryError("CUDA out of memory"), trainer).hints
     trainer.release()

@@ -1,24 +1,39 @@
 """Builds the trainer of a job or of a custom loop from its parts, and resumes it; runs no updates."""
 
+import platform
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from manyhands.checkpoint.trained import find_record
 from manyhands.core.errors import UserError
 from manyhands.core.quantities import short_time
 from manyhands.core.resuming import OBJECTS, resume_command
 from manyhands.core.run_folder import NOWHERE
+from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.splits import Source
-from manyhands.train.data_setup import DTYPES, DataSetup, open_samples
+from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups, refuse_other_networks
+from manyhands.parallel.grid import Grid
+from manyhands.parallel.marks import layouts_of
+from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
+from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.parallel.rows import find_rows
+from manyhands.sync.choose import BY_MODE, EXACT
+from manyhands.sync.synchronizer import Synchronizer
+from manyhands.train.choose_sync import ChosenSync, SyncRequest, select_sync
+from manyhands.train.data_setup import DTYPES, DataSetup, first_picture, open_samples
 from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.loss import BETTER_LOSS, LossFn, verify_loss
 from manyhands.train.metrics import Evaluation
+from manyhands.train.monitors import CommunicationMonitor, Divergence, Watcher
 from manyhands.train.network import describe_trained
-from manyhands.train.optimize import total_steps
+from manyhands.train.optimize import steps_to_make, total_steps
 from manyhands.train.parts import Parts, grid_of, record_setup, refuse_uncuttable
 from manyhands.train.recover import (
     Resumable,
@@ -29,18 +44,28 @@ from manyhands.train.recover import (
     training_digest,
 )
 from manyhands.train.same_data import data_changes, refuse_other_classes
+from manyhands.train.saver import SaveInterval
 from manyhands.train.saving import load_rank_state
 from manyhands.train.schedule import CustomScheduler, reading_of
 from manyhands.train.sharing import order_and_sharing, refuse_small_micro_batches
-from manyhands.train.state import Progress, restore
+from manyhands.train.state import Progress, restore, split_state
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
-from manyhands.train.trainer import Trainer, seconds_between_saves
-from manyhands.train.trial_step import warm_up
-from manyhands.train.under_mode import put_under_mode
+from manyhands.train.trainer import Due, Hooks, Observed, Trainer, seconds_between_saves
+from manyhands.train.trial_step import (
+    StepProbe,
+    TrialResult,
+    run_trial,
+    sum_of_outputs,
+    time_sample,
+    time_step,
+    warm_up,
+)
 
 # An epoch that takes longer is announced.
 _LONG_EPOCH_S = 60.0
+# Samples that most custom losses can be tried on, and how a network or a loss fails.
+_FEW, _FAILURES = 8, (RuntimeError, TypeError, ValueError, IndexError)
 
 
 def build(parts: Parts) -> Trainer:
@@ -49,19 +74,19 @@ def build(parts: Parts) -> Trainer:
     Raises:
         UserError: data, model and job don't fit together.
     """
-    job, folder, world, journal, mode = parts.job, parts.folder, parts.world, parts.journal, parts.mode
+    job, folder, world = parts.job, parts.folder, parts.world
     refuse_uncuttable(parts)
     found = find_state(job, folder, world, in_pieces=parts.plan is not None) if folder is not NOWHERE else None
-    outputs = outputs_of(found.snapshot) if found else 0
-    samples = open_samples(job, world, parts.objects, journal, outputs, parts.splits)
-    grid = grid_of(job, world, mode)
+    samples = open_samples(parts, parts.objects, outputs_of(found.snapshot) if found else 0, parts.splits)
+    splits, grid = samples.splits, grid_of(job, world, parts.mode)
     model = parts.make_model(samples, grid, found)
     under = put_under_mode(parts, model, samples, grid, found)
-    network, synced, trial = under.network, under.synced, under.trial
+    network, sync, trial = under.network, under.sync, under.trial
+    synchronizer = sync.synchronizer
     classes = parts.name_outputs(samples.classes, network, trial)
     previous, most = parts.previous_shares(found)
-    own = synced.synchronizer.local_statistics
-    order, sharing = order_and_sharing(job, samples.splits, world, mode, network, journal, previous, own=own, most=most)
+    own = synchronizer.local_statistics
+    order, sharing = order_and_sharing(parts, len(splits.train), network, previous, own=own, most=most)
     refuse_small_micro_batches(order, sharing, network)
     optimizer = parts.make_optimizer(model, network)
     update = Updater(
@@ -71,58 +96,203 @@ def build(parts: Parts) -> Trainer:
         job.train,
         world,
         parts.make_schedule(optimizer, order.steps_per_epoch),
-        synchronizer=synced.synchronizer,
+        synchronizer=synchronizer,
         gradients_mean=job.parallel.gradients_mean,
         unused=trial.unused,
     )
     warm_up(update, samples.train, min(trial.count, order.length))
     for module in parts.frozen:
         module.training = False
-    feed = Feed(order, sharing, samples.train, network.replica(world.rank))
+    feed = Feed(order, sharing, samples.train, network.replica(world.rank), samples.pixels.augment)
 
     def evaluate_on(loader: Loader, source: Source) -> Callable[..., Evaluation]:
         """Returns the function that evaluates the network under its mode, with the current shares at each call."""
         evaluator = Evaluator(loader, len(source), len(classes), job, world, network, parts.metrics)
         return lambda asked=None: evaluator(network.evaluated, update.gradients.autocast(), asked, feed.sharing.shares)
 
-    held_out, source = samples.held_out, samples.splits.held_out
+    def release() -> None:
+        synchronizer.close()
+        samples.close()
+        network.release()
+        under.restore_norms()
+
+    test = None
+    if samples.held_out is not None and splits.held_out is not None:
+        test = evaluate_on(samples.held_out, splits.held_out)
+    epoch = job.train.start_epoch
+    progress = Progress(step=epoch * order.steps_per_epoch, epoch=epoch)
+    save_every_s = seconds_between_saves(job.checkpoint.every)
     trainer = Trainer(
-        job=job,
-        folder=folder,
-        world=world,
-        journal=journal,
-        mode=mode,
-        classes=classes,
-        trained=describe_trained(job, samples, classes, mode, parts.objects, world.size),
+        run=parts,
+        trained=describe_trained(parts, samples, classes, parts.objects),
         feed=feed,
-        network=network,
         update=update,
-        evaluate=evaluate_on(samples.test, samples.splits.test),
-        status_round=StatusRound(
-            world, job.run.log_every_s, seconds_between_saves(job.checkpoint.every), synced.cost.every
-        ),
-        progress=Progress(step=job.train.start_epoch * order.steps_per_epoch, epoch=job.train.start_epoch),
-        total_steps=total_steps(job.train, order.steps_per_epoch),
-        digest=training_digest(job, order.length),
-        sync=synced.cost,
-        augment=samples.pixels.augment,
-        draws=trial.draws,
-        watcher=under.watcher(world),
-        test=evaluate_on(held_out, source) if held_out and source is not None else None,
-        communication=synced.communication,
-        at_epoch_end=parts.objects.at_epoch_end,
-        custom_loop=parts.custom_loop,
-        release=lambda: under.release(samples),
-        bad_pictures=set(samples.splits.skipped),
+        evaluate=evaluate_on(samples.test, splits.test),
+        test=test,
+        due=Due(job, order.steps_per_epoch, total_steps(job.train, order.steps_per_epoch), progress, parts.custom_loop),
+        status_round=StatusRound(world, job.run.log_every_s, save_every_s, sync.cost.every),
+        sync=sync,
+        observed=Observed(Divergence(len(classes)), set(splits.skipped)),
+        hooks=Hooks(at_epoch_end=parts.objects.at_epoch_end),
+        release=release,
     )
+    watch(trainer)
     if parts.header:
-        record_setup(parts, samples.splits, samples.classes, model, network.layouts, optimizer)
+        record_setup(parts, parts.objects, splits, samples.classes, model, network.layouts, optimizer)
     say_expected(under.sample_s, trainer)
     if found:
         parts.before_resume(trainer, found)
         resume(trainer, found)
         parts.after_resume(trainer, found)
     return parts.finish(trainer)
+
+
+def watch(trainer: Trainer) -> None:
+    """Sets up the monitors that need the trainer; a collective."""
+    sync, world, folder, job = trainer.sync, trainer.world, trainer.folder, trainer.job
+    if sync.synchronizer.timed is not None:
+        sync.monitor = Watcher(sync.synchronizer, sync.cost, world, gather_plain(platform.node(), world))
+    if isinstance(sync.monitor, CommunicationMonitor):
+        sync.monitor.waited_for_data_s = lambda: trainer.status_round.waiting_s
+        sync.monitor.run = str(folder.path)
+    trainer.heartbeats.linked = world.local_size < world.size
+    if job.checkpoint.every == "auto" and world.is_main and folder is not NOWHERE:
+        trainer.saver.interval = SaveInterval(folder, world)
+
+
+class UnderMode(NamedTuple):
+    """A network under its parallel mode, with its sync method."""
+
+    network: ParallelNetwork
+    sync: ChosenSync
+    trial: TrialResult
+    restore_norms: Callable[[], None]  # restores the network's own BatchNorm layers
+    sample_s: float  # the estimated seconds of an update per sample
+
+
+def put_under_mode(
+    parts: Parts, model: nn.Module, samples: DataSetup, grid: Grid | None, found: Resumable | None
+) -> UnderMode:
+    """Verifies that all processes start from the same network, selects the sync method and applies the mode.
+
+    Args:
+        parts: what the trainer is built from.
+        model: the network, on its device.
+        samples: the data.
+        grid: the mesh, for modes with a mesh.
+        found: the state that the run resumes from.
+
+    Raises:
+        UserError: network, data, mode and sync method don't fit together.
+    """
+    world, job = parts.world, parts.job
+    _refuse_untrainable(model, world)
+    _, restore_norms = group_batch_norms(model) if normalises_in_groups(parts.mode) else leave_batch_norms()
+    picture = first_picture(samples.train)
+    if parts.plan:
+        _start_equal(parts, model, grid)
+        # It may be too large for one process's gradients, so there is no trial step: the mode tries it without them.
+        own = parts.loss_fn.own if parts.loss_fn else None
+        request = ModeRequest(plan=parts.plan, picture=picture, cross_entropy=parts.cross_entropy, loss=own)
+        sync, trial = ChosenSync(BY_MODE, Synchronizer(), request), TrialResult([], draws=False)
+    else:
+        probe = StepProbe(model, parts.loss_fn or sum_of_outputs, job.train, world)
+        trial = _run_trial(parts, samples, probe)
+        _start_equal(parts, model, grid)
+        count = len(samples.splits.train)
+        share = -(-min(job.train.batch, count) // world.size)
+        axes = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
+        sync = select_sync(
+            SyncRequest(
+                parts,
+                model,
+                trial.unused,
+                steps_to_make(job.train, count),
+                found.snapshot.state.get("sync") if found else None,
+                lambda: time_step(probe, samples.train, share, world),
+            ),
+            ModeRequest(bool(trial.unused), grid=grid, samples=axes, shared_memory=job.parallel.shared_memory),
+        )
+    sample_s = time_sample(model, picture.expand(2, *picture.shape), world)
+    network = apply_mode(parts.mode, model, world, sync.how)
+    network.draws |= trial.draws
+    return UnderMode(network, sync, trial, restore_norms, sample_s)
+
+
+def _refuse_untrainable(model: nn.Module, world: World) -> None:
+    """Raises UserError, on all processes alike, where a process has nothing to train, or a complex parameter.
+
+    Fused optimizers and modes refuse complex parameters; those of a network on a mesh may differ between processes.
+    """
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    mine = [bool(trained), next((name for name, one in trained.items() if one.is_complex()), "")]
+    everybody = gather_plain(mine, world)
+    if not all(trains for trains, _ in everybody):
+        where = (
+            f" on rank {[trains for trains, _ in everybody].index(False)}" if any(one for one, _ in everybody) else ""
+        )
+        hints = ("unfreeze parameters: parameter.requires_grad_(True)", "or only evaluate: manyhands eval")
+        raise UserError(f"the network has no trainable parameters{where}", "the network", hints)
+    if name := next(filter(None, (name for _, name in everybody)), ""):
+        hints = ("store nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(self.w) in forward",)
+        raise UserError(f"the parameter {name} is complex; manyhands trains only real parameters", "the network", hints)
+
+
+def _run_trial(parts: Parts, samples: DataSetup, probe: StepProbe) -> TrialResult:
+    """Tries the network on two samples; with a custom loss on eight, and where it needs more, on a micro-batch.
+
+    A collective, since all must find the same.
+    """
+    world, train = parts.world, parts.job.train
+    count = most = min(2, len(samples.splits.train))
+    if parts.loss_fn and parts.loss_fn.own:
+        most = min(max(count, train.micro_batch or train.batch // world.size), len(samples.splits.train))
+        count = min(_FEW, most)
+    layers = probe.network.norms.layers
+    if parts.loss_fn is None and (world.alone or parts.job.sync.method == EXACT):
+        # Nothing asks for more, and it isn't known how the user's own loop calls the network.
+        find_rows(probe.network.inner, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
+        return TrialResult([], draws=False)
+    try:
+        classes = len(samples.classes) if parts.loss_fn else 0
+        try:
+            found = run_trial(probe, samples.train, classes, count)
+        except _FAILURES as error:
+            if count == most or isinstance(error, torch.OutOfMemoryError):
+                raise
+            found = run_trial(probe, samples.train, classes, most)
+    except _FAILURES as error:
+        if parts.loss_fn:
+            raise
+        method = parts.job.sync.method
+        what = f"the network failed on the two test samples that sync.method = {method} needs: {error}"
+        hints = (f"accept model(x) for a batch x, or set --sync {EXACT}, which needs no test",)
+        raise UserError(what, "session.prepare", hints) from error
+    unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
+    for layer, each in zip(layers, rows, strict=True):
+        layer.rows_per_sample = each
+    if unused:
+        message = f"{', '.join(unused[:3])} never get a gradient (do: freeze parameters that should not train)"
+        parts.journal.event("warning", message, 0)
+    return TrialResult(unused, draws, found.outputs, found.count)
+
+
+def _start_equal(parts: Parts, model: nn.Module, grid: Grid | None) -> None:
+    """Verifies that all processes start from the same network, or (if asked to) gives them rank 0's.
+
+    Of a network that its author has split over a grid, what is cut is left out: the pieces differ.
+
+    Raises:
+        UserError: the processes have other tensors, or train others.
+    """
+    world, always = parts.world, parts.job.parallel.parameter_broadcast
+    sharded = (
+        {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
+    )
+    named = {name: tensor for name, tensor in split_state(model)[0].items() if name not in sharded}
+    refuse_other_networks(model, named, world)
+    if make_equal(named, world, always=always) and not always:
+        parts.journal.event("note", "the processes built different networks (missing seed?); all use rank 0's network")
 
 
 def _verify_loss(parts: Parts, outputs: int, samples: DataSetup) -> LossFn | None:
@@ -155,12 +325,14 @@ def resume(trainer: Trainer, found: Resumable) -> None:
         from manyhands.train.pth_tar import check_same_training
 
         check_same_training(trainer.job, found.snapshot, where)
-    refuse_other_classes(found.snapshot.state.get("classes") or (), trainer.classes, where)
-    check_position(found.snapshot, trainer.digest, trainer.feed.order.steps_per_epoch, names, where)
+    refuse_other_classes(found.snapshot.state.get("classes") or (), trainer.trained.classes, where)
+    order = trainer.feed.order
+    digest = training_digest(trainer.job, order.length)
+    check_position(found.snapshot, digest, order.steps_per_epoch, names, where)
     if trainer.world.is_main:
         refuse_later_checkpoints(trainer.folder.checkpoints, int(found.snapshot.state.get("step", 0)))
     optimizer, source = trainer.update.optimizer, found.source
-    trainer.progress, anew = restore(found.snapshot, trainer.network, optimizer, where=where, source=source)
+    trainer.due.progress, anew = restore(found.snapshot, trainer.network, optimizer, where=where, source=source)
     if trainer.update.gradients.scaler and "scaler" in found.snapshot.state:
         trainer.update.gradients.scaler.load_state_dict(found.snapshot.state["scaler"])
     load_rank_state(trainer, found.path)
@@ -171,11 +343,11 @@ def resume(trainer: Trainer, found: Resumable) -> None:
         trainer.journal.event("warning", note, trainer.progress.step)
     step = trainer.progress.step
     message = f"resuming from step {step} of {where}"
-    if trainer.done():
+    if trainer.due.finished():
         epochs = 2 * max(1, trainer.job.train.epochs, trainer.progress.epoch)
         in_python = f'epochs={epochs}, checkpoint__resume="auto"'
         more = resume_command(trainer.folder.path, f"--epochs {epochs}", in_python)
-        message = f"all {trainer.total_steps:,} updates of this run are complete (to train longer: {more})"
+        message = f"all {trainer.due.total_steps:,} updates of this run are complete (to train longer: {more})"
     trainer.journal.event("resumed", message, step, path=where, processes=trainer.world.size)
 
 
@@ -185,7 +357,7 @@ def _data_changes(trainer: Trainer, found: Resumable) -> str:
         record = find_record(found.path, found.snapshot.state)
         # Of a folder the contents aren't compared: packing it changes nothing for the run.
         contents = trainer.job.data.name == OBJECTS
-        words = ("training",) if trainer.custom_loop else ()  # its loop chooses what is evaluated
+        words = ("training",) if trainer.due.custom_loop else ()  # its loop chooses what is evaluated
         if record and (changes := data_changes(record, trainer.trained, words, contents=contents)):
             return f"the data changed since the checkpoint was saved: {changes}"
     return ""

@@ -28,8 +28,8 @@ from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.sync.method import methods, refused, synchronizes_every_update
 from manyhands.sync.synchronizer import Places, SyncContext, Synchronizer
-from manyhands.train.journal import Journal
-from manyhands.train.monitors import CommunicationMonitor
+from manyhands.train.journal import RunContext
+from manyhands.train.monitors import CommunicationMonitor, Watcher
 
 
 def machines_of(world: World) -> list[tuple[int, ...]]:
@@ -120,52 +120,63 @@ def values_by_rank(synchronizer: Synchronizer, value: Any, world: World) -> dict
 _OF_JOBS = (OWN_STATISTICS, FINITE_GRADIENTS)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChosenSync:
     """The selected sync method and its synchronizer."""
 
-    cost: Cost  # the method, its pace, and what was predicted of it
-    synchronizer: Synchronizer  # what carries it out
+    cost: Cost  # the method, its pace, and its predicted cost
+    synchronizer: Synchronizer  # carries it out
     how: ModeRequest  # what the parallel mode must know of it
-    # says so where this takes long; None where machines don't wait for each other in every update
-    communication: CommunicationMonitor | None = None
+    # reports slow ranks and the cost of communication; None on one machine with the mode's own averaging
+    monitor: Watcher | CommunicationMonitor | None = None
 
 
 @dataclass(frozen=True)
 class SyncRequest:
     """The inputs of the selection."""
 
-    job: Job  # says what the user wants
-    mode: str  # the parallel mode in force
+    run: RunContext
+    model: nn.Module  # the network, equal on all processes
+    unused: list[str]  # names of trainable parameters that never get a gradient
     steps: int  # updates of the whole run
-    kept: dict[str, Any] | None  # what a checkpoint says was decided, or None
-    # seconds of an update without agreement, and of the part in which gradients come; a collective
+    previous: Any  # the record in the checkpoint, or None
+    # seconds of an update without communication, and of its backward pass; a collective
     time_step: Callable[[], tuple[float, float]]
 
+    def case(self, taken_s: tuple[float, float], places: Places) -> LinkCase:
+        """Returns what the costs depend on, with the measured link; a collective.
 
-def select_sync(
-    sync_request: SyncRequest, model: nn.Module, unused: list[str], world: World, journal: Journal, request: ModeRequest
-) -> ChosenSync:
+        `taken_s`: the seconds of a step, and of its backward part.
+        """
+        job, world = self.run.job, self.run.world
+        link = named_link(job.sync.link, "sync.link") if job.sync.link else _link(job, world, places)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return LinkCase(
+            tuple(tuple(parameter.shape) for parameter in parameters),
+            max((parameter.element_size() for parameter in parameters), default=4),
+            sum(buffer.numel() for buffer in self.model.buffers()),
+            len(places.leaders),
+            *taken_s,
+            link,
+            self.steps,
+            pass_seconds(sum(parameter.numel() for parameter in parameters), world.device),
+        )
+
+
+def select_sync(sync_request: SyncRequest, request: ModeRequest) -> ChosenSync:
     """Selects the sync method, the same on all processes, and reports it; a collective.
 
-    Args:
-        sync_request: the inputs of the selection.
-        model: the network, equal on all processes.
-        unused: names of trainable parameters that never get a gradient.
-        world: the processes.
-        journal: records the decision.
-        request: other settings of the parallel mode.
+    `request` has the other settings of the parallel mode.
     """
-    job, options = sync_request.job, sync_request.job.sync
-    if world.alone or not leaves_a_choice(sync_request.mode) or options.method == EXACT:
-        return ChosenSync(BY_MODE, Synchronizer(), request, _watch_communication(sync_request, model, world))
-    if options.is_auto and not options.link and len(machines_of(world)) == 1:
+    job, mode, world = sync_request.run.job, sync_request.run.mode, sync_request.run.world
+    if world.alone or not leaves_a_choice(mode) or job.sync.method == EXACT:
+        return ChosenSync(BY_MODE, Synchronizer(), request, _watch_communication(sync_request))
+    if job.sync.is_auto and not job.sync.link and len(machines_of(world)) == 1:
         return ChosenSync(BY_MODE, Synchronizer(), request)  # processes of one machine talk through its memory
-    asked = _asked(job, sync_request.mode)
+    requested = _asked(job, mode)
     places = places_of(world, job)
-    kept = kept_cost(sync_request.kept, job, world.size, sync_request.mode)
-    cost = kept or asked or _measured(sync_request, model, world, places, journal)
-    made = make_synchronizer(cost, job, model, unused, world, places, sync_request.steps)
+    cost = kept_cost(sync_request.previous, job, world.size, mode) or requested or _measured(sync_request, places)
+    made = make_synchronizer(cost, job, sync_request.model, sync_request.unused, world, places, sync_request.steps)
     return ChosenSync(cost, made, replace(request, reduces=made.reduces, group=made.group, hook=made.hook))
 
 
@@ -271,56 +282,33 @@ def _codec(word: Any) -> CodecName:
     raise ValueError(word)
 
 
-def _measured(sync_request: SyncRequest, model: nn.Module, world: World, places: Places, journal: Journal) -> Cost:
-    options = sync_request.job.sync
-    step_s, backward_s = sync_request.time_step()
-    machines = len(places.leaders)
-    link = named_link(options.link, "sync.link") if options.link else _link(sync_request.job, world, places)
-    case = _case(model, (step_s, backward_s), link, machines, sync_request.steps, world)
-    choice = choose(
-        case, options, "" if options.is_auto else options.method, ruled_out(sync_request.job, sync_request.mode)
-    )
+def _measured(sync_request: SyncRequest, places: Places) -> Cost:
+    """Selects the cheapest method by the measured link and network; a collective."""
+    options, world = sync_request.run.job.sync, sync_request.run.world
+    case = sync_request.case(sync_request.time_step(), places)
+    fixed = "" if options.is_auto else options.method
+    choice = choose(case, options, fixed, ruled_out(sync_request.run.job, sync_request.run.mode))
     # One machine's processes have no link, and JSON no infinity.
-    speed = link.bytes_per_s if math.isfinite(link.bytes_per_s) else None
-    figures = {"bytes_per_s": speed, "latency_s": link.latency_s, "step_s": step_s}
+    speed = case.link.bytes_per_s if math.isfinite(case.link.bytes_per_s) else None
+    figures = {"bytes_per_s": speed, "latency_s": case.link.latency_s, "step_s": case.step_s}
     taken = choice.chosen
     pace = {"method": taken.method, "codec": taken.codec, "every": taken.every, "delay": taken.delay}
-    journal.event("sync", choice.reason, 0, **figures, **pace)
+    sync_request.run.journal.event("sync", choice.reason, 0, **figures, **pace)
     # Numbers that are equal are not enough: one process decides.
-    answer = broadcast_plain(asdict(choice.chosen), world)
+    answer = broadcast_plain(asdict(taken), world)
     return Cost(**{**answer, "codec": _codec(answer["codec"])})
 
 
-def _case(
-    model: nn.Module, taken_s: tuple[float, float], link: LinkSpeed, machines: int, steps: int, world: World
-) -> LinkCase:
-    """What decides the costs of a network's agreeing; seconds of a step and of the backward part of it in `taken_s`."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return LinkCase(
-        tuple(tuple(parameter.shape) for parameter in parameters),
-        max((parameter.element_size() for parameter in parameters), default=4),
-        sum(buffer.numel() for buffer in model.buffers()),
-        machines,
-        *taken_s,
-        link,
-        steps,
-        pass_seconds(sum(parameter.numel() for parameter in parameters), world.device),
-    )
-
-
-def _watch_communication(sync_request: SyncRequest, model: nn.Module, world: World) -> CommunicationMonitor | None:
-    """What says that machines stand still for each other in every update; None on one machine. A collective."""
-    job = sync_request.job
-    if world.alone or not leaves_a_choice(sync_request.mode) or (len(machines_of(world)) == 1 and not job.sync.link):
+def _watch_communication(sync_request: SyncRequest) -> CommunicationMonitor | None:
+    """Returns the monitor of the time that machines wait for each other; None on one machine. A collective."""
+    job, world, mode = sync_request.run.job, sync_request.run.world, sync_request.run.mode
+    if world.alone or not leaves_a_choice(mode) or (len(machines_of(world)) == 1 and not job.sync.link):
         return None
-
-    def case(computing_s: float) -> LinkCase:
-        places = places_of(world, job)
-        link = named_link(job.sync.link, "sync.link") if job.sync.link else _link(job, world, places)
-        return _case(model, (computing_s, 0.0), link, len(places.leaders), sync_request.steps, world)
-
     return CommunicationMonitor(
-        case, job.sync, ruled_out(job, sync_request.mode), 0.0 if world.device == "cpu" else sync_request.time_step()[0]
+        lambda computing_s: sync_request.case((computing_s, 0.0), places_of(world, job)),
+        job.sync,
+        ruled_out(job, mode),
+        0.0 if world.device == "cpu" else sync_request.time_step()[0],
     )
 
 

@@ -15,12 +15,11 @@ from torch import nn
 from manyhands.core.quantities import short_time
 from manyhands.core.seeds import derive
 from manyhands.data.places import own_folder
-from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.norm import NormGroups
 from manyhands.train.draws import drawing
 from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.trainer import Trainer
-from manyhands.train.trial_step import first_samples, left_as_it_was
+from manyhands.train.trial_step import StepProbe, first_samples, restored
 
 
 def keep_compiled() -> None:
@@ -62,16 +61,14 @@ def compiled(trainer: Trainer) -> Trainer:
     network, update, feed, release = trainer.network, trainer.update, trainer.feed, trainer.release
     calls, count = _CompiledCalls(network.inner, network.norms), min(feed.order.batch, feed.order.length)
     options, world = update.options, trainer.world
-    gradients = Gradients(
-        network, world, update.loss_fn, smoothing=options.label_smoothing, precision=options.precision
-    )
+    gradients = StepProbe(network, update.loss_fn, options, world).gradients
     drawn = drawing(derive(options.seed, "compile"), world.device.partition(":")[0])
     began = time.monotonic()
     if not network.norms.shared_sizes:
         trainer.journal.event(
             "note", "compiling the network, which may take some minutes; compiled code is cached for the next run"
         )
-    with left_as_it_was(network.inner, network.norms), drawn:
+    with restored(network), drawn:
         for shares in feed.sharing.micro_batches(count):
             share = shares[network.replica(world.rank)]
             batch = first_samples(feed.loader, max(1, share.count))

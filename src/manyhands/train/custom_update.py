@@ -22,6 +22,7 @@ from manyhands.parallel.network import MicroBatch
 from manyhands.parallel.plain import broadcast_plain
 from manyhands.train.build import build
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
+from manyhands.train.loop import start_clocks
 from manyhands.train.loss import something
 from manyhands.train.parts import CustomParts, Parts
 from manyhands.train.recover import Resumable
@@ -318,7 +319,5 @@ def prepare_trainer(
 
     parts = Parts.from_objects(job, folder, world, own)
     trainer = build(replace(parts, before_resume=restore_groups, after_resume=restore_notes))
-    CLOCK.take()
-    trainer.status_round.reset(trainer.progress.step)
-    trainer.epoch_mean.whole = trainer.progress.step_in_epoch == 0
+    start_clocks(trainer)
     return trainer, noted

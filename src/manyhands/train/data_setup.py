@@ -16,10 +16,10 @@ from manyhands.data.loading import Loader, open_loader, worker_count
 from manyhands.data.open import from_objects, from_targets, open_data, open_whole, resolve_pixels
 from manyhands.data.order import batch_noted
 from manyhands.data.pictures import decode_jpeg
-from manyhands.data.splits import ImageFiles, Splits, UserSamples
+from manyhands.data.splits import ImageFiles, Source, Splits, UserSamples
 from manyhands.data.transforms import Pixels
 from manyhands.models.build import describe
-from manyhands.train.journal import Journal
+from manyhands.train.journal import Journal, RunContext
 from manyhands.train.objects import Objects
 from manyhands.train.same_data import refuse_other_data
 
@@ -47,13 +47,12 @@ class DataSetup:
             self.held_out.close()
 
 
-def open_samples(
-    job: Job, world: World, objects: Objects, journal: Journal, outputs: int = 0, splits: Splits | None = None
-) -> DataSetup:
+def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits | None) -> DataSetup:
     """Opens the data unless it is open, reports unreadable pictures, and checks the labels.
 
     For `outputs`, see `class_names`.
     """
+    job, world, journal = run.job, run.world, run.journal
     splits = splits or open_splits(job, world, objects)
     record_skipped(splits, journal)
     smaller = batch_noted(job.train.batch, len(splits.train))
@@ -64,12 +63,12 @@ def open_samples(
     check_labels(splits, len(classes))
     for missing in missing_classes(splits):
         journal.event("warning", missing)
-    train = make_loader(job, splits.train, pixels, world, train=True, classes=len(classes))
-    test = make_loader(job, splits.test, pixels, world, train=False, classes=len(classes))
-    held_out = None
-    if splits.held_out is not None:
-        held_out = make_loader(job, splits.held_out, pixels, world, train=False, classes=len(classes))
-    return DataSetup(splits, pixels, classes, train, test, held_out)
+
+    def loader(source: Source, *, train: bool = False) -> Loader:
+        return make_loader(job, source, pixels, world, train=train, classes=len(classes))
+
+    held_out = None if splits.held_out is None else loader(splits.held_out)
+    return DataSetup(splits, pixels, classes, loader(splits.train, train=True), loader(splits.test), held_out)
 
 
 def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False) -> Splits:

@@ -297,13 +297,13 @@ def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
         Interrupted: all processes stop; the evaluation runs after the resume.
     """
     progress, started = trainer.progress, time.perf_counter()
-    trainer.phase = "evaluate"
+    trainer.heartbeats.phase = "evaluate"
     progress.owed = True
     with agreed(trainer):
         found = trainer.evaluate(lambda: trainer.heartbeats.beat() or stop)
     best = record_evaluation(trainer, found)
     trainer.status_round.leave_out(time.perf_counter() - started)
-    trainer.phase = "train"
+    trainer.heartbeats.phase = "train"
     return best
 
 
@@ -321,11 +321,11 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
     progress.evaluated_step, progress.owed = progress.step, False
     by = trainer.job.train.best
     best = progress.improves(by, found.figure(by.partition(" ")[2]))
-    if isinstance(trainer.update.set_rates, CustomScheduler) and trainer.evaluation_asked():
+    if isinstance(trainer.update.set_rates, CustomScheduler) and trainer.due.evaluation_requested():
         trainer.update.set_rates.evaluated(found.loss)
-    about = {"best": best, "classes": len(trainer.classes), "seconds": found.seconds}
-    trainer.evaluated = EvaluationMetrics(**_figures(found, trainer), **about)
-    trainer.journal.metrics(trainer.evaluated)
+    about = {"best": best, "classes": len(trainer.trained.classes), "seconds": found.seconds}
+    trainer.observed.evaluated = EvaluationMetrics(**_figures(found, trainer), **about)
+    trainer.journal.metrics(trainer.observed.evaluated)
     detail = describe(found, trainer)
     for name in ("last", "best") if best else ("last",):
         trainer.journal.detail(name, detail)
@@ -342,7 +342,7 @@ def _figures(found: Evaluation, trainer: Trainer) -> dict[str, Any]:
 def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
     """Returns an evaluation as stored in the run folder."""
     confusion = [(row, column, count) for row, column, count in found.cells.tolist()]
-    return EvaluationDetail(**_figures(found, trainer), classes=list(trainer.classes), confusion=confusion)
+    return EvaluationDetail(**_figures(found, trainer), classes=list(trainer.trained.classes), confusion=confusion)
 
 
 @CLOCK.within(EVALUATION)
@@ -356,7 +356,7 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
     """
     if trainer.test is None or not broadcast_plain(not _is_done(trainer), trainer.world):
         return
-    trainer.phase = "evaluate"
+    trainer.heartbeats.phase = "evaluate"
     with trainer.synchronizer.averaged():
         last = describe(trainer.test(lambda: stop), trainer)
     best = _of_the_best(trainer, last, stop)
@@ -371,7 +371,7 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
         message += f"top-1 {of_last}% with the last weights"
     step = trainer.progress.step
     trainer.journal.event("tested", message, step, best=best.top1 if best else None, last=last.top1)
-    trainer.phase = "train"
+    trainer.heartbeats.phase = "train"
 
 
 def _is_done(trainer: Trainer) -> bool:

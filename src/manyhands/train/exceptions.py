@@ -26,7 +26,7 @@ def _of_norms(trainer: Trainer) -> list[str]:
     if not any(isinstance(module, _BatchNorm) for module in modules):
         return []
     local = trainer.job.train.norm_group == "local" or trainer.synchronizer.local_statistics
-    if local or not normalises_in_groups(trainer.mode):
+    if local or not normalises_in_groups(trainer.run.mode):
         return ["BatchNorm computes statistics over each process's own samples (norm_group = local)."]
     unknown = sum(not layer.rows_per_sample for layer in trainer.network.norms.layers)
     if unknown:
@@ -46,7 +46,7 @@ def exception_of_buffers(names: list[str]) -> str:
 def _of_draws(trainer: Trainer) -> list[str]:
     """Random numbers: each process draws its own, so another number of processes gives samples other ones."""
     found = [f"{kind} masks depend on the number of processes." for kind in _dropping(trainer.network.inner)]
-    if not found and (trainer.draws or trainer.network.draws):
+    if not found and trainer.network.draws:
         found.append("The network's random numbers in training depend on the number of processes.")
     return found
 
@@ -78,7 +78,7 @@ def _attention_dropout(module: nn.Module) -> float:
 
 
 def _of_sync(trainer: Trainer) -> list[str]:
-    found = list(filter(None, [exception_of(trainer.sync.method)]))
+    found = list(filter(None, [exception_of(trainer.sync.cost.method)]))
     if not trainer.job.parallel.gradients_mean:
         found.append(
             "Gradients are summed over processes and grow with the number of processes (gradients_mean = false)."

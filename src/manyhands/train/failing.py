@@ -13,9 +13,7 @@ import torch.distributed as dist
 from manyhands.core.errors import EXIT_INTERRUPTED, ManyhandsError, RunError
 from manyhands.core.records import Failure
 from manyhands.core.user_code import users_traceback
-from manyhands.core.world import World
-from manyhands.parallel.gradients import AUTOCAST, Gradients
-from manyhands.parallel.network import ParallelNetwork, full_batch
+from manyhands.parallel.gradients import AUTOCAST
 
 if TYPE_CHECKING:
     from manyhands.data.transforms import Batch
@@ -99,7 +97,7 @@ def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
     trainer.synchronizer.close()
     # The error's frames hold the tensors of the pass that failed.
     traceback.clear_frames(error.__traceback__)
-    options, evaluating = trainer.job.train, trainer.phase == "evaluate"
+    options, evaluating = trainer.job.train, trainer.heartbeats.phase == "evaluate"
     if evaluating:
         taken = options.evaluate_batch
         fits = _largest_that_fits(trainer, taken, _try_evaluation)
@@ -156,10 +154,10 @@ def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Train
 
 
 def _try_update(trainer: "Trainer", batch: "Batch") -> None:
-    alone = ParallelNetwork(trainer.network.inner, trainer.network.inner)
-    precision = trainer.job.train.precision  # in another one other sizes fit
-    gradients = Gradients(alone, World(device=trainer.world.device), trainer.update.loss_fn, precision=precision)
-    gradients.forward_backward(full_batch(batch.images, batch.labels), len(batch.labels))
+    from manyhands.train.trial_step import StepProbe
+
+    # In another precision other sizes fit.
+    StepProbe(trainer.network.inner, trainer.update.loss_fn, trainer.job.train, trainer.world).run(batch)
 
 
 def _try_evaluation(trainer: "Trainer", batch: "Batch") -> None:

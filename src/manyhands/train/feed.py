@@ -49,10 +49,13 @@ class Feed:
         sharing: how an update is divided among processes.
         loader: loads the samples.
         rank: the index of this process among those that divide the samples.
+        augment: how the loader varies training pictures.
     """
 
-    def __init__(self, order: Order, batch_sharing: BatchSharing, loader: Loader, rank: int) -> None:
-        self.order, self.sharing, self.loader, self._rank = order, batch_sharing, loader, rank
+    def __init__(
+        self, order: Order, batch_sharing: BatchSharing, loader: Loader, rank: int, augment: str = "none"
+    ) -> None:
+        self.order, self.sharing, self.loader, self._rank, self.augment = order, batch_sharing, loader, rank, augment
 
     def updates(self, epoch: int, first_step: int) -> Iterator[UpdateShare]:
         """Yields the updates of the epoch from `first_step` on."""

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,11 @@ class HeartbeatWriter:
     Attributes:
         expected_s: the expected seconds of the first update; 0 if unknown.
         linked: True if this process communicates with other machines.
+        phase: the current activity.
     """
 
     def __init__(self) -> None:
-        self.expected_s, self.linked = 0.0, False
+        self.expected_s, self.linked, self.phase = 0.0, False, "train"
         self._updates_s: deque[float] = deque(maxlen=_KEPT)
         self._at, self._step, self._waiting = time.monotonic(), 0, False
 
@@ -74,14 +75,14 @@ class HeartbeatWriter:
         return f"this process has been waiting for {stood_s:.0f} s without progress"
 
     @contextlib.contextmanager
-    def beating(self, phase: Callable[[], str]) -> Generator[None]:
+    def beating(self) -> Generator[None]:
         """Writes heartbeats within the context, for the agent that started this process, if any."""
         path = os.environ.get(HEARTBEAT_FILE)
         if not path:
             yield
             return
         over = threading.Event()
-        thread = threading.Thread(target=self._write, args=(Path(path), phase, over), daemon=True)
+        thread = threading.Thread(target=self._write, args=(Path(path), over), daemon=True)
         self.beat()
         thread.start()
         try:
@@ -90,14 +91,14 @@ class HeartbeatWriter:
             over.set()
             thread.join(HEARTBEAT_S)
 
-    def heartbeat(self, phase: str, count: int = 0) -> Heartbeat:
+    def heartbeat(self, count: int = 0) -> Heartbeat:
         """Returns the current heartbeat, without the expensive fields if there was progress a moment ago."""
         still_s = time.monotonic() - self._at
         known = still_s > _STILL_S
         return Heartbeat(
             count=count,
             step=self._step,
-            phase="data" if self._waiting else phase,
+            phase="data" if self._waiting else self.phase,
             still_s=still_s,
             usual_s=self._usual_s() or self.expected_s,
             calls=collectives_begun() if known else -1,
@@ -108,11 +109,11 @@ class HeartbeatWriter:
     def _usual_s(self) -> float:
         return statistics.median(self._updates_s) if self._updates_s else 0.0
 
-    def _write(self, path: Path, phase: Callable[[], str], over: threading.Event) -> None:
+    def _write(self, path: Path, over: threading.Event) -> None:
         count, temporary = 0, path.with_suffix(".new")
         while not over.wait(HEARTBEAT_S):
             count += 1
-            heartbeat = self.heartbeat(phase(), count)
+            heartbeat = self.heartbeat(count)
             with contextlib.suppress(OSError):  # a full disk; the agent sees for itself whether this process runs
                 temporary.write_text(heartbeat.model_dump_json(), encoding="utf-8")
                 temporary.replace(path)

@@ -6,8 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+from manyhands.config.job import Job
 from manyhands.core.files import append_line
 from manyhands.core.records import (
     EvaluationDetail,
@@ -20,6 +22,7 @@ from manyhands.core.records import (
 )
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import say
+from manyhands.core.world import World
 
 # Records that wait for space on a full disk: more than an hour at two per second, in a few megabytes of memory.
 _MOST_WAITING = 10_000
@@ -78,3 +81,14 @@ class Journal:
                 # That output may lie on the same disk.
                 with suppress(OSError):
                     say(f"can't write records to {self._folder.path}: {error}; retrying; the records stay in memory")
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The job, the processes and the records of a run."""
+
+    job: Job  # what the user asked for
+    folder: RunFolder  # where the run is kept, or NOWHERE
+    world: World  # the processes
+    journal: Journal  # writes records
+    mode: str  # the parallel mode in force

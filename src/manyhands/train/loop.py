@@ -21,44 +21,39 @@ def fit(trainer: Trainer) -> str:
     Returns:
         "finished", or "stopped" with everything saved.
     """
-    with listening() as stop, trainer.heartbeats.beating(lambda: trainer.phase):
+    due, progress, balance_shares = trainer.due, trainer.progress, trainer.hooks.balance_shares
+    with listening() as stop, trainer.heartbeats.beating():
+        start_clocks(trainer)
         try:
-            ended = _train(trainer, stop)
+            if trainer.job.run.trace_steps:
+                from manyhands.train.trace import trace  # torch's profiler comes with it
+
+                trace(trainer, lambda: updates(trainer, stop))
+            else:
+                if progress.owed and conclude(trainer, stop):
+                    save(trainer)
+                while not due.over():
+                    if balance_shares:
+                        balance_shares()
+                    for update in updates(trainer, stop):
+                        trainer.update(update, progress.step)
+                        trainer.count_update()
+                if not due.stopped:
+                    finish(trainer, stop)
         except Interrupted:
-            trainer.journal.event("stopping", "saving; the pending evaluation runs on resume", trainer.progress.step)
+            trainer.journal.event("stopping", "saving; the pending evaluation runs on resume", progress.step)
             save_last(trainer)
-            ended = "stopped"
+            due.stopped = True
         finish_save(trainer)
         record_time(trainer)
-        return ended
+    return "stopped" if due.stopped else "finished"
 
 
-def _train(trainer: Trainer, stop: StopSignal) -> str:
-    progress = trainer.progress
+def start_clocks(trainer: Trainer) -> None:
+    """Starts the measurements of a run, which exclude the time before its first update."""
     CLOCK.take()
-    trainer.status_round.reset(progress.step)
-    trainer.epoch_mean.whole = progress.step_in_epoch == 0
-    if trainer.job.run.trace_steps:
-        from manyhands.train.trace import trace  # torch's profiler comes with it
-
-        return trace(trainer, lambda: updates(trainer, stop))
-    if progress.owed and _conclude(trainer, stop):
-        save(trainer)
-    while not (trainer.done() or trainer.stopped):
-        if trainer.balance_shares:
-            trainer.balance_shares()
-        for update in updates(trainer, stop):
-            trainer.update(update, progress.step)
-            trainer.count_update()
-    if trainer.stopped:
-        return "stopped"
-    if progress.evaluated_step != progress.step:
-        evaluate(trainer, stop)
-    finish_save(trainer)
-    if progress.saved_step != progress.step or not trainer.saves:
-        save_last(trainer)
-    test_once(trainer, stop)
-    return "finished"
+    trainer.status_round.reset(trainer.progress.step)
+    trainer.observed.epoch_mean.whole = trainer.due.epoch_ends()
 
 
 def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
@@ -66,11 +61,12 @@ def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
 
     Measures the waiting time of each update and runs `attend` afterwards; ends early if the run is to stop.
     """
-    found = trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch)
-    while not (trainer.done() or trainer.stopped):
+    due, progress, heartbeats = trainer.due, trainer.progress, trainer.heartbeats
+    found = trainer.feed.updates(progress.epoch, progress.step_in_epoch)
+    while not due.over():
         started = time.perf_counter()
         CLOCK.to(DATA)
-        trainer.heartbeats.beat(waiting=True)
+        heartbeats.beat(waiting=True)
         update = next(found, None)
         trainer.status_round.waiting_s += time.perf_counter() - started
         CLOCK.to(COMPUTE)
@@ -78,69 +74,75 @@ def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
             CLOCK.to(OTHER)
             started = time.perf_counter()
             record_time(trainer)
-            waited_s = time.perf_counter() - started  # for a process that stands still just now
-            trainer.note_stall(trainer.heartbeats.too_long(waited_s), waited_s)
+            waited_s = time.perf_counter() - started  # for a process that is stalled
+            trainer.note_stall(heartbeats.too_long(waited_s), waited_s)
             return
-        trainer.heartbeats.beat()
+        heartbeats.beat()
         started = time.perf_counter()
         yield update
         CLOCK.to(RECORDS)
-        trainer.note_stall(trainer.heartbeats.updated(trainer.progress.step), time.perf_counter() - started)
-        if trainer.done():
-            trainer.synchronizer.finish(trainer.progress.step)
-        trainer.stopped = trainer.folder is not NOWHERE and attend(trainer, stop)
+        trainer.note_stall(heartbeats.updated(progress.step), time.perf_counter() - started)
+        if due.finished():
+            trainer.synchronizer.finish(progress.step)
+        if trainer.folder is not NOWHERE:
+            attend(trainer, stop)
     CLOCK.to(OTHER)
 
 
-def attend(trainer: Trainer, stop: StopSignal) -> bool:
-    """Runs what is due after an update: status round, replica check, evaluation, save. Returns True to stop the run."""
-    progress = trainer.progress
-    epoch_ends = progress.step_in_epoch == 0
-    audit = trainer.job.train.audit_every
-    if progress.step == 1 or (audit and progress.step % audit == 0):
+def attend(trainer: Trainer, stop: StopSignal) -> None:
+    """Runs what is due after an update: replica check, status round, evaluation, save; sets `due.stopped`."""
+    due, progress = trainer.due, trainer.progress
+    if due.verification():
         trainer.verify_replicas()
-    evaluation = trainer.evaluation_due()
-    forced = epoch_ends or evaluation or trainer.done() or progress.step == 1 or trainer.line_due()
-    if not trainer.status_round.due(progress.step, force=forced):
-        if trainer.save_due(by_time=False):
+    evaluation = due.evaluation()
+    if not trainer.status_round.due(progress.step, force=due.status()):
+        if due.save():
             save(trainer)
-        return False
-    bad, written = len(trainer.feed.loader.replaced), trainer.saver.done
+        return
     status = trainer.status_round.add_up(
         trainer.update.measured,
         progress.step,
         stop=bool(stop),
-        written=written,
-        extra=trainer.status_values,
-        replaced=bad,
+        written=trainer.saver.done,
+        extra=trainer.sync.monitor.mine if trainer.sync.monitor else None,
+        replaced=len(trainer.feed.loader.replaced),
     )
     if not math.isfinite(status.loss):
         raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
     record_status(trainer, status)
-    trainer.note_stall(trainer.heartbeats.too_long(status.waited_s), status.waited_s)
     trainer.observe(status)
     finish_save(trainer, written=status.written)
-    if status.stop:
-        trainer.journal.event("stopping", "saving", progress.step)
     progress.owed = evaluation
     if status.stop:
+        trainer.journal.event("stopping", "saving", progress.step)
         if not progress.owed:
             record_epoch(trainer)
         save_last(trainer)
-    elif trainer.custom_loop and epoch_ends:
+        due.stopped = True
+    elif due.custom_loop and due.epoch_ends():
         pass  # what the user's own loop does at an epoch's end belongs to what is saved there
-    elif _conclude(trainer, stop) or trainer.save_due(by_time=status.save):
+    elif conclude(trainer, stop) or due.save() or (status.save and trainer.saver.step is None):
         save(trainer)
-    return status.stop
 
 
-def _conclude(trainer: Trainer, stop: StopSignal) -> bool:
-    """The evaluation that is owed after an update, and what follows an epoch; True when it is the best so far."""
+def conclude(trainer: Trainer, stop: StopSignal) -> bool:
+    """Runs the evaluation that is owed and what follows an epoch; returns True if the evaluation is the best so far."""
     improved = trainer.progress.owed and evaluate(trainer, stop)
-    if trainer.job.checkpoint.pth_tar and trainer.progress.step_in_epoch == 0:
+    if trainer.job.checkpoint.pth_tar and trainer.due.epoch_ends():
         from manyhands.train.pth_tar import write_pth_tar
 
         with CLOCK.within(SAVING):
             write_pth_tar(trainer, best=improved)
     record_epoch(trainer)
     return improved
+
+
+def finish(trainer: Trainer, stop: StopSignal) -> None:
+    """Evaluates and saves the last weights unless that was done, and tests on the held-out samples."""
+    progress = trainer.progress
+    if progress.evaluated_step != progress.step:
+        evaluate(trainer, stop)
+    finish_save(trainer)
+    if progress.saved_step != progress.step or not trainer.saver.saves:
+        save_last(trainer)
+    test_once(trainer, stop)

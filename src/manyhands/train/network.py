@@ -23,7 +23,7 @@ from manyhands.models.outputs import INITIALIZATION_SAMPLES, InitializedFromData
 from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.grid import Grid
 from manyhands.train.data_setup import DataSetup, make_loader
-from manyhands.train.journal import Journal
+from manyhands.train.journal import Journal, RunContext
 from manyhands.train.objects import Objects
 from manyhands.train.same_data import digest_data, split_names
 from manyhands.train.state import load_snapshot, split_state
@@ -135,20 +135,9 @@ def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int)
     return other if len(lengths) == 1 and lengths.pop()[1] == classes else []
 
 
-def describe_trained(
-    job: Job, samples: DataSetup, classes: tuple[str, ...], mode: str, objects: Objects, size: int
-) -> TrainedNetwork:
-    """Describes the network and its data beyond the weights, for checkpoints.
-
-    Args:
-        job: the job.
-        samples: the data.
-        classes: the name of each output.
-        mode: the parallel mode.
-        objects: the Python objects of the user.
-        size: the number of processes.
-    """
-    pixels = samples.pixels
+def describe_trained(run: RunContext, samples: DataSetup, classes: tuple[str, ...], objects: Objects) -> TrainedNetwork:
+    """Describes the network and its data beyond the weights, for checkpoints; `classes` names each output."""
+    job, pixels = run.job, samples.pixels
     pictures = Pictures(
         own=pixels.own,
         size=pixels.size,
@@ -160,13 +149,13 @@ def describe_trained(
     if objects.model is not None:
         note_trained_on(objects.model, pictures, classes)
     model = job.model if objects.model is not None else resolve_model(job.model, pixels.size)
-    mesh = (parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", size),))) if takes_mesh(mode) else None
+    grid = mesh_of(job, run.world) if takes_mesh(run.mode) else None
     return TrainedNetwork(
         name=model.name,
         made_in_python=objects.model is not None,
         arguments=model.arguments,
         num_classes=len(samples.classes),
-        axes=tuple(mesh.names) if mesh else (),
+        axes=tuple(grid.names) if grid else (),
         double=job.train.precision == "fp64",
         precision=job.train.precision,
         channels_last=job.train.channels_last is True,
@@ -176,6 +165,11 @@ def describe_trained(
         digests={**objects.digests, **digest_data(samples.splits)},
         samples={word: len(source) for word, source in split_names(samples.splits)},
     )
+
+
+def mesh_of(job: Job, world: World) -> Mesh:
+    """Returns the mesh of the job, by default one axis, dp."""
+    return parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
 
 
 def pixels_of(about: Pictures) -> Pixels:

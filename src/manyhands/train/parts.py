@@ -18,7 +18,7 @@ from manyhands.config.job import Job
 from manyhands.core.devices import device_name
 from manyhands.core.errors import UserError
 from manyhands.core.machine import cores
-from manyhands.core.mesh import Mesh, TensorLayout, parse_mesh
+from manyhands.core.mesh import TensorLayout, parse_mesh
 from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.terminal import plain, say
 from manyhands.core.world import World
@@ -35,16 +35,16 @@ from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.parallel.plan import Plan, read_plan, shared_plan
 from manyhands.train.choose_sync import check_combination
 from manyhands.train.data_setup import DataSetup, class_names, name_outputs, open_splits, pixels_for
-from manyhands.train.journal import Journal
+from manyhands.train.journal import Journal, RunContext
 from manyhands.train.loss import LossFn, make_loss_fn
 from manyhands.train.metrics import CustomMetric, make_metrics
-from manyhands.train.network import initialize_from_data, make_model, refuse_other_head, without_first_weights
+from manyhands.train.network import initialize_from_data, make_model, mesh_of, refuse_other_head, without_first_weights
 from manyhands.train.objects import Objects, digest_objects
 from manyhands.train.optimize import largest_rate, make_custom, make_optimizer, mark_own
 from manyhands.train.recover import Resumable
 from manyhands.train.same_data import digest_trainable
 from manyhands.train.schedule import CustomScheduler, SetRates, make_schedule
-from manyhands.train.sharing import MACHINES, kept_most, previous_shares
+from manyhands.train.sharing import MACHINES, largest_pass, previous_shares
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import TrialResult
 
@@ -85,14 +85,9 @@ class CustomParts:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Parts(RunContext):
     """The parts of a trainer. Jobs and custom loops differ only in these fields."""
 
-    job: Job  # what the user asked for
-    folder: RunFolder  # where the run is kept, or NOWHERE
-    world: World  # who takes part
-    journal: Journal  # writes records
-    mode: str  # the parallel mode in force
     objects: Objects  # what the user brought instead of names
     # the network on its device, from the data, the processes as its author sees them, and what the run resumes from
     make_model: Callable[[DataSetup, Grid | None, Resumable | None], nn.Module]
@@ -171,7 +166,7 @@ class Parts:
             ),
             make_schedule=lambda optimizer, steps: make_schedule(optimizer, job.train, steps, brought.schedule),
             name_outputs=functools.partial(_name_outputs, journal),
-            previous_shares=lambda found: (previous_shares(found), kept_most(found)),
+            previous_shares=lambda found: (previous_shares(found), largest_pass(found)),
             finish=_compiled_and_balanced,
         )
 
@@ -229,7 +224,7 @@ class Parts:
         assert parts.splits
         grid = grid_of(job, world, mode)
         layouts = layouts_of(model, grid.mesh, world.rank) if grid else {}
-        record_setup(parts, parts.splits, class_names(job, parts.splits), model, layouts, own.optimizer)
+        record_setup(parts, objects, parts.splits, class_names(job, parts.splits), model, layouts, own.optimizer)
         return parts
 
 
@@ -281,7 +276,8 @@ def refuse_uncuttable(parts: Parts) -> None:
 
 
 def record_setup(
-    parts: Parts,
+    run: RunContext,
+    objects: Objects,
     splits: Splits,
     classes: Sequence[str],
     model: nn.Module,
@@ -293,7 +289,7 @@ def record_setup(
     `layouts` are those of sharded parameters, `optimizer` is the custom optimizer if it exists already. A custom loop
     decides the number of epochs and the evaluated data.
     """
-    job, objects, custom_loop, world = parts.job, parts.objects, parts.custom_loop, parts.world
+    job, world, custom_loop = run.job, run.world, isinstance(run, Parts) and run.custom_loop
     options, count = job.train, len(splits.train)
     order = Order(count, min(options.batch, count), 0, options.drop_last)
     parameters = sum(math.prod(layouts.get(name, each).shape) for name, each in model.named_parameters())
@@ -315,7 +311,7 @@ def record_setup(
         f"training: {epochs}updates an epoch {order.steps_per_epoch:,}, batch {order.batch:,}, {kind}{rate}, "
         f"processes {world.size}, device {world.device.partition(':')[0]}",
     )
-    parts.journal.event("setup", "\n".join(lines))
+    run.journal.event("setup", "\n".join(lines))
 
 
 def _name_outputs(
@@ -357,8 +353,8 @@ def _compiled_and_balanced(trainer: Trainer) -> Trainer:
     if sharing.processes > 1 and (wanted == "auto" or (wanted == MACHINES and _may_differ(trainer))):
         from manyhands.train.balance_shares import BalancedShares
 
-        trainer.balance_shares = functools.partial(BalancedShares(known=bool(sharing.shares)).balance, trainer)
-        trainer.balance_shares()
+        trainer.hooks.balance_shares = functools.partial(BalancedShares(known=bool(sharing.shares)).balance, trainer)
+        trainer.hooks.balance_shares()
     elif wanted == MACHINES:
         # What a checkpoint from other machines may have kept.
         trainer.feed.sharing = dataclasses.replace(sharing, shares=())
@@ -375,7 +371,7 @@ def _may_differ(trainer: Trainer) -> bool:
     Machines of one kind aren't measured: a passing difference would change the bits from run to run.
     """
     world = trainer.world
-    able = trainer.mode == USUAL_MODE and not trainer.network.together and not trainer.synchronizer.local_statistics
+    able = trainer.run.mode == USUAL_MODE and not trainer.network.together and not trainer.synchronizer.local_statistics
     if not able or world.local_size == world.size:
         return False
     kinds = gather_plain(f"{device_name(world.device)}, {cores():.3g} cores", world)
@@ -436,6 +432,6 @@ def grid_of(job: Job, world: World, mode: str) -> Grid | None:
     """
     if not takes_mesh(mode):
         return None
-    mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
+    mesh = mesh_of(job, world)
     mesh.check_size(world.size)
     return Grid(mesh, world)

@@ -25,7 +25,7 @@ def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
 
     A collective if the network is sharded. On a full disk, the files are not written and the run continues.
     """
-    phase, trainer.phase = trainer.phase, "save"
+    phase, trainer.heartbeats.phase = trainer.heartbeats.phase, "save"
     trainer.synchronizer.average_buffers(trainer.progress.step)
     if trainer.network.sharded or trainer.world.is_main:
         with trainer.synchronizer.averaged():
@@ -39,7 +39,7 @@ def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
                 best,
             )
     trainer.status_round.reset(trainer.progress.step)
-    trainer.phase = phase
+    trainer.heartbeats.phase = phase
 
 
 def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps_per_epoch: int) -> Snapshot:

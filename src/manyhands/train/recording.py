@@ -21,18 +21,18 @@ def record_status(trainer: Trainer, status: Status) -> None:
     if progress.step == 1:
         trainer.journal.event("first-step", step=1)
     if differing := trainer.update.differing_buffers():
-        trainer.on_differing_buffers(differing)
+        trainer.hooks.on_differing_buffers(differing)
     if status.replaced:
         record_replaced(trainer)
     if status.report_time:
         record_time(trainer)
     if not status.samples:
         return
-    trainer.epoch_mean.add(status)
-    growing = trainer.divergence.observe(status.loss)
+    trainer.observed.epoch_mean.add(status)
+    growing = trainer.observed.divergence.observe(status.loss)
     if growing:
         trainer.journal.event("warning", growing, progress.step)
-    epoch_loss, epoch_top1 = trainer.epoch_mean.take() if progress.step_in_epoch == 0 else (None, None)
+    epoch_loss, epoch_top1 = trainer.observed.epoch_mean.take() if progress.step_in_epoch == 0 else (None, None)
     trainer.journal.metrics(
         StepMetrics(
             time=time.time(),
@@ -40,7 +40,7 @@ def record_status(trainer: Trainer, status: Status) -> None:
             step=progress.step,
             step_in_epoch=progress.step_in_epoch,
             steps_per_epoch=steps_per_epoch,
-            total_steps=trainer.total_steps,
+            total_steps=trainer.due.total_steps,
             loss=status.loss,
             top1=status.top1,
             learning_rate=largest_rate(trainer.update.optimizer),
@@ -50,12 +50,12 @@ def record_status(trainer: Trainer, status: Status) -> None:
             saved_step=progress.saved_step,
             epoch_loss=epoch_loss,
             epoch_top1=epoch_top1,
-            asked=trainer.line_due(),
+            asked=trainer.due.line(),
         )
     )
     own = f"loss={status.custom_loss:.4f} acc={percentage(status.own_top1)}" if status.own_samples else "loss=- acc=-"
     of_epoch = f" epoch_loss={epoch_loss:.4f}" if epoch_loss is not None else ""
-    place = f"epoch={(progress.step - 1) // steps_per_epoch + 1} step={progress.step}/{trainer.total_steps}"
+    place = f"epoch={(progress.step - 1) // steps_per_epoch + 1} step={progress.step}/{trainer.due.total_steps}"
     trainer.journal.line(
         f"rank={trainer.world.rank} {place} {own} samples={status.own_samples} all_loss={status.loss:.4f}{of_epoch}"
     )
@@ -88,22 +88,26 @@ def record_replaced(trainer: Trainer) -> None:
     mine = trainer.feed.loader.replaced
     found = {name for names in gather_plain(mine, trainer.world) for name in names}
     mine.clear()
-    trainer.bad_pictures |= found
+    trainer.observed.bad_pictures |= found
     step = trainer.progress.step
     message = f"{len(found)} unreadable picture(s) were replaced by other pictures: {some_pictures(found)}"
     trainer.journal.event("replaced", message, step, count=len(found), pictures=sorted(found))
-    check_bad_pictures(trainer.bad_pictures, trainer.feed.order.length, RunError)
+    check_bad_pictures(trainer.observed.bad_pictures, trainer.feed.order.length, RunError)
 
 
 def record_epoch(trainer: Trainer) -> None:
     """Calls the user's function on rank 0 at the end of an epoch; an exception ends the run."""
     progress = trainer.progress
-    if trainer.at_epoch_end is None or not trainer.world.is_main or progress.step_in_epoch:
+    if trainer.hooks.at_epoch_end is None or not trainer.world.is_main or progress.step_in_epoch:
         return
-    trainer.phase = "at_epoch_end"
-    made = trainer.evaluated if trainer.evaluated and trainer.evaluated.step == progress.step else None
+    trainer.heartbeats.phase = "at_epoch_end"
+    made = (
+        trainer.observed.evaluated
+        if trainer.observed.evaluated and trainer.observed.evaluated.step == progress.step
+        else None
+    )
     began = time.perf_counter()
-    trainer.at_epoch_end(EpochEnd(progress.epoch, progress.step, made, trainer.folder.path.absolute()))
+    trainer.hooks.at_epoch_end(EpochEnd(progress.epoch, progress.step, made, trainer.folder.path.absolute()))
     trainer.status_round.leave_out(time.perf_counter() - began)
     trainer.heartbeats.beat()
-    trainer.phase = "train"
+    trainer.heartbeats.phase = "train"

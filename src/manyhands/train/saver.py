@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from manyhands.checkpoint.write import NotFiniteError, SaveError
@@ -39,12 +39,17 @@ class Saver:
         stalled_s: the seconds that training was blocked by this save so far.
         wrote_s: the seconds that this process wrote in the background.
         has_run: True if a save of this process found the job file in the run folder.
+        saves: the number of saves that this start has begun.
+        writers: the ranks that write, each with the ranks of its machine: rank 0, and one per disk that isn't shared.
+        interval: determines the time between saves, on rank 0; None if checkpoint.every sets it.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
         self.waited_s = self.stalled_s = self.wrote_s = 0.0
-        self.has_run = False
+        self.has_run, self.saves = False, 0
+        self.writers: Mapping[int, range] = {0: range(1)}
+        self.interval: SaveInterval | None = None
         self._thread: threading.Thread | None = None
         self._outcome: SaveOutcome | None = None
         self._error: Exception | None = None

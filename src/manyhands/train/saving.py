@@ -25,6 +25,7 @@ from manyhands.core.world import World
 from manyhands.parallel.apply import checksums
 from manyhands.parallel.plain import gather_plain
 from manyhands.train.diagnose import explain_lost
+from manyhands.train.recover import training_digest
 from manyhands.train.saver import NOT_FINITE, SAVED, SaveOutcome
 from manyhands.train.schedule import CustomScheduler
 from manyhands.train.state import capture, named_optimizer, peers_of, restore_optimizer, save_sharded, split_state
@@ -36,11 +37,11 @@ def save(trainer: Trainer) -> None:
     """Starts writing a checkpoint, in the background where possible; a collective. `finish_save` returns its result."""
     finish_save(trainer)
     network, progress, started = trainer.network, trainer.progress, time.perf_counter()
-    trainer.phase = "save"
+    trainer.heartbeats.phase = "save"
     extra = _beside_the_network(trainer)
     trainer.synchronizer.average_buffers(progress.step)
     save_rank_state(trainer)
-    writes = network.saves(trainer.world.rank) or trainer.world.rank in trainer.writers
+    writes = network.saves(trainer.world.rank) or trainer.world.rank in trainer.saver.writers
     write, beside = None, not network.layouts
     if writes or not network.runs_alone:
         with trainer.synchronizer.averaged():
@@ -49,7 +50,7 @@ def save(trainer: Trainer) -> None:
         snapshot.state["saved_step"] = progress.step
         beside = beside and memory()[1] > sum(tensor.nbytes for tensor in snapshot.model.values())
         write = functools.partial(_write, trainer, snapshot, progress.step, progress.best_step) if writes else None
-    trainer.saves += 1
+    trainer.saver.saves += 1
     trainer.saver.waited_s = time.perf_counter() - started
     trainer.saver.begin(progress.step, write, beside=beside)
     trainer.status_round.saved()
@@ -57,7 +58,7 @@ def save(trainer: Trainer) -> None:
     trainer.status_round.leave_out(trainer.saver.stalled_s)
     if network.layouts:
         finish_save(trainer)
-    trainer.phase = "train"
+    trainer.heartbeats.phase = "train"
 
 
 @CLOCK.within(SAVING)
@@ -72,14 +73,14 @@ def finish_save(trainer: Trainer, *, written: int | None = None) -> None:
     """
     saver, started = trainer.saver, time.perf_counter()
     step = saver.step
-    if step is None or written not in {None, len(trainer.writers)}:
+    if step is None or written not in {None, len(trainer.saver.writers)}:
         return
     # Where all have written, nobody has a reason to come late: whoever does stands still.
-    phase, trainer.phase = trainer.phase, "save" if written is None else trainer.phase
+    phase, trainer.heartbeats.phase = trainer.heartbeats.phase, "save" if written is None else trainer.heartbeats.phase
     own = saver.end()
     answers = gather_plain(own and asdict(own), trainer.world)
-    trainer.phase = phase
-    outcomes = {rank: SaveOutcome(**answers[rank]) for rank in trainer.writers}
+    trainer.heartbeats.phase = phase
+    outcomes = {rank: SaveOutcome(**answers[rank]) for rank in trainer.saver.writers}
     if any(outcome.word == NOT_FINITE for outcome in outcomes.values()):
         raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
     if outcomes[0].word == SAVED:
@@ -123,7 +124,7 @@ def rescue(trainer: Trainer) -> bool:
         return False
     partial_update.undo()
     # The others may have failed before all could agree that it is to be made.
-    progress.owed |= trainer.evaluation_due() and progress.evaluated_step != progress.step
+    progress.owed |= trainer.due.evaluation() and progress.evaluated_step != progress.step
     folder = trainer.folder.checkpoints
     folder.mkdir(parents=True, exist_ok=True)
     snapshot = capture(network, trainer.update.optimizer, progress, _beside_the_network(trainer))
@@ -137,15 +138,15 @@ def rescue(trainer: Trainer) -> bool:
 def _beside_the_network(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint holds beside the network, its optimizer and how far they have come."""
     extra: dict[str, Any] = {
-        "job": trainer.digest,
-        "classes": list(trainer.classes),
+        "job": training_digest(trainer.job, trainer.feed.order.length),
+        "classes": list(trainer.trained.classes),
         "model": trainer.job.model.name,
         STATE_KEY: trainer.trained.model_dump(mode="json"),
-        **trainer.noted(),
-        "sync": {**asdict(trainer.sync), "processes": trainer.world.size},
+        **trainer.hooks.extra_state(),
+        "sync": {**asdict(trainer.sync.cost), "processes": trainer.world.size},
         "most_in_a_pass": trainer.feed.sharing.most,
     }
-    if trainer.balance_shares:
+    if trainer.hooks.balance_shares:
         extra["shares"] = list(trainer.feed.sharing.shares) or [1] * trainer.feed.sharing.processes
     if trainer.update.gradients.scaler:
         extra["scaler"] = trainer.update.gradients.scaler.state_dict()
@@ -190,11 +191,11 @@ def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int)
     """Writes the checkpoint, and deletes what it makes superfluous; reads nothing that training changes meanwhile."""
     folder, network, started = trainer.folder.checkpoints, trainer.network, time.perf_counter()
     if network.layouts:
-        peers = peers_of(trainer.world, trainer.writers)
+        peers = peers_of(trainer.world, trainer.saver.writers)
         path = save_sharded(folder, step, snapshot, network, peers, pieces=trainer.job.checkpoint.pieces)
     else:
         path = commit(folder, step, snapshot)
-    if trainer.world.rank not in trainer.writers:  # gave its pieces; the checkpoint lies on other machines
+    if trainer.world.rank not in trainer.saver.writers:  # gave its pieces; the checkpoint lies on other machines
         return SaveOutcome(SAVED, path.name)
     best = folder / f"step-{best_step:08d}"
     prune(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)

@@ -162,7 +162,7 @@ class Session(Subgroup):
         self._concluded, self._changed = int(noted.get("epochs", 0)), noted.get("changed", [])
         self._owed, self._begun = trainer.progress.epoch > self._concluded, False
         self._last_step, self._together_at = -1, trainer.progress.step
-        trainer.noted = self._noted
+        trainer.hooks.extra_state = self._noted
         if self._folder:
             self._hook = trainer.network.call.register_forward_hook(OutputHook(self._saw))
             self._write_metadata(trainer)
@@ -179,7 +179,7 @@ class Session(Subgroup):
             UserError: all epochs are complete, but the network or the data changed.
         """
         trainer = self._ready()
-        trainer.total_steps = self._last_step = count * trainer.feed.order.steps_per_epoch
+        trainer.due.total_steps = self._last_step = count * trainer.feed.order.steps_per_epoch
         if self._concluded >= count and self._changed:
             what = f"the {self._concluded} epochs of this run are complete, but {self._changed[0]} changed"
             hints = (f"train longer: epochs({2 * self._concluded})", "or start another run: session(out=…)")
@@ -210,7 +210,7 @@ class Session(Subgroup):
                 self._own = None
             if trainer.progress.step == self._last_step:
                 self._bring_together(trainer)
-        if trainer.stopped:
+        if trainer.due.stopped:
             step = trainer.progress.step
             record_time(trainer)
             trainer.journal.event("stopped", f"saved at step {step}; start the same program again to resume", step)

@@ -5,14 +5,12 @@ from typing import Any
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.shares import check_batch
-from manyhands.core.world import World
 from manyhands.data.order import BatchSharing, Order
-from manyhands.data.splits import Splits
 from manyhands.parallel.apply import normalises_in_groups
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.norm import GroupedNorm
 from manyhands.parallel.options import USUAL_MODE
-from manyhands.train.journal import Journal
+from manyhands.train.journal import RunContext
 from manyhands.train.recover import Resumable
 
 # The default: speeds are measured where machines of several kinds take part.
@@ -20,36 +18,23 @@ MACHINES = "machines"
 _WHERE, _EQUAL = "cluster.shares", "add --set cluster.shares=equal"
 
 
-def order_and_sharing(  # noqa: PLR0913 - what a batch meets before it is shared out
-    job: Job,
-    splits: Splits,
-    world: World,
-    mode: str,
-    network: ParallelNetwork,
-    journal: Journal,
-    kept: list[int] | None,
-    *,
-    own: bool = False,
-    most: int = 0,
+def order_and_sharing(
+    run: RunContext, samples: int, network: ParallelNetwork, previous: list[int] | None, *, own: bool, most: int
 ) -> tuple[Order, BatchSharing]:
     """Determines the samples of each update, and their division among processes.
 
     Args:
-        job: supplies the batch size.
-        splits: the data.
-        world: the processes.
-        mode: the parallel mode.
-        network: under it.
-        journal: records unequal shares.
+        run: supplies the batch size, the mode and the processes, and records unequal shares.
+        samples: the number of training samples.
+        network: the network under its mode.
+        previous: the shares in the checkpoint, empty if they were equal; None for a new run.
         own: each process trains alone, with its own BatchNorm groups.
         most: the largest micro-batch at the start of the run; 0 if unknown.
-        kept: the shares in the checkpoint, empty if they were equal; None for a new run.
     """
-    options = job.train
-    replicas = network.replicas(world.size)
+    job, mode = run.job, run.mode
+    options, replicas = job.train, network.replicas(run.world.size)
     check_batch(options.batch, replicas)
-    batch = min(options.batch, len(splits.train))
-    group = 0
+    batch, group = min(options.batch, samples), 0
     # A network without BatchNorm has no groups that a pass would have to hold whole.
     layers = any(isinstance(module, GroupedNorm) for module in network.inner.modules())
     grouped = not own and normalises_in_groups(mode) and layers
@@ -61,12 +46,12 @@ def order_and_sharing(  # noqa: PLR0913 - what a batch meets before it is shared
     if why and replicas > 1 and job.cluster.shares not in {"equal", MACHINES}:
         hints = ("set --parallel data --sync allreduce", f"or {_EQUAL}")
         raise UserError(f"cluster.shares can't be used: {why}", _WHERE, hints)
-    shares = () if why and job.cluster.shares == MACHINES else _shares(job, replicas, journal, kept)
-    order = Order(len(splits.train), batch, options.seed, options.drop_last)
+    shares = () if why and job.cluster.shares == MACHINES else _shares(run, replicas, previous)
+    order = Order(samples, batch, options.seed, options.drop_last)
     sharing = BatchSharing(replicas, options.micro_batch, group, aligned=not network.together, shares=shares)
     within = sharing.within(most, batch)
     if within.micro_batch != sharing.micro_batch:
-        journal.event("note", _passes_message(within, most, batch), 0)
+        run.journal.event("note", _passes_message(within, most, batch), 0)
     return order, within
 
 
@@ -81,23 +66,23 @@ def _passes_message(sharing: BatchSharing, most: int, batch: int) -> str:
     return f"micro-batches now have up to {largest} samples instead of {most}, {groups} ({more})"
 
 
-def _shares(job: Job, replicas: int, journal: Journal, kept: list[int] | None) -> tuple[int, ...]:
+def _shares(run: RunContext, replicas: int, previous: list[int] | None) -> tuple[int, ...]:
     """Returns the shares in the job, for `replicas` processes; empty for equal shares."""
-    shares = job.cluster.shares
+    job, shares = run.job, run.job.cluster.shares
     if isinstance(shares, str):
-        fits = shares != "equal" and kept and len(kept) == replicas
-        return tuple(kept or ()) if fits else ()
+        fits = shares != "equal" and previous and len(previous) == replicas
+        return tuple(previous or ()) if fits else ()
     if sum(shares) != job.train.batch:
         what = f"the sum of cluster.shares {list(shares)} is {sum(shares)}, but train.batch is {job.train.batch}"
         raise UserError(what, _WHERE, (f"set --batch {sum(shares)}", "or correct the shares", f"or {_EQUAL}"))
     if len(shares) == replicas:
         message = f"shares of the batch of {job.train.batch} samples, by process: {', '.join(map(str, shares))}"
-        journal.event("shares", message, 0, shares=list(shares))
+        run.journal.event("shares", message, 0, shares=list(shares))
         return shares
     what = f"cluster.shares has {len(shares)} number(s) for {replicas} processes"
-    if kept is None:
+    if previous is None:
         raise UserError(what, _WHERE, ("write one number for each process", f"or {_EQUAL}"))
-    journal.event("warning", f"{what}; using equal shares", 0)
+    run.journal.event("warning", f"{what}; using equal shares", 0)
     return ()
 
 
@@ -121,7 +106,7 @@ def previous_shares(found: Resumable | None) -> list[int] | None:
     return kept if isinstance(kept, list) and all(type(one) is int and one > 0 for one in kept) else []
 
 
-def kept_most(found: Resumable | None) -> int:
+def largest_pass(found: Resumable | None) -> int:
     """Returns the largest micro-batch recorded in the checkpoint."""
     return int(found.snapshot.state.get("most_in_a_pass", 0)) if found else 0
 

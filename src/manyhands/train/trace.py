@@ -29,8 +29,8 @@ _NUMBERS = 100
 _KEPT = ("name", "ph", "ts", "dur", "tid", "cat", "id", "bp")
 
 
-def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> str:
-    """Runs some warm-up updates and the number of traced updates in the job; returns "finished".
+def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
+    """Runs some warm-up updates and the number of traced updates in the job.
 
     Args:
         trainer: the trainer.
@@ -40,7 +40,7 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> str:
     CLOCK.spans = []
     plan = schedule(wait=0, warmup=_WARM_UP, active=steps, repeat=1)
     with scratch("trace") as folder, profile(schedule=plan, on_trace_ready=_exporter(folder / "own.json")) as profiler:
-        while made < _WARM_UP + steps and not (trainer.done() or trainer.stopped):
+        while made < _WARM_UP + steps and not trainer.due.over():
             for update in epoch():
                 trainer.update(update, trainer.progress.step)
                 trainer.count_update()
@@ -60,7 +60,6 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> str:
         events = [event for one in everybody for event in json.loads(zlib.decompress(base64.b64decode(one)))]
         trainer.journal.file(lambda: write_atomic(trainer.folder.trace, json.dumps(_aligned(events))))
     CLOCK.take()  # the profiler's own time is nobody's
-    return "finished"
 
 
 def _exporter(file: Path) -> Callable[[profile], None]:

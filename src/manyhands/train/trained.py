@@ -44,7 +44,7 @@ from manyhands.train.data_setup import (
 from manyhands.train.evaluate import Evaluator, find_checkpoint
 from manyhands.train.journal import Journal
 from manyhands.train.metrics import Evaluation, make_metrics
-from manyhands.train.network import PICTURES, make_model, pixels_of, read_any, without_first_weights
+from manyhands.train.network import PICTURES, make_model, mesh_of, pixels_of, read_any, without_first_weights
 from manyhands.train.objects import Objects
 from manyhands.train.recover import Resumable, outputs_of
 from manyhands.train.state import restore
@@ -303,7 +303,7 @@ def evaluate_checkpoint(
     loader = make_loader(job, source, subject.pixels, world, train=False, classes=len(classes))
     grid = request = None
     if takes_mesh(_mode(job, world)):
-        mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
+        mesh = mesh_of(job, world)
         fits = mesh.size == world.size
         grid = Grid(mesh, world) if fits else _grid_of_one(mesh.names, world)
         request = ModeRequest(grid=grid) if fits else None

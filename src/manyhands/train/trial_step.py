@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,41 +12,47 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from manyhands.config.job import Job
+from manyhands.config.job import TrainOptions
 from manyhands.core.devices import wait_for
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.seeds import derive
-from manyhands.core.shares import Share
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.transforms import Batch
 from manyhands.parallel.gradients import Gradients, MicroBatchResult
 from manyhands.parallel.network import LossFn, ParallelNetwork, full_batch
-from manyhands.parallel.norm import NormGroups
 from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.rows import set_rows_per_sample, watching
 from manyhands.train.draws import drawing
-from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.step import Updater
 
 # Samples of a share that are timed, and how often; the first time is slower.
 MOST_TIMED, TIMED = 64, 3
 
 
-@dataclass(frozen=True)
-class TrialStep:
-    """The inputs of a trial step."""
+class StepProbe:
+    """Forward and backward passes of a network outside training.
 
-    model: nn.Module  # the network, before its parallel mode
-    groups: NormGroups  # of its BatchNorm layers
-    loader: Loader  # of training samples
-    loss_fn: LossFn  # the loss; `sum_of_outputs` where it is the user's own
-    job: Job  # that it is for
+    Args:
+        network: a network, which runs on this process alone, or a network under its parallel mode.
+        loss_fn: the loss; `sum_of_outputs` if the user computes it.
+        options: the train section.
+        world: the processes.
+    """
 
-    def gradients(self, world: World) -> Gradients:
-        """Returns the object that computes gradients of the network on one process."""
-        network = ParallelNetwork(self.model, self.model)
-        return Gradients(network, World(device=world.device), self.loss_fn, precision=self.job.train.precision)
+    def __init__(
+        self, network: nn.Module | ParallelNetwork, loss_fn: LossFn | None, options: TrainOptions, world: World
+    ) -> None:
+        if isinstance(network, nn.Module):
+            network, world = ParallelNetwork(network, network), World(device=world.device)
+        self.network, self.options = network, options
+        smoothing, precision = options.label_smoothing, options.precision
+        self.gradients = Gradients(network, world, loss_fn, smoothing=smoothing, precision=precision)
+
+    def run(self, batch: Batch, on_result: Callable[[MicroBatchResult], None] = lambda _: None) -> MicroBatchResult:
+        """Adds the gradients of a batch's mean loss; `on_result` gets the outputs before the backward pass."""
+        count = len(batch.labels)
+        return self.gradients.forward_backward(full_batch(batch.images, batch.labels), count, on_result=on_result)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class TrialResult:
     count: int = 2  # samples that it was tried on
 
 
-def run_trial(trial_step: TrialStep, classes: int, count: int, world: World) -> TrialResult:
+def run_trial(probe: StepProbe, loader: Loader, classes: int, count: int) -> TrialResult:
     """Runs the network once on `count` samples on this process alone and restores it.
 
     Random numbers follow from the job's seed, so all processes get the same result.
@@ -67,8 +73,8 @@ def run_trial(trial_step: TrialStep, classes: int, count: int, world: World) -> 
     Raises:
         UserError: the network's output doesn't fit the data.
     """
-    model, batch = trial_step.model, first_samples(trial_step.loader, count)
-    seed, device = derive(trial_step.job.train.seed, "rehearse"), batch.labels.device.type
+    model, batch = probe.network.inner, first_samples(loader, count)
+    seed, device = derive(probe.options.seed, "rehearse"), batch.labels.device.type
 
     def check(found: MicroBatchResult) -> None:
         _check_outputs(found.logits.shape, count, classes)
@@ -79,13 +85,11 @@ def run_trial(trial_step: TrialStep, classes: int, count: int, world: World) -> 
         if isinstance(main, Tensor) and main.ndim == 2 and len(main) == count:
             _check_outputs(main.shape, count, classes)
 
-    with left_as_it_was(model, trial_step.groups), drawing(seed, device) as drawn:
+    with restored(probe.network), drawing(seed, device) as drawn:
         hook = model.register_forward_hook(check_first)
         try:
-            with watching(trial_step.groups.layers) as seen:
-                given = trial_step.gradients(world).forward_backward(
-                    full_batch(batch.images, batch.labels), count, on_result=check
-                )
+            with watching(probe.network.norms.layers) as seen:
+                given = probe.run(batch, check)
         finally:
             hook.remove()
         trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
@@ -131,7 +135,7 @@ def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
     return 3 * max(gather_plain(min(taken, default=0.0), world)) / len(images)
 
 
-def time_step(trial_step: TrialStep, share: int, world: World) -> tuple[float, float]:
+def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tuple[float, float]:
     """Times an update of `share` samples without communication, on the slowest process; a collective.
 
     The network is restored. A large share is estimated from a part of it.
@@ -140,21 +144,19 @@ def time_step(trial_step: TrialStep, share: int, world: World) -> tuple[float, f
         Seconds of the whole update, and of its backward pass.
     """
     # Of a pass of micro_batch it is known that it fits into memory.
-    count, model = min(share, MOST_TIMED, trial_step.job.train.micro_batch or share), trial_step.model
-    batch, gradients = first_samples(trial_step.loader, count), trial_step.gradients(world)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    count = min(share, MOST_TIMED, probe.options.micro_batch or share)
+    batch = first_samples(loader, count)
+    trained = [parameter for parameter in probe.network.inner.parameters() if parameter.requires_grad]
     # Copies are moved: even a step of no length would spoil parameters where a gradient overflows.
     copies = [parameter.detach().clone() for parameter in trained]
     optimizer = torch.optim.SGD(copies, lr=0.0, momentum=0.9)
     taken = torch.zeros(TIMED, 3, dtype=torch.float64)
-    with left_as_it_was(model, trial_step.groups), torch.random.fork_rng(devices=[]):
+    with restored(probe.network), torch.random.fork_rng(devices=[]):
         for number in range(TIMED):
             for parameter in trained:
                 parameter.grad = None
             marks = [now(world)]
-            gradients.forward_backward(
-                full_batch(batch.images, batch.labels), count, on_result=lambda _, marks=marks: marks.append(now(world))
-            )
+            probe.run(batch, lambda _, marks=marks: marks.append(now(world)))
             marks.append(now(world))
             for copy, parameter in zip(copies, trained, strict=True):
                 copy.grad = parameter.grad
@@ -182,13 +184,10 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
     """
     if update.world.size < 3 or not update.network.orders_sums:
         return
-    batch = first_samples(loader, count)
-    whole, options = Share(0, count, (), ()), update.options
-    loss_fn, smoothing = update.loss_fn or sum_of_outputs, options.label_smoothing
-    gradients = Gradients(update.network, update.world, loss_fn, smoothing=smoothing, precision=options.precision)
-    with left_as_it_was(update.network.inner, update.network.norms), torch.random.fork_rng(devices=[]):
-        gradients.forward_backward(LoadedMicroBatch(whole, batch).micro_batch(count, 0), count)
-        gradients.finish()
+    probe = StepProbe(update.network, update.loss_fn or sum_of_outputs, update.options, update.world)
+    with restored(update.network), torch.random.fork_rng(devices=[]):
+        probe.run(first_samples(loader, count))
+        probe.gradients.finish()
 
 
 def sum_of_outputs(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,15 +210,16 @@ def first_samples(loader: Loader, count: int) -> Batch:
 
 
 @contextmanager
-def left_as_it_was(model: nn.Module, groups: NormGroups) -> Iterator[None]:
-    """Restores buffers and gradients afterwards."""
-    kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+def restored(network: ParallelNetwork) -> Iterator[None]:
+    """Restores the buffers and gradients of a network afterwards."""
+    model = network.inner
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:
         yield
     finally:
         for name, buffer in model.named_buffers():
-            buffer.copy_(kept[name])
+            buffer.copy_(before[name])
         for parameter in model.parameters():
             parameter.grad = None
-        for layer in groups.layers:
+        for layer in network.norms.layers:
             layer.seen = None

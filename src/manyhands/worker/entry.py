@@ -25,7 +25,7 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel.heartbeat import HEARTBEAT_FILE, rescue_path
 from manyhands.parallel.options import USUAL_MODE
-from manyhands.train.journal import Journal
+from manyhands.train.journal import Journal, RunContext
 from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder, shared_options
 from manyhands.worker.run_metadata import local_environment, write_metadata
 
@@ -173,7 +173,7 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         mode, followed, about = _follow(job, folder, world, mode, objects or Objects())
     splits = precision.splits if precision else None
     trainer = build(Parts.from_job(job, folder, world, mode, objects, followed, splits, header=not announced))
-    trainer.writers = writers_of(folder, world, in_pieces=job.checkpoint.pieces and bool(trainer.network.layouts))
+    trainer.saver.writers = writers_of(folder, world, in_pieces=job.checkpoint.pieces and bool(trainer.network.layouts))
     notes = (*(precision.said if precision else ()), *about.get("untimed", ()), about.get("reason"))
     for note in filter(None, notes):
         trainer.journal.event("note", note)
@@ -186,15 +186,15 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
 def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[Any, bool]:
     """`ResolvedPrecision`, and whether a measurement was announced, before which the header was recorded."""
     from manyhands.train.data_setup import class_names
-    from manyhands.train.parts import Parts, record_setup
+    from manyhands.train.parts import record_setup
     from manyhands.worker.precision import resolve_precision
 
-    announced, journal = list[str](), Journal(folder, world.rank)
+    announced, run = list[str](), RunContext(job, folder, world, Journal(folder, world.rank), mode)
 
     def announce(measurement: Any, text: str) -> None:
         splits, names = measurement.splits, class_names(job, measurement.splits)
-        record_setup(Parts.from_job(job, folder, world, mode, objects), splits, names, measurement.network())
-        journal.event("note", text)
+        record_setup(run, objects, splits, names, measurement.network())
+        run.journal.event("note", text)
         announced.append(text)
 
     return resolve_precision(job, folder, world, mode, objects, say=announce), bool(announced)

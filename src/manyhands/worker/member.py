@@ -80,7 +80,7 @@ class GroupMember:
         from manyhands.worker.roll_call import LivenessCheck
 
         def heartbeat() -> Any:
-            return trainer.heartbeats.heartbeat(trainer.phase)
+            return trainer.heartbeats.heartbeat()
 
         def say(words: str) -> None:
             if self.process_info.rank:
@@ -105,7 +105,7 @@ class GroupMember:
 
         self._failed = True
         step = self.trainer.progress.step if self.trainer else None
-        phase = self.trainer.phase if self.trainer else self._phase if self.group else "join"
+        phase = self.trainer.heartbeats.phase if self.trainer else self._phase if self.group else "join"
         record = describe_failure(_explained(error, self.trainer), rank=self.process_info.rank, step=step, phase=phase)
         record = leave_record(record, self.folder)
         if self.group and self.group.cause:
@@ -206,7 +206,7 @@ def describe_peer(rank: int, failure: Any, trainer: Any) -> Failure:
         host=platform.node(),
         pid=os.getpid(),
         step=trainer.progress.step if trainer else None,
-        phase=trainer.phase if trainer else "build",
+        phase=trainer.heartbeats.phase if trainer else "build",
         error="PeerGone",
         what="rank 0's store is unreachable, so the run can't continue",
         hints=["see the last messages of rank 0"],

@@ -28,8 +28,6 @@ from manyhands.core.world import World
 from manyhands.data.splits import Splits
 from manyhands.data.transforms import Batch, Pixels
 from manyhands.parallel.apply import takes_mesh
-from manyhands.parallel.gradients import Gradients
-from manyhands.parallel.network import ParallelNetwork, full_batch
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.planner.precision import (
@@ -46,6 +44,7 @@ from manyhands.train.data_setup import class_names, make_loader, open_splits, pi
 from manyhands.train.draws import drawing
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
+from manyhands.train.trial_step import StepProbe
 from manyhands.worker.plan_trials import make_network
 
 # A measured pass has as many samples as make so many pixels, within these limits: 16 of CIFAR-10, 4 of ImageNet. With
@@ -187,20 +186,21 @@ class Measurement:
         job = self.job
         group_batch_norms(model)
         batch, world = self.batch(self.count()), World(device=self.device)
-        loss_fn, network = make_loss_fn(job.train, self.objects.loss), ParallelNetwork(model, model)
+        loss_fn = make_loss_fn(job.train, self.objects.loss)
 
         def trial(variant: Variant) -> Trial:
             layout = torch.channels_last if variant.channels_last else torch.contiguous_format
-            gradients = Gradients(network, world, loss_fn, precision=variant.precision)
+            options = job.train.model_copy(update={"precision": variant.precision})
+            probe = StepProbe(model, loss_fn, options, world)
             images = batch.images.to(memory_format=layout) if batch.images.ndim == 4 else batch.images
-            part = full_batch(images, batch.labels)
+            part = replace(batch, images=images)
 
             def ready() -> None:
                 model.to(memory_format=layout)  # pyright: ignore[reportCallIssue] - missing in its types
                 for parameter in model.parameters():
                     parameter.grad = None
 
-            return Trial(ready, lambda: gradients.forward_backward(part, len(batch.labels)).loss)
+            return Trial(ready, lambda: probe.run(part).loss)
 
         return {variant: trial(variant) for variant in variants}
 

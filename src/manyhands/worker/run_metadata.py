@@ -38,14 +38,14 @@ def write_metadata(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, A
 
     folder, journal, step = trainer.folder, trainer.journal, trainer.progress.step
     trained, changes = folder.has_trained(), list[Any]()
-    if trained or trainer.done():
+    if trained or trainer.due.finished():
         from manyhands.report.changes import changes_since, refuse_idle  # a new run needs no reader of runs
 
         if trained:
             record_undone_steps(folder, journal, step)
             changes = changes_since(folder, trainer.job)
-        if trainer.done():
-            refuse_idle(folder, changes, step, trainer.total_steps)
+        if trainer.due.finished():
+            refuse_idle(folder, changes, step, trainer.due.total_steps)
     plan = plan_of(trainer)
     known = len(plan.exceptions)
     became = resolved(trainer, plan)
@@ -73,11 +73,11 @@ def write_metadata(trainer: Any, ranks: list[dict[str, Any]], about: dict[str, A
         journal.file(write_files)
 
     if trained:
-        trainer.on_first_update = write_on_first_update
+        trainer.hooks.on_first_update = write_on_first_update
     else:
         write_job(folder, job)
         write_files()
-    trainer.on_differing_buffers = note_buffers
+    trainer.hooks.on_differing_buffers = note_buffers
 
 
 def record_undone_steps(folder: RunFolder, journal: Journal, step: int) -> None:
@@ -103,16 +103,16 @@ def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
     The job keeps the requested values, so that a resumed run may resolve them again, except for precision and layout,
     which stay the same for the whole run.
     """
-    job, pictures, world, sync = trainer.job, trainer.trained.pictures, trainer.world, trainer.sync
+    job, pictures, world, sync = trainer.job, trainer.trained.pictures, trainer.world, trainer.sync.cost
     found: dict[str, Any] = {
         "data.image_size": pictures.size,
         "data.channels": pictures.channels,
         "data.mean": [round(value, 6) for value in pictures.mean],
         "data.std": [round(value, 6) for value in pictures.std],
-        "data.augment": trainer.augment,
-        "model.num_classes": len(trainer.classes),
+        "data.augment": trainer.feed.augment,
+        "model.num_classes": len(trainer.trained.classes),
         "train.micro_batch": max(max(shares, default=0) for shares in plan.shares),
-        "parallel.mode": trainer.mode,
+        "parallel.mode": trainer.run.mode,
         "parallel.mesh": ",".join(f"{name}={size}" for name, size in plan.mesh.items()),
         "sync.method": sync.method,
         "cluster.processes": world.size,
@@ -188,8 +188,8 @@ def plan_of(trainer: Any) -> PlanRecord:
     split = plan.as_plain() if plan else {"mesh": {"dp": trainer.world.size}}
     return PlanRecord.model_validate({
         **split,
-        "mode": trainer.mode,
-        "sync": asdict(trainer.sync),
+        "mode": trainer.run.mode,
+        "sync": asdict(trainer.sync.cost),
         "batch": order.batch,
         "shares": [[share.count for share in each] for each in shares],
         "passes": len(shares),
@@ -199,6 +199,6 @@ def plan_of(trainer: Any) -> PlanRecord:
         "compile": trainer.job.train.compile,
         "norm_group": trainer.job.train.norm_group,
         "steps_per_epoch": order.steps_per_epoch,
-        "total_steps": trainer.total_steps,
+        "total_steps": trainer.due.total_steps,
         "exceptions": exceptions(trainer),
     })  # fmt: skip
