@@ -262,15 +262,6 @@ def postpone_steps(scheduler: LRScheduler, waits: Callable[[], bool]) -> None:
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
 
 
-def take_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-    """Restores the saved settings of an optimizer's groups, such as the current learning rate."""
-    if len(saved) != len(optimizer.param_groups):
-        return
-    for live, before in zip(optimizer.param_groups, saved, strict=True):
-        live.update({key: value for key, value in before.items() if key in live and key != "params"})
-        live.update({key: value for key, value in before.items() if key == "initial_lr"})
-
-
 class SessionSamples:
     """Iterates over this process's micro-batches of the session's current epoch."""
 
@@ -290,34 +281,34 @@ def prepare_trainer(
 ) -> tuple[Trainer, dict[str, Any]]:
     """Builds the trainer and resumes from the newest checkpoint of the run folder; a collective.
 
-    The batch comes from the job; without a folder nothing is saved.
-
     Returns:
         The trainer, and the session's state in the checkpoint; empty for a new run.
 
     Raises:
         UserError: network, data, plan and job don't fit together.
     """
-    noted = dict[str, Any]()
+    saved = dict[str, Any]()
 
     def restore_groups(trainer: Trainer, found: Resumable) -> None:
-        saved: Any = (found.snapshot.optimizer or {}).get("param_groups", [])
+        groups: Any = (found.snapshot.optimizer or {}).get("param_groups", [])
         if found.source:
-            saved = unflatten(found.source.branches.get("param_groups", []), {})
-        if not isinstance(trainer.update.set_rates, CustomScheduler):
-            take_groups(own.optimizer, saved)
+            groups = unflatten(found.source.branches.get("param_groups", []), {})
+        live = own.optimizer.param_groups
+        if not isinstance(trainer.update.set_rates, CustomScheduler) and len(groups) == len(live):
+            for group, before in zip(live, groups, strict=True):
+                known = {*group, "initial_lr"} - {"params"}
+                group.update({key: value for key, value in before.items() if key in known})
 
-    def restore_notes(trainer: Trainer, found: Resumable) -> None:
-        said = found.snapshot.state.get(SESSION, {})
-        if own.scheduler and said.get("scheduler"):
+    def restore_session(trainer: Trainer, found: Resumable) -> None:
+        state = found.snapshot.state.get(SESSION, {})
+        if own.scheduler and state.get("scheduler"):
             with reading_of(str(found.path)):
-                restore_scheduler(own.scheduler, json.loads(said["scheduler"]))
+                restore_scheduler(own.scheduler, json.loads(state["scheduler"]))
         record = find_record(found.path, found.snapshot.state)
-        changed = record.changed(trainer.trained.digests) if record else []
-        changed = broadcast_plain(changed, world)  # objects may hold a rank
-        noted.update({"epochs": trainer.progress.epoch, **said, "changed": changed})
+        changed = broadcast_plain(record.changed(trainer.trained.digests) if record else [], world)  # may hold a rank
+        saved.update({"epochs": trainer.progress.epoch, **state, "changed": changed})
 
     parts = Parts.from_objects(job, folder, world, own)
-    trainer = build(replace(parts, before_resume=restore_groups, after_resume=restore_notes))
+    trainer = build(replace(parts, before_resume=restore_groups, after_resume=restore_session))
     start_clocks(trainer)
-    return trainer, noted
+    return trainer, saved

@@ -25,8 +25,7 @@ from manyhands.data.loading import Loader
 from manyhands.data.objects import has_targets, splits_to_evaluate
 from manyhands.data.open import resolve_pixels
 from manyhands.data.options import DataOptions
-from manyhands.data.splits import ImagesInMemory, Splits, check_labels
-from manyhands.data.transforms import Pixels
+from manyhands.data.splits import ImagesInMemory, check_labels
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.gradients import autocast
@@ -79,11 +78,11 @@ class Session(Subgroup):
         Args:
             world: the processes.
             job: the job.
-            folder: where the run is kept; None for nowhere.
-            scheduled: the job moves the learning rate.
-            metrics: figures of the user's own that are objects, by name.
-            stop: says whether somebody asked for a stop.
-            write_metadata: writes into the run folder what is trained how.
+            folder: the run folder; None to save nothing.
+            scheduled: the job sets the learning rate.
+            metrics: the user's metrics that are objects, by name.
+            stop: true after a request to stop.
+            write_metadata: writes the metadata of the run into its folder.
         """
         everybody = world_group(world)
         super().__init__(everybody.ranks, everybody.rank, None)
@@ -157,12 +156,12 @@ class Session(Subgroup):
         split = None if plan is None else as_plan(plan)
         optimizer = as_given(optimizer)
         own = CustomParts(model, optimizer, train_set, split, scheduler, self._scheduled)
-        trainer, noted = prepare_trainer(job, self._folder, self.world, own)
-        self._trainer, self._scheduler, self._loss = trainer, scheduler, self._losses_of(noted)
-        self._concluded, self._changed = int(noted.get("epochs", 0)), noted.get("changed", [])
+        trainer, saved = prepare_trainer(job, self._folder, self.world, own)
+        self._trainer, self._scheduler, self._loss = trainer, scheduler, self._saved_losses(saved)
+        self._concluded, self._changed = int(saved.get("epochs", 0)), saved.get("changed", [])
         self._owed, self._begun = trainer.progress.epoch > self._concluded, False
         self._last_step, self._together_at = -1, trainer.progress.step
-        trainer.hooks.extra_state = self._noted
+        trainer.hooks.extra_state = self._state
         if self._folder:
             self._hook = trainer.network.call.register_forward_hook(OutputHook(self._saw))
             self._write_metadata(trainer)
@@ -266,21 +265,21 @@ class Session(Subgroup):
         self, model: nn.Module, test_set: Any, classes: int | None = None, metrics: Mapping[str, Any] | None = None
     ) -> Evaluation:
         """Evaluates a model, counting each sample once; a collective. Results of the prepared model are recorded."""
-        trainer = self._of_prepared(model)
-        network = trainer.network if trainer else None
-        evaluated = network.evaluated if network else model
-        precision = trainer.job.train.precision if trainer else self.job.train.precision
-        outputs = classes or self._outputs(evaluated, network, test_set)
-        loader = self._test_loader(test_set, network.inner if network else model, classes=outputs)
+        own = self._trainer
+        trainer = own if own and model in (own.network.call, own.network.inner) else None
+        network = trainer.network if trainer else ParallelNetwork(model, model)
+        precision = (trainer.job if trainer else self.job).train.precision
+        outputs = classes or network.outputs or self._count_outputs(network, test_set)
+        words = dict.fromkeys((*self.job.train.metrics, *(metric_words(metrics) or ())))
+        given = {**self._metrics, **(metrics if isinstance(metrics, Mapping) else {})}
+        loader = self._test_loader(test_set, network.inner, outputs)
         started = time.perf_counter()
         try:
-            plain = network or ParallelNetwork(model, model)
-            words = dict.fromkeys((*self.job.train.metrics, *(metric_words(metrics) or ())))
-            own = make_metrics(words, {**self._metrics, **(metrics if isinstance(metrics, Mapping) else {})})
-            make = Evaluator(loader, len(test_set), outputs, self.job, self.world, plain, own)
+            custom = make_metrics(words, given)
+            evaluator = Evaluator(loader, len(test_set), outputs, self.job, self.world, network, custom)
+            shares = own.feed.sharing.shares if own else ()
             with agreed(trainer) if trainer else contextlib.nullcontext():
-                shares = self._trainer.feed.sharing.shares if self._trainer else ()
-                found = make(evaluated, autocast(precision, self.world.device), shares=shares)
+                found = evaluator(network.evaluated, autocast(precision, self.world.device), shares=shares)
         finally:
             loader.close()
         if trainer and self._folder:
@@ -325,61 +324,41 @@ class Session(Subgroup):
             self._together_at = trainer.progress.step
             trainer.synchronizer.finish(trainer.progress.step)
 
-    def _of_prepared(self, model: nn.Module) -> Trainer | None:
-        trainer = self._trainer
-        return trainer if trainer and model in (trainer.network.call, trainer.network.inner) else None
-
-    def _test_loader(self, data: Any, model: nn.Module, *, classes: int = 0) -> Loader:
-        """Samples of the numbers that the network computes with; their labels are below `classes` where that is given.
+    def _test_loader(self, data: Any, model: nn.Module, classes: int = 0) -> Loader:
+        """Returns the samples in the dtype of the network.
 
         Raises:
-            UserError: a label is beyond; of labels that must be read, when its sample is.
+            UserError: a label is not below `classes`, if given, or the normalization of the pictures is unknown.
         """
         if has_targets(data):
             hints = ("add up your own metric with session.all_reduce(sums)",)
             raise UserError("evaluate needs class numbers, but y is not a whole number", "session.evaluate", hints)
-        trained_on = self._trained_on(model)
+        # The data of a network that was trained in this process, else that of the prepared network.
+        trained = self._trainer.trained if self._trainer else None
+        trained_on = noted_trained_on(model) or (TrainedOn(trained.pictures, trained.classes) if trained else None)
         splits = splits_to_evaluate(data, trained_on.classes if trained_on else ())
         if classes and splits.train.labels is not None:
             check_labels(splits.train.labels, classes, "the data set")
-        pixels = self._pixels(splits, model)
+        own, pixels = DataOptions(**{key: getattr(self.job.data, key) for key in PICTURES}), splits.pixels
+        if not pixels.own and trained_on and not trained_on.pictures.own:
+            pixels = pixels_of(trained_on.pictures)
+        elif not pixels.own and isinstance(splits.test, ImagesInMemory) and not (own.mean and own.std):
+            hints = (
+                "call manyhands.evaluate(run, test_set)",
+                'or set them: job=Job(data={"mean": [0.5], "std": [0.25]})',
+            )
+            what = "the mean and standard deviation for normalizing the pictures are unknown"
+            raise UserError(what, "evaluate", hints)
         double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         train = self.job.train.model_copy(update={"precision": "fp64" if double else "fp32"})
-        job = self.job.model_copy(update={"train": train})
+        job, pixels = self.job.model_copy(update={"train": train}), resolve_pixels(own, pixels)
         return make_loader(job, splits.train, pixels, self.world, train=False, classes=classes)
 
-    def _trained_on(self, model: nn.Module) -> TrainedOn | None:
-        """The data of a network that was trained in this process, else that of the prepared network."""
-        trained = self._trainer.trained if self._trainer else None
-        return noted_trained_on(model) or (TrainedOn(trained.pictures, trained.classes) if trained else None)
-
-    def _pixels(self, splits: Splits, model: nn.Module) -> Pixels:
-        """How pictures become numbers: as the job says, as the network was trained, or as `prepare`'s training set.
-
-        Raises:
-            UserError: the normalization of the pictures is unknown.
-        """
-        own, pixels = DataOptions(**{key: getattr(self.job.data, key) for key in PICTURES}), splits.pixels
-        if not pixels.own:
-            trained_on = self._trained_on(model)
-            if trained_on and not trained_on.pictures.own:
-                pixels = pixels_of(trained_on.pictures)
-            elif isinstance(splits.test, ImagesInMemory) and not (own.mean and own.std):
-                what = "the mean and standard deviation for normalizing the pictures are unknown"
-                hints = (
-                    "call manyhands.evaluate(run, test_set)",
-                    'or set them: job=Job(data={"mean": [0.5], "std": [0.25]})',
-                )
-                raise UserError(what, "evaluate", hints)
-        return resolve_pixels(own, pixels)
-
-    def _outputs(self, evaluated: nn.Module, network: ParallelNetwork | None, test_set: Any) -> int:
-        if network and network.outputs:
-            return network.outputs
-        loader = self._test_loader(test_set, network.inner if network else evaluated)
+    def _count_outputs(self, network: ParallelNetwork, data: Any) -> int:
+        loader = self._test_loader(data, network.inner)
         batch = next(iter(loader.batches(0, [torch.arange(1)])))
-        with evaluating(evaluated), torch.no_grad():
-            count = main_and_auxiliary(evaluated(batch.images))[0].shape[1]
+        with evaluating(network.evaluated), torch.no_grad():
+            count = main_and_auxiliary(network.evaluated(batch.images))[0].shape[1]
         loader.close()
         return count
 
@@ -406,14 +385,15 @@ class Session(Subgroup):
         if self._own is not None:
             self._own.saw(output)
 
-    def _noted(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
+        """Returns the session's entry in a checkpoint; a collective."""
         state = json.dumps(scheduler_state(self._scheduler)) if self._scheduler else ""
         losses = self.all_gather(self._loss_sums()).tolist()  # of each process
         return {SESSION: {"epochs": self._concluded, "scheduler": state, "losses": losses}}
 
-    def _losses_of(self, noted: dict[str, Any]) -> list[Tensor]:
-        """This process's part of the losses that were added up when the run was saved."""
-        losses = noted.get("losses", [])
+    def _saved_losses(self, saved: dict[str, Any]) -> list[Tensor]:
+        """Returns this process's part of the losses that were added up when the run was saved."""
+        losses = saved.get("losses", [])
         if len(losses) != self.size:
             losses = [[sum(column) for column in zip(*losses, strict=True)]] if self.is_main and losses else []
         mine = losses[self.rank : self.rank + 1]
