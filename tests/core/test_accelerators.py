@@ -34,7 +34,7 @@ from manyhands.parallel.modes import dataparallel
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.planner.timing import environment
-from manyhands.train import balance_shares, pth_tar
+from manyhands.train import pth_tar, shares
 
 TYPES = ["cuda", "npu", "xpu"]
 HELD, RESERVED, FREE = 3000, 2000, 4000
@@ -182,7 +182,7 @@ def _figures(kind):
     unscaled = Gradients(ParallelNetwork(call=model, inner=model), world, precision="bf16")
     alone = World(device=device)
     return {
-        "most samples": balance_shares._most(SimpleNamespace(world=world, feed=feed)),
+        "most samples": shares._most(SimpleNamespace(world=world, feed=feed)),
         "name": devices.device_name(device) == f"card of {kind}",
         "known by its name": environment(device)["device"] == f"{kind} card of {kind}",
         "scaler": gradients.scaler._device == kind,

@@ -11,7 +11,7 @@ from torch import nn
 
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
-from manyhands.train import balance_shares
+from manyhands.train import shares
 from manyhands.train.build import build
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
@@ -102,7 +102,7 @@ def test_shares_follow_a_machine_that_slows_down_for_good(tmp_path):
 
 
 def _slowing(world, folder):
-    balance_shares._SELDOM = 0  # else a minute and more passes before it looks again
+    shares._SELDOM = 0  # else a minute and more passes before it looks again
     lazy = SlowForItsSamples((0.002, 0.02)[world.rank])
     network = nn.Sequential(lazy, nn.Flatten(), nn.Linear(64, 5))
     flags = {"data.name": f"synthetic:{SAMPLES}x1x8x8x5", "train.batch": BATCH, "cluster.shares": "auto",

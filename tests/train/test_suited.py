@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.train.balance_shares import balanced
+from manyhands.train.shares import balanced
 
 speeds = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=8)
 

@@ -47,7 +47,7 @@ from manyhands.train.same_data import data_changes, refuse_other_classes
 from manyhands.train.saver import SaveInterval
 from manyhands.train.saving import load_rank_state
 from manyhands.train.schedule import CustomScheduler, reading_of
-from manyhands.train.sharing import order_and_sharing, refuse_small_micro_batches
+from manyhands.train.shares import order_and_sharing, refuse_small_micro_batches
 from manyhands.train.state import Progress, restore, split_state
 from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
@@ -174,13 +174,6 @@ def put_under_mode(
     parts: Parts, model: nn.Module, samples: DataSetup, grid: Grid | None, found: Resumable | None
 ) -> UnderMode:
     """Verifies that all processes start from the same network, selects the sync method and applies the mode.
-
-    Args:
-        parts: what the trainer is built from.
-        model: the network, on its device.
-        samples: the data.
-        grid: the mesh, for modes with a mesh.
-        found: the state that the run resumes from.
 
     Raises:
         UserError: network, data, mode and sync method don't fit together.

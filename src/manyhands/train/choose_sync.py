@@ -3,12 +3,13 @@
 import math
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from manyhands.config.job import Job
@@ -23,7 +24,7 @@ from manyhands.parallel.network import ModeRequest
 from manyhands.parallel.options import MODES, USUAL_MODE
 from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose
-from manyhands.sync.costs import CodecName, Cost, LinkCase
+from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.sync.method import methods, refused, synchronizes_every_update
@@ -64,9 +65,7 @@ def _beside(world: World) -> str | None:
 def places_of(world: World, job: Job) -> Places:
     """Determines the groups that average in every update, and their leaders; a collective.
 
-    Args:
-        world: the processes.
-        job: supplies sync.within; auto groups by machine if there are several and one has several processes.
+    sync.within = auto groups by machine if there are several and one has several processes.
     """
     machines, within = machines_of(world), job.sync.within
     single = within == "process" or (within == "auto" and len(machines) == 1)
@@ -83,14 +82,7 @@ def make_synchronizer(
 ) -> Synchronizer:
     """Creates the synchronizer of a method for a network that is equal on all processes; a collective.
 
-    Args:
-        cost: the method, with its interval and codec if it has them.
-        job: says the rest.
-        model: the network.
-        unused: names of trainable parameters that got no gradient in the trial step.
-        world: the processes.
-        places: the groups of processes.
-        steps: the number of updates of the run.
+    `unused` names the trainable parameters that got no gradient in the trial step; `steps` are the run's updates.
     """
     if world.alone:
         return Synchronizer()
@@ -237,49 +229,27 @@ def ruled_out(job: Job, mode: str) -> dict[str, str]:
     return {name: need.short or need.reason for name, need in needs.items() if need}
 
 
-def kept_cost(kept: Any, job: Job, processes: int, mode: str = "") -> Cost | None:
+def kept_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Cost | None:
     """Returns the method of the previous start, unless the job or the number of processes has changed.
 
-    Args:
-        kept: the record in the checkpoint; unchecked data, as it may come from another tool.
-        job: as it is now.
-        processes: likewise.
-        mode: the parallel mode in force; empty for the usual one.
+    `kept` is the record in the checkpoint: unchecked data, as it may come from another tool.
     """
-    if not isinstance(kept, dict) or kept.get("processes") != processes:
-        return None
+    names = {one.name for one in fields(Cost)}
+    if not isinstance(kept, dict) or kept.get("processes") != processes or not names <= kept.keys():
+        return None  # an older checkpoint has no complete record
     try:
-        cost = Cost(
-            str(kept["method"]),
-            float(kept["step_s"]),
-            float(kept["sent_bytes"]),
-            float(kept["exchange_s"]),
-            _codec(kept["codec"]),
-            int(kept["every"]),
-            int(kept["delay"]),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None  # an older checkpoint says nothing of it
-    return cost if _is_wanted(cost, job, mode or USUAL_MODE) else None
-
-
-def _is_wanted(cost: Cost, job: Job, mode: str) -> bool:
+        cost = TypeAdapter(Cost).validate_python({name: kept[name] for name in names})
+    except ValidationError:
+        return None
     options = job.sync
     if cost.method not in methods() or refused(cost.method, _offers(job, mode)):
-        return False
-    # allreduce that was never compared with anything says nothing of the machines that are there now.
+        return None
+    # allreduce that was never compared with other methods says nothing about the current machines.
     if not (options.is_auto or options.method == cost.method) or (cost.method == EXACT and not cost.step_s):
-        return False
+        return None
     if not (cost.every >= 1 and 0 <= cost.delay <= cost.every):
-        return False
-    return synchronizes_every_update(cost.method) or methods()[cost.method].fits(cost, options)
-
-
-def _codec(word: Any) -> CodecName:
-    for known in get_args(CodecName):
-        if word == known:
-            return known
-    raise ValueError(word)
+        return None
+    return cost if synchronizes_every_update(cost.method) or methods()[cost.method].fits(cost, options) else None
 
 
 def _measured(sync_request: SyncRequest, places: Places) -> Cost:
@@ -295,8 +265,7 @@ def _measured(sync_request: SyncRequest, places: Places) -> Cost:
     pace = {"method": taken.method, "codec": taken.codec, "every": taken.every, "delay": taken.delay}
     sync_request.run.journal.event("sync", choice.reason, 0, **figures, **pace)
     # Numbers that are equal are not enough: one process decides.
-    answer = broadcast_plain(asdict(taken), world)
-    return Cost(**{**answer, "codec": _codec(answer["codec"])})
+    return Cost(**broadcast_plain(asdict(taken), world))
 
 
 def _watch_communication(sync_request: SyncRequest) -> CommunicationMonitor | None:

@@ -46,7 +46,7 @@ class Feed:
 
     Args:
         order: the samples of each update.
-        sharing: how an update is divided among processes.
+        batch_sharing: how an update is divided among processes.
         loader: loads the samples.
         rank: the index of this process among those that divide the samples.
         augment: how the loader varies training pictures.

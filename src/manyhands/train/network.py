@@ -65,13 +65,7 @@ def initialize_from_data(model: nn.Module, job: Job, samples: DataSetup, world: 
 
 
 def without_first_weights(job: Job, size: int, objects: Objects) -> Job:
-    """Returns the job without initial weights, because the weights come from a checkpoint.
-
-    Args:
-        job: the job.
-        size: the size of pictures in pixels.
-        objects: the Python objects of the user.
-    """
+    """Returns the job without initial weights, because the weights come from a checkpoint; `size` is in pixels."""
     resolved = (
         job.model.model_copy(update={"weights": ""}) if objects.model is not None else resolve_model(job.model, size)
     )

@@ -44,7 +44,7 @@ from manyhands.train.optimize import largest_rate, make_custom, make_optimizer, 
 from manyhands.train.recover import Resumable
 from manyhands.train.same_data import digest_trainable
 from manyhands.train.schedule import CustomScheduler, SetRates, make_schedule
-from manyhands.train.sharing import MACHINES, largest_pass, previous_shares
+from manyhands.train.shares import MACHINES, BalancedShares, largest_pass, previous_shares
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import TrialResult
 
@@ -125,14 +125,14 @@ class Parts(RunContext):
         """Creates the parts of a job for `fit`.
 
         Args:
-            job: as the user has it, with everything resolved.
+            job: the job without "auto" values that a measurement resolves.
             folder: the run folder.
             world: the processes.
             mode: the parallel mode.
             objects: the Python objects of the user.
-            plan: how ops are split, for modes that follow a plan.
-            splits: the job's data, where that was opened before.
-            header: False where what is trained on is recorded already.
+            plan: for modes that follow a plan.
+            splits: the data, if it is open already.
+            header: False if the setup was recorded.
         """
         set_determinism(job)
         brought, journal = objects or Objects(), Journal(folder, world.rank)
@@ -351,8 +351,6 @@ def _compiled_and_balanced(trainer: Trainer) -> Trainer:
     """Compiles a job's updates and balances its shares, where it asks for that; a collective."""
     sharing, wanted = trainer.feed.sharing, trainer.job.cluster.shares
     if sharing.processes > 1 and (wanted == "auto" or (wanted == MACHINES and _may_differ(trainer))):
-        from manyhands.train.balance_shares import BalancedShares
-
         trainer.hooks.balance_shares = functools.partial(BalancedShares(known=bool(sharing.shares)).balance, trainer)
         trainer.hooks.balance_shares()
     elif wanted == MACHINES:

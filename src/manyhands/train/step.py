@@ -41,9 +41,6 @@ class PartialUpdate:
 
     BatchNorm statistics and parameters change only at the end; other buffers may change in every forward.
 
-    Args:
-        network: the network under its parallel mode.
-
     Attributes:
         begun: an update is in progress.
         in_pieces: the parameters are being changed and are neither old nor new.
