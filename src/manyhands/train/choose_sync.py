@@ -108,10 +108,6 @@ def values_by_rank(synchronizer: Synchronizer, value: Any, world: World) -> dict
     return dict(zip(dist.get_process_group_ranks(group), gather_plain(value, world, group), strict=True))
 
 
-# What a job offers to sync methods unless it says otherwise.
-_OF_JOBS = (OWN_STATISTICS, FINITE_GRADIENTS)
-
-
 @dataclass
 class ChosenSync:
     """The selected sync method and its synchronizer."""
@@ -175,7 +171,7 @@ def select_sync(sync_request: SyncRequest, request: ModeRequest) -> ChosenSync:
 def check_combination(method: str, mode: str) -> None:
     """Raises UserError if the sync method doesn't exist or can't be combined with the parallel mode."""
     check_method(method)
-    need = refused(method, _offers_of_mode(mode)) if method in methods() else None
+    need = refused(method, _offers(None, mode)) if method in methods() else None
     if need:
         taking = [name for name in (USUAL_MODE, *module_names(MODES)) if need in offers_of(name)]
         what = f"the parallel mode {mode} can't be combined with --sync {method}, which {need.reason}"
@@ -183,23 +179,19 @@ def check_combination(method: str, mode: str) -> None:
         raise UserError(what, "sync.method", hints)
 
 
-def _offers_of_mode(mode: str) -> set[Need]:
-    """Returns what a mode offers to sync methods if the job excludes nothing."""
-    return {*offers_of(mode), *_OF_JOBS}
-
-
-def _offers(job: Job, mode: str) -> set[Need]:
-    """Returns what a job in this mode offers to sync methods."""
-    lacking = {
-        OWN_STATISTICS: job.train.norm_group == "global",
-        FINITE_GRADIENTS: job.train.precision == "fp16",
-    }
-    return {*offers_of(mode), *(need for need in _OF_JOBS if not lacking[need])}
+def _offers(job: Job | None, mode: str) -> set[Need]:
+    """Returns what a job in this mode offers to sync methods; without a job, what the mode offers."""
+    lacking = set[Need]()
+    if job and job.train.norm_group == "global":
+        lacking.add(OWN_STATISTICS)
+    if job and job.train.precision == "fp16":
+        lacking.add(FINITE_GRADIENTS)
+    return ({*offers_of(mode)} | {OWN_STATISTICS, FINITE_GRADIENTS}) - lacking
 
 
 def leaves_a_choice(mode: str) -> bool:
     """True for modes with more than one possible sync method."""
-    offers = _offers_of_mode(mode)
+    offers = _offers(None, mode)
     return any(not refused(name, offers) for name in methods() if name != EXACT)
 
 

@@ -20,12 +20,13 @@ from manyhands.core.records import (
     append,
     write_json,
 )
-from manyhands.core.run_folder import RunFolder
+from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.terminal import say
 from manyhands.core.world import World
 
 # Records that wait for space on a full disk: more than an hour at two per second, in a few megabytes of memory.
 _MOST_WAITING = 10_000
+_SPOKEN = {"setup", "note", "warning", "resumed", "stall", "sync", "changed", "stopped"}
 
 
 class Journal:
@@ -35,17 +36,20 @@ class Journal:
     oldest are dropped.
 
     Args:
-        folder: the run folder.
+        folder: the run folder; NOWHERE to record nothing.
         rank: this process.
+        spoken: print important events, for runs without a screen.
     """
 
-    def __init__(self, folder: RunFolder, rank: int) -> None:
-        self._folder, self._rank, self._warned = folder, rank, False
+    def __init__(self, folder: RunFolder, rank: int, *, spoken: bool = False) -> None:
+        self._folder, self._rank, self._spoken, self._warned = folder, rank, spoken, False
         self._waiting: deque[Callable[[], None]] = deque(maxlen=_MOST_WAITING)
         self._writing = threading.Lock()  # a background thread writes checkpoints and their events
 
     def event(self, kind: str, message: str = "", step: int | None = None, **data: Any) -> None:
         """Records an event on rank 0."""
+        if self._spoken and self._rank == 0 and kind in _SPOKEN:
+            say(message)
         record = Event(time=time.time(), kind=kind, rank=self._rank, step=step, message=message, data=data)
         self.file(functools.partial(append, self._folder.events, record))
 
@@ -69,6 +73,8 @@ class Journal:
 
     def _keep(self, write: Callable[[], None]) -> None:
         """Calls the waiting writes and this one. The first failure prints a message."""
+        if self._folder is NOWHERE:
+            return
         self._waiting.append(write)
         try:
             with self._writing:

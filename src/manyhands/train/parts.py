@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import override
 
 from manyhands.config.job import Job
 from manyhands.core.devices import device_name
@@ -20,7 +19,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.machine import cores
 from manyhands.core.mesh import TensorLayout, parse_mesh
 from manyhands.core.run_folder import NOWHERE, RunFolder
-from manyhands.core.terminal import plain, say
+from manyhands.core.terminal import plain
 from manyhands.core.world import World
 from manyhands.data.objects import has_targets
 from manyhands.data.order import Order
@@ -48,27 +47,7 @@ from manyhands.train.shares import MACHINES, BalancedShares, largest_pass, previ
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import TrialResult
 
-_SAID = {"setup", "note", "warning", "resumed", "stall", "sync", "changed", "stopped"}
 PlanLike = Plan | str | Path | Mapping[str, str]
-
-
-class SpokenJournal(Journal):
-    """A journal that prints important events, for runs without a screen; records nothing without a run folder."""
-
-    def __init__(self, folder: RunFolder | None, rank: int) -> None:
-        super().__init__(folder or NOWHERE, rank)
-        self._recorded = folder is not None
-
-    @override
-    def event(self, kind: str, message: str = "", step: int | None = None, **data: Any) -> None:
-        if self._rank == 0 and kind in _SAID:
-            say(message)
-        super().event(kind, message, step, **data)
-
-    @override
-    def _keep(self, write: Callable[[], None]) -> None:
-        if self._recorded:
-            super()._keep(write)
 
 
 @dataclass(frozen=True)
@@ -148,12 +127,7 @@ class Parts(RunContext):
             return model
 
         return cls(
-            job=job,
-            folder=folder,
-            world=world,
-            journal=journal,
-            mode=mode,
-            objects=brought,
+            *(job, folder, world, journal, mode, brought),
             plan=plan,
             splits=splits,
             header=header,
@@ -202,12 +176,7 @@ class Parts(RunContext):
             return own.optimizer
 
         parts = cls(
-            job=job,
-            folder=folder or NOWHERE,
-            world=world,
-            journal=SpokenJournal(folder, world.rank),
-            mode=mode,
-            objects=objects,
+            *(job, folder or NOWHERE, world, Journal(folder or NOWHERE, world.rank, spoken=True), mode, objects),
             plan=plan,
             splits=open_splits(job, world, objects),
             header=False,

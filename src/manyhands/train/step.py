@@ -299,7 +299,8 @@ class Updater:
     def _is_well(self, finite: bool, update: UpdateShare, step: int) -> bool:
         """Returns True if the update is valid; raises if it is invalid and can't be skipped on all processes."""
         if not self._leaves_out:
-            self._refuse(finite, update, step)
+            if not finite:
+                raise explain_gradient(self, update, step, alone=self.network.together or self.loss_fn is None)
         elif finite and self._bad:  # what isn't finite has not come through to the gradients
             raise explain_loss(self.network, self._bad, self.world, step)
         return finite
@@ -332,10 +333,6 @@ class Updater:
             return bool(finite_everywhere)
         return finite
 
-    def _refuse(self, finite: bool, update: UpdateShare, step: int) -> None:
-        if not finite:
-            raise explain_gradient(self, update, step, alone=self.network.together or self.loss_fn is None)
-
 
 def _first(so_far: Tensor | float, good: Tensor, step: int) -> Tensor:
     """The first step [] that wasn't good, on the device; infinite while all were."""
@@ -349,7 +346,7 @@ def explain_left_out(
     """Returns the error for a non-finite loss or gradient in an update; a collective of those that share gradients.
 
     Args:
-        updater: the updater, with complete gradients.
+        updater: has complete gradients.
         bad: this process's micro-batch with a non-finite loss.
         update: this process's share of the update.
         step: the number of the update.

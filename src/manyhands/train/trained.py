@@ -70,13 +70,8 @@ class Subject:
     ) -> ParallelNetwork:
         """Builds the network and loads its weights; a collective.
 
-        Args:
-            world: the processes.
-            objects: the Python objects of the user.
-            found: the checkpoint; None for the initial weights.
-            where: the checkpoint, for errors.
-            grid: the mesh that the network's code takes.
-            request: for the parallel mode of the job; None if each process has the entire network.
+        Without a checkpoint (`found`; `where` names it in errors) the network has its initial weights. `grid` is the
+        mesh that the network's code takes; without a `request` of a parallel mode each process has the entire network.
         """
         model = make_model(self.job, self.pixels, self.num_classes, world, objects, Journal(NOWHERE, rank=-1), grid)
         network = (
