@@ -1,8 +1,8 @@
 """Evaluation: each sample exactly once on any number of processes.
 
-The split is cut into blocks of fixed size, and whole blocks are dealt out, more of them to whoever takes more of each
-update. Each block is computed the same way wherever it lands, counts are integers, and each block's loss is added in
-the order of the blocks: the result is the same to the last bit for any number of processes.
+The split is divided into blocks of fixed size, and blocks are assigned to processes in proportion to their shares of an
+update. Each block is computed alike on any process, counts are integers, and the losses of blocks are added in order:
+the result is equal to the last bit for any number of processes.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ ASK_S, MOST_BLOCKS = 1.0, 1000
 BEST, LAST = "test-best", "test-last"
 
 
-class Interrupted(Exception):  # noqa: N818 - a wish, not an error
+class Interrupted(Exception):  # noqa: N818 - a request, not an error
     """Raised if the run is asked to stop during an evaluation."""
 
 
@@ -143,13 +143,13 @@ class Evaluator:
 
         Args:
             model: the network.
-            autocast: entered for the length of it.
-            asked: true where somebody has asked this process to stop; on all processes, or on none.
-            shares: what each process takes of each update, by which blocks are dealt; empty where that is equal.
+            autocast: the context of the forward passes.
+            asked: returns True if this process was asked to stop; given on all processes, or on none.
+            shares: each process's share of an update, in proportion to which blocks are assigned; empty if equal.
 
         Raises:
             RunError: the samples counted are not exactly those of the split.
-            Interrupted: somebody was asked to stop, which all processes have agreed on.
+            Interrupted: a process was asked to stop; raised on all processes.
         """
         started = time.perf_counter()
         # Not inference_mode: what a sharded network's first pass sets up under it could never be trained.
@@ -168,9 +168,9 @@ class Evaluator:
     def _count(
         self, model: nn.Module, dealt: list[list[int]], request: StopRequest | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of this process's samples: true and guessed class [2, length]; top-5 hits and samples; sums [k, blocks].
+        """Returns true and predicted class [2, length], top-5 hits and samples [2], and sums [k, blocks].
 
-        The first sums are the losses, the others what metrics of the user's own add up.
+        The first sums are the losses, the others those of custom metrics.
         """
         device = self.world.device
         pairs = torch.zeros(2, self.length, dtype=torch.int64, device=device)
@@ -178,7 +178,7 @@ class Evaluator:
         width = self._own.width if self._own else 0
         sums = torch.zeros(1 + width, len(self.blocks), dtype=self._precise, device=device)
         mine, common = dealt[self.world.rank], min(map(len, dealt))
-        # Each asks as often as whoever has the fewest blocks, and as far on in its own, so that nobody waits for that.
+        # All processes check equally often, at the same fractions of their blocks, so that none waits long.
         asks = {len(mine) * turn // common: turn for turn in range(common)}
         for place, (number, counted, batch) in enumerate(self._batches(mine, max(map(len, dealt)))):
             if request and place in asks:
@@ -210,7 +210,7 @@ class Evaluator:
         return function(logits.to(self._precise), labels, reduction="sum")
 
     def _batches(self, numbers: list[int], rounds: int) -> Iterator[tuple[int, bool, Any]]:
-        """This process's blocks; up to so many, which don't count, where all must call the network equally often."""
+        """Yields this process's blocks, then uncounted ones where all processes must call the network equally often."""
         if self._together:
             yield from self._shared_batches(self._together)
             return

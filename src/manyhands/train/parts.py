@@ -45,7 +45,7 @@ from manyhands.train.same_data import digest_trainable
 from manyhands.train.schedule import CustomScheduler, SetRates, make_schedule
 from manyhands.train.shares import MACHINES, BalancedShares, largest_pass, previous_shares
 from manyhands.train.trainer import Trainer
-from manyhands.train.trial_step import TrialResult
+from manyhands.train.trial_step import TrialResult, compile_updates, keep_compiled
 
 PlanLike = Plan | str | Path | Mapping[str, str]
 
@@ -166,8 +166,6 @@ class Parts(RunContext):
         def optimizer_of(model: nn.Module, _network: ParallelNetwork) -> torch.optim.Optimizer:
             _follow_parameters(own, names)
             if job.train.compile:
-                from manyhands.train.compiled import keep_compiled
-
                 keep_compiled()
                 model.compile()
             if own.scheduled:
@@ -326,9 +324,7 @@ def _compiled_and_balanced(trainer: Trainer) -> Trainer:
         # What a checkpoint from other machines may have kept.
         trainer.feed.sharing = dataclasses.replace(sharing, shares=())
     if trainer.job.train.compile:
-        from manyhands.train.compiled import compiled
-
-        compiled(trainer)
+        compile_updates(trainer)
     return trainer
 
 

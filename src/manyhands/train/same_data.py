@@ -196,7 +196,7 @@ def _of_files(source: ImageFiles) -> Iterator[bytes]:
     yield sizes.tobytes()
     count = max(1, min(len(paths), MOST_BYTES * len(paths) // max(1, int(sizes.sum()))))
     for index in spread(count, len(paths)).tolist():
-        # What can't be read is told of when it is wanted.
+        # Unreadable files are reported when they are needed.
         if 0 < sizes[index] <= MOST_BYTES:
             content = source.content(index)
             yield _read(paths[index]) if content is None else content

@@ -88,13 +88,13 @@ class Session(Subgroup):
         super().__init__(everybody.ranks, everybody.rank, None)
         self.world, self.job = world, job
         self._folder, self._scheduled, self._metrics = folder, scheduled, metrics or {}
-        self._stop = StopSignal() if stop is None else stop  # false until somebody asks
+        self._stop = StopSignal() if stop is None else stop  # false until a request
         self._write_metadata = write_metadata
         self._trainer: Trainer | None = None
         self._scheduler: LRScheduler | None = None
         self._own: CustomUpdate | None = None
         self._hook: RemovableHandle | None = None
-        # Epochs whose end the user's loop has come to; and where this process is in the one that goes on.
+        # Epochs that the user's loop has completed; the loop has begun the current one; its end is still to be done.
         self._concluded, self._begun, self._owed, self._changed = 0, False, False, list[str]()
         # Updates after which the loop ends, where it says so; and the last that left all processes with one network.
         self._last_step, self._together_at = -1, 0

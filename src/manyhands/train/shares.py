@@ -126,7 +126,7 @@ def previous_shares(found: Resumable | None) -> list[int] | None:
     kept: Any = found.snapshot.state.get("shares", []) if found else None
     if kept is None:
         return None
-    # Anything, if somebody else made the checkpoint.
+    # Unchecked data: the checkpoint may come from another tool.
     return kept if isinstance(kept, list) and all(type(one) is int and one > 0 for one in kept) else []
 
 
@@ -157,7 +157,7 @@ def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, networ
 class BalancedShares:
     """Sets the shares at the start of an epoch, the same on all processes."""
 
-    known: bool = False  # the shares in force were measured, here or where the run goes on from
+    known: bool = False  # the current shares were measured, in this start or an earlier one
     _set_s: float = dataclasses.field(default_factory=time.monotonic)
     _took_s: float = _WHILE_S * (_WHILES + 1)
 
@@ -185,7 +185,7 @@ def _set(trainer: Trainer, speeds_s: Sequence[float]) -> None:
     slow_s = _longest(speeds_s, trainer.feed.samples_of_each())
     if tuple(found) == sharing.shares or slow_s <= _GAIN * _longest(speeds_s, found):
         return
-    # That these fit into memory has been looked at: a run that goes on takes as many in one pass.
+    # These fit into memory: a resumed run takes as many in one pass.
     trainer.feed.sharing = dataclasses.replace(sharing, shares=tuple(found)).within(0, min(order.batch, order.length))
     each = [round(1 / one, 1) for one in speeds_s]
     taken = trainer.feed.samples_of_each()
@@ -219,7 +219,7 @@ def _dealt(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int])
     """Parts of these sizes, each given to the one who would be done with it first; then in the order of ranks."""
     counts = [0] * len(speeds_s)
     parts = [0] * len(speeds_s)
-    # The first ones go to whoever has none.
+    # The first parts go to processes that have none.
     waiting = [(0.0, rank) for rank in range(len(speeds_s))]
     for size in sizes:
         while waiting:

@@ -120,7 +120,7 @@ class Updater:
         network.norms.apart = self.synchronizer.local_statistics
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         own = {id(p) for p in self.parameters}
-        # Nobody clears or unscales the gradients of what the optimizer wasn't given.
+        # Gradients of parameters that the optimizer wasn't given are neither cleared nor unscaled.
         self._others = [p for p in network.inner.parameters() if id(p) not in own]
         idle = {id(p) for name, p in network.inner.named_parameters() if name in unused}
         self._used = [p for p in self.parameters if id(p) not in idle]
@@ -139,12 +139,12 @@ class Updater:
         # Seeding the others' generators costs a small network a fiftieth of its update.
         by_us = loss_fn is not None and not loss_fn.own and type(optimizer).__module__.startswith("manyhands.")
         self._torch_alone = by_us and uses_torch_rng_alone(network.inner)
-        # A card tells later, fp16's scaler has rules of its own, and a loop of the user's may look at the gradients.
+        # Accelerators report later, fp16's scaler has its own rules, and a custom loop may read the gradients.
         self._leaves_out = self.device == "cpu" and loss_fn is not None and self.gradients.scaler is None
         self._bad: LoadedMicroBatch | None = None
         self._mark = self.measured.mark()
         self._in_a_row = 0
-        self.left_out: list[LeftOutUpdate] = []  # taken by who tells of them
+        self.left_out: list[LeftOutUpdate] = []  # taken by the caller that reports them
 
     def __call__(self, update: UpdateShare, step: int) -> None:
         """Makes update number `step`, counted from 0.

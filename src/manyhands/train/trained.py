@@ -354,7 +354,7 @@ def _mode(job: Job, world: World) -> str:
 
 
 def _fitting_plan(job: Job, world: World) -> Plan | None:
-    """The plan to evaluate under: the job's, where there are as many processes as it is for."""
+    """Returns the job's plan if it is for this number of processes, else None."""
     if world.alone or not follows_plan(_mode(job, world)):
         return None
     mesh = parse_mesh(job.parallel.mesh) if job.parallel.mesh else None

@@ -1,10 +1,16 @@
-"""A trial step on two samples before training: finds errors early and fixes DDP's buckets."""
+"""Passes of a network before training: a trial step, timing, DDP's buckets and torch.compile.
+
+With train.compile, passes of another number of samples (the last batch of an epoch, an evaluation, other shares) run
+eagerly: each would be compiled anew, which takes half a minute or more.
+"""
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,16 +21,21 @@ from torch.utils._pytree import tree_leaves
 from manyhands.config.job import TrainOptions
 from manyhands.core.devices import wait_for
 from manyhands.core.errors import RunError, UserError
+from manyhands.core.quantities import short_time
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
+from manyhands.data.places import own_folder
 from manyhands.data.transforms import Batch
 from manyhands.parallel.gradients import Gradients, MicroBatchResult
 from manyhands.parallel.network import LossFn, ParallelNetwork, full_batch
+from manyhands.parallel.norm import NormGroups
 from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.rows import set_rows_per_sample, watching
 from manyhands.train.draws import drawing
+from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.step import Updater
+from manyhands.train.trainer import Trainer
 
 # Samples of a share that are timed, and how often; the first time is slower.
 MOST_TIMED, TIMED = 64, 3
@@ -223,3 +234,63 @@ def restored(network: ParallelNetwork) -> Iterator[None]:
             parameter.grad = None
         for layer in network.norms.layers:
             layer.seen = None
+
+
+def keep_compiled() -> None:
+    """Stores torch's compiled code in a folder that only this user can write, unless TORCHINDUCTOR_CACHE_DIR is set.
+
+    torch's default folder is in /tmp, where any user can create it first, and its files are executed.
+    """
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    if not named or Path(named).name.startswith("torchinductor_"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own_folder("compiled"))
+
+
+class _CompiledCalls:
+    """Replaces a network's `__call__`: passes run while `learning` are compiled, others are not compiled anew."""
+
+    def __init__(self, model: nn.Module, norms: NormGroups) -> None:
+        keep_compiled()
+        self._model, self._norms, self.learning, self.used = model, norms, True, False
+        model.compile(dynamic=False)
+        self._compiled: Any = model._compiled_call_impl
+        model._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._norms.shared_sizes:  # other processes take part in this pass
+            return self._model._call_impl(*args, **kwargs)
+        self.used |= self.learning
+        with torch.compiler.set_stance("default" if self.learning else "eager_on_recompile"):
+            return self._compiled(*args, **kwargs)
+
+
+def compile_updates(trainer: Trainer) -> None:
+    """Compiles the updates of the trainer; a collective.
+
+    Runs the passes of one update before training, so that compilation is not reported as a stall.
+    """
+    network, update, feed, release = trainer.network, trainer.update, trainer.feed, trainer.release
+    calls, count = _CompiledCalls(network.inner, network.norms), min(feed.order.batch, feed.order.length)
+    world, began = trainer.world, time.monotonic()
+    gradients = StepProbe(network, update.loss_fn, update.options, world).gradients
+    if not network.norms.shared_sizes:
+        message = "compiling the network, which may take some minutes; compiled code is cached for the next run"
+        trainer.journal.event("note", message)
+    seed = derive(update.options.seed, "compile")
+    with restored(network), drawing(seed, world.device.partition(":")[0]):
+        for shares in feed.sharing.micro_batches(count):
+            share = shares[network.replica(world.rank)]
+            batch = first_samples(feed.loader, max(1, share.count))
+            loaded = LoadedMicroBatch(share, batch, (shares[0].start, shares[-1].stop), feed.sharing.group)
+            gradients.forward_backward(loaded.micro_batch(count, 0), count, last=False)
+    calls.learning = False
+    message = "torch.compile is skipped: processes share BatchNorm groups (train.norm_group)"
+    if calls.used:
+        message = f"compiled the network in {short_time(time.monotonic() - began)}"
+    trainer.journal.event("note", message)
+
+    def release_both() -> None:
+        network.inner._compiled_call_impl = None
+        release()
+
+    trainer.release = release_both
