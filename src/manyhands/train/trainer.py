@@ -125,7 +125,7 @@ class Trainer:
 
     @property
     def job(self) -> Job:
-        """The job."""
+        """The resolved options of the run."""
         return self.run.job
 
     @property
@@ -135,7 +135,7 @@ class Trainer:
 
     @property
     def world(self) -> World:
-        """The processes."""
+        """The processes of the run."""
         return self.run.world
 
     @property
