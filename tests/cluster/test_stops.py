@@ -17,10 +17,10 @@ from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.elastic import _last_words
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.agents.protocol import Alive, WorkerExited, WorkersEnded, WorkersStarted
+from manyhands.cluster.agents.protocol import WorkerExited, WorkersEnded, WorkersStarted
 from manyhands.cluster.agents.supervise import Watch, _Head, supervise_once
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
-from manyhands.cluster.messages import encode
+from manyhands.cluster.messages import Alive, encode
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.records import Event, Failure, Running, append, read_lines

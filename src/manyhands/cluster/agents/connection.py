@@ -21,18 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.agents.early import SAFE
-from manyhands.cluster.agents.protocol import Alive, Reachable, Reconnected
+from manyhands.cluster.agents.protocol import Reachable
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import (
     HINTS,
+    Alive,
     CallResult,
     Lines,
     Message,
     Misunderstood,
     R,
+    Reconnected,
     Request,
     RequestFailed,
-    Unacknowledged,
     encode,
 )
 from manyhands.core.errors import RunError, UserError
@@ -83,7 +84,7 @@ class AgentConnection:
         self.last_received, self.closed = time.monotonic(), False
         self.unsent = bytearray()
         self.connect_again: Callable[[Sequence[str]], subprocess.Popen[bytes]] | None = None
-        self._lines, self._unacknowledged, self._socket = Lines(), Unacknowledged(), ""
+        self._lines, self._socket = Lines(), ""
         self.connected, self.clock_offset_s = True, 0.0
         self._reconnect_at = 0.0  # time of the next attempt, where the last connection was lost
         self._asked, self._log_start, self._heartbeat_at = 0, log_start, 0.0
@@ -96,9 +97,7 @@ class AgentConnection:
 
     def send(self, message: Message, number: int = 0) -> None:
         """Sends a message without waiting."""
-        line = encode(message, number)
-        if not isinstance(message, Alive):
-            self._unacknowledged.add(line)
+        line = self._lines.add(message, number)
         if self.connected:
             self.unsent += line
             self.flush()
@@ -110,7 +109,7 @@ class AgentConnection:
             self._reconnect()
         if not self.closed and now > self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_S
-            self.send(Alive(self._unacknowledged.received))
+            self.send(Alive(self._lines.received))
 
     def flush(self) -> None:
         """Sends as much of `unsent` as the machine can take now."""
@@ -135,7 +134,12 @@ class AgentConnection:
                     break
                 self.last_received = time.monotonic()
                 for number, message in self._lines.take(received):
-                    self._take(message)
+                    if isinstance(message, Reconnected):
+                        self.connected = True
+                        self.unsent += self._lines.reconnect()
+                        self.flush()
+                    elif isinstance(message, Reachable):
+                        self._socket = message.socket
                     if not isinstance(message, Alive):
                         messages.append((number, message))
         return messages
@@ -144,19 +148,6 @@ class AgentConnection:
     def readable(self) -> bool:
         """Whether there is a connection to read from."""
         return not (self.closed or self._reconnect_at)
-
-    def _take(self, message: Message) -> None:
-        """Counts a message; sends unacknowledged ones again over a new connection."""
-        if not isinstance(message, Alive):
-            self._unacknowledged.received += 1
-            if isinstance(message, Reachable):
-                self._socket = message.socket
-            return
-        self._unacknowledged.acknowledge(message.received)
-        if isinstance(message, Reconnected):
-            self.connected = True
-            self.unsent += self._unacknowledged.lines()
-            self.flush()
 
     def _disconnect(self) -> None:
         """Schedules another connection, unless the agent itself has ended or the attempts have taken too long."""
@@ -170,14 +161,15 @@ class AgentConnection:
         self.closed = by_itself or late or self._lines.too_long or not (self._socket and self.connect_again)
         if not self.closed:
             self._reconnect_at = now + (0.0 if self.connected else RECONNECT_S)
-            self.connected, self._lines = False, Lines()
+            self.connected = False
+            self._lines.reconnect()
             self.unsent.clear()
 
     def _reconnect(self) -> None:
         assert self.connect_again
         self.close(0.0)
         try:
-            self.process = self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._unacknowledged.received)))
+            self.process = self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._lines.received)))
         except (UserError, OSError):  # such as no memory for a process
             self._disconnect()
             return
@@ -209,33 +201,38 @@ class AgentConnection:
             return "\n".join(text.splitlines()[-last_lines:])
         return ""
 
-    def hang_up(self) -> None:
-        """Closes this end, which ends the other."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-
     def close(self, patience_s: float = 5.0) -> int:
         """Closes this end, which ends the other; what doesn't end in time is killed. Returns the exit code."""
-        assert self.process.stdout is not None
-        self.hang_up()
-        try:
-            self.process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-        self.closed = True
+        close_all([self], patience_s)
         return self.process.returncode
 
 
 def close_all(links: Collection[AgentConnection], patience_s: float = 5.0) -> None:
     """Closes several links at once; all together may take the patience."""
+    end_processes([link.process for link in links], patience_s)
     for link in links:
-        link.hang_up()
+        link.closed = True
+
+
+def end_processes(
+    processes: Collection[subprocess.Popen[bytes]], patience_s: float, *, terminate: bool = False
+) -> None:
+    """Closes the inputs of processes, which end by that or by SIGTERM; those that don't in time are killed."""
+    for process in processes:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        if terminate:
+            process.terminate()
     until = time.monotonic() + patience_s
-    for link in links:
-        link.close(max(0.0, until - time.monotonic()))
+    for process in processes:
+        assert process.stdout is not None
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
 
 
 def _unblock(process: subprocess.Popen[bytes]) -> None:
@@ -332,7 +329,6 @@ class Wire:
     def __init__(self, output: int) -> None:
         self._output, self._lines = output, Lines()
         self._received: deque[tuple[int, Message]] = deque()
-        self._unacknowledged = Unacknowledged()
         self._listener: socket.socket | None = None
         self._passed_by: socket.socket | None = None  # to the process that passed the connection on; ends it
         self.open = self.connected = True
@@ -398,29 +394,24 @@ class Wire:
 
     def send(self, message: Message, number: int = 0) -> None:
         """Sends a message; an answer has its request's number. Does nothing once the launcher is gone."""
-        line = encode(message, number)
-        if self._listener and not isinstance(message, Alive):
-            self._unacknowledged.add(line)
+        line = self._lines.add(message, number)
         if self.connected:
             self._write(line)
 
     def _write(self, line: bytes) -> None:
+        """Waits until the launcher can take more; a remote one that takes nothing for too long is gone."""
         data = memoryview(line)
         with contextlib.suppress(BrokenPipeError):
-            while data and self._has_room():
-                data = data[os.write(self._output, data[: select.PIPE_BUF]) :]
-
-    def _has_room(self) -> bool:
-        """Waits until the launcher can take more; a remote one that takes nothing for too long is gone."""
-        while self.open and not select.select([], [self._output], [], SILENT_S)[1]:
-            self.open = not self.remote
-        return self.open
+            while data and self.open:
+                if select.select([], [self._output], [], SILENT_S)[1]:
+                    data = data[os.write(self._output, data[: select.PIPE_BUF]) :]
+                else:
+                    self.open = not self.remote
 
     def wait(self) -> tuple[int, Message] | None:
         """Returns the next request and its number, or None once the launcher is gone."""
         while self.open:
-            request = self._next()
-            if request is not None:
+            if request := self._next():
                 return request
             self._fill(1.0)
         return None
@@ -428,10 +419,7 @@ class Wire:
     def poll(self) -> list[Message]:
         """Returns the messages received so far, without waiting."""
         self._fill(0)
-        found: list[Message] = []
-        while (request := self._next()) is not None:
-            found.append(request[1])
-        return found
+        return [message for _, message in iter(self._next, None)]
 
     def _next(self) -> tuple[int, Message] | None:
         while self._received:
@@ -439,8 +427,7 @@ class Wire:
             if isinstance(message, Misunderstood):
                 self.send(message, number)
             elif isinstance(message, Alive):
-                self._unacknowledged.acknowledge(message.received)
-                self.send(Alive(self._unacknowledged.received))
+                self.send(Alive(self._lines.received))
             else:
                 return number, message
         return None
@@ -458,9 +445,7 @@ class Wire:
             if not received:
                 self._disconnect()
                 continue
-            messages = self._lines.take(received)
-            self._unacknowledged.received += sum(not isinstance(message, Alive) for _, message in messages)
-            self._received += messages
+            self._received += self._lines.take(received)
             self.last_received = time.monotonic()
         if self.silent and not self.patient:
             self.open = False
@@ -483,10 +468,10 @@ class Wire:
                 os.close(descriptor)
             if self._passed_by:
                 self._passed_by.close()
-            self._passed_by, self._lines, self.connected = passed_by, Lines(), True
+            self._passed_by, self.connected = passed_by, True
             self.last_received = time.monotonic()
-            self._unacknowledged.acknowledge(int(count))
-            self._write(encode(Reconnected(self._unacknowledged.received)) + self._unacknowledged.lines())
+            self._lines.acknowledge(int(count))
+            self._write(encode(Reconnected(self._lines.received)) + self._lines.reconnect())
 
 
 def pass_on(path: str, received: str) -> int:

@@ -14,18 +14,6 @@ from manyhands.parallel.heartbeat import Seen
 
 
 @dataclass(frozen=True)
-class Alive(Message):
-    """A heartbeat, which the agent answers with another; `received` acknowledges messages by their number."""
-
-    received: int = 0
-
-
-@dataclass(frozen=True)
-class Reconnected(Alive):
-    """The first message over a new connection to the same agent; unacknowledged messages follow."""
-
-
-@dataclass(frozen=True)
 class FilePiece(Message):
     """A piece of a growing file of a run folder from its byte `offset` on, or a small file in full."""
 
