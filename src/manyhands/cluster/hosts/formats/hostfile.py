@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, in_brackets, is_host
+from manyhands.cluster.hosts.variables import bounded_number
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 
@@ -136,12 +137,8 @@ def _refuse_what_may_be_a_port(machine: Machine, text: str, where: str) -> None:
 
 
 def _number(text: str, setting: str, name: str, where: str) -> int:
-    most = _MOST[setting]
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
-        message = f'{name} is "{text}"; expected a number from 1 to {most}'
-        form = "n1 slots=4 port=31234, or ssh://n1:31234" if setting == "port" else "n1 slots=4, or n1:4"
-        raise UserError(message, where, (f"write {form}",))
-    return int(text)
+    form = "n1 slots=4 port=31234, or ssh://n1:31234" if setting == "port" else "n1 slots=4, or n1:4"
+    return bounded_number(name, text, 1, _MOST[setting], where, f"write {form}")
 
 
 def _with_settings(machine: Machine, words: list[str], where: str) -> Machine:
