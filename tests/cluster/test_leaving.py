@@ -16,7 +16,7 @@ from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.leaving import Leaving
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.own_output import take_orders
-from manyhands.cluster.agents.protocol import PeersFailed, WorkerExited, WorkersStarted
+from manyhands.cluster.agents.protocol import WorkerCommand, WorkerExited, WorkersStarted
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.parallel.heartbeat import rescue_path
 
@@ -114,7 +114,7 @@ def test_processes_that_have_returned_end_though_another_machine_has_failed(tmp_
     def tick():
         if next(ticks) == 10:  # they hear of the failure first, and return then
             (tmp_path / "until").touch()
-        return [PeersFailed()]
+        return [WorkerCommand("leave")]
 
     ended = run_with(Head(tick), tmp_path, monkeypatch)
     assert ended.returned == {rank: {"status": "stopped", "rank": rank} for rank in (0, 1)}

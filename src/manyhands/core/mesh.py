@@ -222,11 +222,7 @@ def unsharded(shape: tuple[int, ...], gradient_axes: tuple[int, ...] = ()) -> Te
 
 
 def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
-    """Reads what `as_plain` returned.
-
-    Raises:
-        UserError: it is no layout on this mesh.
-    """
+    """Reads what `as_plain` returned. Raises UserError: it is no layout on this mesh."""
     hints = ("create the plan or checkpoint again",)
     try:
         layout = _LAYOUT.validate_python(content)

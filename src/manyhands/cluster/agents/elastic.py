@@ -40,14 +40,10 @@ from manyhands.cluster.agents.heartbeats import HeartbeatMonitor
 from manyhands.cluster.agents.leaving import Leaving, MemoryKills
 from manyhands.cluster.agents.orders import PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.agents.protocol import (
-    FreeWorkers,
     HeadReplaced,
-    KillWorker,
-    KillWorkers,
-    PeersFailed,
     Prepared,
     StillLeaving,
-    StopWorkers,
+    WorkerCommand,
     WorkerExited,
     WorkersEnded,
     WorkersSeen,
@@ -265,17 +261,19 @@ class ElasticAgent(_Base):
     def _obey(self) -> None:
         """Does what the head says; called on the main thread at every poll."""
         for command in self._tick():
-            if isinstance(command, KillWorkers):
-                self._signal(signal.SIGKILL)
-                raise RendezvousGracefulExitError("killed")
-            if isinstance(command, PeersFailed) and not self._orders.script:
-                self._leaving.begin()
-            if isinstance(command, FreeWorkers):
-                leave_path(self._scratch).touch()
-            if isinstance(command, KillWorker):
-                self._signal(signal.SIGKILL, command.rank)
-            if isinstance(command, StopWorkers):
-                self.ask_to_stop()
+            match command:
+                case WorkerCommand("stop"):
+                    self.ask_to_stop()
+                case WorkerCommand("leave") if not self._orders.script:
+                    self._leaving.begin()
+                case WorkerCommand("free"):
+                    leave_path(self._scratch).touch()
+                case WorkerCommand("kill", rank):
+                    self._signal(signal.SIGKILL, rank)
+                    if rank is None:
+                        raise RendezvousGracefulExitError("killed")
+                case _:
+                    pass
         if seen := self._heartbeats.news(all_of_them=bool(self._stopping_since)):
             self._wire.send(WorkersSeen(platform.node(), seen))
         if left_at := self._left_at():

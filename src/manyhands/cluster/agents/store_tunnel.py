@@ -37,11 +37,7 @@ class StoreTunnel(contextlib.ExitStack):
         self._options = options
 
     def open(self, machines: Machines) -> StorePlaces:
-        """Has the first machine listen for the store, and the others reach it.
-
-        Raises:
-            RunError: a machine is lost.
-        """
+        """Has the first machine listen for the store, and the others reach it. Raises RunError: a machine is lost."""
         self.close()
         first, *others = machines.running
         if not others:
