@@ -36,8 +36,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from manyhands.cluster.agents.claim import Term, hold_as_agent, term_in
 from manyhands.cluster.agents.connection import Wire
-from manyhands.cluster.agents.heartbeats import HeartbeatMonitor
-from manyhands.cluster.agents.leaving import Leaving, MemoryKills
+from manyhands.cluster.agents.heartbeats import HeartbeatMonitor, Leaving, MemoryKills
 from manyhands.cluster.agents.orders import PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.agents.protocol import (
     HeadReplaced,
@@ -163,21 +162,13 @@ class ElasticAgent(_Base):
             started: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        context: Any = self._pcontext
         # torch waits 30 s for the peers of a failed process, and not every torch can be told otherwise.
-        context.close = functools.partial(_close_soon, context.close)
+        self._pcontext.close = functools.partial(_close_soon, self._pcontext.close)
         if self._listener:
             # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
             rendezvous, descriptor = self._orders.rendezvous, self._listener.detach()
-            self._served = TCPStore(
-                rendezvous.address,
-                rendezvous.port,
-                None,
-                True,
-                timedelta(seconds=600),
-                False,
-                master_listen_fd=descriptor,
-            )
+            address, patience = (rendezvous.address, rendezvous.port), timedelta(seconds=600)
+            self._served = TCPStore(*address, None, True, patience, False, master_listen_fd=descriptor)
         self._heartbeats = HeartbeatMonitor(self._scratch, self._pids())
         self._wire.send(WorkersStarted(self._orders.generation, list(self._pids().values())))
         if self._stopping_since:
@@ -210,20 +201,19 @@ class ElasticAgent(_Base):
 
     def _returned(self) -> dict[int, Any]:
         """What processes of this machine have returned, by rank; each waits then until all have."""
-        context: Any = self._pcontext
         if self._orders.script:
             return {}
-        for number, queue in context._ret_vals.items():
+        values = self._pcontext._return_values
+        for number, queue in self._pcontext._ret_vals.items():
             if not queue.empty():
-                context._return_values[number] = queue.get()
-        return {self._ranks()[number]: value for number, value in context._return_values.items()}
+                values[number] = queue.get()
+        return {self._ranks()[number]: value for number, value in values.items()}
 
     def _let_go(self, returned: dict[int, Any]) -> RunResult:
         """Lets the processes end, which have all returned; those that don't are killed when the agent is closed."""
-        context: Any = self._pcontext
-        _wake(context._worker_finished_event, len(returned))
+        _wake(self._pcontext._worker_finished_event, len(returned))
         until = time.monotonic() + LEAVE_S
-        for process in context._pc.processes:
+        for process in self._pcontext._pc.processes:
             process.join(max(0.0, until - time.monotonic()))
         return RunResult(WorkerState.SUCCEEDED, return_values=returned)
 
@@ -241,11 +231,10 @@ class ElasticAgent(_Base):
 
     def _exit_codes(self) -> dict[int, int | None]:
         """The exit code of each rank of this machine; None while it runs."""
-        context: Any = self._pcontext
         if self._orders.script:
-            codes = [handler.proc.poll() for _, handler in sorted(context.subprocess_handlers.items())]
+            codes = [handler.proc.poll() for _, handler in sorted(self._pcontext.subprocess_handlers.items())]
         else:
-            codes = [process.exitcode for process in context._pc.processes]
+            codes = [process.exitcode for process in self._pcontext._pc.processes]
         return dict(zip(self._ranks(), codes, strict=True))
 
     def _exit_barrier(self) -> None:

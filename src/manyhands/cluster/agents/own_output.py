@@ -40,16 +40,7 @@ def _set_threads() -> None:
 
 
 def begin(scratch: str, logs: str, agent: int) -> int:
-    """What any process that an agent has started does first.
-
-    Args:
-        scratch: the agent's folder for records.
-        logs: where the process writes what it says.
-        agent: the agent's process id.
-
-    Returns:
-        The process's rank.
-    """
+    """Begins a process that an agent has started, with records in `scratch` and output in `logs`; returns its rank."""
     rank = int(os.environ["RANK"])
     _die_with_parent(agent)
     os.environ[FAILURE_FILE] = f"{scratch}/{rank}.json"
