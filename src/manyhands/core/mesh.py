@@ -91,11 +91,7 @@ class Mesh:
 
 
 def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
-    """Parses "dp=2,tp=2".
-
-    Raises:
-        UserError: it is not a list of named sizes.
-    """
+    """Parses "dp=2,tp=2". Raises UserError: it is not a list of named sizes."""
     matches = [match for word in text.split(",") if (match := _AXIS.fullmatch(word.strip()))]
     count = text.count(",") + 1
     if len(matches) < count:

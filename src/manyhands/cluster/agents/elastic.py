@@ -392,11 +392,8 @@ def _wake(event: Any, sleepers: int) -> None:
 def run(orders: Orders, wire: Wire, tick: Tick, listener: socket.socket | None) -> WorkersEnded:
     """Runs one generation of workers to its end.
 
-    Args:
-        orders: what to start.
-        wire: the connection to the launcher.
-        tick: called often; returns the launcher's commands since the last call.
-        listener: the socket that the store takes over; on the first machine.
+    `tick` is called often and returns the launcher's commands since the last call. On the first machine, the store
+    takes over the listener.
     """
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     # PyTorch's agent would take these signals as an order to kill; here they ask for a save first.

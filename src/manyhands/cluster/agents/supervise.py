@@ -197,16 +197,12 @@ class _Head:
                 link.last_received = min(link.last_received + paused_s, now)
 
     def _give_up_silent(self, now: float) -> None:
-        for link in self._long_silent(now):
-            self.receive(link)  # messages that arrived while this process was stopped
-        for link in self._long_silent(now):
-            self._lose(link, f"no message for {now - link.last_received:.0f} s")
-
-    def _long_silent(self, now: float) -> list[AgentConnection]:
-        patience_s = {
-            link: SILENT_S if link in self._started else START_WORKERS_S for link in self.running if not link.here
-        }
-        return [link for link, longest_s in patience_s.items() if now - link.last_received > longest_s]
+        for link in [*self.running]:
+            longest_s = SILENT_S if link in self._started else START_WORKERS_S
+            if not link.here and now - link.last_received > longest_s:
+                self.receive(link)  # messages that arrived while this process was stopped
+                if link in self.running and now - link.last_received > longest_s:
+                    self._lose(link, f"no message for {now - link.last_received:.0f} s")
 
     def _silent(self, now: float) -> list[AgentConnection]:
         return [link for link in self.running if not link.here and now - link.last_received > AWAITED_S]
