@@ -15,8 +15,8 @@ from manyhands.cluster.agents import elastic, heartbeats
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.heartbeats import Leaving
 from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.agents.own_output import take_orders
 from manyhands.cluster.agents.protocol import WorkerCommand, WorkerExited, WorkersStarted
+from manyhands.cluster.agents.worker_start import take_orders
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.parallel.heartbeat import rescue_path
 

@@ -6,7 +6,6 @@ imports torch.
 """
 
 import contextlib
-import functools
 import importlib
 import logging
 import os
@@ -163,7 +162,8 @@ class ElasticAgent(_Base):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         # torch waits 30 s for the peers of a failed process, and not every torch can be told otherwise.
-        self._pcontext.close = functools.partial(_close_soon, self._pcontext.close)
+        close = self._pcontext.close
+        self._pcontext.close = lambda death_sig=None, timeout=LEAVE_S: close(death_sig, min(timeout, LEAVE_S))
         if self._listener:
             # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
             rendezvous, descriptor = self._orders.rendezvous, self._listener.detach()
@@ -375,10 +375,6 @@ def _last_words(agent: ElasticAgent, rank: int) -> str:
         log.seek(max(agent.log_starts.get(rank, 0), end - LAST_BYTES))
         return "\n".join(log.read().decode("utf-8", "replace").splitlines()[-LAST_WORDS:])
     return ""
-
-
-def _close_soon(close: Callable[..., None], death_sig: signal.Signals | None = None, timeout: float = LEAVE_S) -> None:
-    close(death_sig, min(timeout, LEAVE_S))
 
 
 def _wake(event: Any, sleepers: int) -> None:

@@ -122,8 +122,8 @@ class _Head:
                 self._stalls.take(message)
             case WorkerExited():
                 self._report_exit(message)
-            case StillLeaving():
-                self._prolong_leaving()
+            case StillLeaving() if self._kill_at < float("inf") and self._watch.evicts:
+                self._kill_at = time.monotonic() + LEAVE_OTHERS_S
             case HeadReplaced() if not self.ending.replaced:
                 self.ending.replaced = f"the run was stopped from {link.machine.name} or taken over by another launcher"
                 self._watch.on_warning(self.ending.replaced)
@@ -266,10 +266,6 @@ class _Head:
                 self._command(WorkerCommand("free"))
             self._kill_at = min(self._kill_at, time.monotonic() + patience_s)
             self._command(WorkerCommand("leave"))
-
-    def _prolong_leaving(self) -> None:
-        if self._kill_at < float("inf") and self._watch.evicts:
-            self._kill_at = time.monotonic() + LEAVE_OTHERS_S
 
     def _lose(self, link: AgentConnection, how: str = "") -> None:
         if how:
