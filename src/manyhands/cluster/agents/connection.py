@@ -63,37 +63,35 @@ class MisunderstoodError(RunError):
 class AgentConnection:
     """The launcher's end. Reconnects where the connection is lost and the agent still runs.
 
-    Attributes:
-        machine: the machine.
-        here: True for this machine.
-        process: the agent itself, or the ssh that leads to it.
-        log: the file that its standard error goes to.
-        last_received: time of the last message, or of the loss of a connection, by the monotonic clock.
-        closed: True once nothing more can be received.
-        connected: False from the loss of a connection until the agent answers over another.
-        unsent: bytes to send once the machine can take them, so that a slow one does not delay the others.
-        connect_again: starts another ssh to the machine, with these arguments for Python there; None where nothing
-            can.
-        clock_offset_s: how far the machine's clock is ahead of ours.
+    `process` is the agent itself, or the ssh that leads to it; its standard error goes to the file `log`.
     """
 
     def __init__(
         self, machine: Machine, process: subprocess.Popen[bytes], log: Path, *, here: bool, log_start: int = 0
     ) -> None:
-        self.machine, self.process, self.log, self.here = machine, process, log, here
-        self.last_received, self.closed = time.monotonic(), False
-        self.unsent = bytearray()
+        self.machine, self.log, self.here = machine, log, here
+        self.last_received = time.monotonic()  # time of the last message, or of the loss of a connection
+        self.closed = False  # True once nothing more can be received
+        self.connected = True  # False from the loss of a connection until the agent answers over another
+        self.unsent = bytearray()  # to send once the machine can take it, so that a slow one does not delay the others
+        # starts another ssh to the machine, with these arguments for Python there; None where nothing can
         self.connect_again: Callable[[Sequence[str]], subprocess.Popen[bytes]] | None = None
+        self.clock_offset_s = 0.0  # how far the machine's clock is ahead of ours
         self._lines, self._socket = Lines(), ""
-        self.connected, self.clock_offset_s = True, 0.0
         self._reconnect_at = 0.0  # time of the next attempt, where the last connection was lost
         self._asked, self._log_start, self._heartbeat_at = 0, log_start, 0.0
-        _unblock(process)
+        self._use(process)
+
+    def _use(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process, self._input, self._output = process, process.stdin, process.stdout
+        os.set_blocking(self._input.fileno(), False)
+        os.set_blocking(self._output.fileno(), False)
 
     def fileno(self) -> int:
         """The descriptor of the agent's output, for a selector."""
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
+        return self._output.fileno()
 
     def send(self, message: Message, number: int = 0) -> None:
         """Sends a message without waiting."""
@@ -113,10 +111,9 @@ class AgentConnection:
 
     def flush(self) -> None:
         """Sends as much of `unsent` as the machine can take now."""
-        assert self.process.stdin is not None
         try:
-            while self.unsent and not self.process.stdin.closed:
-                sent = os.write(self.process.stdin.fileno(), self.unsent[: 1 << 16])
+            while self.unsent and not self._input.closed:
+                sent = os.write(self._input.fileno(), self.unsent[: 1 << 16])
                 del self.unsent[:sent]
         except BlockingIOError:
             return
@@ -169,11 +166,10 @@ class AgentConnection:
         assert self.connect_again
         self.close(0.0)
         try:
-            self.process = self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._lines.received)))
+            self._use(self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._lines.received))))
         except (UserError, OSError):  # such as no memory for a process
             self._disconnect()
             return
-        _unblock(self.process)
         self.closed, self._reconnect_at = False, 0.0
 
     def ask(self, request: Request[R], timeout_s: float, others: Collection["AgentConnection"] = ()) -> R:
@@ -233,13 +229,6 @@ def end_processes(
             process.kill()
             process.wait()
         process.stdout.close()
-
-
-def _unblock(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    os.set_blocking(process.stdin.fileno(), False)
-    os.set_blocking(process.stdout.fileno(), False)
 
 
 def ask_all(
@@ -316,24 +305,18 @@ def _failed(link: AgentConnection, failed: RequestFailed) -> RunError:
 
 
 class Wire:
-    """The agent's end: reads from standard input and writes to `output`. Starts no thread, since workers are forked.
-
-    Attributes:
-        open: False once the launcher has closed its end or has been silent for too long.
-        connected: False while a lost connection can be replaced.
-        last_received: time of the last message, or of the loss of a connection, by the monotonic clock.
-        remote: True where the launcher is on another machine, so that its silence means something.
-        patient: True where a silent launcher may return, because the run does not depend on it.
-    """
+    """The agent's end: reads from standard input and writes to `output`. Starts no thread, since workers are forked."""
 
     def __init__(self, output: int) -> None:
         self._output, self._lines = output, Lines()
         self._received: deque[tuple[int, Message]] = deque()
         self._listener: socket.socket | None = None
         self._passed_by: socket.socket | None = None  # to the process that passed the connection on; ends it
-        self.open = self.connected = True
-        self.last_received = time.monotonic()
-        self.remote = self.patient = False
+        self.open = True  # False once the launcher has closed its end or has been silent for too long
+        self.connected = True  # False while a lost connection can be replaced
+        self.last_received = time.monotonic()  # time of the last message, or of the loss of a connection
+        self.remote = False  # True where the launcher is on another machine, so that its silence means something
+        self.patient = False  # True where a silent launcher may return, because the run does not depend on it
 
     @property
     def silent(self) -> bool:

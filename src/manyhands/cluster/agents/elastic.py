@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed import HashStore, Store, TCPStore
@@ -28,10 +28,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from manyhands.cluster.agents.claim import Term, hold_as_agent, term_in
 from manyhands.cluster.agents.connection import Wire
@@ -47,6 +47,7 @@ from manyhands.cluster.agents.protocol import (
     WorkersSeen,
     WorkersStarted,
 )
+from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.messages import Message
 from manyhands.core.devices import device_kind
 from manyhands.core.files import parse_json
@@ -71,39 +72,21 @@ Tick = Callable[[], list[Message]]
 LAST_WORDS, LAST_BYTES = 8, 1 << 14
 
 
-class _Rendezvous(RendezvousHandler):
+class _Rendezvous(StaticTCPRendezvous):
     """A rendezvous that the launcher has already decided; each poll of the agent handles the launcher's orders."""
 
-    def __init__(self, orders: Orders, obey: Callable[[], None]) -> None:
-        self._orders, self._obey = orders, obey
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return "manyhands"
+    def __init__(self, rendezvous: Rendezvous, obey: Callable[[], None]) -> None:
+        address, port, sizes = rendezvous.address, rendezvous.port, rendezvous.sizes
+        super().__init__(address, port, rendezvous.machine, len(sizes), "manyhands", timeout=0)
+        self._obey = obey
 
     def next_rendezvous(self) -> RendezvousInfo:
-        rendezvous = self._orders.rendezvous
-        place = RendezvousStoreInfo(rendezvous.address, rendezvous.port)
-        return RendezvousInfo(HashStore(), rendezvous.machine, len(rendezvous.sizes), place)
+        place = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(HashStore(), self.rank, self.world_size, place)
 
-    def num_nodes_waiting(self) -> int:
+    def num_nodes_waiting(self) -> Literal[0]:
         self._obey()
         return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing is open."""
-
-    def get_run_id(self) -> str:
-        return "manyhands"
-
-    def shutdown(self) -> bool:
-        return True
 
 
 # torch's decorators hide the signatures of what is overridden below.
@@ -128,7 +111,7 @@ class ElasticAgent(_Base):
             local_world_size=orders.rendezvous.sizes[orders.rendezvous.machine],
             entrypoint=sys.executable if orders.script else importlib.import_module(WORKER).work,
             args=_script_words(orders, scratch) if orders.script else (orders, scratch, os.getpid()),
-            rdzv_handler=_Rendezvous(orders, self._obey),
+            rdzv_handler=_Rendezvous(orders.rendezvous, self._obey),
             max_restarts=0,
             monitor_interval=POLL_S,
         )
