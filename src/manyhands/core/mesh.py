@@ -20,13 +20,9 @@ MOST_PROCESSES = 65_536
 
 @dataclass(frozen=True)
 class Mesh:
-    """The named axes of a mesh. The last axis varies fastest: with dp=2,tp=4, ranks 0 to 3 have the same index on dp.
+    """The named axes of a mesh. The last one varies fastest: with dp=2,tp=4, ranks 0 to 3 have the same index on dp."""
 
-    Attributes:
-        axes: (name, size) of each axis.
-    """
-
-    axes: tuple[tuple[str, int], ...]
+    axes: tuple[tuple[str, int], ...]  # (name, size) of each axis
 
     @property
     def size(self) -> int:

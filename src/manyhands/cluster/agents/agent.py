@@ -76,16 +76,11 @@ LOG_BYTES = 1 << 20
 
 
 class Agent(Probe):
-    """This machine as a launcher uses it: the remote methods are the protocol between them.
-
-    Args:
-        wire: the connection to the launcher.
-        until_gone: closed once the launcher is gone.
-    """
+    """This machine as a launcher uses it: the remote methods are the protocol between them."""
 
     def __init__(self, wire: Wire, until_gone: contextlib.ExitStack) -> None:
         super().__init__()
-        self.wire, self._until_gone = wire, until_gone
+        self.wire, self._until_gone = wire, until_gone  # the stack is closed once the launcher is gone
         self._listener: socket.socket | None = None
         self._sender: Sender | None = None
         self._claimed: set[Path] = set()

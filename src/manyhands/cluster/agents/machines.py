@@ -108,11 +108,7 @@ class RunMachine:
 
 
 class Machines:
-    """All machines of a run; those that take part are in the order of their ranks.
-
-    Attributes:
-        all: every machine, lost ones too.
-    """
+    """All machines of a run, lost ones too; those that take part are in the order of their ranks."""
 
     def __init__(self, machines: list[RunMachine]) -> None:
         self.all = machines

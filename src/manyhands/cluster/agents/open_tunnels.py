@@ -38,13 +38,9 @@ Pair = tuple[str, str]
 
 
 class NoTunnelError(UserError):
-    """Two machines don't reach each other, and nobody may pass on what they send.
+    """Two machines don't reach each other, and nobody may pass on what they send."""
 
-    Attributes:
-        alone: the machine without which most of them would.
-    """
-
-    alone = ""
+    alone = ""  # the machine without which most of them would
 
 
 @dataclass

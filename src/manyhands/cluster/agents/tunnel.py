@@ -185,15 +185,11 @@ class SshTunnels(Children):
 
 
 class Tunnels(Children):
-    """A machine's own ssh tunnels to others for one start, and the switchboard that its processes reach them through.
-
-    Attributes:
-        ends: where they end on this machine.
-    """
+    """A machine's own ssh tunnels for one start, and the switchboard that its processes reach them through."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ends = TunnelEnds("", "")
+        self.ends = TunnelEnds("", "")  # where they end on this machine
         self._folder = contextlib.ExitStack()
 
     def open(self, address: str) -> str:

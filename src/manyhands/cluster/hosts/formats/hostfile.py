@@ -44,7 +44,7 @@ def read(text: str, where: str) -> Cluster:
         words, place = _without_comment(line).split(), at_line(where, number)
         if not words:
             continue
-        machine = _with_settings(_machine(words[0], place), words[1:], place)
+        machine = _with_settings(words, place)
         known = found.setdefault(machine.name, machine)
         if known.host != machine.host:
             message = f"{machine.name} is listed with two users: {known.host} and {machine.host}"
@@ -66,8 +66,7 @@ def read_list(text: str, where: str) -> Cluster:
         if _BARE_SIX.fullmatch(part):
             message = f'"{part}" is ambiguous: the last part may belong to the address or be a number of processes'
             raise UserError(message, where, ("put the address in brackets: [fd00::1] or [fd00::1]:4",))
-        first, *settings = part.split()
-        machine = _with_settings(_machine(first, where), settings, where)
+        machine = _with_settings(part.split(), where)
         if machine.name in {known.name for known in machines}:
             more = f"{machine.target} slots=2" if machine.port else f"{in_brackets(machine.name)}:2"
             hints = (f"write {more} for two processes on {machine.name}",)
@@ -141,9 +140,10 @@ def _number(text: str, setting: str, name: str, where: str) -> int:
     return bounded_number(name, text, 1, _MOST[setting], where, f"write {form}")
 
 
-def _with_settings(machine: Machine, words: list[str], where: str) -> Machine:
+def _with_settings(words: list[str], where: str) -> Machine:
+    machine = _machine(words[0], where)
     found = {name: value for name, value in (("slots", machine.slots), ("port", machine.port)) if value}
-    for word in words:
+    for word in words[1:]:
         name, equals, value = word.partition("=")
         name = "max_slots" if name == "max-slots" else name
         if name not in _MOST or not equals:
