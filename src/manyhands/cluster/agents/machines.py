@@ -29,7 +29,7 @@ class MachineState(Enum):
 
 @dataclass(eq=False)
 class RunMachine:
-    """A machine of a run."""
+    """The state of a machine, and of the connection to its agent, over the starts of a run."""
 
     spec: Machine  # its name, how it is reached, and its slots
     state: MachineState = MachineState.CONTACTING
