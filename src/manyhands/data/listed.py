@@ -40,32 +40,26 @@ def is_divided_pack(folder: Path) -> bool:
 def of_pack(folder: Path) -> tuple[Parts, tuple[str, ...]]:
     """The listings of a pack without its folder, and notes for the user. Raises UserError: it was altered."""
     pack = open_pack(folder)
-    listings = [
-        Listing(
-            pack.folder / word,
-            pack.classes,
-            pack.names[start:stop],
-            pack.columns["label"][start:stop].astype(numpy.int64),
-            word,
-            packed=PackedRows(pack, numpy.arange(start, stop)),
-        )
-        for word, start, stop in pack.groups
-    ]
+    listings: list[Listing] = []
+    for word, start, stop in pack.groups:
+        labels, rows = pack.columns["label"][start:stop].astype(numpy.int64), numpy.arange(start, stop)
+        names, packed = pack.names[start:stop], PackedRows(pack, rows)
+        listings.append(Listing(pack.folder / word, pack.classes, names, labels, word, packed=packed))
     return tuple(listings), _notes(pack)
 
 
 def folder_state(listing: Listing) -> tuple[numpy.ndarray, numpy.ndarray]:
     """The sizes and times of a folder's files, int64 [n] each; -1 for what can't be read."""
-    found = numpy.fromiter(map(_state, map(listing.path, range(len(listing)))), numpy.dtype((numpy.int64, 2)))
+
+    def state(index: int) -> tuple[int, int]:
+        try:
+            found = os.stat(listing.path(index))  # noqa: PTH116 - a million of these
+        except OSError:
+            return -1, -1
+        return found.st_size, found.st_mtime_ns
+
+    found = numpy.fromiter(map(state, range(len(listing))), numpy.dtype((numpy.int64, 2)))
     return found[:, 0], found[:, 1]
-
-
-def _state(path: str) -> tuple[int, int]:
-    try:
-        state = os.stat(path)  # noqa: PTH116 - a million of these
-    except OSError:
-        return -1, -1
-    return state.st_size, state.st_mtime_ns
 
 
 def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
