@@ -176,9 +176,9 @@ def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -
         raise UserError(f"{root} has no class folders{found}", str(root), hints)
     _check_names(root, classes)
     walk = Walk(root, taken, unused, "" if root == top else f"{root.relative_to(top).as_posix()}/")
-    texts = walk.list_classes(classes)
-    labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), [text.count(0) for text in texts])
-    return Listing(root, classes, PictureNames.of_text(b"".join(texts)), labels), walk.entered
+    names = walk.list_classes(classes)
+    labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), list(map(len, names)))
+    return Listing(root, classes, PictureNames(numpy.concatenate(names)), labels), walk.entered
 
 
 def _check_names(root: Path, classes: tuple[str, ...]) -> None:
@@ -213,7 +213,7 @@ def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
     Over all classes the evaluation part is `share` of the pictures, to the nearest whole one; each class gives its
     part to within one picture. A class of two or more keeps one for training at least.
     """
-    names = (name for block in listing.names.blocks() for name in block[:-1].split(b"\0"))
+    names = listing.names.names
     digests = numpy.fromiter((int.from_bytes(hashlib.sha256(name).digest()[:8]) for name in names), numpy.uint64)
     by_class = numpy.lexsort((digests, listing.labels))
     kept = numpy.zeros(len(listing), bool)

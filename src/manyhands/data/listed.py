@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy
 
@@ -146,35 +145,27 @@ def listed_once(root: Path, purpose: str, make: Callable[[], Listed]) -> Listed:
 
 
 def _write(folder: Path, root: Path, made: Listed) -> None:
-    arrays: dict[int, numpy.ndarray] = {}  # by identity: the parts of one folder share their names
     listings: list[dict[str, object]] = []
-    for listing in made[0]:
-        names, packed = listing.names, listing.packed
-        columns = names.text, names.ends, names.rows, listing.labels, packed.rows if packed else None
-        arrays.update({id(column): column for column in columns if column is not None})
-        numbers = [None if column is None else id(column) for column in columns]
-        own = {"root": str(listing.root.relative_to(root)), "classes": listing.classes, "word": listing.word}
-        listings.append({**own, "notes": listing.notes, "arrays": numbers})
     folder.mkdir(exist_ok=True)
-    for number, array in arrays.items():
-        numpy.save(folder / f"{number}.npy", array)
+    for number, listing in enumerate(made[0]):
+        columns = [listing.names.names, listing.labels, *([listing.packed.rows] if listing.packed else [])]
+        for column, array in enumerate(columns):
+            numpy.save(folder / f"{number}-{column}.npy", array)
+        own = {"root": str(listing.root.relative_to(root)), "classes": listing.classes, "word": listing.word}
+        listings.append({**own, "notes": listing.notes, "columns": len(columns)})
     with replacing(folder / _INDEX) as part:
         part.write_text(json.dumps({"listings": listings, "notes": made[1]}), encoding="utf-8")
 
 
 def _read(folder: Path, root: Path) -> Listed:
+    """Maps the arrays, copied where they are written to, which never happens: torch takes no read-only ones."""
     index = parse_json((folder / _INDEX).read_bytes())
-    is_packed = any(each["arrays"][-1] is not None for each in index["listings"])
-    pack = open_pack(place_of_pack(root)) if is_packed else None
+    pack = open_pack(place_of_pack(root)) if any(each["columns"] > 2 for each in index["listings"]) else None
     listings: list[Listing] = []
-    for each in index["listings"]:
-        text, ends, rows, labels, packed = (_array(folder, number) for number in each["arrays"])
-        names = PictureNames(text, ends, rows)
-        own = root / each["root"], tuple(each["classes"]), names, labels, each["word"], tuple(each["notes"])
-        listings.append(Listing(*own, PackedRows(pack, packed) if pack and packed is not None else None))
+    for number, each in enumerate(index["listings"]):
+        files = [folder / f"{number}-{column}.npy" for column in range(each["columns"])]
+        names, labels, *rows = (numpy.asarray(numpy.load(file, mmap_mode="c")) for file in files)
+        packed = PackedRows(pack, rows[0]) if pack and rows else None
+        own = root / each["root"], tuple(each["classes"]), PictureNames(names), labels, each["word"]
+        listings.append(Listing(*own, tuple(each["notes"]), packed))
     return tuple(listings), tuple(index["notes"])
-
-
-def _array(folder: Path, number: int | None) -> Any:
-    """A mapped array. It is copied where it is written to, which never happens: torch takes no read-only arrays."""
-    return None if number is None else numpy.asarray(numpy.load(folder / f"{number}.npy", mmap_mode="c"))

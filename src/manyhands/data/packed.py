@@ -181,11 +181,11 @@ def open_pack(folder: Path) -> PackedSet:
     if columns_digest(samples) != content.get("samples_sha256"):
         raise altered(folder / SAMPLES, "the checksum of the file doesn't match")
     columns = samples | {name: state[name] for name in _OF_STATE if name in state}
-    names = PictureNames.of_text(bytes(columns.pop("names", numpy.zeros(0))) + b"\0")
-    opened = {"folder": folder, "digest": head["digest"], "columns": columns, "names": names}
     try:
+        names = PictureNames(numpy.array(bytes(columns.pop("names", numpy.zeros(0))).split(b"\0")))
+        opened = {"folder": folder, "digest": head["digest"], "columns": columns, "names": names}
         pack = PackedSet.model_validate(content | opened)
-    except ValidationError as error:
+    except (ValidationError, MemoryError) as error:
         raise altered(folder / HEAD, "the index is incomplete") from error
     if not pack.is_consistent():
         raise altered(folder, f"{HEAD}, {SAMPLES} and {STATE} don't match each other")
