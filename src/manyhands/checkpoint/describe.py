@@ -51,6 +51,7 @@ BY_NAME = {kind.name: kind for kind in BY_CODE.values()}
 ALONE = Mesh((("dp", 1),))
 MODEL, OPTIMIZER = "model", "optimizer"
 KINDS = (MODEL, OPTIMIZER)
+UNSHARDED_FILES = {MODEL: files.MODEL, OPTIMIZER: files.OPTIMIZER}
 
 Region = tuple[tuple[int, int], ...]
 
@@ -231,8 +232,8 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
         if files.PIECES in names:
             mesh, kinds = _place_pieces(path, names)
         else:
-            both = {MODEL: files.MODEL, OPTIMIZER: files.OPTIMIZER}
-            mesh, kinds = None, {kind: _place_file(path / name) for kind, name in both.items() if name in names}
+            present = {kind: name for kind, name in UNSHARDED_FILES.items() if name in names}
+            mesh, kinds = None, {kind: _place_file(path / name) for kind, name in present.items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise torn(path, f"has unreadable content: {error}") from error
     return Description(path, "whole" if mesh is None else "pieces", kinds, branches, state, mesh)

@@ -27,6 +27,7 @@ from manyhands.checkpoint.describe import (
     KINDS,
     MODEL,
     OPTIMIZER,
+    UNSHARDED_FILES,
     NetworkLayout,
     Region,
     TensorEntry,
@@ -45,7 +46,6 @@ from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.files import sync
 from manyhands.core.mesh import Mesh, TensorLayout, unsharded
 
-WHOLE_NAMES = {MODEL: files.MODEL, OPTIMIZER: files.OPTIMIZER}
 _MARGIN_BYTES = 64 * 1024
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -170,7 +170,7 @@ class Contents:
         """Writes all files of an unsharded checkpoint."""
         written: Files = {}
         for kind in self.tensors:
-            file = staged / WHOLE_NAMES[kind]
+            file = staged / UNSHARDED_FILES[kind]
             self.write_file(file, kind)
             written[file.name] = _seal(file)
         self._finish(staged, files.FORMAT, {}, written)

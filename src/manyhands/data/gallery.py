@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,11 @@ _BLOCK = 1024
 _MOST_THREADS = 8
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """A listing's pixels."""
-
-    images: Tensor  # uint8 [N, C, S, S]; black where a picture can't be read
-    corrupt: tuple[int, ...]  # the indices of those
-
-
 class _DiffersError(Exception):
     """A picture has another size, or colours where the set is grey."""
+
+
+Decoded = tuple[Tensor, tuple[int, ...]]  # uint8 [N, C, S, S], and the pictures that can't be read, which are black
 
 
 def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) -> Decoded | None:
@@ -65,7 +60,7 @@ def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) 
     if report["differs"]:
         return None
     # Copy on write, never written: torch takes no read-only arrays, and the pages stay shared.
-    return Decoded(torch.from_numpy(numpy.load(pixels, mmap_mode="c")), tuple(report["corrupt"]))
+    return torch.from_numpy(numpy.load(pixels, mmap_mode="c")), tuple(report["corrupt"])
 
 
 def find_corrupt_once(listing: Listing) -> tuple[int, ...]:
@@ -185,25 +180,27 @@ def open_whole_folder(root: Path, options: DataOptions) -> Splits:
 def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title: str, usual: Pixels | None) -> Splits:
     size, channels, equal = _look(listings[0], options.channels)
     opened = _in_memory(listings, size, channels, options) if equal else None
-    if opened is None:
-        skipped = [find_corrupt_once(listing) if options.skip_corrupt else () for listing in listings]
-        sources: list[Source] = []
-        for listing, corrupt in zip(listings, skipped, strict=True):
-            read = listing.part(_good(listing, corrupt)) if corrupt else listing
-            names = read.names.below(str(read.root))
-            sources.append(ImageFiles(names, torch.from_numpy(read.labels), read.packed))
-        small = size <= _SMALL
-        augment = "crop-flip" if small else "resized-crop-flip"
-        pixels = photograph_pixels(size if small else _USUAL_SIZE, channels, augment)
+    sources, unreadable = list[Source](), list[str]()
+    for number, listing in enumerate(listings):
+        if opened:
+            images, corrupt = opened[number]
+        else:
+            images, corrupt = None, find_corrupt_once(listing) if options.skip_corrupt else ()
+        good = numpy.delete(numpy.arange(len(listing)), corrupt)
+        read = listing.part(good) if corrupt else listing
+        labels = torch.from_numpy(read.labels)
+        if images is None:
+            sources.append(ImageFiles(read.names.below(str(read.root)), labels, read.packed))
+        else:
+            sources.append(ImagesInMemory(images[good] if corrupt else images, labels))
+        unreadable += map(listing.path, corrupt)
+    if opened:
+        pixels = measured_pixels(opened[0][0], "crop-flip")
+    elif size <= _SMALL:
+        pixels = photograph_pixels(size, channels, "crop-flip")
     else:
-        skipped = [decoded.corrupt for decoded in opened]
-        sources = []
-        for listing, decoded in zip(listings, opened, strict=True):
-            source = ImagesInMemory(decoded.images, torch.from_numpy(listing.labels))
-            good = _good(listing, decoded.corrupt)
-            sources.append(ImagesInMemory(source.images[good], source.labels[good]) if decoded.corrupt else source)
-        pixels = measured_pixels(opened[0].images, "crop-flip")
-    names = tuple(listing.path(i) for listing, bad in zip(listings, skipped, strict=True) for i in bad)
+        pixels = photograph_pixels(_USUAL_SIZE, channels, "resized-crop-flip")
+    names = tuple(unreadable)
     text = describe(title or root.resolve().name, sources[0], sources[1], str(root))
     text += f"; {len(names):,} unreadable pictures skipped" if names else ""
     notes = tuple(note for listing in listings for note in listing.notes)
@@ -240,15 +237,11 @@ def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options:
         decoded = decode_once(listing, channels, size, grey_only=grey_only)
         if decoded is None:
             return _in_memory(listings, size, 3, options) if grey_only else None
-        if decoded.corrupt and not options.skip_corrupt:
-            bad = decoded.corrupt[0]
+        if decoded[1] and not options.skip_corrupt:
+            bad = decoded[1][0]
             decode(listing.path(bad), channels, listing.content(bad))  # raises: it couldn't be read before
         opened.append(decoded)
     return opened
-
-
-def _good(listing: Listing, corrupt: tuple[int, ...]) -> numpy.ndarray:
-    return numpy.delete(numpy.arange(len(listing)), corrupt)
 
 
 @contextlib.contextmanager

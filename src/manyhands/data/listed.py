@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy
 
-from manyhands.core.files import one_at_a_time, parse_json, replacing
+from manyhands.core.files import one_at_a_time, parse_json, write_atomic
 from manyhands.core.scratch import of_this_start
 from manyhands.data.folder import Listing
 from manyhands.data.options import DataOptions
@@ -153,8 +153,7 @@ def _write(folder: Path, root: Path, made: Listed) -> None:
             numpy.save(folder / f"{number}-{column}.npy", array)
         own = {"root": str(listing.root.relative_to(root)), "classes": listing.classes, "word": listing.word}
         listings.append({**own, "notes": listing.notes, "columns": len(columns)})
-    with replacing(folder / _INDEX) as part:
-        part.write_text(json.dumps({"listings": listings, "notes": made[1]}), encoding="utf-8")
+    write_atomic(folder / _INDEX, json.dumps({"listings": listings, "notes": made[1]}))
 
 
 def _read(folder: Path, root: Path) -> Listed:

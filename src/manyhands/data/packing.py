@@ -15,13 +15,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy
 from PIL import Image
 
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.files import one_at_a_time, read_object, replacing
+from manyhands.core.files import one_at_a_time, read_object, replacing, write_atomic
 from manyhands.core.seeds import derive, mix
 from manyhands.data.child import begin_worker
 from manyhands.data.decode import CorruptImageError, decode, is_grey, is_readable
@@ -292,7 +291,7 @@ def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
             packed = [len(packed_picture(member, request.size, request.quality)[1]) for member in tried]
             ratio = sum(packed) / max(1, sum(member.size_bytes for member in tried))
         begun = {"key": key, "ratio": ratio}
-        _write_json(request.target / _BEGUN, begun)
+        write_atomic(request.target / _BEGUN, json.dumps(begun))
     for path in request.target.glob(".*.part"):
         path.unlink(missing_ok=True)
     return list(_tasks(contents, request, begun["ratio"]))
@@ -372,12 +371,8 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
         "samples_sha256": columns_digest(columns),
         **({"decoding": DECODING} if request.size else {}),
     }
-    _write_json(target / HEAD, {"digest": digest_of(content), "set": content})
+    head = {"digest": digest_of(content), "set": content}
+    write_atomic(target / HEAD, json.dumps(head, ensure_ascii=False, indent=1))
     for path in (target / _BEGUN, *(task.report_file for task in tasks)):
         path.unlink(missing_ok=True)
     return tuple(map(contents.path, sorted(bad)))
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with replacing(path) as part:
-        part.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")

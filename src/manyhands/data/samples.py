@@ -73,7 +73,7 @@ class FileSamples:
                 except CorruptImageError:
                     if not self._replaces:
                         raise
-                    shown[place] = self._other(epoch, sample, images[place])
+                    shown[place] = self._replace(epoch, sample, images[place])
                     replaced.append(self._source.paths[sample])
             return images, self._source.labels[shown], replaced
         except ManyhandsError as error:
@@ -83,8 +83,8 @@ class FileSamples:
         draws = epoch_rng(self._seed, epoch, sample) if self._train else None
         read_picture(self._source.paths[sample], self._pixels, draws, self._source.content(sample), out)
 
-    def _other(self, epoch: int, sample: int, out: Tensor) -> int:
-        """What takes the place that a sample has in an epoch: the same on every process."""
+    def _replace(self, epoch: int, sample: int, out: Tensor) -> int:
+        """Reads a replacement for a sample, the same on every process; returns its index."""
         for number in range(_TRIES):
             other = derive(self._seed, "in its place", epoch, sample, number) % len(self._source)
             with suppress(CorruptImageError):
