@@ -174,7 +174,7 @@ class Walk:
     """
 
     def __init__(self, root: Path, entered: Iterable[Identity], unused: Unused, prefix: str) -> None:
-        self.entered = {_identity(place) for place in (root.resolve(), *root.resolve().parents)} | set(entered)
+        self.entered = {os.path.realpath(place) for place in (root.resolve(), *root.resolve().parents)} | set(entered)
         self._root, self._unused, self._prefix = root, unused, prefix  # from the data set's root to this one
         self._links: deque[tuple[int, str]] = deque()  # to folders, with the numbers of their classes
 
@@ -212,7 +212,7 @@ class Walk:
 
     def _is_new(self, name: str) -> bool:
         """True the first time that a folder is reached; otherwise the link to it is counted as unused."""
-        here = _identity(self._root / name)
+        here = os.path.realpath(self._root / name)
         if here in self.entered:
             self._unused.add(self._prefix + name, _LINK)
             return False
@@ -224,7 +224,7 @@ def class_identities(root: Path, folders: Sequence[str]) -> set[Identity]:
     """The identities of class folders. Raises UserError: two are one folder."""
     homes: dict[Identity, str] = {}
     for name in folders:
-        here = _identity(root / name)
+        here = os.path.realpath(root / name)
         if here in homes:
             what = f'the class folders "{homes[here]}" and "{name}" are the same folder'
             raise UserError(what, str(root), ("remove the link to the folder",))
@@ -261,17 +261,15 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
 
 
 def _kind(entry: "os.DirEntry[str]") -> str:
-    """The kind: "folder", "file", or special, such as a named pipe, which would be waited for without end.
+    """The kind: "folder", "file", a link to a folder that holds it, or special, such as a pipe, which would block.
 
     A link that leads nowhere counts as a file, so that a missing picture is named rather than forgotten.
     """
     try:
         if entry.is_dir():
-            return "folder"
+            place = Path(entry.path)
+            loops = entry.is_symlink() and place.resolve() in (place.parent.resolve() / place.name).parents
+            return _LINK if loops else "folder"
         return "file" if entry.is_file() or not stat.S_IFMT(entry.stat().st_mode) else _SPECIAL
     except OSError:
         return "file"
-
-
-def _identity(folder: Path) -> Identity:
-    return os.path.realpath(folder)
