@@ -149,8 +149,8 @@ def _beside_the_network(trainer: Trainer) -> dict[str, Any]:
         extra["shares"] = list(trainer.feed.sharing.shares) or [1] * trainer.feed.sharing.processes
     if trainer.update.gradients.scaler:
         extra["scaler"] = trainer.update.gradients.scaler.state_dict()
-    if isinstance(trainer.update.set_rates, CustomScheduler):
-        extra["schedule"] = trainer.update.set_rates.saved()
+    if isinstance(trainer.update.set_rates, CustomScheduler) and (state := trainer.update.set_rates.saved()):
+        extra["schedule"] = state
     return extra
 
 
