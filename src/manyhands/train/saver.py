@@ -187,7 +187,7 @@ class SaveInterval:
         self._usual_s: deque[float] = deque(maxlen=_ROUNDS)
         self._saves_s: deque[float] = deque(maxlen=_SAVES)
 
-    def trained(self, seconds: float, samples: int, *, saving: bool) -> None:
+    def trained(self, seconds: float, samples: float, *, saving: bool) -> None:
         """Records the training time of some samples, which may be longer during a save."""
         if samples and not saving:
             self._usual_s.append(seconds / samples)

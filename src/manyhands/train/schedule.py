@@ -181,8 +181,8 @@ class CustomScheduler:
     """A torch scheduler, stepped before each update except the first, or after each evaluation if it needs the loss.
 
     A resumed run repeats all steps of torch's own schedulers, so that a longer run has the rates of its new length. The
-    state of other classes, which may depend on more than the step, and of ReduceLROnPlateau is saved; if one was created
-    differently (for a longer run), it repeats all steps too.
+    state of ReduceLROnPlateau and of other classes, which may depend on more than the step, is saved; a class that was
+    created differently (for a longer run) repeats all steps too.
 
     Attributes:
         waits: True if it needs the loss of an evaluation, as ReduceLROnPlateau does.
