@@ -115,41 +115,62 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get(_OF_PEAK, 1.0) * group.get(OF_LR, 1.0)
 
 
-def restore_own(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Restores the state of a custom optimizer by parameter name.
+def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Restores the state of an optimizer by parameter name; state of other parameters is ignored.
+
+    State that wasn't saved (of a parameter that was frozen, for example) or belongs to another optimizer is reset.
 
     Args:
-        saved: the state, as for `restore_optimizer`.
-        model: the network.
-        optimizer: the new optimizer.
+        saved: a state dict by names, with full tensors, or pieces if the network is split by a plan.
+        model: the network, under any mode.
+        optimizer: the optimizer of its parameters.
 
     Returns:
-        A sentence if the state is reset, else an empty string.
+        A sentence if saved state is not used, else an empty string.
     """
-    groups, entries = saved.get("param_groups", []), saved["state"]
-    kind = type(optimizer).__name__
-    if entries and (not groups or (set(groups[0]) ^ set(optimizer.param_groups[0])) - _OF_SCHEDULERS):
+    entries, groups, custom = saved["state"], saved.get("param_groups", []), is_custom(optimizer)
+    kind, others = type(optimizer).__name__, set[str]()
+    if custom and entries and (not groups or (set(groups[0]) ^ set(optimizer.param_groups[0])) - _OF_SCHEDULERS):
         return f"the state of {kind} is reset: the saved state is of another optimizer"
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {
-        number: {key: _like(value, parameter) for key, value in entries[names[id(parameter)]].items()}
-        for number, parameter in enumerate(order)
-        if names[id(parameter)] in entries
-    }
+    state = dict[int, dict[str, Any]]()
+    for number, parameter in enumerate(order):
+        found = entries.get(names[id(parameter)], {})
+        if not custom:
+            fresh = start_state(optimizer, parameter)
+            found = {key: value for key, value in found.items() if value is not None}
+            if _fits(found, fresh):
+                found = {key: torch.as_tensor(value, dtype=fresh[key].dtype) for key, value in found.items()}
+            else:
+                others |= found.keys() if fresh else set()
+                found = fresh
+        if found:
+            state[number] = {key: _placed(value, parameter) for key, value in found.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-    for number, saved_entries in state.items():
+    for number, values in state.items():
         live = optimizer.state[order[number]]
         # torch turns all but the count of steps into the parameter's type, which isn't what was saved (NAdam).
-        live.update({key: live[key].to(one.dtype) for key, one in saved_entries.items() if isinstance(one, Tensor)})
-    _start_momentum(optimizer)
-    return ""
+        live.update({key: live[key].to(one.dtype) for key, one in values.items() if isinstance(one, Tensor)})
+    if custom:
+        _start_momentum(optimizer)
+    if not others:
+        return ""
+    named = ", ".join(sorted(others))
+    return f"the state of {kind.lower()} is reset: the saved state is of another optimizer ({named})"
 
 
-def _like(value: Any, parameter: Tensor) -> Any:
-    """A saved tensor in the layout of its parameter, where it has the parameter's shape."""
+def _fits(found: dict[str, Any], fresh: dict[str, Tensor]) -> bool:
+    return found.keys() == fresh.keys() and all(
+        isinstance(value, Tensor | int | float) and torch.as_tensor(value).shape == fresh[key].shape
+        for key, value in found.items()
+    )
+
+
+def _placed(value: Any, parameter: Tensor) -> Any:
+    """A copy of a saved tensor, in the layout of its parameter if it has the parameter's shape."""
     if isinstance(value, Tensor) and is_spread(parameter) and value.shape == parameter.shape:
-        return spread_like(value.to(parameter.device), parameter)
+        return value if is_spread(value) else spread_like(value.to(parameter.device), parameter)
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -18,15 +18,13 @@ from manyhands.core.world import World
 from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.train.journal import Journal
 
-SAVED, NOT_SAVED, NOT_FINITE = "saved", "not saved", "not finite"
-
 
 @dataclass(frozen=True)
 class SaveOutcome:
     """The result of a save."""
 
-    word: str = SAVED  # SAVED, NOT_SAVED or NOT_FINITE
-    what: str = ""  # the disk's words, where it wasn't saved; else the checkpoint's name
+    error: str = ""  # why nothing was saved; empty if it was
+    finite: bool = True  # False if nothing was saved because of a NaN or an infinity
     digests: dict[str, str] = field(default_factory=dict[str, str])  # of the files that hold tensors, by name
 
 
@@ -82,9 +80,9 @@ class Saver:
         try:
             self._outcome = write()
         except SaveError as error:
-            self._outcome = SaveOutcome(NOT_SAVED, error.message)
-        except NotFiniteError:
-            self._outcome = SaveOutcome(NOT_FINITE)
+            self._outcome = SaveOutcome(error.message)
+        except NotFiniteError as error:
+            self._outcome = SaveOutcome(error.message, finite=False)
         except Exception as error:  # noqa: BLE001 - raised again where the result of the save is asked for
             self._error = error
         self.wrote_s = time.perf_counter() - began_s

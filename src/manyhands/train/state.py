@@ -1,7 +1,6 @@
 """The progress of a run, and the conversion of network and optimizer to a snapshot and back."""
 
 import copy
-import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -14,14 +13,11 @@ from torch import Tensor, nn
 from manyhands.checkpoint.describe import OPTIMIZER, NetworkLayout, is_extra
 from manyhands.checkpoint.read import Source, in_memory
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten, plain_extra_state, unflatten
-from manyhands.checkpoint.write import CheckpointGroup, save_full, save_pieces
 from manyhands.config.job import BY_TOP1
 from manyhands.core.errors import UserError
-from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.plain import gather_plain
-from manyhands.parallel.spread import full_tensor, is_spread, spread_like
-from manyhands.train.optimize import is_custom, restore_own, start_state
+from manyhands.parallel.spread import full_tensor
+from manyhands.train.optimize import restore_optimizer
 
 
 @dataclass
@@ -173,7 +169,7 @@ def restore(
     else:
         load_snapshot(snapshot, network.inner, where, renames=renames)
     if optimizer and snapshot.optimizer:
-        return progress, restore_optimizer(snapshot.optimizer, network, optimizer)
+        return progress, restore_optimizer(snapshot.optimizer, network.inner, optimizer)
     return progress, ""
 
 
@@ -251,102 +247,18 @@ def check_shapes(
         )
 
 
-def peers_of(world: World, writers: Mapping[int, range]) -> CheckpointGroup:
-    """Returns the processes of a run as a group for saving."""
-    return CheckpointGroup(world.rank, world.size, functools.partial(gather_plain, world=world), world.device, writers)
-
-
-def network_layout_of(network: ParallelNetwork) -> NetworkLayout:
-    """Returns the layouts of a network's tensors."""
-    return NetworkLayout(network.mesh, network.layouts)
-
-
-def save_sharded(
-    folder: Path, step: int, snapshot: Snapshot, network: ParallelNetwork, peers: CheckpointGroup, *, pieces: bool
-) -> Path:
-    """Commits a checkpoint of a sharded network; a collective.
-
-    Args:
-        folder: the checkpoints folder.
-        step: the number of updates so far.
-        snapshot: this process's shards.
-        network: the sharded network.
-        peers: the processes.
-        pieces: each process writes its own shards; else each writer writes the full tensors.
-
-    Raises:
-        RunError: it could not be saved (`SaveError` for disk errors); raised on all processes.
-    """
-    save = save_pieces if pieces else save_full
-    return save(folder, step, snapshot, network_layout_of(network), peers)
-
-
 def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None) -> str:
     """Reads this process's shards of a checkpoint into the network and its optimizer, tensor by tensor.
 
-    Args:
-        source: the checkpoint, of the same network.
-        network: the sharded network.
-        optimizer: the optimizer to restore, or None.
-
-    Returns:
-        The note of `restore_optimizer`.
+    Returns the note of `restore_optimizer`; without an optimizer, only the network is restored.
     """
+    mesh, rank = network.mesh, network.rank
     with torch.no_grad():
         for name, tensor in network.inner.state_dict().items():
             if isinstance(tensor, Tensor):  # extra state is restored with the rest
-                tensor.copy_(source.model.piece(name, network.layouts[name], network.mesh, network.rank))
+                tensor.copy_(source.model.piece(name, network.layouts[name], mesh, rank))
     if optimizer is None or source.optimizer is None:
         return ""
-    layouts = source.layouts(network_layout_of(network))[OPTIMIZER]
-    stored = source.optimizer
-    tensors = {name: stored.piece(name, layouts[name], network.mesh, network.rank) for name in stored.names()}
-    return restore_optimizer(unflatten(source.branches, tensors), network, optimizer)
-
-
-def restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer: torch.optim.Optimizer) -> str:
-    """Restores the state of an optimizer by parameter name; state of other parameters is ignored.
-
-    State that wasn't saved (of a parameter that was frozen, for example) or belongs to another optimizer is reset.
-
-    Args:
-        saved: a state dict by names, with full tensors, or shards if the network is sharded.
-        network: the network, under any mode.
-        optimizer: the optimizer of its parameters.
-
-    Returns:
-        A sentence if saved state is not used, else an empty string.
-    """
-    if is_custom(optimizer):
-        return restore_own(saved, network.inner, optimizer)
-    others: set[str] = set()
-    for name, parameter in network.inner.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        fresh = start_state(optimizer, parameter)
-        found = {key: value for key, value in saved["state"].get(name, {}).items() if value is not None}
-        if _fits(found, fresh):
-            optimizer.state[parameter] = {
-                key: _like(torch.as_tensor(value), parameter, fresh[key]) for key, value in found.items()
-            }
-        else:
-            optimizer.state[parameter] = fresh
-            others |= found.keys() if fresh else set()
-    if not others:
-        return ""
-    kind = type(optimizer).__name__.lower()
-    return f"the state of {kind} is reset: the saved state is of another optimizer ({', '.join(sorted(others))})"
-
-
-def _fits(found: dict[str, Any], fresh: dict[str, Tensor]) -> bool:
-    return found.keys() == fresh.keys() and all(
-        isinstance(value, Tensor | int | float) and torch.as_tensor(value).shape == fresh[key].shape
-        for key, value in found.items()
-    )
-
-
-def _like(value: Tensor, parameter: Tensor, fresh: Tensor) -> Tensor:
-    """A saved optimizer tensor on the device, in the dtype and layout of one that starts."""
-    if is_spread(parameter) and is_spread(fresh):
-        return spread_like(value.to(fresh.device, fresh.dtype), parameter)
-    return fresh.copy_(value)
+    layouts, stored = source.layouts(NetworkLayout(mesh, network.layouts))[OPTIMIZER], source.optimizer
+    tensors = {name: stored.piece(name, layouts[name], mesh, rank) for name in stored.names()}
+    return restore_optimizer(unflatten(source.branches, tensors), network.inner, optimizer)
