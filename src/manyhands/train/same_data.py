@@ -7,6 +7,7 @@ split is compared entirely.
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -112,11 +113,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> None:
-    """Refuses to resume with class names that differ from the checkpoint's, because outputs would change their meaning.
-
-    Raises:
-        UserError: the names or their order changed.
-    """
+    """Raises UserError if the checkpoint's class names or their order changed: outputs would change their meaning."""
     if changes := class_changes(old, new):
         alike = [difference for name in new if name not in old and (difference := lookalike_difference(name, old))]
         hints = (*alike[:3], "undo the change of the class names", "or start a new run in another folder: --out NEW")
@@ -131,19 +128,14 @@ def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[st
     found = list[str]()
     for name in then.changed(now.digests):
         word, _, kind = name.rpartition(" ")
-        counts = [each.samples.get(word, 0 if word == HELD_OUT else -1) for each in (then, now)]
-        if word.startswith("metric ") or name not in then.digests or kind not in {"data", "samples", "pictures"}:
+        if word.startswith("metric ") or name not in then.digests or (words and word not in words):
             continue
-        if words and word not in words:
-            continue
-        if kind != "data":
-            found += [name] if contents else []
-        elif -1 in counts:
-            found.append(f"{name} (labels or number of samples)")
-        else:
-            found.append(
-                f"{name} ({'labels' if counts[0] == counts[1] else f'{counts[1]:,} samples, was {counts[0]:,}'})"
-            )
+        if kind in {"samples", "pictures"} and contents:
+            found.append(name)
+        elif kind == "data":
+            before, after = (each.samples.get(word, 0 if word == HELD_OUT else -1) for each in (then, now))
+            what = "labels" if before == after else f"{after:,} samples, was {before:,}"
+            found.append(f"{name} ({'labels or number of samples' if -1 in (before, after) else what})")
     return ", ".join(found)
 
 
@@ -196,15 +188,10 @@ def _of_files(source: ImageFiles) -> Iterator[bytes]:
     yield sizes.tobytes()
     count = max(1, min(len(paths), MOST_BYTES * len(paths) // max(1, int(sizes.sum()))))
     for index in spread(count, len(paths)).tolist():
-        # What can't be read is told of when it is wanted.
+        # A file that can't be read is reported when it is needed.
         if 0 < sizes[index] <= MOST_BYTES:
             content = source.content(index)
-            yield _read(paths[index]) if content is None else content
-
-
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:  # noqa: PTH123
-        return file.read()
+            yield Path(paths[index]).read_bytes() if content is None else content
 
 
 def _size(path: str) -> int:
