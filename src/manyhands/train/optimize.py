@@ -53,10 +53,9 @@ def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     if needed is not None and needed.default is inspect.Parameter.empty:
         what = f"{kind} needs a closure that computes the loss again, which manyhands doesn't support"
         raise UserError(what, _WHERE, ("choose an optimizer whose step() needs no closure",))
-    known = {id(parameter) for parameter in parameters}
-    if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
-        raise UserError(f"{kind} has a parameter that isn't a trainable parameter of the network", _WHERE)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held - {id(parameter) for parameter in parameters}:
+        raise UserError(f"{kind} has a parameter that isn't a trainable parameter of the network", _WHERE)
     left_out = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in held]
     if left_out:
         hints = ("pass all parameters to the optimizer", "or freeze the parameter: parameter.requires_grad = False")
@@ -243,15 +242,13 @@ def make_optimizer(
     """
     if make := own_maker(options, own):
         return make_custom(make, model)
-    groups = _groups(model, options)
+    groups, rate, momentum = _groups(model, options), options.lr, options.momentum
     # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
     fused = None if sharded else True
-    optimizer: torch.optim.Optimizer
     if options.optimizer == "adamw":
-        optimizer = AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)
+        optimizer: torch.optim.Optimizer = AdamW(groups, lr=rate, betas=options.betas, fused=fused)
     else:
-        nesterov = options.nesterov and options.momentum > 0
-        optimizer = SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=nesterov, fused=fused)
+        optimizer = SGD(groups, lr=rate, momentum=momentum, nesterov=options.nesterov and momentum > 0, fused=fused)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = start_state(optimizer, parameter)

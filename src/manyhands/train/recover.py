@@ -36,13 +36,8 @@ class Resumable:
 def find_state(job: Job, folder: RunFolder, world: World, *, in_pieces: bool = False) -> Resumable | None:
     """Returns the state that the job resumes from, or None for a new run; the same on all processes.
 
-    Rank 0 decides. A process on a machine with other files receives the state of rank 0.
-
-    Args:
-        job: names the checkpoint.
-        folder: the run folder.
-        world: the processes.
-        in_pieces: each process reads its own shards later, if all processes see the checkpoint.
+    Rank 0 decides. A process on a machine with other files receives the state of rank 0. With `in_pieces`, each process
+    reads its own shards later, if all processes see the checkpoint.
 
     Raises:
         UserError: the state is missing, damaged, or contains code.

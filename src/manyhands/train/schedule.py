@@ -93,8 +93,6 @@ def _is_constant(value: Any) -> bool:
 # Sets the learning rates for an update, by its number, counted from 0.
 SetRates = Callable[[int], None]
 _WHERE = "train.schedule"
-_OF_OPTIMIZER = "optimizer"
-_NOTHING = inspect.Parameter("nothing", inspect.Parameter.POSITIONAL_ONLY)
 
 
 def make_schedule(
@@ -147,21 +145,19 @@ def _asked_for(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[b
         )
         raise UserError(f"the schedule is a {kind}, not a function", _WHERE, hints)
     try:
-        first, *others = list(inspect.signature(function).parameters.values()) or [_NOTHING]
+        parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # of what is written in C it isn't always known
         return False, {}
-    if first is _NOTHING:
+    if not parameters:
         raise UserError("the schedule has no parameter", _WHERE, ("pass a function: lambda step: 0.99 ** step",))
+    first, *others = parameters
     known = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
-    needed = [
-        one.name for one in others if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    missing = [name for name in needed if name not in known]
-    if missing:
-        hints = ("use only the further parameters total_steps and steps_per_epoch",)
-        raise UserError(f"the schedule has an unknown parameter: {missing[0]}", _WHERE, hints)
-    names = {one.name for one in others}
-    return first.name == _OF_OPTIMIZER, {name: value for name, value in known.items() if name in names}
+    for one in others:
+        required = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        if required and one.name not in known:
+            hints = ("use only the further parameters total_steps and steps_per_epoch",)
+            raise UserError(f"the schedule has an unknown parameter: {one.name}", _WHERE, hints)
+    return first.name == "optimizer", {one.name: known[one.name] for one in others if one.name in known}
 
 
 def _part(value: Any, step: int) -> float:

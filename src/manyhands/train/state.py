@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from manyhands.checkpoint.describe import OPTIMIZER, NetworkLayout, is_extra
 from manyhands.checkpoint.read import Source, in_memory
-from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten, plain_extra_state, unflatten
+from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten_optimizer, plain_extra_state, unflatten
 from manyhands.config.job import BY_TOP1
 from manyhands.core.errors import UserError
 from manyhands.parallel.network import ParallelNetwork
@@ -36,10 +36,8 @@ class Progress:
 
     def improves(self, by: str, figure: float) -> bool:
         """Records an evaluation and returns True if it is the best so far; starts over if train.best has changed."""
-        best = self.best_figure if by == self.best_by else None
-        if math.isnan(figure) or (
-            best is not None and (figure <= best if by.startswith("highest") else figure >= best)
-        ):
+        best, sign = self.best_figure if by == self.best_by else None, 1 if by.startswith("highest") else -1
+        if math.isnan(figure) or (best is not None and sign * figure <= sign * best):
             return False
         self.best_figure, self.best_by, self.best_step = figure, by, self.step
         return True
@@ -105,7 +103,7 @@ def copied(value: Any, *, keep: bool = True) -> Any:
 def _gathered(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What FSDP has spread, whole on the CPU, one tensor after another; a collective. Empty for who doesn't keep it."""
+    """Gathers what FSDP has sharded, one tensor after another; a collective. Empty without `keep`."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     tensors, state = copied(get_state_dict(model, optimizer), keep=keep)
@@ -116,14 +114,8 @@ def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """Returns an optimizer's state by parameter name, independent of groups and layouts."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {names[id(parameter)]: copied(values) for parameter, values in optimizer.state.items()}
-    groups = [
-        {
-            **copied({k: v for k, v in group.items() if k != "params"}),
-            "params": [names[id(p)] for p in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
-    return {"state": state, "param_groups": groups}
+    groups = [{**group, "params": [names[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
+    return {"state": state, "param_groups": copied(groups)}
 
 
 def restore(
@@ -154,7 +146,9 @@ def restore(
     if network.layouts:
         live = {name: layout.shape for name, layout in network.layouts.items()}
         snapshot = snapshot if source else fitted(snapshot, live)
-        opened = source or _in_memory(snapshot)
+        branches, tensors = flatten_optimizer(snapshot.optimizer or {})
+        saved = in_memory(tensors) if snapshot.optimizer else None
+        opened = source or Source(Path(), "whole", in_memory(snapshot.model), saved, branches, snapshot.state)
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
         if extra := _known(extra_state(snapshot, where), network.inner.state_dict(), snapshot.notes):
             network.inner.load_state_dict(extra, strict=False)
@@ -173,14 +167,6 @@ def restore(
     return progress, ""
 
 
-def _in_memory(snapshot: Snapshot) -> Source:
-    """A snapshot as a source to read pieces from."""
-    tensors: dict[str, Tensor] = {}
-    branches = {key: flatten(value, key, tensors) for key, value in (snapshot.optimizer or {}).items()}
-    optimizer = in_memory(tensors) if snapshot.optimizer else None
-    return Source(Path(), "whole", in_memory(snapshot.model), optimizer, branches, snapshot.state)
-
-
 def load_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> None:
     """Loads tensors and extra state into an unsharded network. Raises as `fit_snapshot` does."""
     state = fit_snapshot(snapshot, model, where, renames=renames)
@@ -194,9 +180,8 @@ def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: b
 
     `renames`: names may differ as in `fit_names`. Raises UserError: the snapshot belongs to another network.
     """
-    live, fit = model.state_dict(), snapshot
-    if renames:
-        fit = fitted(snapshot, live)
+    live = model.state_dict()
+    fit = fitted(snapshot, live) if renames else snapshot
     saved = _known({**fit.model, **extra_state(fit, where)}, live, snapshot.notes)
     live = {name: one for name, one in live.items() if isinstance(one, Tensor) or name in saved}
     shapes, others = [
@@ -240,11 +225,8 @@ def check_shapes(
         own = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
         shown = (f"compare with the names in the file: {own}",) if names and saved.keys() != live.keys() else ()
         more = f" … and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(
-            f"the checkpoint belongs to another network: {'; '.join(problems[:3])}{more}",
-            where,
-            (*shown, "use the network of the checkpoint", "or start a new run in another folder: --out DIR"),
-        )
+        hints = (*shown, "use the network of the checkpoint", "or start a new run in another folder: --out DIR")
+        raise UserError(f"the checkpoint belongs to another network: {'; '.join(problems[:3])}{more}", where, hints)
 
 
 def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None) -> str:

@@ -60,7 +60,10 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> str:
     everybody = gather_plain(packed, trainer.world)
     if trainer.world.is_main:
         events = [event for one in everybody for event in json.loads(zlib.decompress(base64.b64decode(one)))]
-        trainer.journal.file(lambda: write_atomic(trainer.folder.trace, json.dumps(_aligned(events))))
+        began_us = min((event["ts"] for event in events if "ts" in event), default=0.0)
+        moved = [{**event, "ts": event["ts"] - began_us} if "ts" in event else event for event in events]
+        text = json.dumps({"traceEvents": moved, "displayTimeUnit": "ms"})
+        trainer.journal.file(lambda: write_atomic(trainer.folder.trace, text))
     CLOCK.take()  # the profiler's own time is nobody's
     return "finished"
 
@@ -99,10 +102,3 @@ def _phases(pid: int, began_us: float) -> Iterator[dict[str, Any]]:
         if begin_us >= began_us:
             took_us = (end_s - begin_s) * 1e6
             yield {"name": PHASES[phase], "ph": "X", "pid": pid, "tid": 0, "ts": begin_us, "dur": took_us}
-
-
-def _aligned(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """All processes' events from time 0 on."""
-    began_us = min((event["ts"] for event in events if "ts" in event), default=0.0)
-    moved = [{**event, "ts": event["ts"] - began_us} if "ts" in event else event for event in events]
-    return {"traceEvents": moved, "displayTimeUnit": "ms"}
