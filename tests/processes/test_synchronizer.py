@@ -228,7 +228,7 @@ def _told(world):
     found = []
     for wait_s in (0.0, 1.2, 0.0):
         time.sleep(wait_s)
-        found.append(status_round.add_up(StepSums(), 1, stop=False).total.report_time)
+        found.append(status_round.add_up(StepSums(), 1, stop=False).report_time)
     return found
 
 

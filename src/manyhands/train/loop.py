@@ -114,24 +114,24 @@ def attend(trainer: Trainer, stop: StopSignal) -> bool:
         extra=trainer.status_values,
         replaced=bad,
     )
-    if not math.isfinite(status.total.loss):
+    if not math.isfinite(status.loss):
         raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
     record_status(trainer, status)
     trainer.note_stall(trainer.heartbeats.too_long(status.waited_s), status.waited_s)
     trainer.observe(status)
-    finish_save(trainer, written=round(status.total.written))
-    if status.total.stop:
+    finish_save(trainer, written=status.written)
+    if status.stop:
         trainer.journal.event("stopping", "saving", progress.step)
     progress.owed = evaluation
-    if status.total.stop:
+    if status.stop:
         if not progress.owed:
             record_epoch(trainer)
         save_last(trainer)
     elif trainer.custom_loop and epoch_ends:
         pass  # what the user's own loop does at an epoch's end belongs to what is saved there
-    elif _conclude(trainer, stop) or trainer.save_due(by_time=status.total.save > 0):
+    elif _conclude(trainer, stop) or trainer.save_due(by_time=bool(status.save)):
         save(trainer)
-    return status.total.stop > 0
+    return bool(status.stop)
 
 
 def _conclude(trainer: Trainer, stop: StopSignal) -> bool:

@@ -22,15 +22,14 @@ def record_status(trainer: Trainer, status: Status) -> None:
         trainer.journal.event("first-step", step=1)
     if differing := trainer.update.differing_buffers():
         trainer.on_differing_buffers(differing)
-    if status.total.replaced:
+    if status.replaced:
         record_replaced(trainer)
-    if status.total.report_time:
+    if status.report_time:
         record_time(trainer)
-    total, own = status.total, status.own
-    if not total.samples:
+    if not status.samples:
         return
     trainer.epoch_mean.add(status)
-    growing = trainer.divergence.observe(total.loss)
+    growing = trainer.divergence.observe(status.loss)
     if growing:
         trainer.journal.event("warning", growing, progress.step)
     epoch_loss, epoch_top1 = trainer.epoch_mean.take() if progress.step_in_epoch == 0 else (None, None)
@@ -42,11 +41,11 @@ def record_status(trainer: Trainer, status: Status) -> None:
             step_in_epoch=progress.step_in_epoch,
             steps_per_epoch=steps_per_epoch,
             total_steps=trainer.total_steps,
-            loss=total.loss,
-            top1=total.top1,
+            loss=status.loss,
+            top1=status.top1,
             learning_rate=largest_rate(trainer.update.optimizer),
-            images_per_s=total.samples / status.seconds,
-            samples=int(total.samples),
+            images_per_s=status.samples / status.seconds,
+            samples=round(status.samples),
             data_share=status.data_share,
             saved_step=progress.saved_step,
             epoch_loss=epoch_loss,
@@ -54,11 +53,11 @@ def record_status(trainer: Trainer, status: Status) -> None:
             asked=trainer.line_due(),
         )
     )
-    figures = f"loss={own.loss:.4f} acc={percentage(own.top1)}" if own.samples else "loss=- acc=-"
+    own = f"loss={status.own.loss:.4f} acc={percentage(status.own.top1)}" if status.own.samples else "loss=- acc=-"
     of_epoch = f" epoch_loss={epoch_loss:.4f}" if epoch_loss is not None else ""
     place = f"epoch={(progress.step - 1) // steps_per_epoch + 1} step={progress.step}/{trainer.total_steps}"
     trainer.journal.line(
-        f"rank={trainer.world.rank} {place} {figures} samples={own.samples} all_loss={total.loss:.4f}{of_epoch}"
+        f"rank={trainer.world.rank} {place} {own} samples={status.own.samples} all_loss={status.loss:.4f}{of_epoch}"
     )
 
 

@@ -61,7 +61,7 @@ def save(trainer: Trainer) -> None:
 
 
 @CLOCK.within(SAVING)
-def finish_save(trainer: Trainer, *, written: int | None = None) -> None:
+def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
     """Waits for the save in progress, if any, and handles its result; a collective.
 
     After a disk error, the run continues without this checkpoint, with a warning. With `written`, the number of

@@ -59,11 +59,10 @@ class StatusSums:
         return cls(*vector[:count], extra=vector[count:])
 
 
-@dataclass(frozen=True)
-class Status:
-    """The result of a status round."""
+@dataclass
+class Status(StatusSums):
+    """The result of a status round: the sums over all processes."""
 
-    total: StatusSums  # over all processes
     own: StatusSums  # of this process
     seconds: float  # since the last round, by this process's clock
     data_share: float  # part of that time that this process waited for data
@@ -77,19 +76,19 @@ class EpochMean:
     whole: bool = True  # False if the run resumed within the epoch, whose mean is then unknown
     _loss: float = 0.0
     _correct: float = 0.0
-    _samples: int = 0
+    _samples: float = 0.0
 
     def add(self, status: Status) -> None:
         """Counts the samples of one status."""
-        self._loss += status.total.loss_sum
-        self._correct += status.total.correct
-        self._samples += int(status.total.samples)
+        self._loss += status.loss_sum
+        self._correct += status.correct
+        self._samples += status.samples
 
     def take(self) -> tuple[float | None, float | None]:
         """Returns mean loss and accuracy of the epoch, None if unknown, and starts the next epoch."""
         known = self.whole and self._samples > 0
         found = (self._loss / self._samples, self._correct / self._samples) if known else (None, None)
-        self.whole, self._loss, self._correct, self._samples = True, 0.0, 0.0, 0
+        self.whole, self._loss, self._correct, self._samples = True, 0.0, 0.0, 0.0
         return found
 
 
@@ -168,7 +167,8 @@ class StatusRound:
         free = -(-wanted // self.multiple) * self.multiple
         self._next_step = min(free, max(wanted, step + round(LONGEST_S / mean_s)))
         seconds = max(took_s, 1e-9)
-        status = Status(total, own, seconds, min(1.0, self.waiting_s / seconds), waited_s)
+        data_share = min(1.0, self.waiting_s / seconds)
+        status = Status(**vars(total), own=own, seconds=seconds, data_share=data_share, waited_s=waited_s)
         self.reset(step)
         return status
 

@@ -136,9 +136,9 @@ class Trainer:
 
     def observe(self, status: Status) -> None:
         """Reports slow ranks, stalls and the cost of communication; adapts local steps to the link."""
-        message = status.total.extra
+        message = status.extra
         if self.interval:
-            self.interval.trained(status.seconds, status.total.samples, saving=self.saver.step is not None)
+            self.interval.trained(status.seconds, status.samples, saving=self.saver.step is not None)
         if self.watcher:
             self.watcher.name_a_stall(status.waited_s, self.progress.step, self.journal)
             self.sync = self.watcher.observe(message, self.progress.step, self.journal)
