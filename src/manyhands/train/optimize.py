@@ -24,19 +24,6 @@ _WHERE = "train.optimizer"
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 
-def own_maker(options: TrainOptions, given: MakeOptimizer | None) -> MakeOptimizer | None:
-    """Returns the custom optimizer function, from Python or from a file; None if the job names a built-in optimizer.
-
-    Raises:
-        UserError: the file has no such function, or the Python object is not available.
-    """
-    make: Any = brought(_WHERE, options.optimizer, given)
-    if make is not None and not callable(make):
-        hints = ("name a function of the parameters that returns a torch.optim.Optimizer",)
-        raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, hints)
-    return cast(MakeOptimizer | None, make)
-
-
 def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     """Creates the custom optimizer of a network's trainable parameters and stores each group's learning rate.
 
@@ -239,9 +226,15 @@ def make_optimizer(
         options: the train section.
         sharded: True if the mode shards parameters.
         own: the custom function from Python; it overrides the name in the options.
+
+    Raises:
+        UserError: the custom function is missing, or its optimizer isn't supported.
     """
-    if make := own_maker(options, own):
-        return make_custom(make, model)
+    if (make := brought(_WHERE, options.optimizer, own)) is not None:
+        if not callable(make):
+            hints = ("name a function of the parameters that returns a torch.optim.Optimizer",)
+            raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, hints)
+        return make_custom(cast(MakeOptimizer, make), model)
     groups, rate, momentum = _groups(model, options), options.lr, options.momentum
     # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
     fused = None if sharded else True

@@ -85,19 +85,22 @@ def split_names(splits: Splits) -> Iterator[tuple[str, Source]]:
         yield HELD_OUT if source is splits.held_out else word, source
 
 
-def class_changes(old: Sequence[str], new: Sequence[str]) -> str:
-    """Describes how class names or their order differ; empty if they are equal, or unknown on one side.
+def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> None:
+    """Raises UserError if the checkpoint's class names or their order changed: outputs would change their meaning.
 
-    A class named like its number has no known name.
+    A class named like its number has no known name, and nothing is compared where one side knows no names.
     """
     then, now = map(_known_names, (old, new))
     if not then or not now or then == now:
-        return ""
+        return
     gone, added = [name for name in then if name not in now], [name for name in now if name not in then]
-    if not gone and not added:
-        return f"the order of the classes changed from {_quoted(then)} to {_quoted(now)}"
     found = [f"{_quoted(names)} {word}" for names, word in ((gone, "removed"), (added, "added")) if names]
-    return f"the classes of the data changed: {', '.join(found)}"
+    changes = f"the classes of the data changed: {', '.join(found)}"
+    if not found:
+        changes = f"the order of the classes changed from {_quoted(then)} to {_quoted(now)}"
+    alike = [difference for name in new if name not in old and (difference := lookalike_difference(name, old))]
+    hints = (*alike[:3], "undo the change of the class names", "or start a new run in another folder: --out NEW")
+    raise UserError(f"{changes}, so the network's outputs would change their meaning", where, hints)
 
 
 def _known_names(names: Sequence[str]) -> list[str]:
@@ -110,14 +113,6 @@ def _known_names(names: Sequence[str]) -> list[str]:
 
 def _quoted(names: Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names[:5]) + (" …" if len(names) > 5 else "")
-
-
-def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> None:
-    """Raises UserError if the checkpoint's class names or their order changed: outputs would change their meaning."""
-    if changes := class_changes(old, new):
-        alike = [difference for name in new if name not in old and (difference := lookalike_difference(name, old))]
-        hints = (*alike[:3], "undo the change of the class names", "or start a new run in another folder: --out NEW")
-        raise UserError(f"{changes}, so the network's outputs would change their meaning", where, hints)
 
 
 def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[str] = (), *, contents: bool) -> str:
