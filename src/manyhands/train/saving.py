@@ -111,11 +111,9 @@ def rescue(trainer: Trainer) -> bool:
     """
     network, progress = trainer.network, trainer.progress
     held_alone = network.sharded or network.layouts or trainer.synchronizer.own
-    # A scheduler of somebody else's has moved on with an update's beginning.
-    partial_update = trainer.update.partial_update
-    between = partial_update.in_pieces or (
-        partial_update.begun and isinstance(trainer.update.set_rates, CustomScheduler)
-    )
+    # A torch scheduler has made its step at the beginning of an update.
+    partial_update, scheduled = trainer.update.partial_update, isinstance(trainer.update.set_rates, CustomScheduler)
+    between = partial_update.in_pieces or (partial_update.begun and scheduled)
     if held_alone or between or not progress.step or trainer.folder is NOWHERE:
         return False
     partial_update.undo()
@@ -160,11 +158,9 @@ def save_last(trainer: Trainer) -> None:
     save(trainer)
     finish_save(trainer)
     if trainer.progress.saved_step != trainer.progress.step:
-        raise RunError(
-            f"step {trainer.progress.step} could not be saved; the last warning gives the reason",
-            str(trainer.folder.checkpoints),
-            (f"free disk space, then resume from the last checkpoint: {resume_command(trainer.folder.path)}",),
-        )
+        what = f"step {trainer.progress.step} could not be saved; the last warning gives the reason"
+        hint = f"free disk space, then resume from the last checkpoint: {resume_command(trainer.folder.path)}"
+        raise RunError(what, str(trainer.folder.checkpoints), (hint,))
 
 
 def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
@@ -187,9 +183,8 @@ def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int)
     """Writes the checkpoint, and deletes what it makes superfluous; reads nothing that training changes meanwhile."""
     folder, network, world, started = trainer.folder.checkpoints, trainer.network, trainer.world, time.perf_counter()
     if network.layouts:
-        gather, write = functools.partial(gather_plain, world=world), save_full
-        if trainer.job.checkpoint.pieces:
-            write = save_pieces
+        write = save_pieces if trainer.job.checkpoint.pieces else save_full
+        gather = functools.partial(gather_plain, world=world)
         group = CheckpointGroup(world.rank, world.size, gather, world.device, trainer.writers)
         path = write(folder, step, snapshot, NetworkLayout(network.mesh, network.layouts), group)
     else:

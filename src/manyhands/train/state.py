@@ -64,14 +64,17 @@ def capture(
     """
     tensors, other = split_state(network.inner)
     if network.sharded:
-        model, optimizer_state = _gathered(network.inner, optimizer, keep=keep)
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        # What FSDP has sharded is gathered one tensor after another.
+        full, optimizer_state = copied(get_state_dict(network.inner, optimizer), keep=keep)
+        model = {name: one for name, one in full.items() if isinstance(one, Tensor)}
+        optimizer_state = optimizer_state if keep else {}
     else:
-        model = copied(tensors)
-        optimizer_state = named_optimizer(network.inner, optimizer)
+        model, optimizer_state = copied(tensors), named_optimizer(network.inner, optimizer)
     best = {"step": progress.best_step if progress.best_step >= 0 else None, "figure": progress.best_figure}
-    return Snapshot(
-        model, optimizer_state, copied({**asdict(progress), "best": best, **extra, **other}), network.endless
-    )
+    state = copied({**asdict(progress), "best": best, **extra, **other})
+    return Snapshot(model, optimizer_state, state, network.endless)
 
 
 def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -98,16 +101,6 @@ def copied(value: Any, *, keep: bool = True) -> Any:
     if type(value) in {list, tuple}:
         return type(value)(copied(one, keep=keep) for one in value)
     return copy.deepcopy(value)
-
-
-def _gathered(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Gathers what FSDP has sharded, one tensor after another; a collective. Empty without `keep`."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    tensors, state = copied(get_state_dict(model, optimizer), keep=keep)
-    return ({name: one for name, one in tensors.items() if isinstance(one, Tensor)}, state) if keep else ({}, {})
 
 
 def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -36,12 +36,8 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> str:
     steps, made = trainer.job.run.trace_steps, 0
     CLOCK.spans = []
     plan = schedule(wait=0, warmup=_WARM_UP, active=steps, repeat=1)
-    with (
-        scratch("trace") as folder,
-        profile(
-            schedule=plan, on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(folder / "own.json"))
-        ) as profiler,
-    ):
+    with scratch("trace") as folder, profile(schedule=plan) as profiler:
+        profiler.on_trace_ready = lambda _: profiler.export_chrome_trace(str(folder / "own.json"))
         while made < _WARM_UP + steps and not (trainer.done() or trainer.stopped):
             for update in epoch():
                 trainer.update(update, trainer.progress.step)
