@@ -25,9 +25,7 @@ from manyhands.report.summary import result_lines, result_object
 from manyhands.run.folder import folder_to_be
 from manyhands.run.outcome import Outcome
 from manyhands.run.resume import announce_reach
-from manyhands.run.script import check_script
-from manyhands.run.script import result_lines as script_lines
-from manyhands.run.train import check_names, place_of, train
+from manyhands.run.train import check_names, check_script, place_of, train
 
 
 def run_job(
@@ -79,7 +77,9 @@ def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> 
     if job.run.script and as_json:
         show_json({"run": str(outcome.folder.path), "status": outcome.status, "exit_code": outcome.exit_code})
     elif job.run.script:
-        show(script_lines(outcome.folder, job), sys.stderr)
+        path = outcome.folder.path
+        logs = f"logs   manyhands logs {shlex.quote(str(path))}"
+        show([f"{job.run.script[0]} finished", f"run    {path}", logs], sys.stderr)
     else:
         found = outcome.read()
         if not quiet or not as_json:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 
 from manyhands.checkpoint.saved import saved_step
@@ -31,7 +30,6 @@ from manyhands.run.machines import Membership
 from manyhands.run.outcome import Outcome, conclude, ends_noted, note_replaced, starts_and_stops
 from manyhands.run.recovery import run_to_end
 from manyhands.run.registry import remember_reach
-from manyhands.run.script import shown
 from manyhands.run.start import Starts, check_machines
 from manyhands.run.train import check_names, watch_on
 
@@ -77,7 +75,8 @@ def launch(
                 membership = stack.enter_context(closing(Membership(job, found, folder, screen.say)))
                 starts = stack.enter_context(Starts(job, membership, folder, receiver, screen.say))
                 _prepare(job, membership, starts, folder, screen)
-                show_news = shown(job, folder, screen, quiet=quiet)
+                watch = watch_on(job, folder, screen, quiet=quiet)
+                show_news = watch.on_tick
                 hear = stack.enter_context(join_listener(folder.path, membership.add, screen.say))
 
                 def on_tick() -> None:
@@ -92,12 +91,8 @@ def launch(
                         starts.copy.carry()
                     return membership.regroups()
 
-                watch = replace(
-                    watch_on(job, screen, on_tick),
-                    on_file=_RecordKeeper(receiver, screen, found.running[0].name),
-                    cut=starts.tunnels.ended,
-                    regroups=regroups,
-                )
+                watch.on_tick, watch.regroups, watch.cut = on_tick, regroups, starts.tunnels.ended
+                watch.on_file = _RecordKeeper(receiver, screen, found.running[0].name)
                 ending = run_to_end(job, folder, membership, starts.orders, watch, screen.say)
                 if starts.copy:
                     starts.copy.finish()

@@ -13,13 +13,12 @@ from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.failures import as_error
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
-from manyhands.core.errors import EXIT_FAILED, EXIT_OK, EXIT_SAVED, ManyhandsError, RunError
+from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_SAVED, ManyhandsError, RunError
 from manyhands.core.records import REPLACED, Event, Failure, append, read_lines, write_json
 from manyhands.core.resuming import names_resume, resume_command
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import say
 from manyhands.report.read import RunData, read_run
-from manyhands.run.script import note_end
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,14 @@ def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> O
         ending: how its processes ended.
         earlier: see `stop_saved`.
     """
-    if job.run.script:
-        note_end(job, folder, ending)
-    if ending.ok and job.run.script:
+    if job.run.script and ending.interrupted:
+        note(folder, "stopped")
+        hints = (f"for its output: manyhands logs {shlex.quote(str(folder.path))}",)
+        error = ManyhandsError(f"{job.run.script[0]} was stopped", hints=hints)
+        error.exit_code = EXIT_INTERRUPTED
+        raise error
+    if job.run.script and ending.ok:
+        note(folder, "finished")
         return Outcome(folder, "finished")
     if ending.refused and not ending.ok:
         note_head(job, folder, ending.refused)
@@ -125,7 +129,7 @@ def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> Man
     step = saved_step(folder)
     error = unsaved(folder.path, step, hung, idle=idle)
     kind = "stopped" if error.exit_code == EXIT_SAVED else "interrupted"
-    _note(folder, kind, error.message, step=step, data={"rankless": True})
+    note(folder, kind, error.message, step=step, data={"rankless": True})
     return error
 
 
@@ -149,19 +153,19 @@ def stop_saved(folder: RunFolder, earlier: int = 0) -> int | None:
     if last.get("kind") not in {"stopping", "stopped"} or step is None or saved is None or saved < step:
         return None
     if last.get("kind") == "stopping":
-        _note(folder, "stopped", f"stopped and saved at step {step}", step=step)
+        note(folder, "stopped", f"stopped and saved at step {step}", step=step)
     return step
 
 
 def note_replaced(folder: RunFolder, message: str) -> None:
     """Records that another launcher has taken the run over; its further records are in that launcher's folder."""
-    _note(folder, REPLACED, message, step=saved_step(folder))
+    note(folder, REPLACED, message, step=saved_step(folder))
 
 
 def note_cause(folder: RunFolder, cause: Failure) -> None:
     """Records a first cause, in full if the failed process could not write its own record."""
     about = {"time": cause.time, "rank": cause.rank, "step": cause.step, "data": {"host": cause.host}}
-    _note(folder, "failed", cause.what, **about)
+    note(folder, "failed", cause.what, **about)
     with suppress(OSError):
         record = folder.failures / f"{cause.rank}.json"
         if not record.exists():
@@ -174,7 +178,7 @@ def note_head(job: Job, folder: RunFolder, error: Exception) -> None:
     what = error.message if known else f"{type(error).__name__}: {error}"
     where, hints = (error.where, [*error.hints]) if known else ("", [])
     host = where if where in {machine.name for machine in machines_of(job.cluster)} else ""
-    _note(folder, "failed", what, data={"rankless": True, "host": host, "where": where, "hints": hints})
+    note(folder, "failed", what, data={"rankless": True, "host": host, "where": where, "hints": hints})
 
 
 @contextmanager
@@ -194,7 +198,7 @@ def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
         raise
 
 
-def _note(folder: RunFolder, kind: str, message: str, **fields: Any) -> None:
+def note(folder: RunFolder, kind: str, message: str = "", **fields: Any) -> None:
     """Records an event; a full disk must not hide the error that the user sees anyway."""
     with suppress(OSError):
         append(folder.events, Event(**{"time": time.time(), "kind": kind, "message": message, **fields}))

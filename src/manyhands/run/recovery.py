@@ -16,10 +16,8 @@ from manyhands.core.errors import EXIT_FAILED, RunError
 from manyhands.core.records import (
     MACHINE_LOST,
     PROCESS_ENDED,
-    Event,
     Failure,
     StepMetrics,
-    append,
     read_lines,
     write_json,
 )
@@ -27,6 +25,7 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import ALIKE_S, RESTART_S
 from manyhands.report.follow import end_of
 from manyhands.report.read import parse_metrics
+from manyhands.run.outcome import note
 
 # The same error at the same line so often within ALIKE_S would occur again after every restart.
 MOST_ALIKE = 3
@@ -221,18 +220,9 @@ def _note(folder: RunFolder, restart: Restart, number: int, message: str, step: 
     """Records a restart, and moves the failed processes' records aside for those of the next start."""
     cause = restart.cause
     rank, at = (cause.rank, cause.time) if cause else (0, time.time())
+    host = cause.host if cause else ""
+    note(folder, restart.kind, message, time=at, rank=rank, step=step, data={"host": host})
     with suppress(OSError):
-        append(
-            folder.events,
-            Event(
-                time=at,
-                kind=restart.kind,
-                rank=rank,
-                step=step,
-                message=message,
-                data={"host": cause.host if cause else ""},
-            ),
-        )
         kept = folder.failures / f"start-{number}"
         for record in folder.failures.glob("*.json"):
             kept.mkdir(exist_ok=True)

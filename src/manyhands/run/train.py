@@ -1,4 +1,4 @@
-"""Starts a training run on this machine and watches it, or trains in this process as one of a group."""
+"""Starts a run or a script of the user's on this machine and watches it, or trains in this process as one of a group."""
 
 import os
 import sys
@@ -18,10 +18,12 @@ from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
+from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.hosts.this_process import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
+from manyhands.config.load import LoadedJob
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
-from manyhands.core.files import private_files
+from manyhands.core.files import private_files, write_all
 from manyhands.core.mesh import parse_mesh
 from manyhands.core.resuming import OBJECTS
 from manyhands.core.run_folder import NOWHERE, RunFolder
@@ -47,10 +49,11 @@ from manyhands.run.outcome import (
     with_resume_hint,
 )
 from manyhands.run.recovery import RestartHooks, run_to_end
-from manyhands.run.script import shown, stopping
 from manyhands.sync.choose import check_method
 
 STOPPING = "stopping after the current update; press Ctrl-C again to end at once without saving"
+# The sections of a job that apply to a script.
+_SCRIPT_SECTIONS = ("cluster.", "run.")
 
 
 def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Rendezvous | None = None) -> Outcome:
@@ -89,15 +92,14 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
     with run_folder(job) as folder, private_folder as private:
         more, earlier = {"met": several, **_hand_over(objects, private)}, len(starts_and_stops(folder))
         with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
-            watch = watch_on(job, screen, shown(job, folder, screen, quiet=quiet))
+            watch = watch_on(job, folder, screen, quiet=quiet)
             # With one command per machine no launcher watches all processes: none are restarted or evicted.
             watch.evicts &= not several
-            agents = list[AgentConnection]()
+            agents, there = list[AgentConnection](), str(folder.path.resolve())
 
             def orders(job: Job, number: int) -> dict[AgentConnection, Orders]:
                 if not agents or agents[-1].closed:
                     agents.append(open_here(folder.ranks / "agent.log"))
-                there = str(folder.path.resolve())
                 return {agents[-1]: orders_for(job, "train", there, rendezvous, generation=number, **more)}
 
             try:
@@ -204,21 +206,62 @@ def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
     return {"objects": str(path), "paths": [entry or str(Path.cwd()) for entry in sys.path]}
 
 
-def watch_on(job: Job, screen: Screen, on_tick: Callable[[], None]) -> Watch:
-    """Returns the callbacks by which supervision updates the screen and follows the run folder."""
-    folder = FolderWatch(screen.folder, lambda text: screen.say(text, "WARNING"))
+def watch_on(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> Watch:
+    """Returns the callbacks by which supervision follows the run folder, and shows progress or a script's output."""
+
+    def warn(text: str) -> None:
+        screen.say(text, "WARNING")
+
+    followed, script = FolderWatch(folder.path, warn), job.run.script
+    echo = ScriptOutput(folder.ranks / "0.log") if script and not quiet else None
 
     def tick() -> None:
-        folder.look()
-        on_tick()
+        followed.look()
+        screen.update()
+        if echo:
+            echo.show_new()
 
-    return Watch(
-        tick,
-        lambda: screen.say(stopping(job, STOPPING)),
-        lambda how: screen.say(how, "WARNING"),
-        stalls=not job.cluster.debugging,
-        evicts=job.cluster.recovers,
-    )
+    # A script may not save.
+    stopping = f"stopping {script[0]}; press Ctrl-C again to kill the script" if script else STOPPING
+    stalls, evicts = not job.cluster.debugging, job.cluster.recovers
+    return Watch(tick, lambda: screen.say(stopping), warn, stalls=stalls, evicts=evicts)
+
+
+class ScriptOutput:
+    """Copies the output of a script's rank 0 from its log file to standard output unchanged, from now on."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._shown = log.stat().st_size if log.is_file() else 0
+
+    def show_new(self) -> None:
+        if not self._log.is_file() or self._log.stat().st_size <= self._shown:
+            return
+        with self._log.open("rb") as file:
+            file.seek(self._shown)
+            new = file.read()
+        self._shown += len(new)
+        sys.stdout.flush()
+        write_all(sys.stdout.fileno(), new)
+
+
+def check_script(loaded: LoadedJob) -> None:
+    """Checks a script and its options before anything is started.
+
+    Raises:
+        UserError: there is no such script here, or an option was given that does not apply to scripts.
+    """
+    job, script = loaded.job, loaded.job.run.script[0]
+    given = [key for key, origin in loaded.origins.items() if origin == "flag" and not key.startswith(_SCRIPT_SECTIONS)]
+    if given:
+        hints = (f"put options of the script after --: manyhands train {script} -n 2 -- --its-own-option 3",)
+        raise UserError(f"{given[0]} has no effect on a script of your own", f"flag --{given[0]}", hints)
+    if not machines_of(job.cluster) and not Path(script).is_file():
+        raise UserError(f"there is no script {script}", str(Path.cwd()), ("write the path relative to this folder",))
+    if found := participate(job.cluster).process_info:
+        what = f"this process is already rank {found.rank} of {found.size}, as set by {found.started_by}"
+        hints = (f"start {script} without manyhands", f"or without a launcher: manyhands train {script} -n 2")
+        raise UserError(what, script, hints)
 
 
 def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, objects: Any) -> Outcome:
@@ -233,7 +276,14 @@ def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, object
         return Outcome(RunFolder(Path(result["folder"])), result["status"], is_main=False)
     with run_folder(job) as folder:
         screen, over = Screen(folder.path, quiet=quiet), threading.Event()
-        thread = threading.Thread(target=_draw, args=(screen, over), daemon=True)
+        on_tick = watch_on(job, folder, screen, quiet=quiet).on_tick
+
+        def draw() -> None:
+            while not over.wait(0.25):
+                with suppress(OSError):
+                    on_tick()
+
+        thread = threading.Thread(target=draw, daemon=True)
         thread.start()
         try:
             result = _take_part(job, process_info, folder, objects, say)
@@ -244,15 +294,6 @@ def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, object
             screen.close()
         report_on(job, folder)
         return Outcome(folder, result["status"])
-
-
-def _draw(screen: Screen, over: threading.Event) -> None:
-    """Draws the screen from the run folder while this process trains."""
-    folder = FolderWatch(screen.folder, lambda text: screen.say(text, "WARNING"))
-    while not over.wait(0.25):
-        folder.look()
-        with suppress(OSError):
-            screen.update()
 
 
 def _take_part(
