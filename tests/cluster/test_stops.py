@@ -36,8 +36,15 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
 from manyhands.core.timeouts import AWAITED_S, KILL_S, SILENT_S
 from manyhands.report.read import read_run
-from manyhands.run.outcome import conclude, ends_noted, failure_of, interrupted, note_replaced, starts_and_stops
-from manyhands.run.why import explained
+from manyhands.run.outcome import (
+    conclude,
+    ends_noted,
+    explained,
+    failure_of,
+    interrupted,
+    note_replaced,
+    starts_and_stops,
+)
 from tests.e2e.command import finish, running, wait_until
 
 

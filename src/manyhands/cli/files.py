@@ -104,8 +104,8 @@ def pack(  # noqa: PLR0913 - one argument for each flag
 
     An interrupted pack resumes.
     """
-    from manyhands.run.pack import check_pack, request_of
-    from manyhands.run.pack import pack as make
+    from manyhands.run.disk import check_pack, request_of
+    from manyhands.run.disk import pack as make
 
     folder, to = folder.expanduser(), to and to.expanduser()
     request = None if check else request_of(folder, to, size, quality)
@@ -155,7 +155,7 @@ def clean(
     as_json: Json = False,
 ) -> int:
     """List old copies, caches and leftovers with their sizes; remove them, and runs given by name, with --yes."""
-    from manyhands.run.clean import find_leftovers, remove
+    from manyhands.run.disk import find_leftovers, remove
 
     found, kept = find_leftovers(runs)
     total = sum(leftover.size_bytes for leftover in found)

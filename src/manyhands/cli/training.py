@@ -22,9 +22,8 @@ from manyhands.core.errors import UserError
 from manyhands.core.terminal import say, show, show_json
 from manyhands.report.changes import refuse_changes
 from manyhands.report.summary import result_lines, result_object
-from manyhands.run.folder import folder_to_be
+from manyhands.run.folder import announce_reach, folder_to_be
 from manyhands.run.outcome import Outcome
-from manyhands.run.resume import announce_reach
 from manyhands.run.train import check_names, check_script, place_of, train
 
 
@@ -57,8 +56,7 @@ def run_job(
     if machines and not place_of(job).process_info:
         announce_reach(loaded)
         end_early()  # this machine may take no part, and a launcher that is detached is another process
-        from manyhands.run.join import Background
-        from manyhands.run.launch import launch
+        from manyhands.run.launch import Background, launch
 
         background = Background() if job.cluster.detach else None
         if background and background.elsewhere:

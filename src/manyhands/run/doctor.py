@@ -75,11 +75,7 @@ class Diagnosis:
 
 
 def diagnose(job: Job, say: Callable[[str], object] = lambda _line: None) -> Diagnosis:
-    """Examines the machines that the job names, or this machine.
-
-    Args:
-        job: what would run.
-        say: receives a sentence about the ports that are open meanwhile.
+    """Examines the machines that the job names, or this machine; `say` receives which ports are open meanwhile.
 
     Raises:
         UserError: the job's list of machines can't be read.
@@ -213,13 +209,9 @@ def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) 
 
 
 def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
-    """Tests connections between the machines that answer, and records why other machines don't answer.
+    """Tests connections between the machines that answer, and records why others of `machines` don't answer.
 
-    Args:
-        job: what would run.
-        agents: the agents of the machines that answer.
-        machines: all machines.
-        measure: measure clocks and the speed of links too, which takes seconds.
+    With `measure` clocks and the speed of links are measured too, which takes seconds.
     """
     facts = agents.facts
     needs = _needs(job, machines, facts)
@@ -258,14 +250,8 @@ def _orders(job: Job, agents: Machines, survey: Survey, way: StoreTunnel) -> dic
     folders = agents.ask_each(call(Agent.make_scratch), COLLECTIVE_S)
     limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
     quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)})
-    return {
-        machine.agent: orders_for(
-            quick,
-            "add-up",
-            folder,
-            Rendezvous((1,) * len(folders), number, *places.ends[machine]),
-            device=machine.device,
-            environment=machine.address.environment(),
-        )
-        for number, (machine, folder) in enumerate(folders.items())
-    }
+    orders = dict[AgentConnection, Orders]()
+    for number, (machine, folder) in enumerate(folders.items()):
+        met, variables = Rendezvous((1,) * len(folders), number, *places.ends[machine]), machine.address.environment()
+        orders[machine.agent] = orders_for(quick, "add-up", folder, met, device=machine.device, environment=variables)
+    return orders

@@ -27,9 +27,8 @@ from manyhands.report.page import write_report
 from manyhands.report.read import read_run
 from manyhands.report.summary import best_evaluation
 from manyhands.report.time_shares import samples_of_each
-from manyhands.run.folder import run_folder
+from manyhands.run.folder import record_of, run_folder
 from manyhands.run.outcome import Outcome, report_on
-from manyhands.run.resume import record_of
 from manyhands.run.tasks import list_pictures, resolve_checkpoint
 from manyhands.run.train import place_of, train, train_in_process
 from manyhands.train.objects import Objects, digest_objects, metric_words

@@ -33,6 +33,8 @@ MOST_ALIKE = 3
 MOST_IN_VAIN = 3
 # Updates over which the duration of an update is measured.
 _RECENT = 20
+# Prints a sentence, with its log level.
+Say = Callable[[str, str], object]
 
 
 class RestartHooks:
@@ -60,20 +62,11 @@ def run_to_end(
     machines: RestartHooks,
     orders: Callable[[Job, int], Mapping[AgentConnection, Orders]],
     watch: Watch,
-    say: Callable[[str, str], object],
+    say: Say,
 ) -> Ending:
-    """Starts the processes of a run, and again after each fault that a restart may fix.
+    """Starts the processes of a run, and again after each fault that a restart may fix; returns how the last one ended.
 
-    Args:
-        job: what to do.
-        folder: the run folder.
-        machines: where the processes run.
-        orders: prepares the start with this number, which may drop or add machines, and returns the machines' orders.
-        watch: what is called during supervision.
-        say: prints a sentence, with its log level.
-
-    Returns:
-        How the last start ended.
+    `orders` prepares the start with this number, which may drop or add machines, and returns the machines' orders.
     """
     policy, number, first_step = RestartPolicy(job, folder, say), 0, saved_step(folder)
     while True:
@@ -100,15 +93,9 @@ class Restart:
 
 
 class RestartPolicy:
-    """Decides after each start whether to restart.
+    """Decides after each start whether to restart."""
 
-    Args:
-        job: what to do.
-        folder: the run folder.
-        say: prints a sentence, with its log level.
-    """
-
-    def __init__(self, job: Job, folder: RunFolder, say: Callable[[str, str], object]) -> None:
+    def __init__(self, job: Job, folder: RunFolder, say: Say) -> None:
         self._folder, self._say = folder, say
         self._recovers, self._script = job.cluster.recovers, bool(job.run.script)
         self._began, self._saved = time.time(), saved_step(folder)
@@ -130,9 +117,9 @@ class RestartPolicy:
         if ending.refused:
             return None
         useless, too_few = self.count_fault(cause), machines.too_few()
-        if too_few or (useless and self._starts > 1):
-            self._say(too_few or useless, "WARNING")
         if useless or too_few:
+            if too_few or self._starts > 1:
+                self._say(too_few or useless, "WARNING")
             return None
         broken = f"the agent that watches the processes failed: {ending.broken}"
         return Restart("restarted", cause.what if cause else broken, cause)
@@ -154,7 +141,8 @@ class RestartPolicy:
         # Errors that manyhands explains itself, such as a loss that is not finite or a full disk, would occur again.
         if cause is not None and (cause.exit_code != EXIT_FAILED or cause.error == RunError.__name__):
             return "a restart would not fix this error"
-        if own and (self._script or not self._trained_since(began)):
+        trained = any(line.get("time", 0.0) >= began for line in read_lines(self._folder.metrics) if own)
+        if own and (self._script or not trained):
             return "the run failed before its first update, so a restart would fail too"
         saved = saved_step(self._folder)
         this = (cause.error, cause.rank, saved or 0) if cause and own else None
@@ -172,9 +160,6 @@ class RestartPolicy:
         if self._in_vain >= MOST_IN_VAIN:
             return f"{MOST_IN_VAIN} starts in a row saved nothing new: not restarting"
         return ""
-
-    def _trained_since(self, began: float) -> bool:
-        return any(line.get("time", 0.0) >= began for line in read_lines(self._folder.metrics))
 
 
 def from_outside(cause: Failure | None) -> bool:

@@ -1,4 +1,4 @@
-"""This user's runs: the list of active ones, how their machines are reached, and lookup by the names that users type.
+"""This user's runs: the list of active ones, how their machines are reached, lookup by names, and requests to stop.
 
 The list and the ssh settings are in the user's state folder.
 """
@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import shlex
+import signal
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
@@ -17,19 +18,26 @@ import psutil
 from platformdirs import user_state_path
 from pydantic import Field
 
-from manyhands.cluster.agents.claim import agents_work
+from manyhands.cluster.agents.claim import Term, agents_here, agents_work, raise_term, term_in
 from manyhands.core.choices import did_you_mean
-from manyhands.core.errors import UserError
+from manyhands.core.errors import RunError, UserError
 from manyhands.core.files import read_object
-from manyhands.core.records import Record, Running, write_json
+from manyhands.core.records import Event, Record, Running, write_json
 from manyhands.core.resuming import resume_command
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import say
+from manyhands.core.timeouts import KILL_RUN_S
+from manyhands.report.follow import look
 from manyhands.report.read import RunData, newest_runs, no_run, parse, read_run
 
 RUNS = Path("runs")
 # Setting the clock moves the start times of all processes a little.
 _SAME_START_S = 2.0
+_POLL_S = 0.1
+# Two signals at once may arrive as one.
+_BETWEEN_SIGNALS_S = 0.5
+# A stop that takes longer is explained.
+_EXPLAIN_S = 2.0
 R = TypeVar("R", bound=Record)
 
 
@@ -281,3 +289,71 @@ def head_of_active(folder: RunFolder) -> Running:
         "to list active runs: manyhands ps",
     )
     raise UserError("the run is not active", str(folder.path), hints)
+
+
+def stop_headless(folder: RunFolder, *, now: bool) -> bool:
+    """Stops a run with processes but no launcher on this machine: all its processes, everywhere, save and leave.
+
+    With `now`, local processes are killed without saving; processes on other machines save and exit.
+
+    Returns:
+        True once they have left; False for any other run.
+    """
+    run, ranks, term = folder.path, folder.ranks, term_in(folder.ranks)
+    # The launcher of a run that isn't detached may be on another machine, unless it is known to be gone.
+    known_gone = term != Term() or run.resolve() in {Path(record.run) for record in headless()}
+    if not known_gone or headed_here(run) or not agents_work(ranks):
+        return False
+    how = "ending the processes" if now else "asked the processes"
+    say(f"{how} of {run}{'' if now else ' to save and stop'}; the launcher is not on this machine")
+    if term != Term():
+        raise_term(ranks, Term(term.head + 1))
+    # A suspended agent (SIGSTOP) has not noticed that its launcher is gone; its workers end with it.
+    for pid in agents_here(ranks):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL if now else signal.SIGCONT)
+    while agents_work(ranks):
+        time.sleep(_POLL_S)
+    return True
+
+
+def stop_run(record: Running, *, now: bool) -> Event | None:
+    """Asks a run to save and stop, or ends it at once, and waits until it has ended.
+
+    Returns:
+        The event that ended it; None if it was killed before it could write one.
+
+    Raises:
+        UserError: its launcher is on another machine.
+        RunError: it could not be ended.
+    """
+    if not record.here:
+        hints = (f"run this on {record.host}: manyhands stop {shlex.quote(record.name)}",)
+        raise UserError(f"{record.name} was launched from {record.host}", record.run, hints)
+    signal_head(record, signal.SIGTERM)
+    if now:
+        say(f"ending {record.name} (pid {record.pid}) without saving")
+        time.sleep(_BETWEEN_SIGNALS_S)
+        signal_head(record, signal.SIGINT)
+        if not _ends_within(KILL_RUN_S, record):
+            say(f"{record.name} did not end within {KILL_RUN_S:.0f} s: killing the run")
+            signal_head(record, signal.SIGKILL)
+            if not _ends_within(KILL_RUN_S, record):
+                raise RunError(f"{record.name} can't be ended", f"pid {record.pid}", (f"run kill -9 {record.pid}",))
+        return look(record).end
+    say(f"asked {record.name} (pid {record.pid}) to save and stop")
+    shown, wait_s = "", _EXPLAIN_S
+    while not _ends_within(wait_s, record):
+        stopping = look(record).state == "stopping"
+        words = "waiting for the last checkpoint" if stopping else "waiting for the current update"
+        if words != shown:
+            say(f"{words}; use --now to end the run at once")
+        shown, wait_s = words, _POLL_S
+    return look(record).end
+
+
+def _ends_within(limit_s: float, record: Running) -> bool:
+    until = time.monotonic() + limit_s
+    while is_running(record) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+    return not is_running(record)

@@ -28,9 +28,9 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say
 from manyhands.parallel.options import MODE_OF_PLANS, USUAL_MODE, ParallelOptions
+from manyhands.run.folder import record_of
 from manyhands.run.logs import read_places
 from manyhands.run.outcome import failure_of
-from manyhands.run.resume import record_of
 from manyhands.run.train import check_names, place_of
 
 if TYPE_CHECKING:
@@ -89,19 +89,10 @@ def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
 def evaluate_job(
     job: Job, path: Path | None, *, given: Collection[str] = (), whole: bool = False
 ) -> dict[str, Any] | None:
-    """Evaluates a checkpoint on the processes that the job names.
+    """Evaluates a checkpoint, or without `path` the job's untrained network, on the processes that the job names.
 
-    Args:
-        job: the job.
-        path: the checkpoint; None for the untrained network of the job.
-        given: keys of the options that the user changed.
-        whole: evaluate all pictures of a plain folder.
-
-    Returns:
-        As `evaluate_run`.
-
-    Raises:
-        ManyhandsError: the evaluation failed.
+    `given` has the keys of the options that the user changed; with `whole` all pictures of a plain folder are
+    evaluated. For the result and errors see `evaluate_run`.
     """
     argument = {"checkpoint": str(path.resolve()) if path else "", "given": list(given), "whole": whole}
     found = _in_group_or_started(job, "evaluate", argument)
@@ -144,7 +135,7 @@ def run_of(reference: Path) -> RunFolder | None:
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:
-    """Returns the checkpoint folder or file that a reference means, and names damaged ones that were skipped.
+    """Returns the checkpoint that a reference means, and names damaged ones that were skipped.
 
     Raises:
         UserError: there is none, or it is on another machine.
@@ -188,8 +179,7 @@ def predict_files(
     Raises:
         UserError: a picture is missing, or the checkpoint can't be used without more.
     """
-    files = list_pictures(pictures)
-    path = resolve_checkpoint(reference, which)
+    files, path = list_pictures(pictures), resolve_checkpoint(reference, which)
     record = record_of(path)
     if model is None and record:
         announce([record.name], path, record, "--model {}")
@@ -199,11 +189,11 @@ def predict_files(
         argument = {"checkpoint": str(path.resolve()), "pictures": named, "model": model}
         found = _in_group_or_started(job, "predict", argument)
         yield from zip(files, found["guesses"], strict=True) if found else ()
-        return
-    from manyhands.worker.own_process import guess_files
+    else:
+        from manyhands.worker.own_process import guess_files
 
-    device = "cpu" if job.cluster.device == "auto" else job.cluster.device
-    yield from zip(files, guess_files(path, files, model, device), strict=True)
+        device = "cpu" if job.cluster.device == "auto" else job.cluster.device
+        yield from zip(files, guess_files(path, files, model, device), strict=True)
 
 
 def list_pictures(named: Iterable[Path]) -> list[Path]:
@@ -218,10 +208,10 @@ def list_pictures(named: Iterable[Path]) -> list[Path]:
     found: list[Path] = []
     for path in named:
         if path.is_dir():
-            inside = sorted(
-                file for file in path.rglob("*") if file.suffix.lower() in PICTURE_SUFFIXES and file.is_file()
-            )
-            inside = [file for file in inside if not any(map(is_junk, file.relative_to(path).parts))]
+            named_so = sorted(file for file in path.rglob("*") if file.suffix.lower() in PICTURE_SUFFIXES)
+            inside = [
+                file for file in named_so if file.is_file() and not any(map(is_junk, file.relative_to(path).parts))
+            ]
             if not inside:
                 hints = (f"name a folder with pictures that end in {', '.join(sorted(PICTURE_SUFFIXES))}",)
                 raise UserError(f"there is no picture in {path}", str(path), hints)
@@ -273,9 +263,6 @@ def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argumen
 
     Returns:
         What the task returned; nothing on processes of a group other than the first.
-
-    Raises:
-        ManyhandsError: the task failed.
     """
     process_info = place_of(job).process_info
     if process_info is None:
@@ -291,14 +278,9 @@ def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argumen
 
 
 def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs a worker's task on the processes that the job names, on this machine, and deletes its run folder.
+    """Runs a worker's task on processes of this machine in a temporary run folder; returns what rank 0 returned.
 
-    Args:
-        job: the job of the task.
-        argument: "task", and what it needs besides the job; plain data.
-
-    Returns:
-        What the first process returned.
+    `argument` has the key "task", and what the task needs besides the job; plain data.
 
     Raises:
         ManyhandsError: the task failed.

@@ -1,4 +1,4 @@
-"""Starts a run or a script of the user's on this machine and watches it, or trains in this process as one of a group."""
+"""Starts a run on this machine, or a user's script, and watches it; or trains in this process as one of a group."""
 
 import os
 import sys
