@@ -25,9 +25,8 @@ def ps(*, as_json: Annotated[bool, Help("print one JSON array", "--json")] = Fal
     from manyhands.report.follow import as_object, look
     from manyhands.run.registry import headless, registry_folder, running
 
-    found = [(record, look(record)) for record in running()]
     left = [(record, replace(look(record), state=NO_LAUNCHER)) for record in headless()]
-    found += left
+    found = [*((record, look(record)) for record in running()), *left]
     if as_json:
         show_json([as_object(record, now) for record, now in found])
         return 0

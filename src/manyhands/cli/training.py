@@ -32,14 +32,10 @@ def run_job(
 ) -> int:
     """Trains and prints the result, or describes the run under --dry-run; returns the exit code.
 
-    Args:
-        loaded: the job.
-        flags: --dry-run, --json and --quiet.
-        rendezvous: this machine among others that each start their own processes.
-        resume_hint: a finished run may be resumed under other options than it was trained by.
+    `rendezvous` is this machine among others that each start their own processes. With `resume_hint` a finished run may
+    be resumed under other options than it was trained by.
     """
-    job = loaded.job
-    script = job.run.script
+    job, script = loaded.job, loaded.job.run.script
     if script and resume_hint:
         hints = (f"start the script again: manyhands train {shlex.join([script[0], '--', *script[1:]])}",)
         raise UserError(f"{script[0]} is a script of your own, which manyhands can't resume", "manyhands resume", hints)
