@@ -51,10 +51,7 @@ class Leftover:
 def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]:
     """Finds what can be removed: caches that are made again when needed, leftovers of killed processes, and named runs.
 
-    Only files of this user, and none that a process uses now.
-
-    Returns:
-        The leftovers, and descriptions of files that are kept because they are in use.
+    Only files of this user, and none that a process uses now; also returns descriptions of files that are in use.
 
     Raises:
         UserError: a name matches no run, or matches an active run.
@@ -161,10 +158,9 @@ def request_of(root: Path, target: Path | None, size: int, quality: int) -> Pack
 def pack(
     request: PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
 ) -> tuple[PackedSet, tuple[str, ...] | None]:
-    """Packs a folder, or resumes an interrupted call.
+    """Packs a folder, or resumes an interrupted call; returns the pack and its unreadable pictures.
 
-    Returns:
-        The pack, and the pictures in it that can't be read; None in place of these if it was up to date already.
+    The second value is None if the pack was up to date already.
 
     Raises:
         ManyhandsError: the folder can't be used, there is another pack, or the disk can't be written.
@@ -183,8 +179,7 @@ def check_pack(folder: Path, target: Path | None) -> PackedSet:
     if not is_pack(place):
         raise UserError(f"there is no packed copy at {place}", str(place), ("run manyhands pack FOLDER",))
     pack = open_pack(place)
-    bad = altered_shards(pack)
-    if bad:
+    if bad := altered_shards(pack):
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise altered(place / bad[0], f"{bad[0]}{more} changed after packing")
     return pack

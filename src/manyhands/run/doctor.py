@@ -115,7 +115,7 @@ class Exposure:
 
 
 def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
-    """Lists the open ports of the machines that the job names, or of this machine; for the arguments see `diagnose`."""
+    """Lists the open ports of the machines that the job names, or of this machine; for `say` see `diagnose`."""
     machines = machines_of(job.cluster)
     if not machines:
         then = "train, fit and session open ports on loopback only, for users of this machine"
@@ -131,13 +131,13 @@ def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
     if len(hosts) == 1 or through_ssh or len(chosen) < len(hosts):
         then = "ports on loopback only, for users of the machines; traffic between machines goes through ssh"
         return Exposure(ports, why_not, (then,))
+    closed = "then closed to new connections (with NCCL or on systems other than Linux: until the run ends)"
+    each = f"for each process and group, open to every host during the rendezvous, {closed}"
     lines = (
         f"{hosts[0]}: the store, on loopback; other machines: a loopback port that ssh forwards to the store",
-        *(f"{host}: a free port of {address} ({interface}) for each process and group, open to every host during the "
-          "rendezvous, then closed to new connections (with NCCL or on systems other than Linux: until the run ends)"
-          for host, (interface, address) in chosen.items()),
+        *(f"{host}: a free port of {address} ({interface}) {each}" for host, (interface, address) in chosen.items()),
         "traffic between these addresses is not encrypted; use --interface ssh to encrypt all traffic",
-    )  # fmt: skip
+    )
     return Exposure(ports, why_not, lines)
 
 

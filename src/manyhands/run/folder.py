@@ -68,10 +68,7 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
 
 
 def folder_to_be(job: Job) -> Path:
-    """Returns the folder that a run of this job would use if it started now.
-
-    By default the first of runs/<date>-<data>-<model>, …-2, …-3 that doesn't exist.
-    """
+    """Returns the folder of a run that starts now: by default the first free one of runs/<date>-<data>-<model>, …-2."""
     if job.run.out:
         return Path(job.run.out)
     names = (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)
@@ -86,11 +83,7 @@ def folder_to_be(job: Job) -> Path:
 
 
 def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
-    """Opens a new or resumed run folder, writes the job into it, and locks it against other runs.
-
-    Raises:
-        UserError: it can't be used, or contains a run that the job doesn't resume.
-    """
+    """Opens a new or resumed run folder, writes the job into it, and locks it against other runs."""
     folder = use_run_folder(Path(job.run.out).expanduser()) if job.run.out else None
     while folder is None:
         path = folder_to_be(job)
@@ -137,10 +130,6 @@ class FolderWatch:
 
     A renamed folder gets a link in its old place, so that all processes write into the new one. A deleted folder is
     made again with the same small files and the run is asked to stop, so that it saves and can be resumed.
-
-    Args:
-        path: the run folder.
-        warn: receives a sentence about each change.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object]) -> None:
@@ -224,11 +213,7 @@ class FolderWatch:
 
 
 def record_of(checkpoint: Path) -> TrainedNetwork | None:
-    """Returns what a checkpoint, or its run, records of the network.
-
-    Raises:
-        UserError: the record is damaged.
-    """
+    """Returns what a checkpoint, or its run, records of the network. Raises UserError: the record is damaged."""
     return find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
 
 

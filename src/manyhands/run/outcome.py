@@ -62,11 +62,7 @@ class Outcome:
 def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
     """Records how a run ended, writes the report, and returns the outcome or raises the first cause.
 
-    Args:
-        job: the job of the run.
-        folder: the run folder.
-        ending: how its processes ended.
-        earlier: see `stop_saved`.
+    `earlier` is the number of events of `starts_and_stops` before this command.
     """
     if job.run.script and ending.interrupted:
         note(folder, "stopped")
@@ -83,7 +79,7 @@ def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> O
     if ending.ok:
         statuses = {value["status"] for value in ending.returned.values()}
         status, error = "stopped" if "stopped" in statuses else "finished", None
-    elif ending.interrupted == 1 and not job.run.script and stop_saved(folder, earlier) is not None:
+    elif ending.interrupted == 1 and not job.run.script and _stop_saved(folder, earlier):
         status, error = "stopped", None
     else:
         status, error = "failed", _record_failure(job, folder, ending)
@@ -114,10 +110,9 @@ def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
     """Returns the first cause as an error for the user."""
     if ending.refused:
         return ending.refused
-    if cause := first_cause(ending):
-        return with_resume_hint(as_error(cause), folder)
-    where = str(folder.ranks / "agent.log")
-    return with_resume_hint(RunError(f"the agent that watches the processes failed: {ending.broken}", where), folder)
+    what, where = f"the agent that watches the processes failed: {ending.broken}", str(folder.ranks / "agent.log")
+    cause = first_cause(ending)
+    return with_resume_hint(as_error(cause) if cause else RunError(what, where), folder)
 
 
 def with_resume_hint(error: ManyhandsError, folder: RunFolder) -> ManyhandsError:
@@ -159,22 +154,15 @@ def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder.events) if line.get("kind") in kinds]
 
 
-def stop_saved(folder: RunFolder, earlier: int = 0) -> int | None:
-    """Returns the step that a stop has saved, and records the stop; None if nothing was committed.
-
-    A process that is killed, or a machine that is lost, after the save does not affect the result.
-
-    Args:
-        folder: the run folder.
-        earlier: number of events of `starts_and_stops` that belong to earlier commands.
-    """
+def _stop_saved(folder: RunFolder, earlier: int) -> bool:
+    """Records a stop that has saved: what is killed or lost after the save does not affect the result."""
     last = [{}, *starts_and_stops(folder)[earlier:]][-1]
     step, saved = last.get("step"), saved_step(folder)
     if last.get("kind") not in {"stopping", "stopped"} or step is None or saved is None or saved < step:
-        return None
+        return False
     if last.get("kind") == "stopping":
         note(folder, "stopped", f"stopped and saved at step {step}", step=step)
-    return step
+    return True
 
 
 def note_replaced(folder: RunFolder, message: str) -> None:
@@ -277,22 +265,18 @@ def explained(run: RunData, head: Running | None = None) -> Why:
             headline = f"{folder} is active, {now}; the launcher is on another machine, or lost"
             do = [f"to save and stop, run on the launching machine: manyhands stop {folder}"]
             if term_in(run.folder.ranks) != Term():  # it is detached
-                do = [
-                    f"to take over from a lost launcher: {resume_command(run.folder.path)}",
-                    f"to save and stop: manyhands stop {folder}",
-                ]
+                take_over = f"to take over from a lost launcher: {resume_command(run.folder.path)}"
+                do = [take_over, f"to save and stop: manyhands stop {folder}"]
             return Why(folder, state, headline, done=done, do=do)
         case "finished":
             return Why(folder, state, f"{folder} finished {after}", done=done)
         case "stopped" | "interrupted":
             return _stopped(run, state, after, done)
         case "killed":
-            cause = (
-                "no process recorded a reason: all processes were killed from outside, or the machine of the launcher "
-                "went down"
-            )
+            all_killed = "all processes were killed from outside, or the machine of the launcher went down"
             look = "look for out-of-memory kills with dmesg | tail, and for a shutdown of the machine with last -x"
             headline = f"{folder} ended without a record {after}{_last_record(run)}"
+            cause = f"no process recorded a reason: {all_killed}"
             return Why(folder, state, headline, cause, done=done, do=[look, _resume_hint(run)])
         case _:
             return _failed(run, f"{folder} failed {after}", done, [_resume_hint(run)])
@@ -346,9 +330,7 @@ def _state(run: RunData, head: Running | None) -> str:
     last = next((e.kind for e in reversed(run.events) if e.kind in {"interrupted", *summary.ENDS, *summary.STARTS}), "")
     if (head or agents_work(run.folder.ranks)) and word != "finished":
         return "running"
-    if last == "interrupted":
-        return last
-    return "killed" if word == "unfinished" else word
+    return last if last == "interrupted" else "killed" if word == "unfinished" else word
 
 
 def _first(run: RunData, event: Event | None) -> Failure:
@@ -392,8 +374,7 @@ def _done(run: RunData) -> list[str]:
         found.insert(0, f"{len(starts)} restarts in all; the last {_SHOWN}:")
     found += [event.message for event in run.events if event.kind == "undone"][-_SHOWN:]
     for kind, words in (("left-out", "skipped updates"), ("replaced", "replaced pictures")):
-        events = run.counted(kind)
-        if events:
+        if events := run.counted(kind):
             found.append(f"{len(events)} {words}; the last: {events[-1].message}")
     found += filter(None, [slow_rank(run)])
     for kind in ("slow", "stall"):

@@ -187,10 +187,8 @@ class Starts(contextlib.ExitStack):
     def open_folders(self, *, output: bool, records: bool = True, anew: bool = False) -> None:
         """Opens the run folder on every machine, at the same place in its work folder.
 
-        Args:
-            output: the first machine sends what rank 0 prints, too.
-            records: it sends the records.
-            anew: it sends all of them, since those that are here may differ; they are kept aside.
+        The first machine sends the records if `records`, all of them if `anew`, since those that are here may differ;
+        they are kept aside. With `output` it sends what rank 0 prints, too.
 
         Raises:
             RunError: another launcher has taken over the run.
@@ -201,10 +199,9 @@ class Starts(contextlib.ExitStack):
                 machine: self._request(machine, token, records=records and not number, output=output, anew=anew)
                 for number, machine in enumerate(self._machines.running)
             }
-            opened = self._machines.ask(requests, TAKE_OVER_S if term else OPEN_FOLDER_S)
-        for machine, answer in opened.items():
-            machine.opened_folder = answer
-        highest = max(answer.term for answer in opened.values())
+            for machine, answer in self._machines.ask(requests, TAKE_OVER_S if term else OPEN_FOLDER_S).items():
+                machine.opened_folder = answer
+        highest = max(machine.run_folder.term for machine in self._machines.running)
         if highest > term > 0:
             if self._first_saved is not None:
                 raise RunError(REPLACED)

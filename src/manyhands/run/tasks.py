@@ -1,6 +1,7 @@
 """Tasks beside training: evaluate, predict; describe, merge or reshard checkpoints; search a plan, predict scaling.
 
-A task runs in this process, in the group that a launcher has formed, or on processes started here.
+A task runs in this process, in the group that a launcher has formed, or on processes started here. `reference` is a run
+folder, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file; `which` is "best" or "last", for a run folder.
 """
 
 import gc
@@ -41,14 +42,9 @@ Guesses = list[tuple[str, float]]
 
 
 def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Evaluates a run's checkpoint, or a file, on the run's evaluation split or on the data that `flags` name.
+    """Evaluates a checkpoint on the run's evaluation split or on the data that `flags` name.
 
-    A plain folder of class folders is evaluated entirely.
-
-    Args:
-        reference: a run folder, a checkpoint, or a .pth.tar, .pth or .safetensors file.
-        which: "best" or "last", for a run folder.
-        flags: changes to the run's job, by dotted key.
+    `flags` are changes to the run's job, by dotted key. A plain folder of class folders is evaluated entirely.
 
     Returns:
         checkpoint, data, count, loss, top1, top5, per_class and confusion, as plain data; None on processes other than
@@ -108,8 +104,7 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
     if not reference.exists():
         hints = ("name a run folder, a checkpoint, or a .pth.tar file",)
         raise UserError(f"there is no file or folder {reference}", "", hints)
-    run = run_of(reference)
-    if not run:
+    if not (run := run_of(reference)):
         if not flags.get("data.name"):
             hints = ("name data and network: manyhands eval FILE DATA MODEL",)
             raise UserError(f"{reference} is not in a run folder", "", hints)
@@ -164,17 +159,11 @@ def predict_files(
     processes: int | None = None,
     device: str | None = None,
 ) -> Iterator[tuple[Path, Guesses | str]]:
-    """Yields the most likely classes of each picture, with their probabilities; needs the checkpoint only.
+    """Yields the most likely classes of each picture, with their probabilities, or why it can't be read.
 
-    A picture that can't be read gives a text that says why.
-
-    Args:
-        reference: a run folder, or a checkpoint.
-        pictures: files, and folders whose pictures are all predicted.
-        which: "best" or "last", for a run folder.
-        model: the network's name, if the run doesn't record it.
-        processes: number of processes that share the pictures; None: this one, or those of a launcher.
-        device: torch device; None: the CPU, or what several processes select automatically.
+    `pictures` are files, and folders whose pictures are all predicted. `model` is the network's name, if the run
+    doesn't record it. Without `processes` this process predicts, or those of a launcher; without `device` the CPU, or
+    what several processes select automatically.
 
     Raises:
         UserError: a picture is missing, or the checkpoint can't be used without more.
@@ -226,10 +215,6 @@ def list_pictures(named: Iterable[Path]) -> list[Path]:
 def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
     """Describes a checkpoint: format, step, mesh, and the shape, dtype, sharding and size of each tensor.
 
-    Args:
-        reference: a run folder, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file.
-        which: "best" or "last", for a run folder.
-
     Raises:
         UserError: there is none, or it is damaged.
     """
@@ -244,8 +229,7 @@ def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
 def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path | None = None) -> tuple[str, ...]:
     """Writes a checkpoint unsharded, as a new folder or one file of weights, or as a folder sharded by a plan.
 
-    Returns:
-        What was left out, as sentences.
+    Returns what was left out, as sentences.
 
     Raises:
         ManyhandsError: the target exists, the plan doesn't fit, the source is damaged, or the disk is full.
@@ -259,10 +243,9 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
 
 
 def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs a worker's task in this process, if a launcher made it one of a group, else on processes started here.
+    """Runs a worker's task in the group that a launcher formed, else on processes started here; returns its result.
 
-    Returns:
-        What the task returned; nothing on processes of a group other than the first.
+    The result is empty on processes of a group other than the first.
     """
     process_info = place_of(job).process_info
     if process_info is None:

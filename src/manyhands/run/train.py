@@ -59,11 +59,8 @@ _SCRIPT_SECTIONS = ("cluster.", "run.")
 def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Rendezvous | None = None) -> Outcome:
     """Trains as the job says: starts processes here, or joins a group that a launcher formed.
 
-    Args:
-        job: what to do.
-        quiet: no progress on standard error.
-        objects: `train.objects.Objects` of a user of the Python interface.
-        rendezvous: this machine among others that each start their own processes; None: from flags and environment.
+    `objects` are a Python user's `train.objects.Objects`. `rendezvous` is this machine among others that each start
+    their own processes; None: from flags and environment.
 
     Raises:
         ManyhandsError: the run failed; the error describes the first cause.
@@ -144,15 +141,15 @@ def _refuse_missing(job: Job, objects: Any) -> None:
     if job.run.script:
         return
     if job.cluster.device.partition(":")[0] == "gpu":
-        hints = (
+        detect, choose = (
             "remove --device to detect the accelerator",
-            "or use --device cuda (NVIDIA, AMD), npu, xpu, mps or cpu",
+            "--device cuda (NVIDIA, AMD), npu, xpu, mps or cpu",
         )
-        raise UserError("there is no device type gpu", "cluster.device", hints)
+        raise UserError("there is no device type gpu", "cluster.device", (detect, f"or use {choose}"))
     check_names(job, data=job.data.name != OBJECTS, model=getattr(objects, "model", None) is None)
-    code = {"data.name": job.data.name, "model.name": job.model.name, "train.loss": job.train.loss}
-    for where, word in code.items():
-        refuse_no_code(word, where)
+    refuse_no_code(job.data.name, "data.name")
+    refuse_no_code(job.model.name, "model.name")
+    refuse_no_code(job.train.loss, "train.loss")
     weights = Path(job.model.weights).expanduser()
     resumed = job.run.out and RunFolder(Path(job.run.out).expanduser()).has_checkpoints()
     if not (resumed or weights.exists()):
