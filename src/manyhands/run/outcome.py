@@ -17,15 +17,7 @@ from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.failures import as_error, users_place
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
-from manyhands.core.errors import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_SAVED,
-    ManyhandsError,
-    RunError,
-    shortened,
-)
+from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError, RunError, shortened
 from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure, Running, append, read_lines, write_json
 from manyhands.core.resuming import names_resume, resume_command
 from manyhands.core.run_folder import RunFolder
@@ -52,7 +44,7 @@ class Outcome:
     @property
     def exit_code(self) -> int:
         """For the shell."""
-        return EXIT_SAVED if self.status == "stopped" else EXIT_OK
+        return EXIT_SAVED if self.status == "stopped" else 0
 
     def read(self) -> RunData:
         """Reads the records of the run."""
@@ -113,6 +105,14 @@ def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
     what, where = f"the agent that watches the processes failed: {ending.broken}", str(folder.ranks / "agent.log")
     cause = first_cause(ending)
     return with_resume_hint(as_error(cause) if cause else RunError(what, where), folder)
+
+
+def failure_here(folder: RunFolder, record: Failure) -> ManyhandsError:
+    """Records a failure of this process, which trains itself, and returns it as an error for the user."""
+    note_cause(folder, record)
+    if record.exit_code == EXIT_INTERRUPTED:
+        return interrupted(folder)
+    return with_resume_hint(as_error(record), folder)
 
 
 def with_resume_hint(error: ManyhandsError, folder: RunFolder) -> ManyhandsError:

@@ -13,14 +13,7 @@ from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, RunError
-from manyhands.core.records import (
-    MACHINE_LOST,
-    PROCESS_ENDED,
-    Failure,
-    StepMetrics,
-    read_lines,
-    write_json,
-)
+from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure, StepMetrics, read_lines, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import ALIKE_S, RESTART_S
 from manyhands.report.follow import end_of

@@ -38,16 +38,7 @@ from manyhands.parallel.options import check_mode
 from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.screen import Screen
 from manyhands.run.folder import FolderWatch, run_folder
-from manyhands.run.outcome import (
-    Outcome,
-    conclude,
-    ends_noted,
-    interrupted,
-    note_cause,
-    report_on,
-    starts_and_stops,
-    with_resume_hint,
-)
+from manyhands.run.outcome import Outcome, conclude, ends_noted, failure_here, report_on, starts_and_stops
 from manyhands.run.recovery import RestartHooks, run_to_end
 from manyhands.sync.choose import check_method
 
@@ -301,9 +292,5 @@ def _take_part(
     try:
         return train_here(job, process_info, folder, {"live": objects}, notify)
     except Failed as failed:
-        if process_info.rank == 0:
-            note_cause(folder, failed.record)
-            if failed.record.exit_code == EXIT_INTERRUPTED:
-                raise interrupted(folder) from None
-        error = as_error(failed.record)
-        raise (error if process_info.rank else with_resume_hint(error, folder)) from failed.__cause__
+        cause = None if failed.record.exit_code == EXIT_INTERRUPTED else failed.__cause__
+        raise (as_error(failed.record) if process_info.rank else failure_here(folder, failed.record)) from cause
