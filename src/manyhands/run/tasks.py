@@ -287,40 +287,6 @@ def _private_folder() -> Iterator[RunFolder]:
         yield folder
 
 
-def search_plan(
-    job: Job, requested: Mapping[str, Any], out: Path, *, force: bool
-) -> "tuple[Planned, tuple[Path, Path]]":
-    """Searches the plan for a job and writes it to `out`, with a picture beside it; see `worker.plan_search`.
-
-    Raises:
-        ManyhandsError: the job or a request can't be satisfied, or timing failed.
-    """
-    check_names(job)
-    with _no_garbage_collection():
-        from manyhands.worker import plan_search
-
-        return plan_search.search_plan(job, requested, out, run_by_agent, force=force)
-
-
-def predict_growth(job: Job, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
-    """Predicts throughput, efficiency and cost of a job on several numbers of machines, and draws them to `out`.
-
-    Raises:
-        UserError: a request can't be satisfied, or the picture can't be written.
-    """
-    from manyhands.report.growth import draw_growth, refuse_file
-
-    if out is not None:
-        refuse_file(out, force=force)
-    with _no_garbage_collection():
-        from manyhands.worker import plan_growth
-
-        growth = plan_growth.predict_growth(job, requested)
-    if out is not None:
-        draw_growth(growth.rows, growth.title, out)
-    return growth
-
-
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """A search, and what it imports, make many small objects and keep nearly all."""
@@ -331,3 +297,37 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+@_no_garbage_collection()
+def search_plan(
+    job: Job, requested: Mapping[str, Any], out: Path, *, force: bool
+) -> "tuple[Planned, tuple[Path, Path]]":
+    """Searches the plan for a job and writes it to `out`, with a picture beside it; see `worker.plan_search`.
+
+    Raises:
+        ManyhandsError: the job or a request can't be satisfied, or timing failed.
+    """
+    check_names(job)
+    from manyhands.worker import plan_search
+
+    return plan_search.search_plan(job, requested, out, run_by_agent, force=force)
+
+
+@_no_garbage_collection()
+def predict_growth(job: Job, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
+    """Predicts throughput, efficiency and cost of a job on several numbers of machines, and draws them to `out`.
+
+    Raises:
+        UserError: a request can't be satisfied, or the picture can't be written.
+    """
+    from manyhands.report.growth import draw_growth, refuse_file
+
+    if out is not None:
+        refuse_file(out, force=force)
+    from manyhands.worker import plan_growth
+
+    growth = plan_growth.predict_growth(job, requested)
+    if out is not None:
+        draw_growth(growth.rows, growth.title, out)
+    return growth
