@@ -134,8 +134,8 @@ class RestartPolicy:
         # Errors that manyhands explains itself, such as a loss that is not finite or a full disk, would occur again.
         if cause is not None and (cause.exit_code != EXIT_FAILED or cause.error == RunError.__name__):
             return "a restart would not fix this error"
-        trained = any(line.get("time", 0.0) >= began for line in read_lines(self._folder.metrics) if own)
-        if own and (self._script or not trained):
+        lines = read_lines(self._folder.metrics) if own else ()
+        if own and (self._script or not any(line.get("time", 0.0) >= began for line in lines)):
             return "the run failed before its first update, so a restart would fail too"
         saved = saved_step(self._folder)
         this = (cause.error, cause.rank, saved or 0) if cause and own else None
