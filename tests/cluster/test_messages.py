@@ -88,7 +88,7 @@ REQUESTS = (
     (HELLO, {"cores": 2, "load": [0.5, math.inf]}),
     (call(Agent.open_run, OpenRun("runs/a", "token", "holder", "id", {"metrics.jsonl": 3})), OPENED),
     (call(Agent.start_workers, ORDERS), None),
-    (call(Agent.connect, (Listener("::1", 4711, "00"),), 3.0), (Attempt("::1", "timeout"),)),
+    (call(Agent.connect, {"n2": (Listener("::1", 4711, "00"),)}), {"n2": (Attempt("::1", "timeout"),)}),
     (call(Agent.keep_records, "/r", [PIECE]), None),
     (call(Agent.read_log, "0.log", 0, rest=True), ("words", 5)),
 )

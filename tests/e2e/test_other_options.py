@@ -25,7 +25,7 @@ from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.config.named_code import announce
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.user_code import code_digests
-from manyhands.run.resume import record_of
+from manyhands.run.folder import record_of
 from manyhands.train.objects import digest_objects as digest
 from tests.docs.pages import ROOT
 from tests.e2e.command import assert_one_screen, events, run

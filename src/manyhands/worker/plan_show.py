@@ -7,7 +7,7 @@ from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.config.load import load_job
-from manyhands.config.named_code import announce_planned
+from manyhands.config.named_code import announce
 from manyhands.core.errors import UserError
 from manyhands.parallel.graph import Graph
 from manyhands.parallel.plan import Plan, read_plan
@@ -98,7 +98,8 @@ def _remade(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[Job, dict
     if min(network.values()) < 1:
         raise UserError("the network in the plan has a size below 1", f"{where}, network", ("create a new plan",))
     job = load_job({**model, "train.batch": network["batch"], **given}).job
-    announce_planned(job.model.name, Path(where), "manyhands plan PLAN DATA {}")
+    # The digest of the graph detects changes.
+    announce([job.model.name], Path(where), None, "manyhands plan PLAN DATA {}", compared=False)
     return job, network
 
 

@@ -262,7 +262,7 @@ class StoreTunnel(contextlib.ExitStack):
             via = str(folder / "store")
             tunnels.here(first.name, via, store)
         ends = {first: (LOOPBACK, listener.port)}
-        asked: dict[str, Request[tuple[Attempt, ...]]] = {}
+        asked: dict[str, Request[dict[str, tuple[Attempt, ...]]]] = {}
         for machine in others:
             machines.heartbeat()
             if machine.agent.here:
@@ -273,15 +273,15 @@ class StoreTunnel(contextlib.ExitStack):
                 port = tunnels.there(machine.name, via)
             ends[machine] = (LOOPBACK, port)
             # The machine's address for others must lead nowhere.
-            targets = tuple(Listener(at, port, listener.token) for at in (LOOPBACK, machine.address.address))
+            ways = {"loopback": LOOPBACK, "outside": machine.address.address}
+            targets = {way: (Listener(address, port, listener.token),) for way, address in ways.items()}
             asked[machine.name] = call(Agent.connect, targets, STORE_CONNECT_S)
         for name, answer in machines.ask_named(asked, STORE_S).items():
             if isinstance(answer, RunError):
                 raise answer
-            loopback, outside = answer
-            if loopback.result != "ok":
+            if answer["loopback"][0].result != "ok":
                 raise TunnelError(f"ssh port forwarding to {name} does not work (check PermitOpen in sshd_config)")
-            if outside.result == "ok":
+            if answer["outside"][0].result == "ok":
                 exposed = f"the ssh server of {name} exposes forwarded ports (set GatewayPorts no in sshd_config)"
                 raise TunnelError(exposed)
         first.agent.ask(call(Agent.unlisten), STORE_S, machines.links)

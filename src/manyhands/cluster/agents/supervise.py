@@ -103,7 +103,7 @@ class _Head:
         self._apart: set[AgentConnection] = set()
         self._watch = watch
         self._kill_at = self._end_at = float("inf")
-        self._failure_reported = False
+        self._failure_reported, self._asked_elsewhere = False, 0
         self._stalls, self._asked_at, self._awaited = Stalls(), float("inf"), list[str]()
         self._looked_at, self._paused_s, self._paused_at = time.monotonic(), 0.0, 0.0
 
@@ -140,7 +140,9 @@ class _Head:
 
     def obey(self, stop_requests: int) -> None:
         """Passes on a request to stop, of the user or of a later launcher."""
-        stop_requests = max(stop_requests, int(bool(self.ending.replaced)))
+        if self.ending.replaced and not (self.ending.interrupted or stop_requests):
+            self._asked_elsewhere = 1
+        stop_requests += self._asked_elsewhere
         if stop_requests == self.ending.interrupted:
             return
         before, self.ending.interrupted = self.ending.interrupted, stop_requests

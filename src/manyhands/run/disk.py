@@ -1,4 +1,4 @@
-"""Finds and removes old copies, caches and leftovers of manyhands on this machine's disks."""
+"""Files on the disks of this machine: packed copies of pictures, and leftovers that can be removed."""
 
 import os
 import re
@@ -18,10 +18,16 @@ from platformdirs import user_cache_path
 
 from manyhands.cluster.agents.claim import claim, new_holder
 from manyhands.core.errors import UserError
+from manyhands.core.machine import cores
 from manyhands.core.scratch import PREFIX, abandoned
+from manyhands.core.stops import ended_like_ctrl_c
+from manyhands.data.listed import place_of_pack
+from manyhands.data.packed import PackedSet, altered, altered_shards, is_pack, open_pack
+from manyhands.data.packing import PackRequest, is_up_to_date, make_pack, read_contents
 from manyhands.data.places import cache_folder
 from manyhands.run.registry import find_run, running
 
+USUAL_QUALITY, MOST_QUALITY = 90, 95  # of JPEG
 # A file that hasn't been written for longer than this has no writer any more.
 OLD_S = 24 * 3600.0
 _CACHES = {
@@ -45,10 +51,7 @@ class Leftover:
 def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]:
     """Finds what can be removed: caches that are made again when needed, leftovers of killed processes, and named runs.
 
-    Only files of this user, and none that a process uses now.
-
-    Returns:
-        The leftovers, and descriptions of files that are kept because they are in use.
+    Only files of this user, and none that a process uses now; also returns descriptions of files that are in use.
 
     Raises:
         UserError: a name matches no run, or matches an active run.
@@ -134,3 +137,49 @@ def _size(path: Path) -> int:
             return own
         return own + sum(_size(Path(entry.path)) for entry in os.scandir(path))
     return 0
+
+
+def request_of(root: Path, target: Path | None, size: int, quality: int) -> PackRequest:
+    """Raises UserError: the folder isn't there, or is a packed copy itself."""
+    if not root.is_dir():
+        raise UserError(f"there is no folder {root}", str(root), ("name a folder of class folders",))
+    if is_pack(root):
+        raise UserError(f"{root} is already a packed copy", "", (f"run manyhands train {shlex.quote(str(root))}",))
+    if size < 0 or not 0 <= quality <= MOST_QUALITY or (quality and not size):
+        hints = (f"use a --size in pixels, such as 256; --quality (1 to {MOST_QUALITY}) requires --size",)
+        raise UserError(f"--size {size} with --quality {quality} is not valid", "--size", hints)
+    target = target or place_of_pack(root)
+    if target.resolve().is_relative_to(root.resolve()):
+        hints = ("name a folder outside with --to, or remove --to",)
+        raise UserError("the packed copy would be inside the folder of pictures", str(target), hints)
+    return PackRequest(root, target, size, (quality or USUAL_QUALITY) if size else 0)
+
+
+def pack(
+    request: PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
+) -> tuple[PackedSet, tuple[str, ...] | None]:
+    """Packs a folder, or resumes an interrupted call; returns the pack and its unreadable pictures.
+
+    The second value is None if the pack was up to date already.
+
+    Raises:
+        ManyhandsError: the folder can't be used, there is another pack, or the disk can't be written.
+    """
+    contents = read_contents(request.root)
+    if not replaced and is_up_to_date(contents, request):
+        return open_pack(request.target), None
+    processes = processes or max(1, int(cores()))
+    with ended_like_ctrl_c():
+        return make_pack(contents, request, processes=processes, replace=replaced, progress=progress)
+
+
+def check_pack(folder: Path, target: Path | None) -> PackedSet:
+    """Reads all of a pack, named itself or by its folder. Raises UserError: there is none, or it was altered."""
+    place = target or (folder if is_pack(folder) else place_of_pack(folder))
+    if not is_pack(place):
+        raise UserError(f"there is no packed copy at {place}", str(place), ("run manyhands pack FOLDER",))
+    pack = open_pack(place)
+    if bad := altered_shards(pack):
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise altered(place / bad[0], f"{bad[0]}{more} changed after packing")
+    return pack
