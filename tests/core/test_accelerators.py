@@ -178,8 +178,8 @@ def _figures(kind):
     world = World(0, 2, 0, 2, device)
     feed = SimpleNamespace(order=SimpleNamespace(batch=100), sharing=SimpleNamespace(micro_batch=0))
     model = nn.BatchNorm1d(3)
-    gradients = Gradients(ParallelNetwork(call=model, inner=model), world, precision="fp16")
-    unscaled = Gradients(ParallelNetwork(call=model, inner=model), world, precision="bf16")
+    gradients = Gradients(ParallelNetwork(model), world, precision="fp16")
+    unscaled = Gradients(ParallelNetwork(model), world, precision="bf16")
     alone = World(device=device)
     return {
         "most samples": balance_shares._most(SimpleNamespace(world=world, feed=feed)),

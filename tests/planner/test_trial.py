@@ -156,7 +156,7 @@ def _micro_batches(world, plan):
         runner = Runner(replace(case, picture=case.picture.double(), precision="fp64"), plan, world)
         loss = runner.gradients()
         found.append([loss, *(one.grad.clone() for one in runner.model.parameters() if one.grad is not None)])
-        runner.network.release()
+        runner.network.close()
     return found
 
 

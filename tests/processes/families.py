@@ -98,7 +98,7 @@ def train(world, mode, model, size):
             trainer.progress.advance(trainer.feed.order.steps_per_epoch)
         network = trainer.network
         if network.layouts:
-            pieces = trainer.network.inner.state_dict()
+            pieces = trainer.network.model.state_dict()
             found = {
                 name: gather_full(one.detach(), network.layouts[name], network.grid).cpu()
                 for name, one in pieces.items()

@@ -195,7 +195,7 @@ def _trained(world, make, mesh, samples, updates):
     network = apply(model, world, ModeRequest(grid=grid, samples=samples))
     gradients = Gradients(network, world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    parts, place = network.replicas(world.size), network.replica(world.rank)
+    parts, place = network.share.parts, network.share.index
     losses, norms = [], []
     for step in range(updates):
         draw = torch.Generator().manual_seed(step)
@@ -218,7 +218,7 @@ def _trained(world, make, mesh, samples, updates):
         network.finish_update()
     pieces = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    network.release()
+    network.close()
     return losses, norms, pieces, found, network.layouts
 
 

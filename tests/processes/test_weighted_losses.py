@@ -65,7 +65,7 @@ def _train(world, loss, mode="data", network=None, **settings):
         trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, mode, Objects(network, loss=loss), plan))
         update = next(trainer.feed.updates(0, 0))
         trainer.update.add_gradients(update, 0)
-        gradients = [_whole(name, one, trainer.network) for name, one in trainer.network.inner.named_parameters()]
+        gradients = [_whole(name, one, trainer.network) for name, one in trainer.network.model.named_parameters()]
         shown, named = trainer.update.measured.take()[0], exceptions(trainer)
         events = Path(folder, "events.jsonl")
         said = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []

@@ -60,7 +60,8 @@ def follows_plan(mode: str) -> bool:
 def apply_mode(mode: str, model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
     """Has the network run under a mode over the world."""
     network: ParallelNetwork = load_choice(MODES, mode).apply(model, world, request)
-    network.endless = frozenset(name for name, one in model.named_buffers() if not bool(torch.isfinite(one).all()))
+    endless = {name for name, one in model.named_buffers() if not bool(torch.isfinite(one).all())}
+    network.traits.endless = frozenset(endless)
     return network
 
 
@@ -108,7 +109,9 @@ def compare_replicas(
     everybody = [torch.zeros_like(mine) for _ in range(world.size)]
     dist.all_gather(everybody, mine)
     for number, name in enumerate(named):
-        first = [network.first_holder(name, rank) if network else 0 for rank in range(world.size)]
+        layout = network.layouts.get(name) if network else None
+        mesh = network.layouts.mesh if network else None
+        first = [layout.first_holder(mesh, rank) if layout and mesh else 0 for rank in range(world.size)]
         different = [
             r for r, sums in enumerate(everybody) if not torch.equal(sums[number], everybody[first[r]][number])
         ]

@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import TensorLayout, bounds, unsharded
+from manyhands.core.mesh import Mesh, TensorLayout, bounds, unsharded
 from manyhands.core.seeds import mix
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.grid import Grid
@@ -86,12 +86,12 @@ def _layout(op: Op, name: str, tensor: Tensor, letters: Letters) -> TensorLayout
     return TensorLayout(shape, view, ordered, tuple(partial))
 
 
-def shard_tensor(tensor: Tensor, layout: TensorLayout, grid: Grid) -> Tensor:
+def shard_tensor(tensor: Tensor, layout: TensorLayout, mesh: Mesh, rank: int) -> Tensor:
     """This process's piece of a whole tensor, in memory of its own."""
     piece = tensor if layout.view == layout.shape else tensor.reshape(layout.view)
-    for dim, (start, stop) in enumerate(layout.region(grid.mesh, grid.world.rank)):
+    for dim, (start, stop) in enumerate(layout.region(mesh, rank)):
         piece = piece.narrow(dim, start, stop - start)
-    local = piece.reshape(layout.local_shape(grid.mesh, grid.world.rank))
+    local = piece.reshape(layout.local_shape(mesh, rank))
     # Never a view: it would keep the whole tensor, and fused optimizers want gradients and parameters alike in memory.
     last = tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
     return local.clone(memory_format=torch.channels_last if last else torch.contiguous_format)
@@ -105,7 +105,7 @@ def split_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: G
             layout = layouts.get(name)
             # One that two modules share is there under both names.
             if layout is not None and layout.cuts and id(tensor) not in done:
-                tensor.data = shard_tensor(tensor.data, layout, grid)
+                tensor.data = shard_tensor(tensor.data, layout, grid.mesh, grid.world.rank)
                 done.add(id(tensor))
 
 

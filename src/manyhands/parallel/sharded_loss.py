@@ -21,7 +21,7 @@ from manyhands.parallel.gradients import summed_over_samples
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.network import LossFn
-from manyhands.parallel.placement import WHOLE, Extent, convert, value_of
+from manyhands.parallel.placement import WHOLE
 from manyhands.parallel.rules.reduce import MAXIMA, largest, reduced
 from manyhands.parallel.tracing import FEWER, SAMPLES, describe_ops, run_twice
 
@@ -163,25 +163,17 @@ class SplitLoss:
     """
 
     def __init__(
-        self, network: SplitNetwork, loss_fn: LossFn | None = None, smoothing: float = 0.0, own: Graph | None = None
+        self, network: SplitNetwork, loss_fn: LossFn, smoothing: float = 0.0, own: Graph | None = None
     ) -> None:
         self._network, self._loss_fn, self._smoothing = network, loss_fn, smoothing
         letters = network.letters[LOSS]
         sizes = network.grid.mesh.sizes
         self._classes = tuple(axis for axis, letter in enumerate(letters) if letter == "o" and sizes[axis] > 1)
-        self._wanted = value_of([0 if letter == "n" else "R" for letter in letters])
-        self._given = value_of([0 if letter == "n" else "R" for letter in network.letters[INPUT]])
         self._own = ShardedLoss(own, self._classes, network.grid, network.state) if own and self._classes else None
-
-    def labels(self, labels: Tensor) -> Tensor:
-        """The labels of this process's part of the loss, from those of its part of the input."""
-        return convert(labels, self._given, self._wanted, Extent((len(labels),), 1), self._network.grid)
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The sum [] of this process's losses, and scores [n, …] whose largest is at the numbers [n] where right."""
-        labels = self.labels(labels)
         if not self._classes:
-            assert self._loss_fn is not None
             loss, logits = self._loss_fn(output, labels)
             return loss, logits, labels
         grid = self._network.grid

@@ -286,7 +286,7 @@ class _Check:
         """The outputs for this process's rows, and its gradients before they are summed over the samples' axes."""
         _begin(self.network.model, [slice(0, self.rows.stop - self.rows.start)], self.count)
         output = self.network.model(self.sample[self.rows])
-        Gradients(self.network.on_mesh(), self.grid.world).backward_of(self._loss(output))
+        Gradients(self.network, self.grid.world).backward_of(self._loss(output))
         named = ((name, one) for name, one in self.network.model.named_parameters() if one.requires_grad)
         raw = {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in named}
         return [one.detach() for one in _tensors(output)], raw

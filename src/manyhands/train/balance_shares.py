@@ -133,7 +133,7 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
             passes += 1
         return (now(world) - began_s) / passes / count
 
-    with left_as_it_was(update.network.inner, update.network.norms), torch.random.fork_rng(devices=[]):
+    with left_as_it_was(update.network.model, update.network.norms), torch.random.fork_rng(devices=[]):
         mean_s(0.0)  # the first time is slower
         dist.barrier()
         own_s = statistics.median(mean_s(_WHILE_S) for _ in range(_WHILES))

@@ -34,7 +34,7 @@ def explain_loss(
         return RunError(
             "the loss is not finite, because the input pictures contain NaN or infinity", where, INPUT_HINTS
         )
-    found = f": {_first_bad(network.inner, batch.images)}" if closely and network.runs_alone else ""
+    found = f": {_first_bad(network.model, batch.images)}" if closely and not network.share.collective_forward else ""
     return RunError(f"the loss is not finite{found}", where, HINTS)
 
 
@@ -82,10 +82,10 @@ def explain_lost(network: ParallelNetwork, world: World, measured: StepSums) -> 
     first = [rank for rank, seen in enumerate(everybody) if seen[0] == step]
     rank = first[0] if first else next(rank for rank, seen in enumerate(everybody) if seen[1] == step)
     spoilt = "the loss" if first else "a gradient"
-    lost = next((name for name, one in network.inner.named_parameters() if not is_finite(one)), "")
+    lost = next((name for name, one in network.model.named_parameters() if not is_finite(one)), "")
     lost = lost and f"parameter {lost}"
-    for name, buffer in network.inner.named_buffers():
-        if not lost and name not in network.endless and not is_finite(buffer):
+    for name, buffer in network.model.named_buffers():
+        if not lost and name not in network.traits.endless and not is_finite(buffer):
             lost = f"buffer {name}"
     hints = (*HINTS, "resume from the last checkpoint, which was saved before this error")
     if not math.isfinite(step):

@@ -22,7 +22,7 @@ def exceptions(trainer: Trainer) -> list[str]:
 
 
 def _of_norms(trainer: Trainer) -> list[str]:
-    modules = trainer.network.inner.modules()
+    modules = trainer.network.model.modules()
     if not any(isinstance(module, _BatchNorm) for module in modules):
         return []
     local = trainer.job.train.norm_group == "local" or trainer.synchronizer.local_statistics
@@ -45,8 +45,8 @@ def exception_of_buffers(names: list[str]) -> str:
 
 def _of_draws(trainer: Trainer) -> list[str]:
     """Random numbers: each process draws its own, so another number of processes gives samples other ones."""
-    found = [f"{kind} masks depend on the number of processes." for kind in _dropping(trainer.network.inner)]
-    if not found and (trainer.draws or trainer.network.draws):
+    found = [f"{kind} masks depend on the number of processes." for kind in _dropping(trainer.network.model)]
+    if not found and (trainer.draws or trainer.network.traits.draws):
         found.append("The network's random numbers in training depend on the number of processes.")
     return found
 

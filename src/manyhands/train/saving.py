@@ -40,9 +40,9 @@ def save(trainer: Trainer) -> None:
     extra = _beside_the_network(trainer)
     trainer.synchronizer.average_buffers(progress.step)
     save_rank_state(trainer)
-    writes = network.saves(trainer.world.rank) or trainer.world.rank in trainer.writers
+    writes = trainer.world.is_main or bool(network.layouts) or trainer.world.rank in trainer.writers
     write, beside = None, not network.layouts
-    if writes or not network.runs_alone:
+    if writes or network.share.collective_forward:
         with trainer.synchronizer.averaged():
             snapshot = capture(network, trainer.update.optimizer, progress, extra, keep=writes)
         # What is saved says of itself that it is.
@@ -113,7 +113,7 @@ def rescue(trainer: Trainer) -> bool:
     Impossible if the network is sharded, or if processes have state of their own.
     """
     network, progress = trainer.network, trainer.progress
-    held_alone = network.sharded or network.layouts or trainer.synchronizer.own
+    held_alone = network.traits.sharded or network.layouts or trainer.synchronizer.own
     # A scheduler of somebody else's has moved on with an update's beginning.
     partial_update = trainer.update.partial_update
     between = partial_update.in_pieces or (
@@ -222,8 +222,8 @@ def save_rank_state(trainer: Trainer) -> None:
     if trainer.update.gradients.scaler:
         state["scaler"] = trainer.update.gradients.scaler.state_dict()
     content = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    endless = frozenset({"buffers"} if trainer.network.endless else set[str]())
-    optimizer = named_optimizer(trainer.network.inner, trainer.update.optimizer)
+    endless = frozenset({"buffers"} if trainer.network.traits.endless else set[str]())
+    optimizer = named_optimizer(trainer.network.model, trainer.update.optimizer)
     said = ""
     try:
         remove_step(folder, step)  # of an earlier attempt, whose steps may have gone otherwise
@@ -292,5 +292,5 @@ def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
 def _belongs_to(trainer: Trainer) -> list[Any]:
     """Identifies a checkpoint among those of the same step: checksums of the synchronized network."""
     with trainer.synchronizer.averaged():
-        sums = checksums(list(split_state(trainer.network.inner)[0].values())).sum(0).tolist()
+        sums = checksums(list(split_state(trainer.network.model)[0].values())).sum(0).tolist()
     return [trainer.progress.step, *sums]

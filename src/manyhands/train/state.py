@@ -68,15 +68,15 @@ def capture(
 
     A collective for sharded networks; processes without `keep` get no tensors.
     """
-    tensors, other = split_state(network.inner)
-    if network.sharded:
-        model, optimizer_state = _gathered(network.inner, optimizer, keep=keep)
+    tensors, other = split_state(network.model)
+    if network.traits.sharded:
+        model, optimizer_state = _gathered(network.model, optimizer, keep=keep)
     else:
         model = copied(tensors)
-        optimizer_state = named_optimizer(network.inner, optimizer)
+        optimizer_state = named_optimizer(network.model, optimizer)
     best = {"step": progress.best_step if progress.best_step >= 0 else None, "figure": progress.best_figure}
     return Snapshot(
-        model, optimizer_state, copied({**asdict(progress), "best": best, **extra, **other}), network.endless
+        model, optimizer_state, copied({**asdict(progress), "best": best, **extra, **other}), network.traits.endless
     )
 
 
@@ -160,18 +160,18 @@ def restore(
         snapshot = snapshot if source else fitted(snapshot, live)
         opened = source or _in_memory(snapshot)
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
-        if extra := _known(extra_state(snapshot, where), network.inner.state_dict(), snapshot.notes):
-            network.inner.load_state_dict(extra, strict=False)
+        if extra := _known(extra_state(snapshot, where), network.model.state_dict(), snapshot.notes):
+            network.model.load_state_dict(extra, strict=False)
         return progress, restore_pieces(opened, network, optimizer)
     # Our own optimizer state goes by the parameters' names.
     renames = optimizer is None or bool(snapshot.state.get("foreign"))
-    if network.sharded:
+    if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        state = fit_snapshot(snapshot, network.inner, where, renames=renames)
-        set_model_state_dict(network.inner, state, options=StateDictOptions(full_state_dict=True, strict=False))
+        state = fit_snapshot(snapshot, network.model, where, renames=renames)
+        set_model_state_dict(network.model, state, options=StateDictOptions(full_state_dict=True, strict=False))
     else:
-        load_snapshot(snapshot, network.inner, where, renames=renames)
+        load_snapshot(snapshot, network.model, where, renames=renames)
     if optimizer and snapshot.optimizer:
         return progress, restore_optimizer(snapshot.optimizer, network, optimizer)
     return progress, ""
@@ -258,7 +258,7 @@ def peers_of(world: World, writers: Mapping[int, range]) -> CheckpointGroup:
 
 def network_layout_of(network: ParallelNetwork) -> NetworkLayout:
     """Returns the layouts of a network's tensors."""
-    return NetworkLayout(network.mesh, network.layouts)
+    return NetworkLayout(network.layouts.mesh, network.layouts)
 
 
 def save_sharded(
@@ -292,15 +292,16 @@ def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.op
     Returns:
         The note of `restore_optimizer`.
     """
+    mesh, rank = network.layouts.mesh, network.layouts.rank
     with torch.no_grad():
-        for name, tensor in network.inner.state_dict().items():
+        for name, tensor in network.model.state_dict().items():
             if isinstance(tensor, Tensor):  # extra state is restored with the rest
-                tensor.copy_(source.model.piece(name, network.layouts[name], network.mesh, network.rank))
+                tensor.copy_(source.model.piece(name, network.layouts[name], mesh, rank))
     if optimizer is None or source.optimizer is None:
         return ""
     layouts = source.layouts(network_layout_of(network))[OPTIMIZER]
     stored = source.optimizer
-    tensors = {name: stored.piece(name, layouts[name], network.mesh, network.rank) for name in stored.names()}
+    tensors = {name: stored.piece(name, layouts[name], mesh, rank) for name in stored.names()}
     return restore_optimizer(unflatten(source.branches, tensors), network, optimizer)
 
 
@@ -318,9 +319,9 @@ def restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer
         A sentence if saved state is not used, else an empty string.
     """
     if is_custom(optimizer):
-        return restore_own(saved, network.inner, optimizer)
+        return restore_own(saved, network.model, optimizer)
     others: set[str] = set()
-    for name, parameter in network.inner.named_parameters():
+    for name, parameter in network.model.named_parameters():
         if not parameter.requires_grad:
             continue
         fresh = start_state(optimizer, parameter)

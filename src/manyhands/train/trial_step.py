@@ -180,13 +180,13 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
     DDP orders its buckets by the gradients' arrival in the first pass and rebuilds them before the second; with three
     or more processes another order adds numbers up differently in their last bits (two add up alike in any order).
     """
-    if update.world.size < 3 or not update.network.orders_sums:
+    if update.world.size < 3 or not update.network.traits.orders_sums:
         return
     batch = first_samples(loader, count)
     whole, options = Share(0, count, (), ()), update.options
     loss_fn, smoothing = update.loss_fn or sum_of_outputs, options.label_smoothing
     gradients = Gradients(update.network, update.world, loss_fn, smoothing=smoothing, precision=options.precision)
-    with left_as_it_was(update.network.inner, update.network.norms), torch.random.fork_rng(devices=[]):
+    with left_as_it_was(update.network.model, update.network.norms), torch.random.fork_rng(devices=[]):
         gradients.forward_backward(LoadedMicroBatch(whole, batch).micro_batch(count, 0), count)
         gradients.finish()
 

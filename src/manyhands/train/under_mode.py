@@ -51,7 +51,7 @@ class UnderMode:
         """Releases loader processes, groups and hooks of a trainer, and restores the network's BatchNorm layers."""
         self.synced.synchronizer.close()
         samples.close()
-        self.network.release()
+        self.network.close()
         self.restore_norms()
 
 

@@ -187,7 +187,7 @@ class Measurement:
         job = self.job
         group_batch_norms(model)
         batch, world = self.batch(self.count()), World(device=self.device)
-        loss_fn, network = make_loss_fn(job.train, self.objects.loss), ParallelNetwork(model, model)
+        loss_fn, network = make_loss_fn(job.train, self.objects.loss), ParallelNetwork(model)
 
         def trial(variant: Variant) -> Trial:
             layout = torch.channels_last if variant.channels_last else torch.contiguous_format

@@ -6,10 +6,11 @@ author's `enter` has summed it there.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import TensorLayout
@@ -18,11 +19,10 @@ from manyhands.core.seeds import mix
 from manyhands.core.world import World
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.marks import axis_numbers, layouts_of
-from manyhands.parallel.network import MicroBatchShape, ModeRequest, ParallelNetwork
+from manyhands.parallel.network import MicroBatchShape, ModeRequest, ModeTraits, ParallelNetwork
 from manyhands.parallel.norm import GroupedNorm, NormGroups
 from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.reduce import Reducer
 
 DESCRIPTION = "the network's own code splits the network over the axes of a mesh"
 NORM_GROUPS = True
@@ -30,62 +30,50 @@ OFFERS = frozenset[Need]()
 TAKES_MESH = True
 
 
-@dataclass
-class HybridNetwork:
-    """A network that its author has split."""
+class HybridNetwork(NetworkOnMesh):
+    """A network that its author has sharded; `samples` are the mesh axes, by index, that share the samples."""
 
-    model: nn.Module  # whose parameters are this process's pieces
-    grid: Grid  # the processes
-    layouts: dict[str, TensorLayout]  # of each parameter and buffer, by its name in the state dict
-    samples: tuple[int, ...]  # numbers of the mesh's axes over which samples are shared
-    reducer: Reducer  # sums gradients
-    norms: NormGroups  # BatchNorm's groups; shared over the axes of the samples only
+    def __init__(
+        self, model: nn.Module, grid: Grid, layouts: dict[str, TensorLayout], samples: tuple[int, ...]
+    ) -> None:
+        self.samples, parts = samples, grid.parts(samples)
+        # BatchNorm's groups are shared over the axes of the samples only.
+        groups = NormGroups(processes=grid.group(samples) if parts > 1 else None)
+        for module in model.modules():
+            if isinstance(module, GroupedNorm):
+                module.groups = groups
+                groups.layers.append(module)
+        traits = ModeTraits(plan=Plan(grid.mesh, layouts=layouts))
+        super().__init__(model, model, grid, layouts, (samples, samples), most_parts=parts, traits=traits)
+        self.norms = groups
 
+    @override
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
-        """Describes the pass that comes next. Processes with the same samples draw alike, as in dropout."""
-        place = self.grid.place(self.samples)
+        """Prepares a micro-batch. Processes with the same samples draw the same random numbers, as in dropout."""
         self.grid.batch = shape.samples
-        share = shape.share(self.grid.parts(self.samples), place)
+        share = shape.share(self.share.parts, self.share.index)
         self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
-        torch.manual_seed(mix(mix(shape.seed) ^ place))
-
-    def finish_update(self) -> None:
-        """Moves BatchNorm's running statistics by what all samples showed."""
-        self.norms.finish_update(self.grid.parts(self.samples))
-
-    def on_mesh(self) -> NetworkOnMesh:
-        """The network as training, evaluation and checkpoints take it."""
-        return NetworkOnMesh(
-            call=self.model,
-            inner=self.model,
-            no_sync=self.reducer.no_sync,
-            collective_forward=True,
-            grid=self.grid,
-            reducer=self.reducer,
-            layouts=self.layouts,
-            input_axes=self.samples,
-            loss_axes=self.samples,
-            begin_micro_batch=self.begin_micro_batch,
-            move_statistics=self.finish_update,
-            plan=Plan(self.grid.mesh, layouts=self.layouts),
-            most_parts=self.grid.parts(self.samples),
-            whole_outputs=False,
-        )
+        torch.manual_seed(mix(mix(shape.seed) ^ self.share.index))
 
 
-def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
-    """Has a network run that was constructed with `request.grid`. Raises UserError: none, or a mark doesn't fit it."""
+def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - as all modes
+    """Runs a network that was constructed with `request.grid`. Raises UserError: none, or a mark doesn't fit it."""
     if request.grid is None:
         hints = ("give --mesh dp=2,tp=2 and a network whose __init__ takes `mesh`",)
         raise UserError("mode hybrid needs a network that was built with a mesh", "parallel.mesh", hints)
-    return hybrid_network(model, request.grid, request.samples).on_mesh()
+    return hybrid_network(model, request.grid, request.samples)
 
 
 def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:
-    """Has a network run that was constructed with this grid and holds pieces; whole parameters are equal on all.
+    """Runs a network that was constructed with this grid and holds shards; unsharded parameters are equal on all.
 
-    `samples` names the axes over which samples are shared; None: all that cut no parameter. Raises UserError: a
-    parameter's mark or an axis of `samples` doesn't fit the mesh.
+    Args:
+        model: the network.
+        grid: the mesh.
+        samples: the axes over which samples are shared; None: all that shard no parameter.
+
+    Raises:
+        UserError: a parameter's mark or an axis of `samples` doesn't fit the mesh.
     """
     layouts = layouts_of(model, grid.mesh, grid.world.rank)
     if samples is None:
@@ -97,15 +85,4 @@ def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None =
         if name in layouts and isinstance(parameter, nn.Parameter):
             over = tuple(axis for axis in axes if axis not in layouts[name].sharded_axes)
             layouts[name] = replace(layouts[name], gradient_axes=over)
-    reducer = Reducer(dict(model.named_parameters()), layouts, grid)
-    return HybridNetwork(model, grid, layouts, axes, reducer, _share_norms(model, grid, axes))
-
-
-def _share_norms(model: nn.Module, grid: Grid, samples: tuple[int, ...]) -> NormGroups:
-    shared = grid.parts(samples) > 1
-    groups = NormGroups(processes=grid.group(samples) if shared else None)
-    for module in model.modules():
-        if isinstance(module, GroupedNorm):
-            module.groups = groups
-            groups.layers.append(module)
-    return groups
+    return HybridNetwork(model, grid, layouts, axes)
