@@ -235,9 +235,9 @@ class Builder:
         key = id(op.module if op.module is not None else op.node)
         if key not in self._local:
             rule = rule_of(op)
-            # A rule of the user's own may be for a class that one of ours would take as well.
-            ours = op.kind == rule.KIND and hasattr(rule, "local")
-            self._local[key] = rule.local(op, letters, self._grid) if ours else None
+            # A rule of the user may be for a class that a built-in one matches as well.
+            built_in = op.kind == rule.kind and rule.local is not None
+            self._local[key] = rule.local(op, letters, self._grid) if built_in and rule.local else None
         return self._local[key]
 
     def _call(self, name: str, module: nn.Module, args: Any, kwargs: Any = None) -> fx.Node:

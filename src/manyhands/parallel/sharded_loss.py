@@ -22,7 +22,7 @@ from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.grid import Grid
 from manyhands.parallel.network import LossFn
 from manyhands.parallel.placement import WHOLE
-from manyhands.parallel.rules.reduce import MAXIMA, largest, reduced
+from manyhands.parallel.rules.functions import MAXIMA, largest, reduced
 from manyhands.parallel.tracing import FEWER, SAMPLES, describe_ops, run_twice
 
 # Of a network's output [n, C] and labels int64 [n]: a value per sample [n, …], or their mean [].

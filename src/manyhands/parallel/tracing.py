@@ -1,9 +1,6 @@
 """From a network to its graph: traces it, tries it on three and on two random samples, and asks the rules."""
 
-import importlib
 from collections.abc import Callable, Mapping
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,20 +8,18 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from manyhands.core.choices import module_names
 from manyhands.core.errors import UserError
 from manyhands.parallel import graph as graphs
 from manyhands.parallel import weights
 from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.placement import SPREAD, WHOLE, Extent, Side
-from manyhands.parallel.rules import elementwise
+from manyhands.parallel.rules import OPAQUE, RULES, Describe, Rule, functions
+from manyhands.parallel.rules import layers as _layers  # noqa: F401 - registers its rules
 
-RULES = "manyhands.parallel.rules"
 SAMPLES, FEWER = 3, 2
 # Two batches of other sizes may take other kernels, which add up in another order.
 SAME = 1e-3
 
-Describe = Callable[[Op, list[Op]], None]
 _of_users: dict[type[nn.Module], Describe] = {}
 
 
@@ -47,16 +42,9 @@ def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
     return register
 
 
-@cache
-def rules() -> tuple[ModuleType, ...]:
-    """All rules, the one for everything last."""
-    files = [importlib.import_module(f"{RULES}.{name}") for name in module_names(RULES)]
-    return tuple(sorted(files, key=lambda rule: graphs.Op.kind == rule.KIND))
-
-
-def rule_of(op: Op) -> ModuleType:
+def rule_of(op: Op) -> Rule:
     """The rule for an op."""
-    return next(rule for rule in rules() if rule.matches(op))
+    return next((rule for rule in RULES if rule.matches(op)), OPAQUE)
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -187,13 +175,13 @@ def _given_by_rows(node: fx.Node, many: _Trial, few: _Trial) -> Tensor | None:
     first: Tensor = reads[0][0]
     module = many.fetch_attr(str(node.target)) if node.op == "call_module" else None
     if module is None:
-        alone = node.op == "call_function" and node.target in elementwise.FUNCTIONS
+        alone = node.op == "call_function" and node.target in functions.FUNCTIONS
         return many.run_node(node) if alone and len({one.ndim for one, _ in reads}) == 1 else None
     if isinstance(module, _BatchNorm):
         return many.noise(first, first.device)
     if len(reads) > 1 or module._forward_hooks or module._forward_pre_hooks:
         return None
-    if type(module) in elementwise.MODULES:
+    if type(module) in functions.MODULES:
         return many.run_node(node)
     dims = _ROW_BY_ROW.get(type(module), first.ndim + 1)
     if first.ndim != dims and not (type(module) is nn.Linear and first.ndim > dims):
@@ -274,8 +262,8 @@ def _set_letters(op: Op, inputs: list[Op]) -> None:
         op.kind = type(op.module).__name__
         chosen(op, inputs)
         return
-    rule = rule_of(op) if len(op.extents) == 1 else rules()[-1]
-    op.kind = rule.KIND
+    rule = rule_of(op) if len(op.extents) == 1 else OPAQUE
+    op.kind = rule.kind
     rule.describe(op, inputs)
     _refuse_hidden(op)
 
