@@ -20,7 +20,7 @@ from manyhands.parallel.modes import data
 from manyhands.parallel.modes.data import Replica
 from manyhands.parallel.norm import NormGroups
 from manyhands.parallel.shared_memory import SharedSums
-from manyhands.sync.talk import SyncGroup
+from manyhands.sync.exchange import SyncGroup
 from manyhands.train.step import Updater
 
 STEP = [0, ""]  # updates made so far, and what this one is at

@@ -28,7 +28,7 @@ COMMON = {"data", "local", "auto", "bf16"}
 ASKED = re.compile(r"\b(\w*mode|\w*method|methods\(\)|MODES|METHODS)\b", re.IGNORECASE)
 LOOKS_UP = {"Cost", "load_choice"} | {
     one.name
-    for file in ("parallel/apply.py", "sync/method.py", "sync/choose.py", "train/choose_sync.py")
+    for file in ("parallel/apply.py", "sync/options.py", "sync/choose.py", "train/choose_sync.py")
     for one in ast.walk(ast.parse((SOURCE / file).read_text()))
     if isinstance(one, ast.FunctionDef)
 }

@@ -26,7 +26,7 @@ from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose
 from manyhands.sync.costs import CodecName, Cost, LinkCase
 from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.measure import measure_link, pass_seconds
-from manyhands.sync.method import methods, refused, synchronizes_every_update
+from manyhands.sync.options import methods, refused, synchronizes_every_update
 from manyhands.sync.synchronizer import Places, SyncContext, Synchronizer
 from manyhands.train.journal import Journal
 from manyhands.train.monitors import CommunicationMonitor

@@ -7,7 +7,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from manyhands.parallel.apply import normalises_in_groups
-from manyhands.sync.method import exception_of
+from manyhands.sync.options import exception_of
 from manyhands.train.trainer import Trainer
 
 # Of modules that drop whole branches of single samples: parts of their classes' names in torchvision, timm and others.

@@ -17,7 +17,7 @@ from manyhands.core.records import read_lines, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain
 from manyhands.core.version import __version__
-from manyhands.sync.method import option_keys
+from manyhands.sync.options import option_keys
 from manyhands.train.journal import Journal
 
 
