@@ -77,7 +77,7 @@ def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
     case = case_to_plan(job, request.last, request.link, request.device_model)
     if case.between is None:
         hints = ("set the link speed: --link 1gbit", "or choose one number of processes: -n 4")
-        raise UserError("a range of machines needs a link speed", "--link", hints)
+        raise UserError("predictions for a range of machines need the speed of their links", "--link", hints)
     counts, notes = _counts(case, request)
     measure = request.measure and not request.device_model
     case = case.resolved(request.last, measure=measure)
