@@ -32,7 +32,7 @@ from manyhands.parallel import group
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.modes import dataparallel
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.planner.timing import environment
 from manyhands.train import balance_shares, pth_tar
 

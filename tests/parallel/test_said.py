@@ -13,9 +13,8 @@ from manyhands.cluster.failures import as_error
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.world import ProcessInfo
 from manyhands.parallel import group, meet, report_failure
-from manyhands.parallel.group import Cause
-from manyhands.parallel.meet import check_in
-from manyhands.parallel.said import DuplicateRank, PeerFailure, Present, understood
+from manyhands.parallel.group.join import Cause
+from manyhands.parallel.group.rendezvous import DuplicateRank, PeerFailure, Present, check_in, understood
 from manyhands.worker.member import describe_peer, heard
 
 JUNK = [

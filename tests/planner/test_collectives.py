@@ -11,12 +11,12 @@ import torchvision.models as zoo
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manyhands.parallel.execute import SplitNetwork
-from manyhands.parallel.grid import Grid
+from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeTraits
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.on_mesh import PlannedNetwork
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
+from manyhands.parallel.split.execute import SplitNetwork
+from manyhands.parallel.split.network import PlannedNetwork
+from manyhands.parallel.split.tracing import describe_network
 from manyhands.planner.collectives import PlannedUpdate, collectives, shares
 from tests.planner.nets import mesh_of, random_letters
 from tests.processes.ranks import run_on_ranks

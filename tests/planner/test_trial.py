@@ -12,7 +12,7 @@ from torch import nn
 from manyhands.config.load import load_job
 from manyhands.core.world import World
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.strategy import concise
+from manyhands.parallel.split.strategy import concise
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.trial import PlanCase, Runner, measure, verify
 from manyhands.worker.plan_trials import case_of, picture

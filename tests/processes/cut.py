@@ -14,8 +14,9 @@ from manyhands.data.order import sharing
 from manyhands.parallel.apply import make_equal
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeRequest
-from manyhands.parallel.on_mesh import NetworkOnMesh, split
+from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
+from manyhands.parallel.split.network import split
 from manyhands.train.loss import BETTER_LOSS, make_loss_fn, verify_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]

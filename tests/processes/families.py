@@ -13,7 +13,7 @@ from torchvision import models
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.parallel.placement import gather_full
+from manyhands.parallel.mesh.placement import gather_full
 from manyhands.planner.choose import LEAST_ROUNDS
 from manyhands.planner.find import SearchResult
 from manyhands.train.objects import Objects

@@ -14,14 +14,14 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from manyhands.core.mesh import Mesh
 from manyhands.data.order import shares_of_micro_batch
-from manyhands.parallel.execute import shard_tensor
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeRequest
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.on_mesh import split
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.strategy import concise, refusal
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
+from manyhands.parallel.split.execute import shard_tensor
+from manyhands.parallel.split.network import split
+from manyhands.parallel.split.strategy import concise, refusal
+from manyhands.parallel.split.tracing import describe_network
 from tests.processes.cut import own_rows
 from tests.processes.ranks import run_on_ranks
 

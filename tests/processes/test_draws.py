@@ -8,13 +8,13 @@ from torchvision.ops import StochasticDepth
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
 from manyhands.data.order import shares_of_micro_batch
-from manyhands.parallel.execute import SplitNetwork
-from manyhands.parallel.grid import Grid
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.placement import Extent, convert, value_of
 from manyhands.parallel.network import MicroBatchShape
-from manyhands.parallel.placement import Extent, convert, value_of
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.strategy import resolve
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.split.execute import SplitNetwork
+from manyhands.parallel.split.strategy import resolve
+from manyhands.parallel.split.tracing import describe_network
 from tests.processes.ranks import run_on_ranks
 
 SAMPLES, CHANNELS = 12, 10

@@ -22,7 +22,7 @@ from manyhands.data.order import BatchSharing
 from manyhands.parallel.modes import data
 from manyhands.parallel.modes.data import TwoLevelNetwork
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.train.build import build
 from manyhands.train.failing import is_consequence
 from manyhands.train.heartbeat import collectives_begun

@@ -22,8 +22,8 @@ from manyhands.data.order import BatchSharing
 from manyhands.parallel.modes import data
 from manyhands.parallel.modes.data import FlatNetwork
 from manyhands.parallel.network import ModeRequest, ModeTraits, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.shared_memory import (
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
+from manyhands.parallel.replicas.shared_memory import (
     MOST_TRIES,
     ON_SEVERAL,
     SLOT_BYTES,

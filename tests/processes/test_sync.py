@@ -347,7 +347,7 @@ def _power(world, beside, passes, machines=False):
             if one.grad is not None:
                 came_out[name] = came_out.get(name, 0) + one.grad
     state, lost, missing = power.state()[0], 0.0, 0.0
-    batches = sorted({key.partition(".")[0] for key in state}, key=int)
+    batches = sorted({key.partition(".")[0] for key in state if "." in key}, key=int)
     residual = torch.cat([state[f"{number}.held"] for number in batches])
     residual = dict(
         zip(reversed(names), residual.split([named[name].numel() for name in reversed(names)]), strict=True)

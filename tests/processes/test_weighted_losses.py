@@ -21,7 +21,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import parse_mesh
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.parallel.placement import gather_full
+from manyhands.parallel.mesh.placement import gather_full
 from manyhands.parallel.plan import Plan, shared_plan
 from manyhands.train.build import build
 from manyhands.train.exceptions import exceptions

@@ -12,9 +12,9 @@ from manyhands.core.choices import load_choice
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.needs import Need
 from manyhands.core.world import World
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODES, USUAL_MODE, check_mode
-from manyhands.parallel.plain import gather_plain
 
 # Values of a tensor that are widened to 64 bits at a time: what stays in a processor's cache. A card is slow to be told
 # of many small pieces.

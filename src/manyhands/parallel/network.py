@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from manyhands.core.mesh import Mesh, TensorLayout, bounds
 from manyhands.core.shares import Share
 from manyhands.core.world import World
-from manyhands.parallel.norm import norms_of
+from manyhands.parallel.replicas.batch_norm import norms_of
 from manyhands.parallel.spread import full_tensor
 
 if TYPE_CHECKING:
-    from manyhands.parallel.grid import Grid
+    from manyhands.parallel.mesh.grid import Grid
     from manyhands.parallel.plan import Plan
 
 # From a network's output and labels int64 [n]: the sum [] of losses, and the logits [n, C].

@@ -15,14 +15,13 @@ from manyhands.core.devices import wait_for
 from manyhands.core.world import World
 from manyhands.data.order import BatchSharing, sharing
 from manyhands.parallel.apply import apply_mode, resolve_mode
-from manyhands.parallel.execute import shard_tensor
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import LossFn, MicroBatch, MicroBatchShape, ModeRequest, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.on_mesh import split
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.rows import find_rows
+from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms
+from manyhands.parallel.split.execute import shard_tensor
+from manyhands.parallel.split.network import split
 from manyhands.planner.choose import time_in_turns
 from manyhands.planner.timing import BUSY, Others, Timing, quickest
 

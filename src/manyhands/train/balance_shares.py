@@ -16,7 +16,7 @@ from manyhands.core.devices import is_accelerator
 from manyhands.core.machine import memory
 from manyhands.core.shares import Share
 from manyhands.data.order import ALIGNED_SHARE_LIMIT, group_edges
-from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import first_samples, left_as_it_was, now

@@ -16,7 +16,7 @@ from manyhands.core.quantities import short_time
 from manyhands.core.seeds import derive
 from manyhands.data.places import own_folder
 from manyhands.parallel.gradients import Gradients
-from manyhands.parallel.norm import NormGroups
+from manyhands.parallel.replicas.batch_norm import NormGroups
 from manyhands.train.draws import drawing
 from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.trainer import Trainer

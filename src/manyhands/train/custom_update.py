@@ -18,7 +18,7 @@ from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.order import Order
-from manyhands.parallel.plain import broadcast_plain
+from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.train.build import build
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loss import something

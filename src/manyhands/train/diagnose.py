@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from manyhands.core.errors import RunError
 from manyhands.core.world import World
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.plain import gather_plain
 from manyhands.train.feed import LoadedMicroBatch, StepSums
 from manyhands.train.monitors import ADVICE
 

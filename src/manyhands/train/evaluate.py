@@ -28,8 +28,8 @@ from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.order import dealt_blocks, evaluation_blocks
 from manyhands.models.outputs import main_and_auxiliary
+from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.plain import broadcast_plain
 from manyhands.train.data_setup import DataSetup
 from manyhands.train.feed import Feed
 from manyhands.train.metrics import CustomMetric, Evaluation, FigureSums

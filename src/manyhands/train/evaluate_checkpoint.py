@@ -17,10 +17,10 @@ from manyhands.data.splits import Source, by_names
 from manyhands.data.transforms import Pixels
 from manyhands.parallel.apply import apply_mode, follows_plan, one_process, resolve_mode, takes_mesh
 from manyhands.parallel.gradients import autocast
-from manyhands.parallel.grid import Grid
+from manyhands.parallel.group.plain import broadcast_plain
+from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.options import MODES
-from manyhands.parallel.plain import broadcast_plain
 from manyhands.parallel.plan import Plan, read_plan, shared_plan
 from manyhands.train.data_setup import (
     check_labels,

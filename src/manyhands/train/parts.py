@@ -27,11 +27,11 @@ from manyhands.data.order import Order
 from manyhands.data.splits import Splits, describe_samples
 from manyhands.models.build import resolve_model
 from manyhands.parallel.apply import follows_plan, one_process, resolve_mode, takes_mesh
-from manyhands.parallel.grid import Grid
-from manyhands.parallel.marks import layouts_of
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.marks import layouts_of
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODE_OF_PLANS, USUAL_MODE
-from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.parallel.plan import Plan, read_plan, shared_plan
 from manyhands.train.choose_sync import check_combination
 from manyhands.train.data_setup import DataSetup, class_names, name_outputs, open_splits, pixels_for

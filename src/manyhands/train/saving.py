@@ -23,7 +23,7 @@ from manyhands.core.resuming import resume_command
 from manyhands.core.run_folder import NOWHERE
 from manyhands.core.world import World
 from manyhands.parallel.apply import checksums
-from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.saver import NOT_FINITE, SAVED, SaveOutcome
 from manyhands.train.schedule import CustomScheduler

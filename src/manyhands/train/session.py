@@ -28,8 +28,8 @@ from manyhands.data.options import DataOptions
 from manyhands.data.splits import ImagesInMemory, Splits, check_labels
 from manyhands.data.transforms import Pixels
 from manyhands.models.outputs import main_and_auxiliary
-from manyhands.parallel.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.gradients import autocast
+from manyhands.parallel.group.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.custom_update import (
     SESSION,

@@ -9,8 +9,8 @@ from manyhands.data.order import BatchSharing, Order
 from manyhands.data.splits import Splits
 from manyhands.parallel.apply import normalises_in_groups
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.norm import GroupedNorm
 from manyhands.parallel.options import USUAL_MODE
+from manyhands.parallel.replicas.batch_norm import GroupedNorm
 from manyhands.train.journal import Journal
 from manyhands.train.recover import Resumable
 

@@ -18,8 +18,8 @@ from manyhands.checkpoint.write import CheckpointGroup, save_full, save_pieces
 from manyhands.config.job import BY_TOP1
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.plain import gather_plain
 from manyhands.parallel.spread import full_tensor, is_spread, spread_like
 from manyhands.train.optimize import is_custom, restore_own, start_state
 

@@ -17,7 +17,7 @@ from manyhands.core.seeds import derive, mix
 from manyhands.core.world import World
 from manyhands.parallel.gradients import Gradients, MicroBatchResult, all_finite
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.norm import forget_seen
+from manyhands.parallel.replicas.batch_norm import forget_seen
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import values_by_rank
 from manyhands.train.diagnose import HINTS, explain_loss, is_finite, kind_of

@@ -21,10 +21,9 @@ from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.transforms import Batch
 from manyhands.parallel.gradients import Gradients, MicroBatchResult
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import LossFn, ParallelNetwork, full_batch
-from manyhands.parallel.norm import NormGroups
-from manyhands.parallel.plain import gather_plain
-from manyhands.parallel.rows import set_rows_per_sample, watching
+from manyhands.parallel.replicas.batch_norm import NormGroups, set_rows_per_sample, watching
 from manyhands.train.draws import drawing
 from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.step import Updater

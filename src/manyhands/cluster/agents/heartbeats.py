@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from manyhands.core.files import read_bytes
 from manyhands.core.timeouts import HEARTBEAT_S
-from manyhands.parallel.heartbeat import Heartbeat, Seen
+from manyhands.parallel.group.heartbeat import Heartbeat, Seen
 
 # Who got on or gave a sign of life more recently is well.
 _WELL_S = 2.0

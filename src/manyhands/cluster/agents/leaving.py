@@ -11,7 +11,7 @@ import psutil
 from manyhands.core.machine import CGROUPS
 from manyhands.core.records import PROCESS_ENDED, Failure
 from manyhands.core.timeouts import LEAVE_S, SAVE_MOST_S, SAVE_QUIET_S
-from manyhands.parallel.heartbeat import Heartbeat, rescue_path
+from manyhands.parallel.group.heartbeat import Heartbeat, rescue_path
 
 # Until the next collective they compute, for so many times as long as an update takes.
 UPDATES = 2.0

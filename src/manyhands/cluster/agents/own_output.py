@@ -13,7 +13,7 @@ from manyhands.cluster.hosts.inventory import DEVICE_INDEX
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.stops import STOPS
 from manyhands.core.terminal import Tolerant
-from manyhands.parallel.heartbeat import HEARTBEAT_FILE
+from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE
 
 PR_SET_PDEATHSIG = 1
 

@@ -18,10 +18,10 @@ from typing_extensions import override
 from manyhands.core.needs import AVERAGE_HOOK, OWN_AVERAGE, WHOLE_GRADIENTS
 from manyhands.core.phases import CLOCK
 from manyhands.core.world import World
-from manyhands.parallel.close_listeners import closed_once_formed
-from manyhands.parallel.collectives import group_timeout
+from manyhands.parallel.group.collectives import group_timeout
+from manyhands.parallel.group.listeners import closed_once_formed
 from manyhands.parallel.network import ModeRequest, ModeTraits, ParallelNetwork
-from manyhands.parallel.shared_memory import ALONE, ON_SEVERAL, SharedSums, machines_of_group, share_within
+from manyhands.parallel.replicas.shared_memory import ALONE, ON_SEVERAL, SharedSums, machines_of_group, share_within
 
 DESCRIPTION = "every process holds the whole network and a share of each batch"
 NORM_GROUPS = True
@@ -56,7 +56,7 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
     """Has its gradients added up through memory, or wraps it in DDP; leaves it where there is nobody to share with.
 
     DDP's own start (a broadcast of all parameters) is left out: the parameters have been proven equal, or made so,
-    before. Buffers are not broadcast either: BatchNorm's statistics are agreed on in `parallel/norm.py`.
+    before. Buffers are not broadcast either: BatchNorm's statistics are agreed on in `parallel/replicas/batch_norm.py`.
     """
     if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
         return ParallelNetwork(model, world=world)

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Collection, Generator, Iterator, Sequence
 from pathlib import Path
 
-from manyhands.parallel.ports import local_addresses
-from manyhands.parallel.tunnel_ends import tunnel_ends
+from manyhands.parallel.group.ports import local_addresses
+from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 SO_ATTACH_FILTER = 26
 # The one instruction of a filter: let 0 bytes of each packet through.

@@ -4,25 +4,32 @@ So a rank that is missing, there twice, or of another job is named instead of wa
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 import platform
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlparse
 
 import psutil
 import torch
 import torch.distributed as dist
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from manyhands.core.errors import ManyhandsError, PeerError, UserError
+from manyhands.core.files import parse_json
 from manyhands.core.machine import this_machine
+from manyhands.core.terminal import plain
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel.ports import outer_addresses
-from manyhands.parallel.said import DuplicateRank, InvalidRank, Present, understood
+from manyhands.parallel.group.heartbeat import Heartbeat
+from manyhands.parallel.group.ports import outer_addresses
 
 Say = Callable[[str], None]
 
@@ -31,6 +38,118 @@ _NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}|true|false|Infinity")
 
 # A process that holds the store and gives up waits so long for the others to see why.
 LINGER_S = 3.0
+# Far above what any process says of itself.
+_MOST_BYTES = 1 << 18
+_LONGEST_WHAT = 2000
+
+
+def _shown(text: str) -> str:
+    return plain(text).strip()
+
+
+def _address(text: str) -> str:
+    ipaddress.ip_address(text)
+    return text
+
+
+_Name = Annotated[str, Field(max_length=256), AfterValidator(_shown)]
+_Pid = Annotated[int, Field(gt=0, lt=2**31)]
+_Rank = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Said(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+
+class Present(_Said):
+    """A process that has come to meet the others: under present/<attempt>/<rank>."""
+
+    host: _Name
+    machine: Annotated[str, Field(max_length=2000)]
+    pid: _Pid
+    addresses: Annotated[list[Annotated[str, AfterValidator(_address)]], Field(max_length=256)] = []
+    size: Annotated[int, Field(ge=1, lt=2**31)]
+    digest: Annotated[str, Field(max_length=_MOST_BYTES // 2), AfterValidator(_shown)] = ""
+    torch: _Name = ""
+    python: _Name = ""
+
+
+class DuplicateRank(_Said):
+    """A rank that two processes were started with, as the second one says it: under present/<attempt>/twice."""
+
+    rank: _Rank
+    host: _Name
+    pid: _Pid
+
+
+class InvalidRank(_Said):
+    """A process whose rank is none of the job's, as it says before it ends: under present/<attempt>/outsider."""
+
+    host: _Name
+    pid: _Pid
+    digest: Annotated[str, Field(max_length=_MOST_BYTES // 2)]
+    what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_shown)]
+
+
+class PeerFailure(_Said):
+    """Why the first process failed: under failure/<attempt>/text."""
+
+    rank: _Rank
+    host: _Name
+    what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_shown)]
+
+    @classmethod
+    def of(cls, rank: int, host: str, what: str) -> "PeerFailure":
+        """With words that are too long cut off."""
+        return cls(rank=rank, host=host[:256], what=what[:_LONGEST_WHAT])
+
+
+class Answer(_Said):
+    """How far a process is, and was some seconds before, as it answers a call: under roll/<attempt>/<call>/<rank>."""
+
+    before: Heartbeat
+    now: Heartbeat
+
+
+S = TypeVar("S", bound=_Said)
+
+
+def understood(content: bytes | str, kind: type[S]) -> S | None:
+    """What was said, or None where it can't be that."""
+    if len(content) > _MOST_BYTES:
+        return None
+    with contextlib.suppress(ValueError):  # of JSON, of UTF-8, and the validation's own
+        return kind.model_validate(parse_json(content))
+    return None
+
+
+# A rank 0 that is there answers within this time.
+REPORT_S = 3.0
+
+
+def report_to_waiting_ranks(process_info: ProcessInfo, report: Callable[[Any], None]) -> None:
+    """Has `report` write into the store under present/<attempt>, where somebody is there and answers soon."""
+    thread = threading.Thread(target=_report, args=(process_info, report), daemon=True)
+    thread.start()
+    thread.join(REPORT_S)
+
+
+def _report(process_info: ProcessInfo, report: Callable[[Any], None]) -> None:
+    with contextlib.suppress(dist.DistError, ValueError, OSError):
+        report(dist.PrefixStore(f"present/{process_info.attempt}", _store(process_info)))
+
+
+def _store(process_info: ProcessInfo) -> Any:
+    url = urlparse(process_info.init)
+    if url.scheme == "file":
+        path = Path(url.netloc + url.path)
+        if not path.stat().st_size:
+            raise OSError(f"no process listens at {path}")
+        return dist.FileStore(str(path), process_info.size)
+    host, port = url.hostname or os.environ.get("MASTER_ADDR", ""), url.port or int(os.environ.get("MASTER_PORT", "0"))
+    # Where nobody listens, torch itself would try again and again.
+    socket.create_connection((host, port), timeout=REPORT_S).close()
+    return dist.TCPStore(host, port, None, False, timedelta(seconds=REPORT_S), False)
 
 
 def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from manyhands.parallel.graph import Op, whole_or_batch
-from manyhands.parallel.grid import Grid
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.split.graph import Op, whole_or_batch
 
 Describe = Callable[[Op, list[Op]], None]
 Local = Callable[[Op, tuple[str, ...], Grid], nn.Module | None]

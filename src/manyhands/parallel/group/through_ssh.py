@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from manyhands.core.errors import PeerError
 from manyhands.core.files import typed_number
-from manyhands.parallel.tunnel_ends import TunnelEnds, reach, tunnel_ends
+from manyhands.parallel.group.tunnel_ends import TunnelEnds, reach, tunnel_ends
 
 # torch's types know neither the options nor the devices of the class.
 _Gloo: Any = dist.ProcessGroupGloo

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from manyhands.parallel.placement import SPREAD, WHOLE, Extent, Side
+from manyhands.parallel.mesh.placement import SPREAD, WHOLE, Extent, Side
 from manyhands.parallel.plan import INPUT
 
 LOSS = "loss"

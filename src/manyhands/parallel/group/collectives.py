@@ -11,7 +11,7 @@ from torch import Tensor
 from manyhands.core.errors import UserError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.world import World
-from manyhands.parallel.close_listeners import closed_once_formed
+from manyhands.parallel.group.listeners import closed_once_formed
 
 Operation = Literal["sum", "mean", "max", "min", "product"]
 _OPERATIONS = {

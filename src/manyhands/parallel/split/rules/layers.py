@@ -9,10 +9,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from manyhands.core.mesh import bounds
-from manyhands.parallel.graph import Loop, Op, whole_or_batch
-from manyhands.parallel.grid import Grid
-from manyhands.parallel.placement import SPREAD, SUM, WHOLE
-from manyhands.parallel.rules import rule
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.placement import SPREAD, SUM, WHOLE
+from manyhands.parallel.split.graph import Loop, Op, whole_or_batch
+from manyhands.parallel.split.rules import rule
 
 Layer = TypeVar("Layer", bound=nn.Module)
 PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")

@@ -28,11 +28,11 @@ from manyhands.core.devices import accelerator
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, bounds, make_mesh, parse_mesh
 from manyhands.core.world import World
-from manyhands.parallel.collectives import group_timeout
-from manyhands.parallel.marks import Mark, Parameter, axis_numbers, mark_buffer
+from manyhands.parallel.group.collectives import group_timeout
+from manyhands.parallel.mesh.marks import Mark, Parameter, axis_numbers, mark_buffer
 
 if TYPE_CHECKING:
-    from manyhands.parallel.placement import Placement
+    from manyhands.parallel.mesh.placement import Placement
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -287,7 +287,7 @@ class Axis:
         gradients: "tuple[Placement, Placement]",
         whole: Sequence[int],
     ) -> Tensor:
-        from manyhands.parallel.placement import Extent, convert_both  # data-parallel training needs none of it
+        from manyhands.parallel.mesh.placement import Extent, convert_both  # data-parallel training needs none of it
 
         def along(placement: "Placement") -> "tuple[Placement, ...]":
             return tuple(placement if axis in self._axes else "R" for axis in range(len(self._grid.mesh.axes)))

@@ -14,11 +14,8 @@ from torch.utils import _pytree as pytree
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, TensorLayout, bounds, unsharded
 from manyhands.core.seeds import mix
-from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
-from manyhands.parallel.grid import Grid
-from manyhands.parallel.network import MicroBatchShape
-from manyhands.parallel.norm import GroupedNorm, NormGroups
-from manyhands.parallel.placement import (
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.placement import (
     Extent,
     Layout,
     Side,
@@ -28,7 +25,10 @@ from manyhands.parallel.placement import (
     steps_between,
     value_of,
 )
-from manyhands.parallel.tracing import rule_of
+from manyhands.parallel.network import MicroBatchShape
+from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.split.tracing import rule_of
 
 Letters = Mapping[str, tuple[str, ...]]
 

@@ -20,10 +20,10 @@ from manyhands.core.mesh import Mesh, bounds
 from manyhands.core.shares import Span
 from manyhands.core.world import World
 from manyhands.parallel.gradients import Gradients
-from manyhands.parallel.grid import Axis, Grid
-from manyhands.parallel.modes.hybrid import HybridNetwork, hybrid_network
-from manyhands.parallel.norm import GroupedNorm, NormGroups, group_batch_norms
-from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
+from manyhands.parallel.hybrid.network import HybridNetwork, hybrid_network
+from manyhands.parallel.mesh.grid import Axis, Grid
+from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups, group_batch_norms
 
 Make = Callable[[Grid], nn.Module]
 Loss = Callable[..., Tensor]

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from manyhands.parallel.graph import Loop, Op
-from manyhands.parallel.placement import SPREAD, SUM, WHOLE, Side
+from manyhands.parallel.mesh.placement import SPREAD, SUM, WHOLE, Side
+from manyhands.parallel.split.graph import Loop, Op
 
 PRODUCT = "matmul"
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.core.world import World
-from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.group.plain import gather_plain
 
 # Why there are no sums through memory.
 ON_SEVERAL, ALONE = "the processes are on several machines", "no other process uses this machine"

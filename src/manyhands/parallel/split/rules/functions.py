@@ -11,10 +11,10 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, fx, nn
 
 from manyhands.core.mesh import bounds
-from manyhands.parallel.graph import Loop, Op, whole_or_batch
-from manyhands.parallel.grid import Grid
-from manyhands.parallel.placement import SPREAD, SUM, WHOLE, Side
-from manyhands.parallel.rules import rule
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.placement import SPREAD, SUM, WHOLE, Side
+from manyhands.parallel.split.graph import Loop, Op, whole_or_batch
+from manyhands.parallel.split.rules import rule
 
 
 def _target(op: Op) -> Any:

@@ -23,12 +23,17 @@ import torch.distributed as dist
 from manyhands.core.devices import device_kind, require_device
 from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.core.world import ProcessInfo, World
-from manyhands.parallel import ports
-from manyhands.parallel.close_listeners import closed_once_formed
-from manyhands.parallel.meet import check_in, linger, report_duplicate_rank
-from manyhands.parallel.report_failure import report_to_waiting_ranks
-from manyhands.parallel.said import PeerFailure, understood
-from manyhands.parallel.through_ssh import use_tunnels
+from manyhands.parallel.group import ports
+from manyhands.parallel.group.listeners import closed_once_formed
+from manyhands.parallel.group.rendezvous import (
+    PeerFailure,
+    check_in,
+    linger,
+    report_duplicate_rank,
+    report_to_waiting_ranks,
+    understood,
+)
+from manyhands.parallel.group.through_ssh import use_tunnels
 
 Say = Callable[[str], None]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.core.mesh import Mesh, TensorLayout
-from manyhands.parallel.grid import Grid
+from manyhands.parallel.mesh.grid import Grid
 
 # As many bytes as DDP puts into one message: few enough to begin while backward goes on.
 BUCKET_BYTES = 25 * 1024 * 1024

@@ -9,12 +9,12 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.core.errors import UserError
-from manyhands.parallel import graph as graphs
-from manyhands.parallel import weights
-from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
-from manyhands.parallel.placement import SPREAD, WHOLE, Extent, Side
-from manyhands.parallel.rules import OPAQUE, RULES, Describe, Rule, functions
-from manyhands.parallel.rules import layers as _layers  # noqa: F401 - registers its rules
+from manyhands.parallel.mesh.placement import SPREAD, WHOLE, Extent, Side
+from manyhands.parallel.split import graph as graphs
+from manyhands.parallel.split import weights
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.split.rules import OPAQUE, RULES, Describe, Rule, functions
+from manyhands.parallel.split.rules import layers as _layers  # noqa: F401 - registers its rules
 
 SAMPLES, FEWER = 3, 2
 # Two batches of other sizes may take other kernels, which add up in another order.

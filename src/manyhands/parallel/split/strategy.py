@@ -18,8 +18,8 @@ from torch.nn import functional
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.graph import Graph, Loop, Op
 from manyhands.parallel.plan import Plan
+from manyhands.parallel.split.graph import Graph, Loop, Op
 
 MEANINGS = {
     "n": "samples",

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from manyhands.core.mesh import bounds
-from manyhands.parallel import graph as graphs
-from manyhands.parallel.execute import Builder, Letters, SplitNetwork, State
 from manyhands.parallel.gradients import summed_over_samples
-from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop, Op
-from manyhands.parallel.grid import Grid
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.placement import WHOLE
 from manyhands.parallel.network import LossFn
-from manyhands.parallel.placement import WHOLE
-from manyhands.parallel.rules.functions import MAXIMA, largest, reduced
-from manyhands.parallel.tracing import FEWER, SAMPLES, describe_ops, run_twice
+from manyhands.parallel.split import graph as graphs
+from manyhands.parallel.split.execute import Builder, Letters, SplitNetwork, State
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced
+from manyhands.parallel.split.tracing import FEWER, SAMPLES, describe_ops, run_twice
 
 # Of a network's output [n, C] and labels int64 [n]: a value per sample [n, …], or their mean [].
 CustomLoss = Callable[[Tensor, Tensor], Tensor]
