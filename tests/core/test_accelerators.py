@@ -28,8 +28,8 @@ from manyhands.data.loading import CopiesAhead, open_loader
 from manyhands.data.order import BatchSharing
 from manyhands.data.splits import ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
-from manyhands.parallel import group
 from manyhands.parallel.gradients import Gradients
+from manyhands.parallel.group import join as group
 from manyhands.parallel.modes import dataparallel
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import group_batch_norms

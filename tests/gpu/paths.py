@@ -15,7 +15,7 @@ from manyhands.data.order import BatchSharing
 from manyhands.data.splits import ImageFiles, ImagesInMemory
 from manyhands.data.transforms import Pixels
 from manyhands.data.walk import PictureNames
-from manyhands.parallel import norm
+from manyhands.parallel.replicas import batch_norm as norm
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 
 # Of what is compared: relative to each tensor's largest value.

@@ -11,7 +11,7 @@ from manyhands.config.load import load_job
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
-from manyhands.parallel import group
+from manyhands.parallel.group import join as group
 from manyhands.parallel.group.join import Cause, Group
 from manyhands.parallel.group.rendezvous import PeerFailure
 from manyhands.train.failing import describe_failure, is_consequence
