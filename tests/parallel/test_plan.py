@@ -245,6 +245,6 @@ def test_two_networks_under_different_plans_live_in_one_process():
     second = split(other.train(), World(), ModeRequest(plan=Plan(mesh, {"fc": "i@dp", "deep": "c@dp"}), picture=sample))
     assert first.layouts["fc.weight"].cuts == ((0, (0,)),)
     assert second.layouts["fc.weight"].cuts == ((1, (0,)),)
-    first.release()
+    first.close()
     for network, output in zip((first, second), wanted, strict=True):
         torch.testing.assert_close(network.call.eval()(batch), output)

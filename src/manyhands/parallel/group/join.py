@@ -7,7 +7,6 @@ they are who they should be is in `meet`.
 import contextlib
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
-from manyhands.core.devices import device_kind, require_device
+from manyhands.core.devices import accelerator, device_kind, require_device
 from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
 from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel.group import ports
@@ -28,9 +27,11 @@ from manyhands.parallel.group.listeners import closed_once_formed
 from manyhands.parallel.group.rendezvous import (
     PeerFailure,
     check_in,
+    init_path,
     linger,
     report_duplicate_rank,
     report_to_waiting_ranks,
+    store_address,
     understood,
 )
 from manyhands.parallel.group.through_ssh import use_tunnels
@@ -53,11 +54,13 @@ PATIENCE_S = 5.0
 
 
 class Cause:
-    """What the first process that failed has said, in the store of all, which goes with rank 0.
+    """The failure of the first process that failed, shared through the store, which rank 0 holds.
 
-    `attempt` is how many times a launcher has restarted the processes. `leave` ends this process, which waits in a
-    collective that nobody ends; it is given the first cause, or None where the store itself has gone. None where a
-    closed connection ends collectives, as with gloo.
+    Args:
+        store: the store of all processes.
+        attempt: how often a launcher has restarted the processes.
+        leave: ends this process, which is blocked in a collective; called with the first cause, or with None if the
+            store has gone. None if a closed connection ends collectives, as with gloo.
     """
 
     def __init__(self, store: Any, attempt: int, leave: Callable[[PeerFailure | None], None] | None = None) -> None:
@@ -68,19 +71,19 @@ class Cause:
         self._thread.start()
 
     def publish(self, failure: PeerFailure) -> None:
-        """Tells the others why this process fails, unless one has failed before."""
+        """Publishes why this process fails, unless another one has failed before."""
         text = failure.model_dump_json()
         with contextlib.suppress(dist.DistError):
             if not understood(self._store.compare_set("text", "", text), PeerFailure):
                 self._store.set("text", text)  # junk was there
 
     def learn(self) -> PeerFailure | None:
-        """What the first said, or None where nobody has said anything soon."""
+        """Returns the first failure, or None if none is published in time."""
         self._known.wait(LEARN_S)
         return self._heard
 
     def keep_until_heard(self, processes: int) -> None:
-        """On the process that the store goes with: waits, not for long, until so many have heard."""
+        """Waits a few seconds, on the process that holds the store, until `processes` have read the cause."""
         linger(self._store, "heard", processes)
 
     def close(self) -> None:
@@ -89,11 +92,11 @@ class Cause:
         self._thread.join(LEARN_S)
 
     def _listen(self) -> None:
-        self._wait_for_words()
+        self._wait_for_failure()
         if self._leave and not self._over.wait(PATIENCE_S):
             self._leave(self._heard)
 
-    def _wait_for_words(self) -> None:
+    def _wait_for_failure(self) -> None:
         with contextlib.suppress(dist.DistError):
             while not self._over.wait(LISTEN_S):
                 failure = understood(self._store.get("text"), PeerFailure) if self._store.check(["text"]) else None
@@ -119,19 +122,19 @@ class Group:
     present: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
     def listen(self, attempt: int, leave: Callable[[PeerFailure | None], None] | None = None) -> None:
-        """Has this process hear of the others' failures, where no agent of manyhands watches them; see `Cause`."""
+        """Listens for failures of other processes, for launchers without agents; see `Cause`."""
         if self.store is not None and not self.world.alone:
             self.cause = Cause(self.store, attempt, leave)
 
     def abort(self) -> None:
-        """Ends what waits in collectives, and this process; for another thread, where the main one waits for ever."""
+        """Aborts collectives and ends this process; called by another thread if the main thread is blocked."""
         threading.Timer(ABORT_S, os._exit, (EXIT_FAILED,)).start()
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
         os._exit(EXIT_FAILED)
 
     def leave(self, *, failed: bool = False) -> None:
-        """Destroys the process group, if there is one; after a failure not before the others have heard why."""
+        """Destroys the process group; after a failure, once the other processes have read the cause."""
         if self.stands is not None:
             self._leave_existing(failed=failed)
         elif dist.is_initialized():
@@ -144,7 +147,7 @@ class Group:
             self.init_file.unlink(missing_ok=True)
 
     def _leave_existing(self, *, failed: bool) -> None:
-        """Takes away the groups that we made beside one that stays; after a failure NCCL might wait in that."""
+        """Destroys the groups that were added to an existing one; not after a failure, since NCCL might block."""
         if failed and self.world.device != "cpu":
             return
         for group in groups():
@@ -192,23 +195,14 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
             world_size=process_info.size,
             timeout=timedelta(seconds=collective_timeout_s),
         )
-    world = World(
-        process_info.rank,
-        process_info.size,
-        process_info.local_rank,
-        process_info.local_size,
-        device,
-        str(dist.get_backend()),
-        collective_timeout_s,
-    )
+    place = (process_info.rank, process_info.size, process_info.local_rank, process_info.local_size)
+    world = World(*place, device, str(dist.get_backend()), collective_timeout_s)
     for line in what_listens(process_info, interface):
         say(line)
     if process_info.started_by in {"--init", "met"} and not world.is_main:
         say(f"rank {world.rank} of {world.size} has joined; rank 0 shows the progress")
-    url = urlparse(process_info.init)
-    init_file = Path(url.netloc + url.path) if url.scheme == "file" else None
     keeps_store = process_info.rank == 0 and not process_info.agent_store
-    return Group(world, store, init_file, keeps_store, present=present)
+    return Group(world, store, init_path(process_info), keeps_store, present=present)
 
 
 def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
@@ -218,14 +212,8 @@ def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
     process_info = _among_neighbours(process_info, [present[rank]["machine"] for rank in range(process_info.size)])
     device = _device(process_info)
     _use(device)
-    world = World(
-        process_info.rank,
-        process_info.size,
-        process_info.local_rank,
-        process_info.local_size,
-        device,
-        process_info.backend,
-    )
+    place = (process_info.rank, process_info.size, process_info.local_rank, process_info.local_size)
+    world = World(*place, device, process_info.backend)
     return Group(world, store, keeps_store=process_info.rank == 0, stands=before, present=present)
 
 
@@ -236,7 +224,7 @@ def _use(device: str) -> None:
 
 
 def _among_neighbours(process_info: ProcessInfo, machines: list[str]) -> ProcessInfo:
-    """Counts the processes of this machine, which met by hand and were not told of each other; machines by rank."""
+    """Sets local rank and size from the machine of each rank, for processes that were started one by one."""
     here = [rank for rank, machine in enumerate(machines) if machine == machines[process_info.rank]]
     return replace(process_info, local_rank=here.index(process_info.rank), local_size=len(here))
 
@@ -326,19 +314,14 @@ def _backend(process_info: ProcessInfo, device: str) -> str:
 
 def _open_store(process_info: ProcessInfo, digest: str, say: Say) -> Any:
     timeout = timedelta(seconds=process_info.join_timeout_s)
-    url = urlparse(process_info.init)
-    if url.scheme == "file":
-        return _file_store(Path(url.netloc + url.path), process_info)
-    if url.scheme == "tcp":
-        host, port = url.hostname or "", url.port or 0
-    else:
-        host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0") or 0)
+    if path := init_path(process_info):
+        return _file_store(path, process_info)
+    host, port = store_address(process_info)
     if not host or not port:
+        tcp = process_info.init.startswith("tcp:")
         what = f'"{process_info.init}" needs an address and a port'
-        hints = (
-            "--init tcp://10.0.0.1:23456" if url.scheme == "tcp" else "export MASTER_ADDR=10.0.0.1 MASTER_PORT=23456"
-        )
-        raise UserError(what, "--init" if url.scheme == "tcp" else "MASTER_ADDR and MASTER_PORT", (hints,))
+        hints = ("--init tcp://10.0.0.1:23456" if tcp else "export MASTER_ADDR=10.0.0.1 MASTER_PORT=23456",)
+        raise UserError(what, "--init" if tcp else "MASTER_ADDR and MASTER_PORT", hints)
     if process_info.rank == 0 and not process_info.agent_store:
         try:
             listener = ports.listen(host, port, _address_is_from(process_info))
@@ -433,17 +416,15 @@ INIT = "the process group that was there already"
 
 def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
     """This process's place in the group that it is in already, if any. Raises UserError: another backend is wanted."""
-    # Who hasn't imported it has no group, and the head doesn't import torch.
-    distributed: Any = sys.modules.get("torch.distributed")
-    if not distributed or not distributed.is_available() or not distributed.is_initialized():
+    if not dist.is_available() or not dist.is_initialized():
         return None
-    place, own = _device_and_backend(distributed, device)
+    place, own = _device_and_backend(device)
     if backend not in {"auto", own}:
         what = f"cluster.backend is {backend}, but this process is already in a group with {own}"
         raise UserError(what, "cluster.backend", ("remove cluster.backend to use the existing group",))
     return ProcessInfo(
-        rank=distributed.get_rank(),
-        size=distributed.get_world_size(),
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
         init=INIT,
         backend=own,
         device=place,
@@ -452,40 +433,30 @@ def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
     )
 
 
-def _device_and_backend(distributed: Any, wanted: str) -> tuple[str, str]:
+def _device_and_backend(wanted: str) -> tuple[str, str]:
     """What this process computes on, and the group's backend for that; a group of gloo alone means the CPU."""
-    import torch
-
-    from manyhands.core.devices import accelerator
-
     # Such as "cpu:gloo,cuda:nccl".
-    backends = dict(part.split(":") for part in distributed.get_backend_config().split(","))
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
     kind = accelerator()
     if wanted == "auto" and kind != "cpu" and backends.get(kind, "gloo") != "gloo":
         chosen = torch.accelerator.current_device_index()
         return (f"{kind}:{chosen}" if chosen else "auto"), backends[kind]
     device = "cpu" if wanted == "auto" else wanted
-    return device, backends.get(device.partition(":")[0], str(distributed.get_backend()))
+    return device, backends.get(device.partition(":")[0], str(dist.get_backend()))
 
 
 def existing_store() -> Any:
-    """The group's store, with names of our own for this use."""
-    import torch.distributed as dist
-
+    """Returns the group's store, with a prefix for this use."""
     return own_use(dist.distributed_c10d._get_default_store(), dist.get_rank())
 
 
 def own_use(store: Any, rank: int, attempt: int = 0) -> Any:
-    """A store that outlives our use of it, with names of its own for this one: it keeps what earlier ones wrote."""
-    import torch.distributed as dist
-
+    """Returns a store that outlives this use of it, with a prefix for this use."""
     # Each process counts for itself, and all use the store in one order.
     uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)
     return dist.PrefixStore(f"manyhands/{uses}", store)
 
 
 def groups() -> list[Any]:
-    """All groups of processes that this process is in, in the order in which they were made."""
-    import torch.distributed as dist
-
+    """Returns all groups that this process is in, in the order of their creation."""
     return list(dist.distributed_c10d._world.pg_map)

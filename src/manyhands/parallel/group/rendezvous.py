@@ -1,6 +1,8 @@
-"""How processes meet: each writes its name into the store and waits for the others' before torch's own initialisation.
+"""Rendezvous: each process writes its name into the store and waits for all others before torch is initialized.
 
-So a rank that is missing, there twice, or of another job is named instead of waited for in silence.
+A rank that is missing, a duplicate, or of another job is named instead of waited for in silence. Any host that reaches
+the store may write there, so messages are validated: invalid ones are ignored, and control characters are removed from
+what is shown.
 """
 
 import contextlib
@@ -62,7 +64,7 @@ class _Said(BaseModel):
 
 
 class Present(_Said):
-    """A process that has come to meet the others: under present/<attempt>/<rank>."""
+    """A process at the rendezvous: under present/<attempt>/<rank>."""
 
     host: _Name
     machine: Annotated[str, Field(max_length=2000)]
@@ -75,7 +77,7 @@ class Present(_Said):
 
 
 class DuplicateRank(_Said):
-    """A rank that two processes were started with, as the second one says it: under present/<attempt>/twice."""
+    """A rank of two processes, reported by the second one: under present/<attempt>/twice."""
 
     rank: _Rank
     host: _Name
@@ -83,7 +85,7 @@ class DuplicateRank(_Said):
 
 
 class InvalidRank(_Said):
-    """A process whose rank is none of the job's, as it says before it ends: under present/<attempt>/outsider."""
+    """A process whose rank is outside the job, reported before it ends: under present/<attempt>/outsider."""
 
     host: _Name
     pid: _Pid
@@ -100,12 +102,12 @@ class PeerFailure(_Said):
 
     @classmethod
     def of(cls, rank: int, host: str, what: str) -> "PeerFailure":
-        """With words that are too long cut off."""
+        """Truncates long values."""
         return cls(rank=rank, host=host[:256], what=what[:_LONGEST_WHAT])
 
 
 class Answer(_Said):
-    """How far a process is, and was some seconds before, as it answers a call: under roll/<attempt>/<call>/<rank>."""
+    """A process's heartbeats now and some seconds ago, its answer to a call: under roll/<attempt>/<call>/<rank>."""
 
     before: Heartbeat
     now: Heartbeat
@@ -115,7 +117,7 @@ S = TypeVar("S", bound=_Said)
 
 
 def understood(content: bytes | str, kind: type[S]) -> S | None:
-    """What was said, or None where it can't be that."""
+    """Parses a message; returns None if it is invalid."""
     if len(content) > _MOST_BYTES:
         return None
     with contextlib.suppress(ValueError):  # of JSON, of UTF-8, and the validation's own
@@ -128,36 +130,48 @@ REPORT_S = 3.0
 
 
 def report_to_waiting_ranks(process_info: ProcessInfo, report: Callable[[Any], None]) -> None:
-    """Has `report` write into the store under present/<attempt>, where somebody is there and answers soon."""
-    thread = threading.Thread(target=_report, args=(process_info, report), daemon=True)
+    """Calls `report` with the store under present/<attempt>, if the store answers in time."""
+
+    def run() -> None:
+        with contextlib.suppress(dist.DistError, ValueError, OSError):
+            report(dist.PrefixStore(f"present/{process_info.attempt}", _store(process_info)))
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(REPORT_S)
 
 
-def _report(process_info: ProcessInfo, report: Callable[[Any], None]) -> None:
-    with contextlib.suppress(dist.DistError, ValueError, OSError):
-        report(dist.PrefixStore(f"present/{process_info.attempt}", _store(process_info)))
+def store_address(process_info: ProcessInfo) -> tuple[str, int]:
+    """Returns host and port of the store, from --init or the environment; empty and 0 if unknown."""
+    url = urlparse(process_info.init)
+    if url.scheme == "tcp":
+        return url.hostname or "", url.port or 0
+    return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0") or 0)
+
+
+def init_path(process_info: ProcessInfo) -> Path | None:
+    """Returns the path of a file:// init; None for others."""
+    url = urlparse(process_info.init)
+    return Path(url.netloc + url.path) if url.scheme == "file" else None
 
 
 def _store(process_info: ProcessInfo) -> Any:
-    url = urlparse(process_info.init)
-    if url.scheme == "file":
-        path = Path(url.netloc + url.path)
+    if path := init_path(process_info):
         if not path.stat().st_size:
             raise OSError(f"no process listens at {path}")
         return dist.FileStore(str(path), process_info.size)
-    host, port = url.hostname or os.environ.get("MASTER_ADDR", ""), url.port or int(os.environ.get("MASTER_PORT", "0"))
-    # Where nobody listens, torch itself would try again and again.
+    host, port = store_address(process_info)
+    # If no process listens, torch would try again and again.
     socket.create_connection((host, port), timeout=REPORT_S).close()
     return dist.TCPStore(host, port, None, False, timedelta(seconds=REPORT_S), False)
 
 
 def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
-    """Writes this process's name into the store and waits until everybody's is there and fits; names by rank.
+    """Writes this process's name into the store and waits for those of all ranks; returns names by rank.
 
     Raises:
-        UserError: this rank is taken, or a process is of another job.
-        PeerError: somebody didn't come, or rank 0 went away.
+        UserError: this rank is taken, or a process belongs to another job.
+        PeerError: a rank is missing, or rank 0 has ended.
     """
     names = dist.PrefixStore(f"present/{process_info.attempt}", store)
     me = {
@@ -187,7 +201,7 @@ def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> di
 
 
 def report_duplicate_rank(names: Any, process_info: ProcessInfo, digest: str) -> None:
-    """Tells all that wait that a second process of their job was started with this rank: certain to be wrong."""
+    """Reports to the waiting ranks that a second process of their job has this rank."""
     key = str(process_info.rank)
     first = understood(names.get(key), Present) if names.check([key]) else None
     # One that has just come may not have written its name yet; another job on the same port is no second one.
@@ -197,7 +211,7 @@ def report_duplicate_rank(names: Any, process_info: ProcessInfo, digest: str) ->
 
 
 def report_invalid_rank(names: Any, digest: str, what: str) -> None:
-    """Tells all that wait that a process of their job ends, since its rank is none: a rank of theirs never comes."""
+    """Reports to the waiting ranks that a process of their job ends because its rank is invalid."""
     invalid_rank = InvalidRank(host=socket.gethostname(), pid=os.getpid(), digest=digest, what=what)
     names.set("outsider", invalid_rank.model_dump_json())
 
@@ -217,7 +231,7 @@ def _start_anew(what: str, process_info: ProcessInfo) -> UserError:
 
 
 def _refuse_two(names: Any, process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> None:
-    """Ends this process too where two were started with one rank: another rank must be missing, and never comes."""
+    """Raises UserError if two processes have one rank, because then another rank never comes."""
     two = understood(names.get("twice"), DuplicateRank) if names.check(["twice"]) else None
     if not two or two.rank >= process_info.size:
         return
