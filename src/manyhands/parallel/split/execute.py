@@ -1,4 +1,4 @@
-"""Has a network run under a plan: cuts its parameters, puts conversions between its ops, and sums its gradients."""
+"""Runs a network under a plan: shards its parameters and inserts conversions between its ops."""
 
 import random
 from collections.abc import Mapping
@@ -34,29 +34,29 @@ Letters = Mapping[str, tuple[str, ...]]
 
 
 def loops_of(op: Op, letters: tuple[str, ...]) -> list[Loop]:
-    """What an op's letters mean to it, along each axis; the letters have been checked."""
+    """Returns the placements of an op along each axis; the letters have been checked."""
     return [cast(Loop, op.letters[letter]) for letter in letters]
 
 
 def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[Layout, Layout]:
-    """How an op wants one of its sources, and how it gives back that source's gradient."""
+    """Returns the layouts in which an op reads one of its sources and returns that source's gradient."""
     sides: list[Side] = [loop.inputs[place] for loop in loops_of(op, letters)]
     return value_of(sides), gradient_of(sides)
 
 
 def output_layouts(op: Op, letters: tuple[str, ...]) -> tuple[Layout, Layout]:
-    """How what an op gives lies, and how it wants that one's gradient."""
+    """Returns the layouts of an op's output and of the output's gradient."""
     sides: list[Side] = [loop.output for loop in loops_of(op, letters)]
     return value_of(sides), gradient_of(sides)
 
 
 def batch_axes(letters: tuple[str, ...]) -> tuple[int, ...]:
-    """Numbers of the axes along which an op has a part of the samples."""
+    """Returns the indices of the axes that shard an op's samples."""
     return tuple(axis for axis, letter in enumerate(letters) if letter == "n")
 
 
 def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]:
-    """How each parameter and buffer lies, by its name in the state dict. Raises UserError: ops cut one in two ways."""
+    """Returns the layout of each parameter and buffer. Raises UserError: two ops shard one differently."""
     found: dict[str, TensorLayout] = {}
     users: dict[int, tuple[str, TensorLayout]] = {}
     for op in graph.ops.values():
@@ -87,30 +87,30 @@ def _layout(op: Op, name: str, tensor: Tensor, letters: Letters) -> TensorLayout
 
 
 def shard_tensor(tensor: Tensor, layout: TensorLayout, mesh: Mesh, rank: int) -> Tensor:
-    """This process's piece of a whole tensor, in memory of its own."""
+    """Returns this process's shard of a full tensor, as a copy."""
     piece = tensor if layout.view == layout.shape else tensor.reshape(layout.view)
     for dim, (start, stop) in enumerate(layout.region(mesh, rank)):
         piece = piece.narrow(dim, start, stop - start)
     local = piece.reshape(layout.local_shape(mesh, rank))
-    # Never a view: it would keep the whole tensor, and fused optimizers want gradients and parameters alike in memory.
+    # A view would keep the full tensor, and fused optimizers need the same memory format as the gradients.
     last = tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
     return local.clone(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def split_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
-    """Replaces each parameter's and buffer's values by this process's piece; the objects stay the same."""
+    """Replaces the values of each parameter and buffer by this process's shard; the objects stay the same."""
     done: set[int] = set()
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             layout = layouts.get(name)
-            # One that two modules share is there under both names.
+            # A shared tensor has several names.
             if layout is not None and layout.cuts and id(tensor) not in done:
                 tensor.data = shard_tensor(tensor.data, layout, grid.mesh, grid.world.rank)
                 done.add(id(tensor))
 
 
 class Convert(nn.Module):
-    """Takes what one op gives from its layout to the one that another wants."""
+    """Converts the output of an op to the layout in which another op reads it."""
 
     def __init__(
         self, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extents: tuple[Extent, ...], grid: Grid
@@ -119,7 +119,7 @@ class Convert(nn.Module):
         self.values, self.gradients, self.extents, self.grid = values, gradients, extents, grid
 
     def forward(self, value: Any) -> Any:
-        """The same tensors under the other layout; what isn't a tensor stays as it is."""
+        """Converts all tensors; other values stay as they are."""
         leaves, shape = pytree.tree_flatten(value)
         extents = iter(self.extents)
         turned = [self._turn(leaf, next(extents)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -135,7 +135,7 @@ class Convert(nn.Module):
 
 
 class SeedRng(nn.Module):
-    """Seeds what the next op draws: alike where processes have the same samples, apart where they have others."""
+    """Seeds the random numbers of the next op: equal on processes with the same samples, different on others."""
 
     def __init__(self, number: int, place: int, state: "State") -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class SeedRng(nn.Module):
 
 @dataclass
 class State:
-    """What changes from pass to pass."""
+    """The state of a pass."""
 
     seed: int = 0
 
@@ -158,14 +158,9 @@ class State:
 def _draws(op: Op) -> bool:
     if op.module is not None:
         return any(_is_random(module) for module in op.module.modules())
-    return ("dropout" in _word(op) or _drops_samples(op)) and _dropped_share(op) != 0
-
-
-def _dropped_share(op: Op) -> Any:
-    """What a function that drops something is told to drop, a number or another op; None if it isn't told."""
-    if op.node is None:
-        return None
-    return op.node.kwargs.get("p", op.node.args[1] if len(op.node.args) > 1 else None)
+    if op.node is None or not ("dropout" in _word(op) or _drops_samples(op)):
+        return False
+    return op.node.kwargs.get("p", op.node.args[1] if len(op.node.args) > 1 else None) != 0
 
 
 def _drops_samples(op: Op) -> bool:
@@ -185,10 +180,10 @@ def _is_random(module: nn.Module) -> bool:
 
 
 class Builder:
-    """Writes the graph that a process runs: the traced one, with conversions where layouts differ.
+    """Builds the graph that a process runs: the traced one, with conversions between different layouts.
 
-    `local`, which the first builder fills in, has the modules that do an op's work on a piece, by the id of its module
-    (of its node, where it has none).
+    `local`, which the first builder fills in, holds the modules that compute ops on shards, by the id of the op's
+    module, or of its node.
     """
 
     def __init__(
@@ -205,7 +200,7 @@ class Builder:
             getattr(self._root, kind).update(getattr(graph.traced, kind))
 
     def build(self, *, training: bool) -> fx.GraphModule:
-        """The graph; its last conversions are for the loss, or make the outputs whole for evaluation."""
+        """Builds the graph, whose last conversions are for the loss, or gather the outputs for evaluation."""
         loss = self._ops[LOSS]
         for number, node in enumerate(self._traced.graph.nodes):
             if node.op == "placeholder":
@@ -245,7 +240,7 @@ class Builder:
         return self._graph.call_module(name, args, kwargs or {})
 
     def _given(self, source: fx.Node, reader: Op, *, whole_output: bool = False) -> fx.Node:
-        """What a reader gets: the source itself, or its conversion, made once for all that want the same."""
+        """Returns the source or its conversion, which readers of the same layout share."""
         giver = self._ops[self._names.get(source, INPUT)]
         if not giver.extents:
             return self._copied[source]
@@ -301,26 +296,22 @@ class SplitNetwork(nn.Module):
         return self
 
     def forward(self, pictures: Tensor) -> Any:
-        """In training what the loss wants of the outputs; in evaluation all outputs, whole."""
+        """Returns the shard of the outputs that the loss reads in training, and all outputs in evaluation."""
         return (self.training_graph if self.training else self.evaluation_graph)(pictures)
 
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
-        """Describes the pass that comes next; all processes call it alike."""
+        """Prepares for the next pass; all processes call it."""
         self.grid.batch, self.state.seed = shape.samples, shape.seed
-        # Alike on all processes, also for ops that aren't known to draw.
+        # Equal on all processes, also for ops that are not known to draw random numbers.
         torch.manual_seed(shape.seed)
         for axes, groups in self.norms.items():
             share = shape.share(self.grid.parts(axes), self.grid.place(axes))
             groups.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
 
     def finish_update(self) -> None:
-        """Moves BatchNorm's running statistics by what all processes saw."""
+        """Updates BatchNorm's running statistics by the samples of all processes."""
         for axes, groups in self.norms.items():
             groups.finish_update(self.grid.parts(axes))
-
-    def samples_axes(self, op: str = INPUT) -> tuple[int, ...]:
-        """The axes along which an op has a part of the samples."""
-        return batch_axes(self.letters[op])
 
 
 def _assign_norms(graph: Graph, letters: Letters, grid: Grid) -> dict[tuple[int, ...], NormGroups]:

@@ -17,14 +17,14 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class Loop:
-    """What one letter means to one op along one axis of the mesh."""
+    """The placement of an op's inputs and output under one letter, along one axis of the mesh."""
 
-    inputs: tuple[Side, ...]  # a side for each tensor that the op reads, in the order of `Op.sources`
-    output: Side  # the side of what it gives
-    # the dimension (of the view in `Op.views`, if there is one) in which a parameter or buffer is cut
+    inputs: tuple[Side, ...]  # one for each input tensor, in the order of `Op.sources`
+    output: Side
+    # the sharded dimension of each parameter and buffer (of its view in `Op.views`, if there is one)
     cuts: Mapping[str, int] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()  # parameters whose gradient is a term of a sum
-    length: int = 0  # of what is cut: no more processes than that can share it; 0 for no limit
+    length: int = 0  # of the sharded dimension, the largest number of processes; 0 for no limit
     even: bool = False  # the length must be divisible by the number of processes
 
 
@@ -98,7 +98,7 @@ class Graph:
         ]
 
     def keep_classes(self, reason: str = "the search splits classes only for cross-entropy") -> None:
-        """Lets the loss see all classes, and says why."""
+        """Leaves the classes of the loss unsharded, for a reason."""
         self.ops[LOSS].letters["o"] = reason
 
     def edges(self) -> Iterator[tuple[Op, Op, int]]:
@@ -126,7 +126,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 class _Tracer(fx.Tracer):
-    """Traces into everything but torch's own modules; what can't be traced stays one op."""
+    """Traces into all modules except torch's own; a module that can't be traced stays one op."""
 
     def __init__(self, leaves: Callable[[nn.Module], bool], inputs: tuple[str, ...]) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class _Tracer(fx.Tracer):
         is_module: bool,  # noqa: ARG002 - as fx calls it
         concrete_args: Any = None,  # noqa: ARG002
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """The named inputs alone; whatever else the network's forward takes keeps its default, as in training."""
+        """Passes only the named inputs; other arguments of forward keep their defaults, as in training."""
         given = [self.create_proxy("placeholder", name, (), {}) for name in self._inputs]
         return lambda model, *inputs: root_fn(model, *inputs), [self.root, *given]
 
@@ -153,7 +153,7 @@ class _Tracer(fx.Tracer):
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:  # noqa: BLE001 - whatever a user's forward does with a stand-in for a tensor
-            # What fx had entered is left, so that the module alone stays whole, and not all that it lies in.
+            # Leaves the modules that fx had entered, so that only this module stays one op.
             self.module_stack = stack
             for node in reversed(list(self.graph.nodes)):
                 if node not in known:
@@ -171,7 +171,7 @@ class _Tracer(fx.Tracer):
 def trace(
     model: nn.Module, leaves: Callable[[nn.Module], bool], inputs: tuple[str, ...] = ("x",)
 ) -> tuple[fx.GraphModule, dict[str, str]]:
-    """The network's graph in its present mode (training or not), and the modules that could not be looked into."""
+    """Returns the network's graph in its current mode (training or not), and the modules that can't be traced."""
     tracer = _Tracer(leaves, inputs)
     try:
         graph = tracer.trace(model)
@@ -197,10 +197,7 @@ def _one_op(model: nn.Module, reason: str) -> tuple[fx.GraphModule, dict[str, st
 
 
 def out_of_place(traced: fx.GraphModule) -> None:
-    """Has no op change what it reads: what an op reads may be shared with others, or be a view.
-
-    Whoever reads it later reads the result instead, as it would have.
-    """
+    """Replaces in-place ops, whose input may be shared with other ops or be a view; later readers read the result."""
     place = {node: number for number, node in enumerate(traced.graph.nodes)}
     for node in traced.graph.nodes:
         if _changes_its_input(traced, node) and isinstance(node.args[0], fx.Node):
@@ -239,7 +236,7 @@ _IN_PLACE: dict[Any, Any] = {
 
 
 def name_nodes(traced: fx.GraphModule) -> dict[fx.Node, str]:
-    """A name for each node that says where it is, the same in training and evaluation: "layer1.0.add"."""
+    """Names each node by its module, equally in training and evaluation: "layer1.0.add"."""
     names: dict[fx.Node, str] = {}
     taken: set[str] = set()
     for node in traced.graph.nodes:
@@ -274,12 +271,12 @@ def attribute(node: fx.Node | None) -> Tensor:
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose values a node reads, once each, in their order."""
+    """Returns the input nodes of a node, each once, in order."""
     return list(node.all_input_nodes)
 
 
 def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
-    """Ties ops that must take the same letters, and all that are tied to them."""
+    """Ties ops that must have the same placements, and all ops that are tied to them."""
     for first, second in pairs:
         old, new = ops[second].tied, ops[first].tied
         if old != new:
@@ -289,9 +286,9 @@ def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def whole_or_batch(op: Op, inputs: list[Op]) -> dict[str, Loop | str]:
-    """What any op can do: every process a part of the samples, if it keeps them apart, or all of it.
+    """The placements of any op: replicated, or samples sharded if the op doesn't mix them.
 
-    An op that reads nothing of the batch (parameters alone) passes gradients on as terms of a sum.
+    An op that reads only parameters passes on gradients as terms of a sum.
     """
     parameters = frozenset(op.parameters())
     together = Loop(tuple(WHOLE for _ in inputs), WHOLE)

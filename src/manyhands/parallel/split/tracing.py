@@ -1,4 +1,4 @@
-"""From a network to its graph: traces it, tries it on three and on two random samples, and asks the rules."""
+"""Builds the graph of a network: traces it, runs it on three and on two random samples, and applies the rules."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,10 +52,14 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def describe_network(model: nn.Module, picture: Tensor) -> Graph:
-    """The network's graph in its present mode, from one sample [C, H, W] (or of any shape), whose numbers don't matter.
+    """Returns the network's graph in its current mode.
 
-    The network, on any device and whole, is left as it was, but for ops in place, which are made out of place. Raises
-    UserError: the network doesn't run on two or three samples.
+    Args:
+        model: the unsharded network, on any device; in-place ops become out of place.
+        picture: one sample [C, H, W] (or of any shape), whose values don't matter.
+
+    Raises:
+        UserError: the network doesn't run on two or three samples.
     """
     traced, unseen = graphs.trace(model, _is_leaf)
     names = graphs.name_nodes(traced)
@@ -111,12 +115,12 @@ _ROW_BY_ROW: dict[type[nn.Module], int] = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d
 
 
 class _Trial(fx.Interpreter):
-    """Runs a graph node by node; nothing is dropped."""
+    """Runs a graph node by node, without dropout."""
 
     _noise = torch.empty(0)
 
     def noise(self, shape: Tensor, device: torch.device) -> Tensor:
-        """Random numbers, drawn once, from another place for each node, or differences between nodes would vanish."""
+        """Random numbers, drawn once, with another offset for each node so that differences don't vanish."""
         start, count = len(self.env), shape.numel()
         if len(self._noise) < start + count or self._noise.device != device:
             self._noise = torch.randn(start + 2 * count, device=device)
@@ -144,9 +148,9 @@ def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dic
 
 
 def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
-    """What each node gives for `SAMPLES` samples and for the last `FEWER` of them, without gradients.
+    """Returns the value of each node for `SAMPLES` samples and for the last `FEWER` of them, without gradients.
 
-    What is alike for fewer samples is a view of what is given for many.
+    If both agree, the value for fewer samples is a view of the other one.
     """
     many, few = _Trial(traced), _Trial(traced)
     many.args_iter, few.args_iter = iter(inputs), iter([_last(one, 1) for one in inputs])
@@ -164,10 +168,10 @@ def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[
 
 
 def _given_by_rows(node: fx.Node, many: _Trial, few: _Trial) -> Tensor | None:
-    """What a node gives for many samples, if it is torch's own and treats each row alone; None if it may not.
+    """The value of a node of torch that treats each row alone, for many samples; None for other nodes.
 
-    Convolutions, linear layers and BatchNorm aren't computed: they give random numbers of the right shape, which show
-    as well whether later nodes mix samples, and neither vanish nor explode.
+    Convolutions, linear layers and BatchNorm are not computed: random numbers of the right shape show equally whether
+    later nodes mix samples, and neither vanish nor explode.
     """
     reads = [(many.env[one], few.env[one]) for one in node.all_input_nodes]
     if not reads or not all(_is_last(*one) for one in reads):
@@ -219,12 +223,12 @@ def _rows(many: Tensor, few: Tensor) -> int:
 
 
 def _last(many: Tensor, rows: int) -> Tensor:
-    """The last `FEWER` samples' rows. Not the first: a running sum or a recurrent layer leaves these alike."""
+    """The rows of the last `FEWER` samples; the first ones are equal under a running sum or a recurrent layer."""
     return many[len(many) - rows * FEWER :]
 
 
 def _is_last(many: Any, few: Any) -> bool:
-    """Whether one is a view of the other's last samples."""
+    """True if one tensor is a view of the other's last samples."""
     if not isinstance(many, Tensor) or not isinstance(few, Tensor) or not many.ndim or not few.numel():
         return False
     last = many[len(many) - len(few) :]
@@ -244,7 +248,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def _must_agree(source: Op) -> bool:
-    """Sizes of a batch, and the members of a tuple, mean the same only to ops that split alike."""
+    """True for sizes of a batch and for tuples, whose readers must be sharded in the same way."""
     return (not source.extents and source.batched) or len(source.extents) > 1
 
 
@@ -269,7 +273,7 @@ def _set_letters(op: Op, inputs: list[Op]) -> None:
 
 
 def _refuse_hidden(op: Op) -> None:
-    """Leaves whole what cutting wouldn't reach: weights that are computed from others, and users' hooks."""
+    """Refuses to shard weights that are computed from other tensors, and modules with hooks."""
     module = op.module
     if module is None:
         return
@@ -285,7 +289,7 @@ def _refuse_hidden(op: Op) -> None:
 
 
 def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -> None:
-    """The loss reads all that the network gives; with the classes cut (o) there must be one output [N, classes]."""
+    """Adds the loss, which reads all outputs; sharded classes (o) need a single output [N, classes]."""
     output = next(node for node in traced.graph.nodes if node.op == "output")
     reads = [graph.ops[names[node]] for node in graphs.read_by(output)]
     sources = [op for op in reads if op.extents]

@@ -1,4 +1,4 @@
-"""Parameters that ops share or read by themselves: each has one layout, which all of its readers must want."""
+"""Parameters that several ops share or read: each has one layout, which must fit all of its readers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ PRODUCT = "matmul"
 
 
 def sharing(ops: dict[str, Op]) -> list[tuple[str, str]]:
-    """Pairs of ops that use the same parameter or buffer: it has one layout, so they take the same letters."""
+    """Pairs of ops that use the same parameter or buffer: it has one layout, so they have the same placements."""
     first: dict[int, str] = {}
     pairs: list[tuple[str, str]] = []
     for op in ops.values():
@@ -23,7 +23,7 @@ def sharing(ops: dict[str, Op]) -> list[tuple[str, str]]:
 
 
 def cut_with_readers(ops: dict[str, Op]) -> list[tuple[str, str]]:
-    """Has parameters that products read, maybe transposed, be cut as these want them; gives pairs of ops now tied."""
+    """Lets parameters that products read, maybe transposed, be sharded as these need; returns pairs of tied ops."""
     ties: list[tuple[str, str]] = []
     readers: dict[str, list[tuple[Op, int]]] = {}
     for op in ops.values():
@@ -67,7 +67,7 @@ def _wants_pieces(reader: Op) -> bool:
 
 
 def _as_wanted(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str:
-    """How a parameter lies for all of its readers under one letter, or why it can't."""
+    """The placement of a parameter for all of its readers under one letter, or the reason why there is none."""
     sides: set[Side] = set()
     for reader, place in reading:
         loop = reader.letters.get(letter, f"the op has no dimension {letter}")
@@ -91,7 +91,7 @@ def _as_wanted(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str
 
 
 def refuse_two_ways(ops: dict[str, Op]) -> None:
-    """Takes away letters under which two ops would cut a parameter that they share in two ways; once ops are tied."""
+    """Refuses letters under which two tied ops would shard a shared parameter differently."""
     users: dict[int, list[tuple[Op, str]]] = {}
     for op in ops.values():
         for name, tensor in op.parameters().items():
@@ -111,7 +111,7 @@ def refuse_two_ways(ops: dict[str, Op]) -> None:
 
 
 def _cut(op: Op, name: str, letter: str) -> Any:
-    """How an op cuts a parameter under a letter: the dimension, its length, and whether gradients are summed."""
+    """How an op shards a parameter under a letter: the dimension, its view, and whether gradients are summed."""
     loop = op.letters.get(letter)
     if not isinstance(loop, Loop):
         return None
@@ -119,7 +119,7 @@ def _cut(op: Op, name: str, letter: str) -> Any:
 
 
 def cut_alike(training: dict[str, Op], evaluation: dict[str, Op]) -> None:
-    """Takes away letters under which a parameter that ops read by themselves couldn't be evaluated."""
+    """Refuses letters under which a parameter that ops read directly couldn't be evaluated."""
     for name, op in evaluation.items():
         if op.reads_attribute and name in training:
             for letter, loop in training[name].letters.items():
