@@ -160,7 +160,8 @@ def _draws(op: Op) -> bool:
         return any(_is_random(module) for module in op.module.modules())
     if op.node is None or not ("dropout" in _word(op) or _drops_samples(op)):
         return False
-    return op.node.kwargs.get("p", op.node.args[1] if len(op.node.args) > 1 else None) != 0
+    share: Any = op.node.kwargs.get("p", op.node.args[1] if len(op.node.args) > 1 else None)
+    return bool(share != 0)
 
 
 def _drops_samples(op: Op) -> bool:
