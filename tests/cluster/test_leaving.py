@@ -18,7 +18,7 @@ from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import WorkerCommand, WorkerExited, WorkersStarted
 from manyhands.cluster.agents.worker_start import take_orders
 from manyhands.cluster.hosts.inventory import Rendezvous
-from manyhands.parallel.heartbeat import rescue_path
+from manyhands.parallel.group.heartbeat import rescue_path
 
 WRITES = "import sys, time\nwhile True:\n    open(sys.argv[1], 'wb').write(bytes(100)); time.sleep(0.02)"
 SLEEPS = "import time; time.sleep(100)"

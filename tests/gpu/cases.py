@@ -178,7 +178,7 @@ def _weights(trainer):
 def _overflow(world):
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(world, folder, lambda: BadOnce(call=4), **{"train.precision": "fp16"})
-        model = trainer.network.inner
+        model = trainer.network.model
         before, scales = None, []
         for number, update in enumerate(trainer.feed.updates(0, 0)):
             skipped, before = model.calls == model.call - 1, _weights(trainer)
@@ -216,7 +216,7 @@ def _refused(world):
             fit(trainer)
         except RunError as error:
             told = str(error)
-        weights = {name: one.detach().cpu() for name, one in trainer.network.inner.named_parameters()}
+        weights = {name: one.detach().cpu() for name, one in trainer.network.model.named_parameters()}
         trainer.release()
         return told, weights
 

@@ -35,8 +35,8 @@ from manyhands.data.folder import list_parts
 from manyhands.data.listed import of_pack, place_of_pack
 from manyhands.data.packing import PackRequest, make_pack, read_contents
 from manyhands.parallel.plan import Plan, read_plan
-from manyhands.parallel.strategy import resolve as resolve_plan
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.split.strategy import resolve as resolve_plan
+from manyhands.parallel.split.tracing import describe_network
 from manyhands.report.page import render
 from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines

@@ -7,7 +7,7 @@ import torchvision.models as zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.planner.collectives import BACKWARD, FORWARD, shares
 from manyhands.planner.cost import Setting, predict, sketch
 from manyhands.planner.links import links_of

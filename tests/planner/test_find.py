@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import manyhands
 from manyhands.core.errors import UserError
 from manyhands.parallel.plan import Plan, plan_from_plain
-from manyhands.parallel.strategy import resolve
+from manyhands.parallel.split.strategy import resolve
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import shares
 from manyhands.planner.cost import Setting, sketch

@@ -13,7 +13,7 @@ from torchvision import models
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.parallel.placement import gather_full
+from manyhands.parallel.mesh.placement import gather_full
 from manyhands.planner.choose import LEAST_ROUNDS
 from manyhands.planner.find import SearchResult
 from manyhands.train.objects import Objects
@@ -98,7 +98,7 @@ def train(world, mode, model, size):
             trainer.progress.advance(trainer.feed.order.steps_per_epoch)
         network = trainer.network
         if network.layouts:
-            pieces = trainer.network.inner.state_dict()
+            pieces = trainer.network.model.state_dict()
             found = {
                 name: gather_full(one.detach(), network.layouts[name], network.grid).cpu()
                 for name, one in pieces.items()

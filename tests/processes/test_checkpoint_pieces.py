@@ -18,7 +18,7 @@ from manyhands.checkpoint.snapshot import Snapshot, read_tensors
 from manyhands.checkpoint.write import CheckpointGroup, CheckpointWriter, SaveError, save
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.mesh import Mesh, TensorLayout
-from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.group.plain import gather_plain
 from tests.checkpoint.cuts import assert_same, bits, local, random_tensor, with_optimizer
 from tests.processes.ranks import run_on_ranks
 

@@ -90,7 +90,7 @@ def _decide(world, folder, network=_net, settings=None, updates=1):
             parts.folder.metrics.write_text("{}\n")
     parts.release()
     train = parts.job.train
-    layouts = {one.is_contiguous(memory_format=torch.channels_last) for one in parts.network.inner.parameters()
+    layouts = {one.is_contiguous(memory_format=torch.channels_last) for one in parts.network.model.parameters()
                if one.ndim == 4 and one.shape[1] > 1}  # fmt: skip
     return train.precision, train.channels_last, parts.update.gradients.precision, layouts
 

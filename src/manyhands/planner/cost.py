@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.execute import Letters, batch_axes, input_layouts, loops_of, output_layouts
-from manyhands.parallel.graph import LOSS, Graph, Op
-from manyhands.parallel.placement import Layout, steps_between
-from manyhands.parallel.reduce import BUCKET_BYTES
-from manyhands.parallel.strategy import refusal
+from manyhands.parallel.mesh.placement import Layout, steps_between
+from manyhands.parallel.mesh.reduce import BUCKET_BYTES
+from manyhands.parallel.split.execute import Letters, batch_axes, input_layouts, loops_of, output_layouts
+from manyhands.parallel.split.graph import LOSS, Graph, Op
+from manyhands.parallel.split.strategy import refusal
 from manyhands.planner.collectives import (
     FORWARD,
     GRADIENTS,

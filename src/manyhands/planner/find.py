@@ -11,11 +11,11 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
 from manyhands.core.quantities import short_time
 from manyhands.core.shares import check_batch
-from manyhands.parallel.execute import Letters, parameter_layouts
-from manyhands.parallel.graph import LOSS, Graph
 from manyhands.parallel.options import MODE_OF_PLANS, MODE_OF_SEARCHES, SEARCH, USUAL_MODE
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.strategy import concise, refusal, resolve, strategies
+from manyhands.parallel.split.execute import Letters, parameter_layouts
+from manyhands.parallel.split.graph import LOSS, Graph
+from manyhands.parallel.split.strategy import concise, refusal, resolve, strategies
 from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_GAIN, Pick, pick_predicted
 from manyhands.planner.collectives import data_shares, shares
 from manyhands.planner.cost import Known, Prediction, Setting, predict, sketch

@@ -17,11 +17,11 @@ from manyhands.data.order import BatchSharing, sharing
 from manyhands.parallel.apply import apply_mode, resolve_mode
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import LossFn, MicroBatch, MicroBatchShape, ModeRequest, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.on_mesh import split
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.rows import find_rows
+from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms
+from manyhands.parallel.split.execute import shard_tensor
+from manyhands.parallel.split.network import split
 from manyhands.planner.choose import time_in_turns
 from manyhands.planner.timing import BUSY, Others, Timing, quickest
 
@@ -75,7 +75,7 @@ class Runner:
         self._gradients = Gradients(
             self.network, world, case.loss_fn, smoothing=case.smoothing, precision=case.precision
         )
-        self._batch, self._parts = case.batch, _micro_batches(case, self.network, world)
+        self._batch, self._parts = case.batch, _micro_batches(case, self.network)
         self._optimizer = case.optimizer(self.model)
 
     def gradients(self) -> Tensor:
@@ -95,13 +95,13 @@ class Runner:
         self._gradients.step(self._optimizer)
 
 
-def _micro_batches(case: PlanCase, network: ParallelNetwork, world: World) -> list[MicroBatch]:
+def _micro_batches(case: PlanCase, network: ParallelNetwork) -> list[MicroBatch]:
     batch, group = case.batch, case.norm_group
-    batch_sharing = BatchSharing(network.replicas(world.size), case.micro_batch, group, aligned=not network.together)
+    batch_sharing = BatchSharing(network.share.parts, case.micro_batch, group, aligned=not network.share.together)
     samples, labels = case.samples()
     found: list[MicroBatch] = []
     for shares in batch_sharing.micro_batches(batch):
-        whole, mine = (shares[0].start, shares[-1].stop), shares[network.replica(world.rank)]
+        whole, mine = (shares[0].start, shares[-1].stop), shares[network.share.index]
         # A process with nothing to do takes part with a sample that counts for nothing.
         first = min(mine.start, batch - 1)
         rows = slice(first, max(mine.stop, first + 1))
@@ -117,7 +117,7 @@ def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, roun
         return time_in_turns(list(plans), lambda name: _slowest(runners[name].update, world), rounds)
     finally:
         for runner in runners.values():
-            runner.network.release()
+            runner.network.close()
 
 
 def _slowest(update: Callable[[], None], world: World) -> float:
@@ -163,14 +163,14 @@ def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
     alone, cut = Runner(exact, None, World(device=world.device)), Runner(exact, plan, world)
     try:
         expected, total = alone.gradients(), cut.gradients()
-        alone.network.finish_update(1)
-        cut.network.finish_update(world.size)
+        alone.network.finish_update()
+        cut.network.finish_update()
         dist.all_reduce(total)
         errors = {"loss": float((total - expected).abs() / expected.abs().clamp_min(1e-12))}
         errors |= _differences(alone.model, cut)
         return _worst(errors, world)
     finally:
-        cut.network.release()
+        cut.network.close()
 
 
 def _without_chance(model: nn.Module) -> nn.Module:
@@ -189,11 +189,13 @@ def _differences(whole: nn.Module, cut: Runner) -> dict[str, float]:
     least = _NOISE * max((float(one.abs().max()) for one in expected.values() if one.numel()), default=1.0)
     moved = {name: one for name, one in whole.named_buffers() if one.is_floating_point()}
     expected |= moved
+    layouts = cut.network.layouts
+    mesh, rank = layouts.mesh, layouts.rank
     found |= {name: one for name, one in cut.model.named_buffers() if name in moved}
     return {
-        name: _difference(tensor, cut.network.piece(name, tensor), found.get(name), least)
+        name: _difference(tensor, shard_tensor(tensor, layouts[name], mesh, rank), found.get(name), least)
         for name, tensor in expected.items()
-        if name in cut.network.layouts
+        if name in layouts
     }
 
 

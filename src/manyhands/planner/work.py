@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx
 
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.execute import loops_of
-from manyhands.parallel.graph import LOSS, Graph, Loop, Op, attribute
-from manyhands.parallel.placement import Side
+from manyhands.parallel.mesh.placement import Side
+from manyhands.parallel.split.execute import loops_of
+from manyhands.parallel.split.graph import LOSS, Graph, Loop, Op, attribute
 from manyhands.planner.timing import OpTimes
 
 # A backward pass computes the gradient of what was read and that of the parameters.

@@ -33,8 +33,8 @@ from manyhands.core.errors import EXIT_DOCTOR, RunError
 from manyhands.core.records import write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import COPY_S, OPEN_FOLDER_S, TAKE_OVER_S
-from manyhands.parallel.ports import loopback_interface
-from manyhands.parallel.tunnel_ends import VARIABLE
+from manyhands.parallel.group.ports import loopback_interface
+from manyhands.parallel.group.tunnel_ends import VARIABLE
 from manyhands.run.doctor import public_addresses, survey_agents
 from manyhands.run.machines import REPLACED, Membership, RefusedError, folder_on
 from manyhands.run.recovery import Say, resumed

@@ -34,8 +34,8 @@ from manyhands.core.user_code import refuse_no_code
 from manyhands.core.world import ProcessInfo
 from manyhands.data.known import find_choice
 from manyhands.models.published import check_network
+from manyhands.parallel.group.ports import describe_exposure, listen
 from manyhands.parallel.options import check_mode
-from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.screen import Screen
 from manyhands.run.folder import FolderWatch, run_folder
 from manyhands.run.outcome import Outcome, conclude, ends_noted, failure_here, report_on, starts_and_stops

@@ -16,7 +16,7 @@ from manyhands.core.devices import is_accelerator
 from manyhands.core.machine import memory
 from manyhands.core.shares import Share
 from manyhands.data.order import ALIGNED_SHARE_LIMIT, group_edges
-from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import first_samples, left_as_it_was, now
@@ -133,7 +133,7 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
             passes += 1
         return (now(world) - began_s) / passes / count
 
-    with left_as_it_was(update.network.inner, update.network.norms), torch.random.fork_rng(devices=[]):
+    with left_as_it_was(update.network.model, update.network.norms), torch.random.fork_rng(devices=[]):
         mean_s(0.0)  # the first time is slower
         dist.barrier()
         own_s = statistics.median(mean_s(_WHILE_S) for _ in range(_WHILES))

@@ -57,7 +57,7 @@ def build(parts: Parts) -> Trainer:
     classes = parts.name_outputs(samples.classes, network, trial)
     previous, most = parts.previous_shares(found)
     own = synced.synchronizer.local_statistics
-    order, sharing = order_and_sharing(job, samples.splits, world, mode, network, journal, previous, own=own, most=most)
+    order, sharing = order_and_sharing(job, samples.splits, mode, network, journal, previous, own=own, most=most)
     refuse_small_micro_batches(order, sharing, network)
     optimizer = parts.make_optimizer(model, network)
     update = Updater(
@@ -74,7 +74,7 @@ def build(parts: Parts) -> Trainer:
     warm_up(update, samples.train, min(trial.count, order.length))
     for module in parts.frozen:
         module.training = False
-    feed = Feed(order, sharing, samples.train, network.replica(world.rank))
+    feed = Feed(order, sharing, samples.train, network.share.index)
     evaluator = make_evaluator(samples.test, len(samples.splits.test), len(classes), job, network, world, parts.metrics)
     trainer = Trainer(
         job=job,
@@ -139,7 +139,7 @@ def say_expected(sample_s: float, trainer: Trainer) -> None:
 
 def resume(trainer: Trainer, found: Resumable) -> None:
     """Restores the trainer from a checkpoint."""
-    names = [name for name, parameter in trainer.network.inner.named_parameters() if parameter.requires_grad]
+    names = [name for name, parameter in trainer.network.model.named_parameters() if parameter.requires_grad]
     where = str(found.path)
     if trainer.job.checkpoint.pth_tar:
         from manyhands.train.pth_tar import check_same_training

@@ -16,7 +16,7 @@ from manyhands.core.quantities import short_time
 from manyhands.core.seeds import derive
 from manyhands.data.places import own_folder
 from manyhands.parallel.gradients import Gradients
-from manyhands.parallel.norm import NormGroups
+from manyhands.parallel.replicas.batch_norm import NormGroups
 from manyhands.train.draws import drawing
 from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.trainer import Trainer
@@ -60,7 +60,7 @@ def compiled(trainer: Trainer) -> Trainer:
     if not trainer.job.train.compile:
         return trainer
     network, update, feed, release = trainer.network, trainer.update, trainer.feed, trainer.release
-    calls, count = _CompiledCalls(network.inner, network.norms), min(feed.order.batch, feed.order.length)
+    calls, count = _CompiledCalls(network.model, network.norms), min(feed.order.batch, feed.order.length)
     options, world = update.options, trainer.world
     gradients = Gradients(
         network, world, update.loss_fn, smoothing=options.label_smoothing, precision=options.precision
@@ -71,9 +71,9 @@ def compiled(trainer: Trainer) -> Trainer:
         trainer.journal.event(
             "note", "compiling the network, which may take some minutes; compiled code is cached for the next run"
         )
-    with left_as_it_was(network.inner, network.norms), drawn:
+    with left_as_it_was(network.model, network.norms), drawn:
         for shares in feed.sharing.micro_batches(count):
-            share = shares[network.replica(world.rank)]
+            share = shares[network.share.index]
             batch = first_samples(feed.loader, max(1, share.count))
             loaded = LoadedMicroBatch(share, batch, (shares[0].start, shares[-1].stop), feed.sharing.group)
             gradients.forward_backward(loaded.micro_batch(count, 0), count, last=False)
@@ -84,7 +84,7 @@ def compiled(trainer: Trainer) -> Trainer:
         trainer.journal.event("note", "torch.compile is skipped: processes share BatchNorm groups (train.norm_group)")
 
     def release_both() -> None:
-        network.inner._compiled_call_impl = None
+        network.model._compiled_call_impl = None
         release()
 
     trainer.release = release_both

@@ -9,8 +9,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from manyhands.core.errors import RunError
 from manyhands.core.world import World
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.plain import gather_plain
 from manyhands.train.feed import LoadedMicroBatch, StepSums
 from manyhands.train.monitors import ADVICE
 
@@ -35,7 +35,7 @@ def explain_loss(
     if not finite:
         what = "the loss is not finite, because the input pictures contain NaN or infinity"
         return RunError(what, where, INPUT_HINTS)
-    found = f": {_first_bad(network.inner, images)}" if closely and network.runs_alone else ""
+    found = f": {_first_bad(network.model, images)}" if closely and not network.share.collective_forward else ""
     return RunError(f"the loss is not finite{found}", where, HINTS)
 
 
@@ -64,8 +64,10 @@ def explain_lost(network: ParallelNetwork, world: World, measured: StepSums) -> 
     mine = [float(measured.first_bad), float(measured.first_spoilt)]
     everybody: list[list[float]] = gather_plain(mine, world)
     step = min(map(min, everybody))
-    named = [(f"parameter {name}", one) for name, one in network.inner.named_parameters()]
-    named += [(f"buffer {name}", one) for name, one in network.inner.named_buffers() if name not in network.endless]
+    named = [(f"parameter {name}", one) for name, one in network.model.named_parameters()]
+    named += [
+        (f"buffer {name}", one) for name, one in network.model.named_buffers() if name not in network.traits.endless
+    ]
     lost = next((name for name, one in named if not is_finite(one)), "")
     hints = (*HINTS, "resume from the last checkpoint, which was saved before this error")
     if not math.isfinite(step):

@@ -17,10 +17,10 @@ from manyhands.data.splits import Source, by_names
 from manyhands.data.transforms import Pixels
 from manyhands.parallel.apply import apply_mode, follows_plan, one_process, resolve_mode, takes_mesh
 from manyhands.parallel.gradients import autocast
-from manyhands.parallel.grid import Grid
+from manyhands.parallel.group.plain import broadcast_plain
+from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.options import MODES
-from manyhands.parallel.plain import broadcast_plain
 from manyhands.parallel.plan import Plan, read_plan, shared_plan
 from manyhands.train.data_setup import (
     check_labels,
@@ -91,20 +91,19 @@ def evaluate_checkpoint(
     if network:
         if found:
             restore(found.snapshot, network, None, where=str(path), source=found.source)
-        model = network.call
     else:
         model = make_model(job, pixels, subject.num_classes, world, objects, silent())
         if found:
             load_snapshot(found.snapshot, model, str(path))
+        network = ParallelNetwork(model)
     metrics = make_metrics(job.train.metrics, objects.metrics, live_only=True)
     evaluator = make_evaluator(loader, len(subject.source), len(classes), job, network, world, metrics)
-    model.eval()
+    network.call.eval()
     try:
-        return as_plain(evaluator(model, autocast(job.train.precision, world.device)), classes)
+        return as_plain(evaluator(autocast(job.train.precision, world.device)), classes)
     finally:
         loader.close()
-        if network:
-            network.release()
+        network.close()
 
 
 def _subject(
@@ -174,7 +173,7 @@ def _hybrid_network(subject: Subject, world: World, objects: Objects) -> Paralle
     )
     model = make_model(job, subject.pixels, subject.num_classes, world, objects, silent(), grid)
     network = apply_mode(job.parallel.mode, model, world, ModeRequest(grid=grid))
-    return network if fits else ParallelNetwork(model, model)
+    return network if fits else ParallelNetwork(model)
 
 
 def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:

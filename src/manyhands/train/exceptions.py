@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.parallel.apply import normalises_in_groups
-from manyhands.sync.method import exception_of
+from manyhands.sync.options import exception_of
 from manyhands.train.trainer import Trainer
 
 # Kinds of random masks: parts of class names, in torchvision, timm and others, and attributes with a probability.
@@ -23,7 +23,7 @@ def exceptions(trainer: Trainer) -> list[str]:
 
 
 def _of_norms(trainer: Trainer) -> list[str]:
-    modules = trainer.network.inner.modules()
+    modules = trainer.network.model.modules()
     if not any(isinstance(module, _BatchNorm) for module in modules):
         return []
     local = trainer.job.train.norm_group == "local" or trainer.synchronizer.local_statistics
@@ -46,11 +46,11 @@ def exception_of_buffers(names: list[str]) -> str:
 
 def _of_draws(trainer: Trainer) -> list[str]:
     """Random numbers: each process draws its own, so another number of processes gives samples other ones."""
-    modules = list(trainer.network.inner.modules())
+    modules = list(trainer.network.model.modules())
     found = [
         f"{kind} masks depend on the number of processes." for kind in _MASKS if any(_drops(m, kind) for m in modules)
     ]
-    if not found and (trainer.draws or trainer.network.draws):
+    if not found and (trainer.draws or trainer.network.traits.draws):
         found.append("The network's random numbers in training depend on the number of processes.")
     return found
 

@@ -135,7 +135,7 @@ def _first_line(error: BaseException) -> str:
 
 def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Trainer, Batch], None]") -> int:
     """Halves the pass until it fits; 0 when not even one picture does, or when other processes would have to help."""
-    if not trainer.network.runs_alone:
+    if trainer.network.share.collective_forward:
         return 0
     size = taken // 2
     while size >= 1:
@@ -156,13 +156,13 @@ def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Train
 
 
 def _try_update(trainer: "Trainer", batch: "Batch") -> None:
-    alone = ParallelNetwork(trainer.network.inner, trainer.network.inner)
+    alone = ParallelNetwork(trainer.network.model)
     precision = trainer.job.train.precision  # in another one other sizes fit
     gradients = Gradients(alone, World(device=trainer.world.device), trainer.update.loss_fn, precision=precision)
     gradients.forward_backward(full_batch(batch.images, batch.labels), len(batch.labels))
 
 
 def _try_evaluation(trainer: "Trainer", batch: "Batch") -> None:
-    trainer.network.inner.eval()
+    trainer.network.model.eval()
     with torch.inference_mode(), trainer.update.gradients.autocast():
-        trainer.network.inner(batch.images)
+        trainer.network.model(batch.images)

@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from manyhands.core.timeouts import HEARTBEAT_S, STALL, STALL_S
-from manyhands.parallel.heartbeat import HEARTBEAT_FILE, Heartbeat, leave_path
-from manyhands.parallel.shared_memory import SharedSums
+from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, leave_path
+from manyhands.parallel.replicas.shared_memory import SharedSums
 
 # A stall is reported if it takes this many seconds, and this many times the usual time of an update.
 _CUT_S, _CUT = 3.0, 3.0

@@ -27,7 +27,7 @@ def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
     """
     phase, trainer.phase = trainer.phase, "save"
     trainer.synchronizer.average_buffers(trainer.progress.step)
-    if trainer.network.sharded or trainer.world.is_main:
+    if trainer.network.traits.sharded or trainer.world.is_main:
         with trainer.synchronizer.averaged():
             keep, optimizer = trainer.world.is_main, trainer.update.optimizer
             snapshot = capture(trainer.network, optimizer, trainer.progress, {}, keep=keep)

@@ -7,7 +7,7 @@ from manyhands.core.phases import CLOCK, PHASES
 from manyhands.core.quantities import percentage
 from manyhands.core.records import PhaseMetrics, StepMetrics
 from manyhands.core.run_folder import NOWHERE
-from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.data_setup import check_bad_pictures, some_pictures
 from manyhands.train.objects import EpochEnd
 from manyhands.train.optimize import largest_rate

@@ -19,7 +19,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import compare_replicas
-from manyhands.parallel.plain import broadcast_plain, broadcast_tensors
+from manyhands.parallel.group.plain import broadcast_plain, broadcast_tensors
 
 
 @dataclass(frozen=True)

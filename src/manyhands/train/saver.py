@@ -17,7 +17,7 @@ from manyhands.checkpoint.write import NotFiniteError, SaveError
 from manyhands.core.records import read_lines
 from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.world import World
-from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.train.journal import Journal
 
 

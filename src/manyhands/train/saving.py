@@ -24,7 +24,7 @@ from manyhands.core.resuming import resume_command
 from manyhands.core.run_folder import NOWHERE
 from manyhands.core.world import World
 from manyhands.parallel.apply import checksums
-from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.diagnose import explain_lost
 from manyhands.train.optimize import restore_optimizer
 from manyhands.train.saver import SaveOutcome
@@ -42,9 +42,9 @@ def save(trainer: Trainer) -> None:
     extra = _beside_the_network(trainer)
     trainer.synchronizer.average_buffers(step)
     save_rank_state(trainer)
-    writes = network.saves(trainer.world.rank) or trainer.world.rank in trainer.writers
+    writes = trainer.world.is_main or bool(network.layouts) or trainer.world.rank in trainer.writers
     write, beside = None, not network.layouts
-    if writes or not network.runs_alone:
+    if writes or network.share.collective_forward:
         with trainer.synchronizer.averaged():
             snapshot = capture(network, trainer.update.optimizer, trainer.progress, extra, keep=writes)
         beside = beside and memory()[1] > sum(tensor.nbytes for tensor in snapshot.model.values())
@@ -110,7 +110,7 @@ def rescue(trainer: Trainer) -> bool:
     Impossible if the network is sharded, or if processes have state of their own.
     """
     network, progress = trainer.network, trainer.progress
-    held_alone = network.sharded or network.layouts or trainer.synchronizer.own
+    held_alone = network.traits.sharded or network.layouts or trainer.synchronizer.own
     # A torch scheduler has made its step at the beginning of an update.
     partial_update, scheduled = trainer.update.partial_update, isinstance(trainer.update.set_rates, CustomScheduler)
     between = partial_update.in_pieces or (partial_update.begun and scheduled)
@@ -185,7 +185,7 @@ def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int)
     if network.layouts:
         gather = functools.partial(gather_plain, world=world)
         group = CheckpointGroup(world.rank, world.size, gather, world.device, trainer.writers)
-        layout = NetworkLayout(network.mesh, network.layouts)
+        layout = NetworkLayout(network.layouts.mesh, network.layouts)
         path = CheckpointWriter(folder, group, layout, pieces=trainer.job.checkpoint.pieces).write(step, snapshot)
     else:
         path = commit(folder, step, snapshot)
@@ -221,8 +221,8 @@ def save_rank_state(trainer: Trainer) -> None:
     if trainer.update.gradients.scaler:
         state["scaler"] = trainer.update.gradients.scaler.state_dict()
     content = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    endless = frozenset({"buffers"} if trainer.network.endless else set[str]())
-    optimizer = named_optimizer(trainer.network.inner, trainer.update.optimizer)
+    endless = frozenset({"buffers"} if trainer.network.traits.endless else set[str]())
+    optimizer = named_optimizer(trainer.network.model, trainer.update.optimizer)
     said = ""
     try:
         remove_step(folder, step)  # of an earlier attempt, whose steps may have gone otherwise
@@ -250,7 +250,7 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
         trainer.journal.event("warning", what, step)
         return
     trainer.synchronizer.load(found.model, {key: int(value) for key, value in found.state["numbers"].items()})
-    anew = restore_optimizer(found.optimizer or {"state": {}}, trainer.network.inner, trainer.update.optimizer)
+    anew = restore_optimizer(found.optimizer or {"state": {}}, trainer.network.model, trainer.update.optimizer)
     if anew:
         trainer.journal.event("warning", anew, step)
     if trainer.update.gradients.scaler and "scaler" in found.state:
@@ -280,5 +280,5 @@ def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
 def _belongs_to(trainer: Trainer) -> list[Any]:
     """Identifies a checkpoint among those of the same step: checksums of the synchronized network."""
     with trainer.synchronizer.averaged():
-        sums = checksums(list(split_state(trainer.network.inner)[0].values())).sum(0).tolist()
+        sums = checksums(list(split_state(trainer.network.model)[0].values())).sum(0).tolist()
     return [trainer.progress.step, *sums]

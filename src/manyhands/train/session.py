@@ -28,8 +28,8 @@ from manyhands.data.samples import has_targets, splits_to_evaluate
 from manyhands.data.splits import ImagesInMemory, Splits, check_labels
 from manyhands.data.transforms import Pixels
 from manyhands.models.outputs import main_and_auxiliary
-from manyhands.parallel.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.gradients import autocast
+from manyhands.parallel.group.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.custom_update import (
     SESSION,
@@ -267,20 +267,18 @@ class Session(Subgroup):
     ) -> Evaluation:
         """Evaluates a model, counting each sample once; a collective. Results of the prepared model are recorded."""
         trainer = self._of_prepared(model)
-        network = trainer.network if trainer else None
-        evaluated = network.evaluated if network else model
+        network = trainer.network if trainer else ParallelNetwork(model)
         precision = trainer.job.train.precision if trainer else self.job.train.precision
-        outputs = classes or self._outputs(evaluated, network, test_set)
-        loader = self._test_loader(test_set, network.inner if network else model, classes=outputs)
+        outputs = classes or self._outputs(network, test_set)
+        loader = self._test_loader(test_set, network.model, classes=outputs)
         started = time.perf_counter()
         try:
-            plain = network or ParallelNetwork(model, model)
             words = dict.fromkeys((*self.job.train.metrics, *(metric_words(metrics) or ())))
             own = make_metrics(words, {**self._metrics, **(metrics if isinstance(metrics, Mapping) else {})})
-            make = make_evaluator(loader, len(test_set), outputs, self.job, plain, self.world, own)
+            make = make_evaluator(loader, len(test_set), outputs, self.job, network, self.world, own)
             with agreed(trainer) if trainer else contextlib.nullcontext():
                 shares = self._trainer.feed.sharing.shares if self._trainer else ()
-                found = make(evaluated, autocast(precision, self.world.device), shares=shares)
+                found = make(autocast(precision, self.world.device), shares=shares)
         finally:
             loader.close()
         if trainer and self._folder:
@@ -327,7 +325,7 @@ class Session(Subgroup):
 
     def _of_prepared(self, model: nn.Module) -> Trainer | None:
         trainer = self._trainer
-        return trainer if trainer and model in (trainer.network.call, trainer.network.inner) else None
+        return trainer if trainer and model in (trainer.network.call, trainer.network.model) else None
 
     def _test_loader(self, data: Any, model: nn.Module, *, classes: int = 0) -> Loader:
         """Samples of the numbers that the network computes with; their labels are below `classes` where that is given.
@@ -373,10 +371,11 @@ class Session(Subgroup):
                 raise UserError(what, "evaluate", hints)
         return resolve_pixels(own, pixels)
 
-    def _outputs(self, evaluated: nn.Module, network: ParallelNetwork | None, test_set: Any) -> int:
-        if network and network.outputs:
-            return network.outputs
-        loader = self._test_loader(test_set, network.inner if network else evaluated)
+    def _outputs(self, network: ParallelNetwork, test_set: Any) -> int:
+        if network.traits.outputs:
+            return network.traits.outputs
+        loader = self._test_loader(test_set, network.model)
+        evaluated = network.call if network.share.together else network.model
         batch = next(iter(loader.batches(0, [torch.arange(1)])))
         with evaluating(evaluated), torch.no_grad():
             count = main_and_auxiliary(evaluated(batch.images))[0].shape[1]

@@ -5,13 +5,12 @@ from typing import Any
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.core.shares import check_batch
-from manyhands.core.world import World
 from manyhands.data.order import BatchSharing, Order
 from manyhands.data.splits import Splits
 from manyhands.parallel.apply import normalises_in_groups
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.norm import GroupedNorm
 from manyhands.parallel.options import USUAL_MODE
+from manyhands.parallel.replicas.batch_norm import GroupedNorm
 from manyhands.train.journal import Journal
 from manyhands.train.recover import Resumable
 
@@ -23,7 +22,6 @@ _WHERE, _EQUAL = "cluster.shares", "add --set cluster.shares=equal"
 def order_and_sharing(  # noqa: PLR0913 - what a batch meets before it is shared out
     job: Job,
     splits: Splits,
-    world: World,
     mode: str,
     network: ParallelNetwork,
     journal: Journal,
@@ -37,7 +35,6 @@ def order_and_sharing(  # noqa: PLR0913 - what a batch meets before it is shared
     Args:
         job: supplies the batch size.
         splits: the data.
-        world: the processes.
         mode: the parallel mode.
         network: under it.
         journal: records unequal shares.
@@ -46,12 +43,12 @@ def order_and_sharing(  # noqa: PLR0913 - what a batch meets before it is shared
         kept: the shares in the checkpoint, empty if they were equal; None for a new run.
     """
     options = job.train
-    replicas = network.replicas(world.size)
+    replicas = network.share.parts
     check_batch(options.batch, replicas)
     batch = min(options.batch, len(splits.train))
     group = 0
     # A network without BatchNorm has no groups that a pass would have to hold whole.
-    layers = any(isinstance(module, GroupedNorm) for module in network.inner.modules())
+    layers = any(isinstance(module, GroupedNorm) for module in network.model.modules())
     grouped = not own and normalises_in_groups(mode) and layers
     if isinstance(options.norm_group, int) and grouped:
         group = options.norm_group
@@ -63,7 +60,7 @@ def order_and_sharing(  # noqa: PLR0913 - what a batch meets before it is shared
         raise UserError(f"cluster.shares can't be used: {why}", _WHERE, hints)
     shares = () if why and job.cluster.shares == MACHINES else _shares(job, replicas, journal, kept)
     order = Order(len(splits.train), batch, options.seed, options.drop_last)
-    sharing = BatchSharing(replicas, options.micro_batch, group, aligned=not network.together, shares=shares)
+    sharing = BatchSharing(replicas, options.micro_batch, group, aligned=not network.share.together, shares=shares)
     within = sharing.within(most, batch)
     if within.micro_batch != sharing.micro_batch:
         journal.event("note", _passes_message(within, most, batch), 0)
@@ -103,7 +100,7 @@ def _shares(job: Job, replicas: int, journal: Journal, kept: list[int] | None) -
 
 def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> str:
     """Returns why the mode or the sync method doesn't support the shares of the job; empty if it does."""
-    if network.together:
+    if network.share.together:
         return f"--parallel {mode} splits each batch into equal parts"
     if job.cluster.shares in {"auto", MACHINES} and mode != USUAL_MODE:
         return f"with --parallel {mode}, each layer waits for all processes, so their speed can't be measured"
@@ -128,7 +125,7 @@ def kept_most(found: Resumable | None) -> int:
 
 def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, network: ParallelNetwork) -> None:
     """Raises UserError if a micro-batch has fewer samples than an op has shards, because ops fail on empty input."""
-    parts, counts = network.most_parts, {min(order.batch, order.length)}
+    parts, counts = network.share.most_parts, {min(order.batch, order.length)}
     if not order.drop_last:
         counts.add(order.length - (order.steps_per_epoch - 1) * order.batch)
     for count in counts:

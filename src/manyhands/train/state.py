@@ -62,19 +62,19 @@ def capture(
 
     A collective for sharded networks; processes without `keep` get no tensors.
     """
-    tensors, other = split_state(network.inner)
-    if network.sharded:
+    tensors, other = split_state(network.model)
+    if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         # What FSDP has sharded is gathered one tensor after another.
-        full, optimizer_state = copied(get_state_dict(network.inner, optimizer), keep=keep)
+        full, optimizer_state = copied(get_state_dict(network.model, optimizer), keep=keep)
         model = {name: one for name, one in full.items() if isinstance(one, Tensor)}
         optimizer_state = optimizer_state if keep else {}
     else:
-        model, optimizer_state = copied(tensors), named_optimizer(network.inner, optimizer)
+        model, optimizer_state = copied(tensors), named_optimizer(network.model, optimizer)
     best = {"step": progress.best_step if progress.best_step >= 0 else None, "figure": progress.best_figure}
     state = copied({**asdict(progress), "best": best, **extra, **other})
-    return Snapshot(model, optimizer_state, state, network.endless)
+    return Snapshot(model, optimizer_state, state, network.traits.endless)
 
 
 def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -143,20 +143,20 @@ def restore(
         saved = in_memory(tensors) if snapshot.optimizer else None
         opened = source or Source(Path(), "whole", in_memory(snapshot.model), saved, branches, snapshot.state)
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
-        if extra := _known(extra_state(snapshot, where), network.inner.state_dict(), snapshot.notes):
-            network.inner.load_state_dict(extra, strict=False)
+        if extra := _known(extra_state(snapshot, where), network.model.state_dict(), snapshot.notes):
+            network.model.load_state_dict(extra, strict=False)
         return progress, restore_pieces(opened, network, optimizer)
     # Our own optimizer state goes by the parameters' names.
     renames = optimizer is None or bool(snapshot.state.get("foreign"))
-    if network.sharded:
+    if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        state = fit_snapshot(snapshot, network.inner, where, renames=renames)
-        set_model_state_dict(network.inner, state, options=StateDictOptions(full_state_dict=True, strict=False))
+        state = fit_snapshot(snapshot, network.model, where, renames=renames)
+        set_model_state_dict(network.model, state, options=StateDictOptions(full_state_dict=True, strict=False))
     else:
-        load_snapshot(snapshot, network.inner, where, renames=renames)
+        load_snapshot(snapshot, network.model, where, renames=renames)
     if optimizer and snapshot.optimizer:
-        return progress, restore_optimizer(snapshot.optimizer, network.inner, optimizer)
+        return progress, restore_optimizer(snapshot.optimizer, network.model, optimizer)
     return progress, ""
 
 
@@ -227,13 +227,13 @@ def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.op
 
     Returns the note of `restore_optimizer`; without an optimizer, only the network is restored.
     """
-    mesh, rank = network.mesh, network.rank
+    mesh, rank = network.layouts.mesh, network.layouts.rank
     with torch.no_grad():
-        for name, tensor in network.inner.state_dict().items():
+        for name, tensor in network.model.state_dict().items():
             if isinstance(tensor, Tensor):  # extra state is restored with the rest
                 tensor.copy_(source.model.piece(name, network.layouts[name], mesh, rank))
     if optimizer is None or source.optimizer is None:
         return ""
     layouts, stored = source.layouts(NetworkLayout(mesh, network.layouts))[OPTIMIZER], source.optimizer
     tensors = {name: stored.piece(name, layouts[name], mesh, rank) for name in stored.names()}
-    return restore_optimizer(unflatten(source.branches, tensors), network.inner, optimizer)
+    return restore_optimizer(unflatten(source.branches, tensors), network.model, optimizer)

@@ -15,7 +15,7 @@ from torch.profiler import profile, schedule
 from manyhands.core.files import write_atomic
 from manyhands.core.phases import CLOCK, OTHER, PHASES
 from manyhands.core.scratch import scratch
-from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.feed import UpdateShare
 from manyhands.train.recording import record_time
 from manyhands.train.trainer import Trainer

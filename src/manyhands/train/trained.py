@@ -21,8 +21,8 @@ from manyhands.data.pictures import prepare, read_picture, to_tensor
 from manyhands.data.samples import as_picture
 from manyhands.data.transforms import Normalise, Pixels
 from manyhands.models.outputs import main_and_auxiliary
-from manyhands.parallel.grid import Grid
-from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.group.plain import gather_plain
+from manyhands.parallel.mesh.grid import Grid
 from manyhands.train.data_setup import name_outputs
 from manyhands.train.journal import Journal
 from manyhands.train.network import make_model, pixels_of, read_any

@@ -21,10 +21,9 @@ from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.transforms import Batch
 from manyhands.parallel.gradients import Gradients, MicroBatchResult
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import LossFn, ParallelNetwork, full_batch
-from manyhands.parallel.norm import NormGroups
-from manyhands.parallel.plain import gather_plain
-from manyhands.parallel.rows import set_rows_per_sample, watching
+from manyhands.parallel.replicas.batch_norm import NormGroups, set_rows_per_sample, watching
 from manyhands.train.draws import drawing
 from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.step import Updater
@@ -180,13 +179,13 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
     DDP orders its buckets by the gradients' arrival in the first pass and rebuilds them before the second; with three
     or more processes another order adds numbers up differently in their last bits (two add up alike in any order).
     """
-    if update.world.size < 3 or not update.network.orders_sums:
+    if update.world.size < 3 or not update.network.traits.orders_sums:
         return
     batch = first_samples(loader, count)
     whole, options = Share(0, count, (), ()), update.options
     loss_fn, smoothing = update.loss_fn or sum_of_outputs, options.label_smoothing
     gradients = Gradients(update.network, update.world, loss_fn, smoothing=smoothing, precision=options.precision)
-    with left_as_it_was(update.network.inner, update.network.norms), torch.random.fork_rng(devices=[]):
+    with left_as_it_was(update.network.model, update.network.norms), torch.random.fork_rng(devices=[]):
         gradients.forward_backward(LoadedMicroBatch(whole, batch).micro_batch(count, 0), count)
         gradients.finish()
 

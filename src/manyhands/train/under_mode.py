@@ -10,12 +10,11 @@ from torch import nn
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups, refuse_other_networks
-from manyhands.parallel.grid import Grid
-from manyhands.parallel.marks import layouts_of
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.marks import layouts_of
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
-from manyhands.parallel.plain import broadcast_plain, gather_plain
-from manyhands.parallel.rows import find_rows
+from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms, leave_batch_norms
 from manyhands.sync.choose import BY_MODE, EXACT
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import ChosenSync, SyncRequest, select_sync
@@ -51,7 +50,7 @@ class UnderMode:
         """Releases loader processes, groups and hooks of a trainer, and restores the network's BatchNorm layers."""
         self.synced.synchronizer.close()
         samples.close()
-        self.network.release()
+        self.network.close()
         self.restore_norms()
 
 

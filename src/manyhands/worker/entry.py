@@ -22,7 +22,7 @@ from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.files import private_files
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel.heartbeat import HEARTBEAT_FILE, rescue_path
+from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, rescue_path
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.train.journal import Journal
 from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder, shared_options
@@ -132,7 +132,7 @@ def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: 
 
 def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
     """Returns the job with rank 0's checkpoint.resume, because rank 0 reads the state and sends it to the others."""
-    from manyhands.parallel.plain import broadcast_plain
+    from manyhands.parallel.group.plain import broadcast_plain
 
     own = job.checkpoint.resume
     said = broadcast_plain(own, world)
@@ -143,7 +143,7 @@ def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
     from manyhands.parallel.apply import follows_plan, resolve_mode
-    from manyhands.parallel.plain import gather_plain
+    from manyhands.parallel.group.plain import gather_plain
     from manyhands.train.build import build
     from manyhands.train.choose_sync import check_combination
     from manyhands.train.objects import Objects

@@ -52,7 +52,7 @@ class GroupMember:
             ends_with_rank_0: False if rank 0 may finish before this process.
         """
         with held_back():
-            from manyhands.parallel.group import join
+            from manyhands.parallel.group.join import join
 
         process_info = self.process_info
         self.group = group = join(process_info, options, job.cluster.peer_timeout_s, say)
@@ -159,7 +159,7 @@ def _explained(error: BaseException, trainer: Any) -> BaseException:
 
 def share_folder(world: Any, folder: RunFolder) -> RunFolder:
     """Returns the run folder with rank 0's path, and creates it on every machine."""
-    from manyhands.parallel.plain import broadcast_plain
+    from manyhands.parallel.group.plain import broadcast_plain
 
     folder = RunFolder(Path(broadcast_plain(str(folder.path.absolute()), world)))
     folder.failures.mkdir(parents=True, exist_ok=True)
@@ -170,8 +170,7 @@ def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None
     """Reports to all waiting processes that this process has an invalid rank and ends."""
     # Its C++ parts would log what is no news here.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from manyhands.parallel.meet import report_invalid_rank
-    from manyhands.parallel.report_failure import report_to_waiting_ranks
+    from manyhands.parallel.group.rendezvous import report_invalid_rank, report_to_waiting_ranks
 
     report_to_waiting_ranks(process_info, lambda names: report_invalid_rank(names, shared_options(job), what))
 
@@ -179,7 +178,7 @@ def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None
 def first_of_all(group: Any, record: Failure) -> Failure:
     """Publishes the first cause to the other processes, or reads it from them if this error is a consequence."""
     if not record.consequence:
-        from manyhands.parallel.said import PeerFailure
+        from manyhands.parallel.group.rendezvous import PeerFailure
 
         group.cause.publish(PeerFailure.of(record.rank, record.host, record.what))
         return record

@@ -17,8 +17,8 @@ from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.terminal import say
 from manyhands.core.world import ProcessInfo, World
 from manyhands.data.samples import as_picture
-from manyhands.parallel.group import existing_process_info
-from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.group.join import existing_process_info
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.data_setup import open_splits
 from manyhands.train.objects import Objects
 from manyhands.train.same_data import digest_data, digest_trainable, digest_weights

@@ -14,8 +14,7 @@ from manyhands.planner.find import LinksOf, PlanCandidate, SearchResult, enough,
 from manyhands.sync.choose import EXACT, SyncChoice, choose, days_of
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.link_speeds import LinkSpeed, named_link
-from manyhands.sync.method import synchronizes_every_update
-from manyhands.sync.options import AUTO
+from manyhands.sync.options import AUTO, synchronizes_every_update
 from manyhands.train.choose_sync import ruled_out
 from manyhands.train.optimize import steps_to_make
 

@@ -12,7 +12,7 @@ from manyhands.core.machine import cores
 from manyhands.core.run_folder import NOWHERE
 from manyhands.core.world import World
 from manyhands.data.order import batch_noted
-from manyhands.parallel.graph import Graph
+from manyhands.parallel.split.graph import Graph
 from manyhands.planner.device_models import DeviceModel, device_model
 from manyhands.planner.find import PlanCandidate, SearchResult, fewer_counts, options_of
 from manyhands.planner.links import work_of_sums

@@ -11,8 +11,8 @@ from manyhands.core.choices import module_names, unknown_choice
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import follows_plan
+from manyhands.parallel.group.plain import broadcast_plain, broadcast_result
 from manyhands.parallel.options import MODE_OF_SEARCHES, MODES
-from manyhands.parallel.plain import broadcast_plain, broadcast_result
 from manyhands.parallel.plan import Plan, plan_from_plain, plan_of, read_plan, shared_plan
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.timing import OpTimes

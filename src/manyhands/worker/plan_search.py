@@ -13,10 +13,10 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plan_record import write_plan_record
 from manyhands.core.quantities import parse_memory
-from manyhands.parallel.graph import Graph
-from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plan import Plan, parse_pins, read_plan
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
+from manyhands.parallel.split.graph import Graph
+from manyhands.parallel.split.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.cost import Prediction
 from manyhands.planner.explain import Layer, draw_plan

@@ -9,9 +9,9 @@ from manyhands.config.job import Job
 from manyhands.config.load import load_job
 from manyhands.config.named_code import announce
 from manyhands.core.errors import UserError
-from manyhands.parallel.graph import Graph
 from manyhands.parallel.plan import Plan, read_plan
-from manyhands.parallel.strategy import parse_strategy, resolve, write_strategy
+from manyhands.parallel.split.graph import Graph
+from manyhands.parallel.split.strategy import parse_strategy, resolve, write_strategy
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import Collective, PlannedUpdate, collectives, shares
 from manyhands.planner.find import digest

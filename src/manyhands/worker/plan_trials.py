@@ -9,14 +9,14 @@ from manyhands.config.job import Job
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.models.build import build_model
-from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plan import plan_from_plain
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
 from manyhands.train.optimize import make_optimizer
 
 if TYPE_CHECKING:
-    from manyhands.parallel.graph import Graph
+    from manyhands.parallel.split.graph import Graph
     from manyhands.planner.trial import PlanCase
 
 LINKS, MEASURE, VERIFY = "links", "measure", "verify"
@@ -49,7 +49,7 @@ def picture(job: Job, network: dict[str, Any], device: str) -> Tensor:
 
 def graph_of(model: nn.Module, sample: Tensor, *, cross_entropy: bool = True) -> "Graph":
     """Returns the ops of a network in training mode with grouped BatchNorm layers."""
-    from manyhands.parallel.tracing import describe_network
+    from manyhands.parallel.split.tracing import describe_network
 
     group_batch_norms(model)
     graph = describe_network(model, sample)

@@ -29,9 +29,9 @@ from manyhands.data.splits import Splits
 from manyhands.data.transforms import Batch, Pixels
 from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.gradients import Gradients
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.network import ParallelNetwork, full_batch
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.planner.precision import (
     EXACT,
     KindOfMachine,
@@ -187,7 +187,7 @@ class Measurement:
         job = self.job
         group_batch_norms(model)
         batch, world = self.batch(self.count()), World(device=self.device)
-        loss_fn, network = make_loss_fn(job.train, self.objects.loss), ParallelNetwork(model, model)
+        loss_fn, network = make_loss_fn(job.train, self.objects.loss), ParallelNetwork(model)
 
         def trial(variant: Variant) -> Trial:
             layout = torch.channels_last if variant.channels_last else torch.contiguous_format

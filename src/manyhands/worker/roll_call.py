@@ -17,9 +17,9 @@ from manyhands.cluster.agents.stall import Stalls
 from manyhands.core.machine import this_machine
 from manyhands.core.timeouts import HEARTBEAT_S
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel.close_listeners import close_rendezvous
-from manyhands.parallel.heartbeat import Heartbeat, Seen
-from manyhands.parallel.said import Answer, understood
+from manyhands.parallel.group.heartbeat import Heartbeat, Seen
+from manyhands.parallel.group.listeners import close_rendezvous
+from manyhands.parallel.group.rendezvous import Answer, understood
 
 # Over so long each counts what it computes and moves, while nobody speaks with the store.
 _COUNTED_S = 3.0

@@ -17,7 +17,7 @@ from manyhands.core.records import read_lines, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain
 from manyhands.core.version import __version__
-from manyhands.sync.method import option_keys
+from manyhands.sync.options import option_keys
 from manyhands.train.journal import Journal
 
 
@@ -183,7 +183,7 @@ def plan_of(trainer: Any) -> PlanRecord:
     """Returns the plan, with the reasons why results depend on the number of processes."""
     from manyhands.train.exceptions import exceptions
 
-    order, sharing, plan = trainer.feed.order, trainer.feed.sharing, trainer.network.plan
+    order, sharing, plan = trainer.feed.order, trainer.feed.sharing, trainer.network.traits.plan
     shares = sharing.micro_batches(min(order.batch, order.length))
     split = plan.as_plain() if plan else {"mesh": {"dp": trainer.world.size}}
     return PlanRecord.model_validate({
@@ -193,7 +193,7 @@ def plan_of(trainer: Any) -> PlanRecord:
         "batch": order.batch,
         "shares": [[share.count for share in each] for each in shares],
         "passes": len(shares),
-        "averages": trainer.network.averages,
+        "averages": trainer.network.traits.averages,
         "precision": trainer.job.train.precision,
         "channels_last": trainer.job.train.channels_last,
         "compile": trainer.job.train.compile,

@@ -15,7 +15,7 @@ from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE, ManyhandsError, UserError
 from manyhands.core.records import FAILURE_FILE, Failure, write_json
 from manyhands.core.terminal import say
-from manyhands.parallel.tunnel_ends import tunnel_ends
+from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 
 def main(words: list[str]) -> None:
@@ -48,7 +48,7 @@ def _run(script: str, own: list[str]) -> None:
         hints = ("copy this folder to the other machines: --sync-code", "or copy the script by hand")
         raise UserError(f"{script} doesn't exist", here, hints)
     if tunnel_ends():
-        from manyhands.parallel.through_ssh import use_tunnels
+        from manyhands.parallel.group.through_ssh import use_tunnels
 
         use_tunnels()
     sys.argv = [script, *own]

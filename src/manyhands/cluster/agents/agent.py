@@ -66,8 +66,8 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say
 from manyhands.core.timeouts import CLAIM_S, MAKE_WAY_S
-from manyhands.parallel.ports import listen
-from manyhands.parallel.tunnel_ends import reach
+from manyhands.parallel.group.ports import listen
+from manyhands.parallel.group.tunnel_ends import reach
 
 # Looks for new records so often.
 MIRROR_S = 0.4

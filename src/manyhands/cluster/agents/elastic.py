@@ -56,9 +56,9 @@ from manyhands.core.records import Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
 from manyhands.core.stops import STOPS
 from manyhands.core.timeouts import ALONE_S, ALONE_SAVING_S, LEAVE_S, STOP_S
-from manyhands.parallel.group import IFNAMES
-from manyhands.parallel.heartbeat import leave_path
-from manyhands.parallel.ports import loopback_interface
+from manyhands.parallel.group.heartbeat import leave_path
+from manyhands.parallel.group.join import IFNAMES
+from manyhands.parallel.group.ports import loopback_interface
 
 POLL_S = 0.05
 # What asks this process to have the workers stop.

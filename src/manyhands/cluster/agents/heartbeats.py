@@ -14,7 +14,7 @@ from manyhands.core.files import read_bytes
 from manyhands.core.machine import CGROUPS
 from manyhands.core.records import PROCESS_ENDED, Failure
 from manyhands.core.timeouts import HEARTBEAT_S, LEAVE_S, SAVE_MOST_S, SAVE_QUIET_S
-from manyhands.parallel.heartbeat import Heartbeat, Seen, rescue_path
+from manyhands.parallel.group.heartbeat import Heartbeat, Seen, rescue_path
 
 # A process that made progress or sent a heartbeat more recently is well.
 _WELL_S = 2.0

@@ -29,7 +29,7 @@ from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.scratch import scratch
 from manyhands.core.timeouts import OPEN_TUNNELS_S, STORE_CONNECT_S, STORE_S, TUNNEL_ENDS_S
-from manyhands.parallel.tunnel_ends import TunnelEnds
+from manyhands.parallel.group.tunnel_ends import TunnelEnds
 
 # Of the head, among a run's addresses.
 HEAD = "this machine"

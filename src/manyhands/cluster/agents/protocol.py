@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from manyhands.cluster.messages import Message
 from manyhands.core.records import Failure
-from manyhands.parallel.heartbeat import Seen
+from manyhands.parallel.group.heartbeat import Seen
 
 # Both ways.
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from manyhands.core.terminal import show
-from manyhands.parallel.tunnel_ends import TunnelEnds
+from manyhands.parallel.group.tunnel_ends import TunnelEnds
 
 READY = "ready"
 BUFFER = 1 << 18

@@ -27,7 +27,7 @@ from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
 from manyhands.core.scratch import scratch
 from manyhands.core.timeouts import SWITCHBOARD_S, TUNNEL_ASK_S, TUNNEL_CLOSE_S, TUNNEL_OPEN_S
-from manyhands.parallel.tunnel_ends import TunnelEnds, fits
+from manyhands.parallel.group.tunnel_ends import TunnelEnds, fits
 
 # What the other end of a tunnel says, once it stands.
 STANDS = "this tunnel of manyhands stands"

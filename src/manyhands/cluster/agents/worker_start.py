@@ -17,7 +17,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.stops import STOPS
 from manyhands.core.terminal import Tolerant, say
-from manyhands.parallel.heartbeat import HEARTBEAT_FILE
+from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE
 
 PR_SET_PDEATHSIG = 1
 

@@ -21,7 +21,7 @@ import psutil
 
 from manyhands.cluster.doctor.findings import Attempt, Reached
 from manyhands.cluster.messages import remote
-from manyhands.parallel.ports import holder_of
+from manyhands.parallel.group.ports import holder_of
 
 TOKEN_BYTES = 16
 ECHO, COUNT = b"E", b"C"
