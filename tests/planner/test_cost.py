@@ -11,7 +11,7 @@ from manyhands.parallel.norm import group_batch_norms
 from manyhands.planner.collectives import BACKWARD, FORWARD, shares
 from manyhands.planner.cost import Setting, predict, sketch
 from manyhands.planner.links import links_of
-from manyhands.planner.problem import evaluate
+from manyhands.planner.solve import evaluate
 from manyhands.planner.timing import OpTimes, Others
 from manyhands.planner.work import Work, piece_shape
 from manyhands.sync.link_speeds import LinkSpeed

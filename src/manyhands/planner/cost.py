@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,8 @@ from manyhands.planner.collectives import (
     real_axes,
 )
 from manyhands.planner.links import LinkSpeeds
-from manyhands.planner.problem import Edge, Matrix, OpChoice, Problem
-from manyhands.planner.work import Work, parameter_part, part
+from manyhands.planner.solve import Edge, Matrix, OpCost, Problem
+from manyhands.planner.work import Work, parameter_part, part, values
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class Setting:
     # from time to time, the copies would drift apart
     repeat: bool = True
     memory_limit_bytes: float | None = None  # of a process
+    scale: float = 1.0  # how many times as long as the sum of its ops an update takes, where one was timed
+    # costs by op and letters, which the settings of a search share; what depends on another field is kept apart
+    known: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -73,55 +76,46 @@ class Prediction:
         }
 
 
-def op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpChoice:
+def op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
     """Returns the cost of an op on one process, without the conversions to its neighbours."""
-    mesh, work = setting.mesh, setting.work
+    key = "cost", setting.work.signature(op.name), _alike(letters, setting)
+    if key not in setting.known:
+        setting.known[key] = _op_cost(op, letters, setting)
+    return setting.known[key]
+
+
+def _op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
+    mesh, work, links, loops = setting.mesh, setting.work, setting.links, loops_of(op, letters)
     forward, backward = work.seconds(op, letters, mesh)
-    held, sent, (gradient, working) = _parameters(op, letters, setting)
-    saved = 0.0
-    if op.trains:
-        share = part([loop.output for loop in loops_of(op, letters)], mesh)
-        saved = share * op.item_bytes * sum(extent.values(work.batch) for extent in op.extents)
-    compute = forward + backward + work.update_seconds(held * (3 + 2 * setting.slots))
-    return OpChoice(
-        seconds=compute + _norm_seconds(op, letters, setting) + working,
-        gradient_seconds=gradient - working,
-        hideable_seconds=backward,
-        memory_bytes=held * (2 + setting.slots) + sent + saved,
-        compute_seconds=compute,
-    )
-
-
-def _parameters(op: Op, letters: tuple[str, ...], setting: Setting) -> tuple[float, float, tuple[float, float]]:
-    """Bytes of its parameters and of the gradients that are sent; the seconds of sending these, and cores' of them."""
-    mesh, loops = setting.mesh, loops_of(op, letters)
-    held = sent = seconds = working = 0.0
-    for name, tensor in setting.work.parameters(op).items():
+    held = sent = sending = working = 0.0  # bytes of parameters, of gradients sent; seconds of that, and of the cores
+    for name, tensor in work.parameters(op.name).items():
         if tensor.requires_grad:
             size = parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
             axes = real_axes([axis for axis, loop in enumerate(loops) if name in loop.partial], mesh)
             held += size
             sent += size if axes else 0.0
             buckets = size / BUCKET_BYTES if axes else 0.0
-            seconds += buckets * setting.links.seconds("all_reduce", axes, BUCKET_BYTES)
-            working += buckets * setting.links.work_seconds("all_reduce", axes, BUCKET_BYTES)
-    return held, sent, (seconds, working)
-
-
-def _norm_seconds(op: Op, letters: tuple[str, ...], setting: Setting) -> float:
-    layers = norms_of(op)
-    axes = real_axes(batch_axes(letters), setting.mesh)
-    shared = setting.share(setting.mesh.parts(axes), 0).shared_groups if axes and layers else ()
-    sizes = [16.0 * len(shared) * layer.num_features for layer in layers]
-    return sum(2 * setting.links.seconds("all_reduce", axes, size) for size in sizes) if shared else 0.0
+            sending += buckets * links.seconds("all_reduce", axes, BUCKET_BYTES)
+            working += buckets * links.work_seconds("all_reduce", axes, BUCKET_BYTES)
+    saved = part([loop.output for loop in loops], mesh) * op.item_bytes * values(op, work.batch) if op.trains else 0.0
+    layers, axes = norms_of(op), real_axes(batch_axes(letters), mesh)
+    shared = len(setting.share(mesh.parts(axes), 0).shared_groups) if axes and layers else 0
+    norms = sum(2 * links.seconds("all_reduce", axes, 16.0 * shared * layer.num_features) for layer in layers)
+    compute = setting.scale * (forward + backward + work.estimate(0.0, held * (3 + 2 * setting.slots)))
+    return OpCost(
+        seconds=compute + norms + working,
+        gradient_seconds=sending - working,
+        hideable_seconds=setting.scale * backward,
+        memory_bytes=held * (2 + setting.slots) + sent + saved,
+        compute_seconds=compute,
+    )
 
 
 def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
     """Predicts the cost of one update with this sharding for the process with the most work."""
     mesh, links = setting.mesh, setting.links
     sent = collectives(PlannedUpdate(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1))
-    known: Known = {}
-    owns = [_own(op, letters[op.name], setting, known) for op in graph.ops.values()]
+    owns = [op_cost(op, letters[op.name], setting) for op in graph.ops.values()]
     gradients = sum(one.seconds(links) for one in sent if one.when == GRADIENTS)
     working = sum(one.work_seconds(links) for one in sent if one.when == GRADIENTS)
     hiding = setting.overlap * sum(own.hideable_seconds for own in owns)
@@ -137,13 +131,16 @@ def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
     )
 
 
+Choices = tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True)
 class Sketch:
     """A problem, and the meaning of its choices."""
 
     problem: Problem  # as plain numbers
     groups: list[list[Op]]  # the ops of each node, which take the same letters
-    choices: list[list[tuple[str, ...]]]  # the letters that each choice of a node stands for
+    choices: list[Choices]  # the letters that each choice of a node stands for
 
     def letters(self, chosen: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
         """The letters of each op under an assignment."""
@@ -157,60 +154,44 @@ class Sketch:
 # Between these bytes and twice as many the line is drawn on which a conversion's seconds lie.
 _FEW_BYTES = float(1 << 20)
 Both = tuple[Layout, Layout]
-Known = dict[Any, Any]
 Fixed = Mapping[str, Mapping[int, str]]
 
 
-def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None, known: Known | None = None) -> Sketch:
-    """Creates the problem of sharding a network over a mesh.
+def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> Sketch:
+    """Creates the problem of sharding a network over a mesh; `fixed` letters, by op and axis, are kept.
 
     A conversion for several readers of an op is sent once, but counted here for each reader, because costs are between
-    pairs; predictions count it once. `fixed` letters, by op and axis, are kept; `known` costs of ops are shared by a
-    search's sketches.
+    pairs; predictions count it once.
     """
     groups = list(graph.ties().values())
-    known = {} if known is None else known
-    made: Known = {}
-    rows = [_row(ops, setting, fixed or {}, known, made) for ops in groups]
-    choices, nodes = [taken for taken, _ in rows], [costs for _, costs in rows]
+    rows: dict[Any, tuple[Choices, list[OpCost]]] = {}  # those of ops that are alike are computed once
+    choices, nodes = list[Choices](), list[list[OpCost]]()
+    for ops in groups:
+        pinned = {(place, *own) for place, op in enumerate(ops) for own in (fixed or {}).get(op.name, {}).items()}
+        key = tuple((setting.work.signature(op.name), op.name == LOSS) for op in ops), frozenset(pinned)
+        if key not in rows:
+            taken = _choices(ops, setting, {axis: letter for _, axis, letter in pinned})
+            rows[key] = taken, [_choice_cost(ops, letters, setting) for letters in taken]
+        choices.append(rows[key][0])
+        nodes.append(rows[key][1])
     number = {op.name: node for node, ops in enumerate(groups) for op in ops}
     prices = _Conversions(setting)
     edges = [
-        Edge(number[giver.name], number[reader.name], *prices.between(giver, reader, place, taken))
+        Edge(a, b, *prices.between(giver, reader, place, choices[a], choices[b]))
         for giver, reader, place in graph.edges()
         if giver.extents
-        for taken in [(choices[number[giver.name]], choices[number[reader.name]])]
+        for a, b in [(number[giver.name], number[reader.name])]
     ]
     names = [ops[0].name for ops in groups]
     problem = Problem(nodes, edges, setting.memory_limit_bytes, setting.overlap, names)
     return Sketch(problem, groups, choices)
 
 
-def _row(
-    ops: list[Op], setting: Setting, fixed: Fixed, known: Known, made: Known
-) -> tuple[list[tuple[str, ...]], list[OpChoice]]:
-    """The choices of ops that take the same letters, and their costs; computed once for all that are alike (`made`)."""
-    pinned = [(place, *own) for place, op in enumerate(ops) for own in fixed.get(op.name, {}).items()]
-    key = tuple((setting.work.signature(op), op.name == LOSS) for op in ops), tuple(pinned)
-    if key not in made:
-        taken = _choices(ops, setting, fixed, known)
-        made[key] = taken, [_choice(ops, letters, setting, known) for letters in taken]
-    return made[key]
-
-
-def _own(op: Op, letters: tuple[str, ...], setting: Setting, known: Known) -> OpChoice:
-    key = "own", setting.work.signature(op), _alike(letters, setting)
-    if key not in known:
-        known[key] = op_cost(op, letters, setting)
-    return known[key]
-
-
-def _choices(ops: list[Op], setting: Setting, fixed: Fixed, known: Known) -> list[tuple[str, ...]]:
-    mesh = setting.mesh
+def _choices(ops: list[Op], setting: Setting, pinned: Mapping[int, str]) -> Choices:
+    """The letters that tied ops can take."""
     letters = [letter for letter in ops[0].allowed() if all(letter in op.allowed() for op in ops)]
-    pinned = {axis: letter for op in ops for axis, letter in fixed.get(op.name, {}).items()}
-    ways = [[pinned[axis]] if axis in pinned else letters for axis in range(len(mesh.axes))]
-    return [taken for taken in itertools.product(*ways) if all(_may(op, taken, setting, known) for op in ops)]
+    ways = [[pinned[axis]] if axis in pinned else letters for axis in range(len(setting.mesh.axes))]
+    return tuple(taken for taken in itertools.product(*ways) if all(_may(op, taken, setting) for op in ops))
 
 
 def _alike(letters: tuple[str, ...], setting: Setting) -> Any:
@@ -223,35 +204,27 @@ def _alike(letters: tuple[str, ...], setting: Setting) -> Any:
     return tuple(sorted(parts.items()))
 
 
-def _may(op: Op, letters: tuple[str, ...], setting: Setting, known: Known) -> bool:
-    key = "may", setting.work.signature(op), _alike(letters, setting)
-    if key not in known:
+def _may(op: Op, letters: tuple[str, ...], setting: Setting) -> bool:
+    key = "may", setting.work.signature(op.name), _alike(letters, setting)
+    if key not in setting.known:
         mesh = setting.mesh
         idle = mesh.parts(batch_axes(letters)) > setting.work.batch
         repeats = any(letter == "r" and mesh.sizes[axis] > 1 for axis, letter in enumerate(letters))
-        learns = any(tensor.requires_grad for tensor in setting.work.parameters(op).values())
+        learns = any(tensor.requires_grad for tensor in setting.work.parameters(op.name).values())
         must = not op.batchwise or op.allowed() == ["r"]
         drifts = repeats and learns and not setting.repeat and not must
-        known[key] = not idle and not drifts and not refusal(op, letters, mesh)
-    return known[key]
+        setting.known[key] = not idle and not drifts and not refusal(op, letters, mesh)
+    return setting.known[key]
 
 
-def _choice(ops: list[Op], letters: tuple[str, ...], setting: Setting, known: Known) -> OpChoice:
-    owns = [_own(op, letters, setting, known) for op in ops]
-    loss = sum(_loss_seconds(letters, setting) for op in ops if op.name == LOSS)
-    return OpChoice(
-        seconds=loss + sum(own.seconds for own in owns),
-        gradient_seconds=sum(own.gradient_seconds for own in owns),
-        hideable_seconds=sum(own.hideable_seconds for own in owns),
-        memory_bytes=sum(own.memory_bytes for own in owns),
-    )
-
-
-def _loss_seconds(letters: tuple[str, ...], setting: Setting) -> float:
-    mesh = setting.mesh
+def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: Setting) -> OpCost:
+    """The cost of tied ops, with the sums that the loss sends where classes are cut."""
+    mesh, loss = setting.mesh, 0.0
     axes = real_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
-    rows = setting.work.batch / mesh.parts(batch_axes(letters))
-    return sum(setting.links.seconds("all_reduce", axes, 4.0 * count * rows) for count in (1, 3)) if axes else 0.0
+    if axes and any(op.name == LOSS for op in ops):
+        rows = setting.work.batch / mesh.parts(batch_axes(letters))
+        loss = sum(setting.links.seconds("all_reduce", axes, 4.0 * count * rows) for count in (1, 3))
+    return sum((op_cost(op, letters, setting) for op in ops), OpCost(loss))
 
 
 class _Conversions:
@@ -266,19 +239,17 @@ class _Conversions:
         self._layouts: dict[Any, tuple[Both, ...]] = {}
 
     def between(
-        self, giver: Op, reader: Op, place: int, taken: tuple[list[tuple[str, ...]], list[tuple[str, ...]]]
+        self, giver: Op, reader: Op, place: int, gives: Choices, reads: Choices
     ) -> tuple[Matrix, Matrix | None]:
         """Seconds of both directions and bytes of the conversion, [choice of giver, choice of reader]."""
-        size = float(giver.item_bytes * sum(extent.values(self._setting.work.batch) for extent in giver.extents))
-        given = self._sides(giver, taken[0], lambda letters: output_layouts(giver, letters), "given")
-        wanted = self._sides(reader, taken[1], lambda letters: input_layouts(reader, letters, place), place)
+        given = self._sides(giver, gives, lambda letters: output_layouts(giver, letters), "given")
+        wanted = self._sides(reader, reads, lambda letters: input_layouts(reader, letters, place), place)
+        size = float(giver.item_bytes * values(giver, self._setting.work.batch))
         return self._known_matrices(given, wanted, size, giver.trains and bool(reader.extents or reader.name == LOSS))
 
-    def _sides(
-        self, op: Op, taken: list[tuple[str, ...]], layouts: Callable[[tuple[str, ...]], Both], what: Any
-    ) -> tuple[Both, ...]:
-        """The layouts of all choices; ops that are alike share the list of these, which stays where it is."""
-        key = self._setting.work.signature(op), op.name == LOSS, id(taken), what
+    def _sides(self, op: Op, taken: Choices, layouts: Callable[[tuple[str, ...]], Both], what: Any) -> tuple[Both, ...]:
+        """The layouts of all choices; ops that are alike share them."""
+        key = self._setting.work.signature(op.name), op.name == LOSS, taken, what
         if key not in self._layouts:
             self._layouts[key] = tuple(layouts(letters) for letters in taken)
         return self._layouts[key]

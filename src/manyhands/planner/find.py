@@ -18,7 +18,7 @@ from manyhands.parallel.plan import Plan
 from manyhands.parallel.strategy import concise, refusal, resolve, strategies
 from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_GAIN, Pick, pick_predicted
 from manyhands.planner.collectives import data_shares, shares
-from manyhands.planner.cost import Known, Prediction, Setting, predict, sketch
+from manyhands.planner.cost import Prediction, Setting, predict, sketch
 from manyhands.planner.links import LinkSpeeds, links_of
 from manyhands.planner.solve import solve_all, too_large
 from manyhands.planner.timing import OpTimes, Timing
@@ -205,13 +205,13 @@ def _prepared(
         repeat=not request.accelerator,
         memory_limit_bytes=request.memory_limit_bytes,
     )
-    whole = replace(base, share=data_shares(request.batch, request.norm_group))
+    whole = replace(base, share=data_shares(request.batch, request.norm_group), known={})
 
     def data_parallel(processes: int) -> PlanCandidate:
         return _priced(DATA_PARALLEL, graph, Plan(_data_mesh(processes)), whole, links, allowed=not request.pins)
 
     if share is not None and (compute_s := data_parallel(request.world_size).prediction.compute_seconds):
-        base.work.scale = share.seconds / compute_s
+        base, whole = (replace(one, scale=share.seconds / compute_s, known={}) for one in (base, whole))
     return base, data_parallel
 
 
@@ -335,8 +335,7 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
 def _searched(graph: Graph, request: SearchRequest, base: Setting, links: LinksOf) -> tuple[list[PlanCandidate], float]:
     """The best plan on each mesh; and the least bytes that a plan takes, where none fits."""
     settings = [(replace(base, links=links(mesh)), fixed) for mesh, fixed in _fitting(request, graph)]
-    known: Known = {}
-    sketches = [sketch(graph, setting, fixed, known) for setting, fixed in settings]
+    sketches = [sketch(graph, setting, fixed) for setting, fixed in settings]
     answers, least_bytes = solve_all([one.problem for one in sketches], request.limit_s, GAP)
     options: list[PlanCandidate] = []
     for (setting, _), one, answer in zip(settings, sketches, answers, strict=True):

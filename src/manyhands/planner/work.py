@@ -6,6 +6,7 @@ measurements, whatever the mesh.
 """
 
 import copy
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -30,71 +31,75 @@ def part(sides: Sequence[Side], mesh: Mesh) -> float:
     return 1.0 / mesh.parts([axis for axis, side in enumerate(sides) if isinstance(side, int)])
 
 
+def values(op: Op, batch: int) -> float:
+    """Returns the values of an unsharded op's output."""
+    return sum(extent.values(batch) for extent in op.extents)
+
+
 def parameter_part(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
     """Returns the fraction of a parameter's values on a process."""
     return 1.0 / mesh.parts([axis for axis, loop in enumerate(loops_of(op, letters)) if name in loop.cuts])
+
+
+def parameter_bytes(op: Op, letters: tuple[str, ...], mesh: Mesh) -> float:
+    """Returns the bytes of an op's parameters and buffers on a process."""
+    return sum(
+        parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
+        for name, tensor in op.parameters().items()
+    )
 
 
 def operations(op: Op, sources: list[Op], batch: int) -> float:
     """Returns the additions and multiplications of the unsharded op in forward."""
     if not op.extents:
         return 0.0
-    values = sum(extent.values(batch) for extent in op.extents)
+    given = values(op, batch)
     weights = [tensor for tensor in op.parameters().values() if tensor.ndim > 1]
     if op.kind in {"conv", "linear"} and weights:
-        return 2.0 * values * math.prod(weights[0].shape[1:])
+        return 2.0 * given * math.prod(weights[0].shape[1:])
     summed = op.letters.get("i")
     if op.kind == "matmul" and isinstance(summed, Loop):
-        return 2.0 * values * summed.length
+        return 2.0 * given * summed.length
     if op.kind == "attention" and sources:
         tokens, width = sources[0].extent.dims[-2:]
-        return values * (8.0 * width + 4.0 * tokens)
+        return given * (8.0 * width + 4.0 * tokens)
     # A part that nobody looks into is taken for a fully connected layer over all of its parameters.
-    return values + 2.0 * batch * sum(tensor.numel() for tensor in weights) if op.kind == Op.kind else float(values)
+    return given + 2.0 * batch * sum(tensor.numel() for tensor in weights) if op.kind == Op.kind else float(given)
 
 
 class Work:
     """Seconds of a network's ops under any sharding, in an update of `batch` samples divided among `processes`."""
 
     def __init__(self, graph: Graph, batch: int, processes: int, times: OpTimes) -> None:
-        self._graph, self._batch, self._times = graph, batch, times
-        self._piece = max(1, batch // processes)
-        self._factors: dict[str, float] = {}
-        self._signatures: dict[str, str] = {}
-        self._parameters: dict[str, dict[str, Tensor]] = {}
-        self._operations: dict[str, float] = {}
+        self.batch, self.estimate = batch, times.estimate
+        self._graph, self._times, self._piece = graph, times, max(1, batch // processes)
+        self._factors: dict[str, float] = {}  # by signature
         self._of_kind: dict[str, list[float]] = {}
         # ops that failed when they ran by themselves, and so are priced by their size, with the reason
         self.untimed: dict[str, str] = {}
-        self.scale = 1.0  # how many times as long as the sum of its ops an update takes, where one was timed whole
+        # By name, since ops aren't hashable.
+        self.parameters = functools.cache(lambda name: graph.ops[name].parameters())
+        self.signature = functools.cache(self._signature)
+        self._operations = functools.cache(
+            lambda name: operations(graph.ops[name], self._sources(graph.ops[name]), batch)
+        )
 
-    def parameters(self, op: Op) -> dict[str, Tensor]:
-        if op.name not in self._parameters:
-            self._parameters[op.name] = op.parameters()
-        return self._parameters[op.name]
-
-    @property
-    def batch(self) -> int:
-        return self._batch
-
-    def sources(self, op: Op) -> list[Op]:
+    def _sources(self, op: Op) -> list[Op]:
         return [self._graph.ops[name] for name in op.sources]
 
-    def signature(self, op: Op) -> str:
+    def _signature(self, name: str) -> str:
         """Returns a value that is equal for ops with the same cost under the same sharding."""
-        if op.name not in self._signatures:
-            reads = [(one.extents, one.trains) for one in self.sources(op)]
-            learns = [tensor.requires_grad for tensor in op.parameters().values()]
-            said = repr((self._kernel(op), reads, learns, op.batchwise, op.letters))
-            self._signatures[op.name] = said
-        return self._signatures[op.name]
+        op = self._graph.ops[name]
+        reads = [(one.extents, one.trains) for one in self._sources(op)]
+        learns = [tensor.requires_grad for tensor in op.parameters().values()]
+        return repr((self._kernel(op), reads, learns, op.batchwise, op.letters))
 
     def _kernel(self, op: Op) -> str:
         """What is computed, for files that outlive this process: no addresses in it."""
         target = getattr(op.node, "target", "")
         name = repr(op.module) if op.module is not None else getattr(target, "__name__", str(target))
         shapes = [tuple(tensor.shape) for tensor in op.parameters().values()]
-        reads = [tuple(extent.dims for extent in one.extents) for one in self.sources(op)]
+        reads = [tuple(extent.dims for extent in one.extents) for one in self._sources(op)]
         return f"{op.kind} {name} {shapes} {reads} {op.dtype}"
 
     def seconds(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> tuple[float, float]:
@@ -104,34 +109,23 @@ class Work:
         loops = loops_of(op, letters)
         cut = mesh.parts([axis for axis, letter in enumerate(letters) if letter != "r"])
         read = 0.0
-        for place, source in enumerate(self.sources(op)):
-            share = part([loop.inputs[place] for loop in loops], mesh)
-            read += share * sum(extent.values(self._batch) for extent in source.extents) * source.item_bytes
-        given = part([loop.output for loop in loops], mesh) * sum(extent.values(self._batch) for extent in op.extents)
-        held = sum(
-            parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
-            for name, tensor in self.parameters(op).items()
-        )
-        if op.name not in self._operations:
-            self._operations[op.name] = operations(op, self.sources(op), self._batch)
-        moved = read + given * op.item_bytes + held
+        for place, source in enumerate(self._sources(op)):
+            read += part([loop.inputs[place] for loop in loops], mesh) * values(source, self.batch) * source.item_bytes
+        given = part([loop.output for loop in loops], mesh) * values(op, self.batch)
+        moved = read + given * op.item_bytes + parameter_bytes(op, letters, mesh)
         # An op is measured before anything is estimated, since rates follow from what was measured.
-        factor = self.factor(op)
-        forward = self.scale * factor * self._times.estimate(self._operations[op.name] / cut, moved)
+        factor = self._factor(op)
+        forward = factor * self.estimate(self._operations(op.name) / cut, moved)
         return forward, forward * self._backward(op)
-
-    def update_seconds(self, moved_bytes: float) -> float:
-        """Returns seconds of the optimizer, which reads and writes this many bytes."""
-        return self.scale * self._times.estimate(0.0, moved_bytes)
 
     def _backward(self, op: Op) -> float:
         if not op.trains:
             return 0.0
-        return _BACKWARD if any(one.trains for one in self.sources(op)) else _BACKWARD / 2
+        return _BACKWARD if any(one.trains for one in self._sources(op)) else _BACKWARD / 2
 
-    def factor(self, op: Op) -> float:
+    def _factor(self, op: Op) -> float:
         """Returns the ratio of an op's measured time to the estimate; if it can't be timed, that of its kind."""
-        key = self.signature(op)
+        key = self.signature(op.name)
         if key not in self._factors:
             self._factors[key] = self._measured(op)
         return self._factors[key]
@@ -142,25 +136,22 @@ class Work:
         usual = statistics.median(known) if known else 1.0
         if runs is None:
             return usual
-        share = self._piece / self._batch
-        sources = self.sources(op)
+        sources, directions = self._sources(op), 1 + self._backward(op)
         work = operations(op, sources, self._piece)
         held = sum(tensor.numel() * tensor.element_size() for tensor in op.parameters().values())
-        moved = held + share * sum(
-            extent.values(self._batch) * one.item_bytes for one in [op, *sources] for extent in one.extents
+        moved = held + self._piece / self.batch * sum(
+            values(one, self.batch) * one.item_bytes for one in [op, *sources]
         )
-        directions = 1 + self._backward(op)
         before = self._times.measured
         key = f"{self._piece} samples, {self._backward(op):.0f} backward: {self._kernel(op)}"
         taken = self._times.seconds(key, runs, work * directions, moved * directions)
         if key in self._times.failed:
             self.untimed[op.name] = self._times.failed[key]
-        estimate = self._times.estimate(work, moved) * directions
+        estimate = self.estimate(work, moved) * directions
         if self._times.measured == before and taken == estimate:
             return usual
-        factor = min(_MOST_FACTOR, max(_LEAST_FACTOR, taken / max(estimate, 1e-12)))
-        known.append(factor)
-        return factor
+        known.append(min(_MOST_FACTOR, max(_LEAST_FACTOR, taken / max(estimate, 1e-12))))
+        return known[-1]
 
 
 def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], object]] | None:
@@ -216,8 +207,6 @@ def piece_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int) -> lis
     if not op.extents:
         return []
     sides = [loop.output for loop in loops_of(op, letters)]
-    shape: list[int] = []
-    for dim in range(len(op.extent.dims)):
-        edges = op.extent.edges(dim, mesh.parts([axis for axis, side in enumerate(sides) if side == dim]), batch)
-        shape.append(edges[-1] - edges[-2])
-    return shape
+    cuts = [[axis for axis, side in enumerate(sides) if side == dim] for dim in range(len(op.extent.dims))]
+    edges = [op.extent.edges(dim, mesh.parts(axes), batch) for dim, axes in enumerate(cuts)]
+    return [one[-1] - one[-2] for one in edges]

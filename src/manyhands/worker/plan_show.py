@@ -15,7 +15,7 @@ from manyhands.parallel.strategy import parse_strategy, resolve, write_strategy
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import Collective, PlannedUpdate, collectives, shares
 from manyhands.planner.find import digest
-from manyhands.planner.work import parameter_part, piece_shape
+from manyhands.planner.work import parameter_bytes, piece_shape
 from manyhands.worker.plan_case import network_of
 from manyhands.worker.plan_search import NETWORK, timing, with_processes
 from manyhands.worker.plan_trials import VERIFY, graph_of, make_network, norm_group, picture
@@ -113,10 +113,7 @@ def _rows(
     usual = parse_strategy(plan.fallback, mesh, "default")
     rows: list[PlanRow] = []
     for op in graph.ops.values():
-        held = sum(
-            parameter_part(op, name, letters[op.name], mesh) * tensor.numel() * tensor.element_size()
-            for name, tensor in op.parameters().items()
-        )
+        held = parameter_bytes(op, letters[op.name], mesh)
         special = letters[op.name] != tuple(usual.get(axis, "n") for axis in range(len(mesh.axes)))
         if held or special or op.name in sent:
             shape = " ".join(str(piece_shape(op, letters[op.name], mesh, batch)).split())
