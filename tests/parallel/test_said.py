@@ -16,7 +16,7 @@ from manyhands.parallel import group, meet, report_failure
 from manyhands.parallel.group import Cause
 from manyhands.parallel.meet import check_in
 from manyhands.parallel.said import DuplicateRank, PeerFailure, Present, understood
-from manyhands.worker.member import describe_peer, heard
+from manyhands.worker.failure import describe_peer, heard
 
 JUNK = [
     b"", b"junk", b"\xff\xfe\x00", b"[]", b"{}", b"null", b"1" * 5000, b"[" * 5000, b"{" * 10 + b'"a":' * 9,

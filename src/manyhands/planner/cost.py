@@ -27,6 +27,7 @@ from manyhands.planner.collectives import (
 from manyhands.planner.links import LinkSpeeds
 from manyhands.planner.solve import Edge, Matrix, OpCost, Problem
 from manyhands.planner.work import Work, parameter_part, part, values
+from manyhands.sync.link_speeds import sent_bytes
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
         gradient_seconds=working + max(0.0, gradients - working - hiding),
         memory_bytes=sum(own.memory_bytes for own in owns) + sum(one.values * one.item_bytes for one in moved),
         collectives=tuple(sent),
-        sent_bytes=sum(links.sent_bytes(one.kind, one.axes, one.whole_bytes(mesh)) for one in sent),
+        sent_bytes=sum(sent_bytes(one.kind, mesh.parts(one.axes), one.whole_bytes(mesh)) for one in sent),
         hiding_seconds=hiding,
     )
 

@@ -187,7 +187,7 @@ def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objec
     """`ResolvedPrecision`, and whether a measurement was announced, before which the header was recorded."""
     from manyhands.train.data_setup import class_names
     from manyhands.train.parts import Parts, record_setup
-    from manyhands.worker.precision import resolve_precision
+    from manyhands.train.precision import resolve_precision
 
     announced, journal = list[str](), Journal(folder, world.rank)
 

@@ -17,11 +17,11 @@ from manyhands.parallel.plan import Plan, plan_from_plain, plan_of, read_plan, s
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.timing import OpTimes
 from manyhands.planner.trial import PlanCase, measure
-from manyhands.sync.link_speeds import fitted_link
+from manyhands.sync.link_speeds import WITHIN_A_MACHINE, LinkSpeed
+from manyhands.sync.measure import measure_link
 from manyhands.train.objects import Objects
-from manyhands.worker.plan_case import network_of
-from manyhands.worker.plan_search import ROUNDS, TIMES_BUDGET_S, PlanRequest, search
-from manyhands.worker.plan_trials import LINKS, case_of, graph_of, try_out
+from manyhands.worker.plan_search import ROUNDS, TIMES_BUDGET_S, PlanRequest, links_with, search
+from manyhands.worker.plan_trials import LINK_BUDGET_S, case_of, graph_of, network_of
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> Decis
         # A user's own network, where its pictures are; in double precision where they are.
         kind, device = torch.float64 if case.picture.dtype == torch.float64 else None, case.picture.device
         case = replace(case, make=lambda: copy.deepcopy(own).to(device, kind).train())
-    links = try_out(job, world, {"action": LINKS})["points"] if job.parallel.measure else []
-    answer = broadcast_result(lambda: _search(job, world, case, links), world)
+    link = measure_link(None, world.device, LINK_BUDGET_S) if job.parallel.measure else WITHIN_A_MACHINE
+    answer = broadcast_result(lambda: _search(job, world, case, link), world)
     plans = {
         name: plan_from_plain(content, "plan") if content else None for name, content in answer["finalists"].items()
     }
@@ -97,17 +97,15 @@ def _decision(content: dict[str, Any]) -> Decision:
     return Decision(replace(plan, layouts=None, about=about), about)
 
 
-def _search(job: Job, world: World, case: PlanCase, points: list[list[float]]) -> dict[str, Any]:
+def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str, Any]:
     """Searches on rank 0 and returns the result as plain data. Raises ManyhandsError: a request can't be satisfied."""
     options = job.parallel
     pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
-    request = PlanRequest(world.size, options.mesh, pins, options.memory, options.link)
+    request = PlanRequest(world.size, options.mesh, pins, options.memory)
     wanted = request.as_search(job, case.batch, world.device, case.norm_group)
-    measured = tuple((size, taken) for size, taken in points)
-    links = request.links(fitted_link("all_reduce", world.size, measured) if measured else None)
     graph = graph_of(case.make(), case.picture, cross_entropy=case.cross_entropy)
     times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
-    found = search(graph, wanted, times, links)
+    found = search(graph, wanted, times, links_with(options.link, link))
     finalists, limit = found.finalists(), wanted.memory_limit_bytes
     return {
         "finalists": found.plans_of(finalists),

@@ -16,9 +16,9 @@ from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import Collective, PlannedUpdate, collectives, shares
 from manyhands.planner.find import digest
 from manyhands.planner.work import parameter_bytes, piece_shape
-from manyhands.worker.plan_case import network_of
+from manyhands.train.precision import make_network
 from manyhands.worker.plan_search import NETWORK, timing, with_processes
-from manyhands.worker.plan_trials import VERIFY, graph_of, make_network, norm_group, picture
+from manyhands.worker.plan_trials import VERIFY, graph_of, network_of, norm_group, picture
 
 
 @dataclass(frozen=True)

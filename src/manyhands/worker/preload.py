@@ -54,7 +54,7 @@ def preload(orders: Orders | None = None) -> None:
     import_training()
     job = Job.model_validate(orders.argument["job"]) if orders else None
     if job is None or job.train.measured_precision:
-        importlib.import_module("manyhands.worker.precision")
+        importlib.import_module("manyhands.train.precision")
     if orders is None or job is None or not _does_without(orders, job):
         try:
             importlib.import_module("torchvision")

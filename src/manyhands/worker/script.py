@@ -70,7 +70,7 @@ def _write_record(error: BaseException, rank: int) -> None:
     path = Path(os.environ[FAILURE_FILE])
     if path.exists():
         return
-    from manyhands.train.failing import describe_failure
+    from manyhands.worker.failure import describe_failure
 
     record: Failure = describe_failure(error, rank=rank, step=None, phase="script")
     write_json(path, record)
