@@ -108,12 +108,12 @@ _ASSUMED_RATES = {"cpu": (3e10, 8e9), "mps": (3e12, 1e11), "others": (2e13, 6e11
 _MATRIX, _COPIED_VALUES = 384, 1 << 21
 
 
-def environment(device: str) -> dict[str, str]:
+def environment(device: str, threads: int = 0) -> dict[str, str]:
     """Returns everything that affects the seconds of an op besides the op itself."""
     return {
         "torch": torch.__version__,
         "device": f"{torch.device(device).type} {device_name(device)}",
-        "threads": str(torch.get_num_threads()),
+        "threads": str(threads or torch.get_num_threads()),
         "cores": f"{cores():.3g}",
     }
 
@@ -142,7 +142,7 @@ class OpTimes:
     A key contains everything that affects the seconds: op, local shapes, dtype and memory format. There is one file per
     environment; concurrent writes are merged, and a damaged file is replaced. After the time budget is used up,
     seconds are estimated from operations and bytes. For a device that is not on this machine, given by its `rates`
-    (operations, bytes per second), nothing is measured or cached.
+    (operations, bytes per second), nothing is measured or cached. `threads`: those of a measurement, if not all.
     """
 
     def __init__(
@@ -151,10 +151,11 @@ class OpTimes:
         budget_s: float = 30.0,
         folder: Path | None = None,
         rates: tuple[float, float] | None = None,
+        threads: int = 0,
     ) -> None:
         self._device = torch.device(device)
         self._left_s = 0.0 if rates else budget_s
-        self._environment = environment(device)
+        self._environment = environment(device, threads)
         digest = hashlib.sha256(json.dumps(self._environment, sort_keys=True).encode()).hexdigest()[:16]
         self._file = (folder or platformdirs.user_cache_path("manyhands") / "planner") / f"ops-{digest}.json"
         self.notes: list[str] = []  # sentences on the files

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -107,33 +107,24 @@ def choose_variant(requested: PrecisionRequest, kinds: Sequence[KindOfMachine]) 
 
     taken, said = layout(EXACT if requested.precision == "auto" else requested.precision), list[str]()
     if requested.precision == "auto":
-        half = layout(HALF)
+        half, without = layout(HALF), [kind.name for kind in kinds if not kind.bf16]
         gained = gain(taken, half)
-        said += _said_of_half(kinds, half, gained)
-        taken = half if all(kind.bf16 for kind in kinds) and gained >= LEAST_GAIN else taken
+        why = _why_not(kinds, half)
+        if without:
+            why = [f"{without[0]} has no native bf16"]
+        elif gained >= LEAST_GAIN:
+            taken, why = half, [f"{gained:.2f} times as fast as fp32 in a short measurement"]
+        elif gained:
+            why = [f"bf16 is {gained:.2f} times as fast, below the threshold of {LEAST_GAIN}"]
+        said += [f"train.precision is {taken.precision}: {one}" for one in why]
     if requested.channels_last == "auto":
         other = Variant(taken.precision, True)
-        said += _said_of_layout(kinds, other, gain(Variant(taken.precision, False), other))
+        gained = gain(Variant(taken.precision, False), other)
+        why = [f"the speedup is {gained:.2f}, below {LEAST_GAIN_OF_LAYOUT}"] if gained else _why_not(kinds, other)
+        if taken.channels_last:
+            why = [f"{gained:.2f} times as fast in a short measurement"]
+        said += [f"train.channels_last is {str(taken.channels_last).lower()}: {one}" for one in why]
     return taken, said
-
-
-def _said_of_half(kinds: Sequence[KindOfMachine], half: Variant, gained: float) -> list[str]:
-    without = [kind.name for kind in kinds if not kind.bf16]
-    if without:
-        return [f"train.precision is fp32: {without[0]} has no native bf16"]
-    if not gained:
-        return [f"train.precision is fp32: {why}" for why in _why_not(kinds, half)]
-    if gained >= LEAST_GAIN:
-        return [f"train.precision is bf16: {gained:.2f} times as fast as fp32 in a short measurement"]
-    return [f"train.precision is fp32: bf16 is {gained:.2f} times as fast, below the threshold of {LEAST_GAIN}"]
-
-
-def _said_of_layout(kinds: Sequence[KindOfMachine], other: Variant, gained: float) -> list[str]:
-    if not gained:
-        return [f"train.channels_last is false: {why}" for why in _why_not(kinds, other)]
-    if gained >= LEAST_GAIN_OF_LAYOUT:
-        return [f"train.channels_last is true: {gained:.2f} times as fast in a short measurement"]
-    return [f"train.channels_last is false: the speedup is {gained:.2f}, below {LEAST_GAIN_OF_LAYOUT}"]
 
 
 def _why_not(kinds: Sequence[KindOfMachine], variant: Variant) -> list[str]:
@@ -172,22 +163,17 @@ def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, f
         left = [(str(variant), trial) for variant, trial in trials.items() if str(variant) not in failed]
         if min(seconds.values(), default=0.0) > _MOST_S:  # the first pass of all sets things up; later ones count
             left = left[:1]
-        for _ in _rounds():
+        began = time.perf_counter()
+        for number in range(_MOST_ROUNDS):
+            taken_s = time.perf_counter() - began
+            if number and (taken_s > _MOST_S or (number >= _LEAST_ROUNDS and taken_s > _ENOUGH_S)):
+                break
             for name, trial in left:
                 taken = _timed(trial, device, clock)[0]
                 seconds[name] = min(taken, seconds.get(name, taken))
     finally:
         torch.set_num_threads(threads)
     return seconds, failed
-
-
-def _rounds() -> Iterable[int]:
-    began = time.perf_counter()
-    for number in range(_MOST_ROUNDS):
-        taken = time.perf_counter() - began
-        if number and (taken > _MOST_S or (number >= _LEAST_ROUNDS and taken > _ENOUGH_S)):
-            return
-        yield number
 
 
 def _timed(trial: Trial, device: str, clock: Callable[[], float]) -> tuple[float, torch.Tensor]:
@@ -200,13 +186,7 @@ def _timed(trial: Trial, device: str, clock: Callable[[], float]) -> tuple[float
 
 
 def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
-    """Creates a job's network in training mode, the same on every process.
-
-    Args:
-        job: the job.
-        network: channels, size and classes of the data.
-        device: the device of the network.
-    """
+    """Creates a job's network in training mode, the same on every process, for data of these channels and classes."""
     torch.manual_seed(derive(job.train.seed, "model"))
     options = job.model.model_copy(update={"pretrained": False, "weights": ""})
     model = build_model(options, channels=network["channels"], size=network["size"], num_classes=network["classes"])
@@ -241,16 +221,8 @@ def resolve_precision(
 
     A resumed run keeps its values, and a run that resumes from another run's checkpoint uses that run's values.
     Otherwise, each kind of machine is measured once with one process on one thread, so that the number of processes
-    has no influence; results are cached.
-
-    Args:
-        job: as the user has it.
-        folder: the run folder.
-        world: the processes.
-        mode: the parallel mode.
-        objects: the Python objects of the user.
-        measure: False to use only cached measurements.
-        say: called with the measurement and a sentence before a measurement.
+    has no influence; results are cached, and without `measure` only cached ones are used. `say` is called with the
+    measurement and a sentence before a measurement.
     """
     previous = broadcast_plain(_previous(folder, job) if world.is_main else None, world) or ["auto", "auto"]
     now = _with(job, *(old if new == "auto" else new for old, new in zip(previous, _values(job), strict=True)))
@@ -394,7 +366,7 @@ def measured(
     """Returns a kind of machine with the seconds of all variants, cached or, with `say`, measured now."""
     if len(variants) < 2:
         return kind
-    times, key = times_of_one_thread(measurement.device), measurement.key()
+    times, key = OpTimes(measurement.device, 0.0, threads=1), measurement.key()
     known = {str(one): times.cached(f"precision {key} {one}") for one in variants}
     if say is None or all(known.values()):
         return replace(kind, seconds={name: seconds for name, seconds in known.items() if seconds})
@@ -422,13 +394,3 @@ def _worth_timing(model: nn.Module, variants: list[Variant]) -> list[Variant]:
         return variants
     small = sum(one.numel() for one in numbers) < _SMALL
     return [] if small else [one for one in variants if one.channels_last == variants[0].channels_last]
-
-
-def times_of_one_thread(device: str) -> OpTimes:
-    """What is kept is of one thread, as it is measured."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return OpTimes(device, 0.0)
-    finally:
-        torch.set_num_threads(threads)

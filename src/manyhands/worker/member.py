@@ -27,10 +27,7 @@ OUR_HEAD, MET = "manyhands", "met"
 class GroupMember:
     """A process of a run or task, with its resources so far; other threads read it too.
 
-    Args:
-        process_info: the rank and rendezvous of this process.
-        folder: the run folder; without a launcher, ranks above 0 use rank 0's folder after the rendezvous.
-        phase: the phase for a failure record.
+    Without a launcher, ranks above 0 use rank 0's folder after the rendezvous; `phase` is for a failure record.
     """
 
     def __init__(self, process_info: ProcessInfo, folder: RunFolder, phase: str) -> None:
@@ -40,13 +37,9 @@ class GroupMember:
         self._failed = False
 
     def join(self, job: Job, options: str, say: Say, *, ends_with_rank_0: bool = True) -> Any:
-        """Joins the process group.
+        """Joins the process group, on which `options` must be equal.
 
-        Args:
-            job: the job.
-            options: the options that must be equal on all processes.
-            say: prints a message to the user.
-            ends_with_rank_0: False if rank 0 may finish before this process.
+        `ends_with_rank_0`: False if rank 0 may finish before this process.
         """
         with held_back():
             from manyhands.parallel.group import join
@@ -149,6 +142,11 @@ def shared_options(job: Job) -> str:
 
     Numbers are written in full, other values as digests, because they may be private.
     """
+
+    def word(value: Any) -> str:
+        text = json.dumps(value, sort_keys=True)
+        return text if isinstance(value, int | float) else hashlib.sha256(text.encode()).hexdigest()[:12]
+
     own = {
         "cluster": set(ClusterOptions.model_fields) - SHARED,
         "data": {"workers", "machine_workers"},
@@ -156,9 +154,4 @@ def shared_options(job: Job) -> str:
         "checkpoint": {"resume"},
     }
     options = {"manyhands": __version__, **flatten(job.model_dump(mode="json", exclude=own))}
-    return " ".join(f"{key}={_word(value)}" for key, value in options.items())
-
-
-def _word(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True)
-    return text if isinstance(value, int | float) else hashlib.sha256(text.encode()).hexdigest()[:12]
+    return " ".join(f"{key}={word(value)}" for key, value in options.items())

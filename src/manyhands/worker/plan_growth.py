@@ -54,7 +54,7 @@ def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
     first, last = requested["first"], requested["last"]
     request = PlanRequest(last, **{key: value for key, value in requested.items() if key not in {"first", "last"}})
     case = case_to_plan(job, request)
-    if case.between is None:
+    if (between := case.between) is None:
         hints = ("set the link speed: --link 1gbit", "or choose one number of processes: -n 4")
         raise UserError("a range of machines needs a link speed", "--link", hints)
     batch, notes = case.network["batch"], list[str]()
@@ -69,7 +69,7 @@ def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
     case = case.resolved(last)
     counts = {count: -(-batch // count) for count in numbers_of_machines(first, min(last, batch))}
     timed = _shares(case, {samples: count for count, samples in counts.items()})
-    rows = _rows(case, {count: timed[samples] for count, samples in counts.items()}, case.worked(case.between))
+    rows = _rows(case, {count: timed[samples] for count, samples in counts.items()}, case.worked(between))
     about = {
         "model": case.job.model.name,
         "data": case.job.data.name,

@@ -1,5 +1,6 @@
-"""Searches for plans for a job or a network, times them in processes of the launcher, and writes them."""
+"""Searches for plans: for a network, for a job with processes that the launcher starts, and within a run."""
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,38 +12,42 @@ from torch import Tensor, nn
 
 from manyhands.config.job import Job
 from manyhands.config.load import load_on
+from manyhands.core.choices import module_names, unknown_choice
 from manyhands.core.devices import device_kind, require_device
 from manyhands.core.errors import UserError
 from manyhands.core.machine import cores
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plan_record import write_plan_record
 from manyhands.core.quantities import parse_memory
-from manyhands.core.run_folder import NOWHERE
+from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.world import World
 from manyhands.data.order import batch_noted
+from manyhands.parallel.apply import follows_plan
 from manyhands.parallel.graph import Graph
 from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.options import USUAL_MODE
-from manyhands.parallel.plan import Plan, parse_pins, read_plan
+from manyhands.parallel.options import MODE_OF_SEARCHES, MODES, USUAL_MODE
+from manyhands.parallel.plain import broadcast_plain, broadcast_result
+from manyhands.parallel.plan import Plan, parse_pins, plan_from_plain, plan_of, read_plan, shared_plan
 from manyhands.parallel.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
 from manyhands.planner.collectives import STATISTICS
 from manyhands.planner.device_models import DeviceModel, device_model
-from manyhands.planner.explain import Layer, draw_plan
+from manyhands.planner.explain import draw_plan
 from manyhands.planner.find import LinksOf, PlanCandidate, SearchRequest, SearchResult, fewer_counts, find, options_of
 from manyhands.planner.links import links_of, work_of_sums
 from manyhands.planner.timing import OpTimes, Timing
-from manyhands.planner.trial import share_timing
+from manyhands.planner.trial import PlanCase, measure, share_timing
 from manyhands.sync.choose import EXACT, check_method, choose
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.link_speeds import WITHIN_A_MACHINE, LinkSpeed, named_link, through_ssh
-from manyhands.sync.measure import pass_seconds
+from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.train.choose_sync import ruled_out
 from manyhands.train.objects import Objects
 from manyhands.train.optimize import slots_of, steps_to_make
 from manyhands.train.precision import make_network, plain_precision, resolve_precision
 from manyhands.worker.plan_advice import Advice, advised, as_plain, sync_row, sync_seconds
 from manyhands.worker.plan_trials import (
+    LINK_BUDGET_S,
     LINKS,
     MEASURE,
     case_of,
@@ -50,6 +55,7 @@ from manyhands.worker.plan_trials import (
     network_of,
     norm_group,
     picture,
+    plans_from,
 )
 
 # Has processes of a job do a task, and gives what the first of them returned: starting them is the head's affair.
@@ -86,11 +92,7 @@ class PlanRequest:
 
 
 def links_with(link: str, within: LinkSpeed = WITHIN_A_MACHINE) -> LinksOf:
-    """Returns the links of each mesh: of this speed between machines of one process each; empty: within one machine.
-
-    Raises:
-        UserError: the link speed is invalid.
-    """
+    """Returns the links of each mesh: of this speed between machines of one process each; empty: within one machine."""
     return between_machines(named_link(link)) if link else lambda mesh: links_of(mesh, within=within)
 
 
@@ -178,12 +180,9 @@ class JobCase:
         return pass_seconds(count, self.device) if self.measured else 0.0
 
     def sync_methods(self, data: PlanCandidate, links: LinksOf, link: LinkSpeed) -> dict[str, Any]:
-        """Predicts the cost of sync methods in the mode data, as JSON data; allreduce costs what the plan says.
+        """Predicts the cost of sync methods beside the plan `data` for data parallel, as JSON data.
 
-        Args:
-            data: the data-parallel plan, on any number of processes.
-            links: the links of each mesh.
-            link: the link between two processes.
+        Allreduce costs what the plan says; `link` is the one between two processes.
         """
         trained = [one for one in self._model.parameters() if one.requires_grad]
         own, predicted = links(data.mesh), data.prediction
@@ -402,27 +401,20 @@ def timing(network: dict[str, Any], plans: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_plan(planned: Planned, path: Path, *, force: bool = False) -> tuple[Path, Path]:
-    """Writes the chosen plan and its picture.
-
-    Returns:
-        Both files.
-
-    Raises:
-        UserError: a file exists; with `force`, a file exists that is not a plan.
-    """
+    """Writes the chosen plan and its picture, and returns both files. Raises UserError: see `check_free`."""
     drawing = path.with_suffix(".png")
     check_free(path, force=force)
     chosen = planned.found.chosen
     plan = planned.plan_of(chosen)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_plan_record(path, plan.record())
-    layers = [Layer(name, chosen.letters[name]) for name in planned.found.graph.ops if name in chosen.letters]
-    draw_plan(layers, plan.mesh, drawing)
+    letters = chosen.letters
+    draw_plan({name: letters[name] for name in planned.found.graph.ops if name in letters}, plan.mesh, drawing)
     return path, drawing
 
 
 def check_free(path: Path, *, force: bool) -> None:
-    """Raises UserError if writing a plan would overwrite a file."""
+    """Raises UserError if writing a plan would overwrite a file; with `force`, one that is not a plan."""
     if path.suffix.lower() != ".json":
         raise UserError(f"the plan file must end in .json: {path.name}", "--out", ("choose --out plan.json",))
     there = [one for one in (path, path.with_suffix(".png")) if one.exists()]
@@ -430,5 +422,91 @@ def check_free(path: Path, *, force: bool) -> None:
         hints = ("overwrite the plan: --force", "or choose another file: --out other.json")
         raise UserError(f"{there[0]} already exists", str(there[0]), hints)
     if path.exists():
-        # Even by force only a plan gives way to a plan.
         read_plan(path)
+
+
+def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple[Plan | None, dict[str, Any]]:
+    """Selects the plan of the processes, the same on all of them; a collective.
+
+    A run that resumes on the same number of processes keeps its plan, because another measurement might select another
+    one.
+
+    Returns:
+        How ops are split, None for data parallel; and for plan.json the reason, and each candidate's predicted and
+        measured times.
+
+    Raises:
+        UserError: a request can't be satisfied; raised on all processes.
+    """
+    previous = broadcast_plain(_previous(folder, world.size, search_key(job)) if world.is_main else None, world)
+    if previous is not None:
+        return _previous_decision(previous)
+    if job.parallel.plan:
+        return shared_plan(job.parallel, world), {}
+    network = network_of(job, world, objects)
+    case = case_of(job, network, world.device, objects)
+    if own := objects.model:
+        # A user's own network, where its pictures are; in double precision where they are.
+        kind, device = torch.float64 if case.picture.dtype == torch.float64 else None, case.picture.device
+        case = replace(case, make=lambda: copy.deepcopy(own).to(device, kind).train())
+    link = measure_link(None, world.device, LINK_BUDGET_S) if job.parallel.measure else WITHIN_A_MACHINE
+    answer = broadcast_result(lambda: _search(job, world, case, link), world)
+    plans = plans_from(answer["finalists"])
+    if len(plans) > 1 and job.parallel.measure and answer["measurable"]:
+        pick = pick_measured(measure(case, plans, world, ROUNDS))
+        answer |= {"chosen": pick.name, "reason": pick.reason}
+        for row in answer["candidates"]:
+            if row["name"] in pick.measured_seconds:
+                row["measured_ms"] = round(pick.measured_seconds[row["name"]] * 1e3, 3)
+    about = {"reason": answer["reason"], "candidates": answer["candidates"], "wish": search_key(job)}
+    if answer["untimed"]:
+        about["untimed"] = answer["untimed"]
+    plan = plans[answer["chosen"]]
+    return plan and replace(plan, about={**plan.about, **about}), about
+
+
+def search_key(job: Job) -> list[Any]:
+    """Returns the user's requests for a plan as JSON data."""
+    options = job.parallel
+    return [list(options.pin), options.mesh, options.memory, options.link, options.plan, options.full_batch]
+
+
+def _previous(folder: RunFolder, world_size: int, search: list[Any]) -> dict[str, Any] | None:
+    """Returns the plan in this run folder for the same number of processes and the same requests."""
+    if not folder.plan.is_file() or not folder.has_checkpoints():
+        return None
+    plan = read_plan(folder.plan)
+    return plan.as_plain() if plan.mesh.size == world_size and plan.about.get("wish") == search else None
+
+
+def _previous_decision(content: dict[str, Any]) -> tuple[Plan | None, dict[str, Any]]:
+    plan = plan_from_plain(content, "plan.json")
+    about = {key: plan.about[key] for key in ("reason", "candidates", "wish") if key in plan.about}
+    mode, known = str(plan.about.get("mode", MODE_OF_SEARCHES)), module_names(MODES)
+    if mode not in known:
+        raise unknown_choice("parallel mode", mode, known, "plan.json")
+    return replace(plan, layouts=None, about=about) if follows_plan(mode) else None, about
+
+
+def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str, Any]:
+    """Searches on rank 0 and returns the result as plain data. Raises ManyhandsError: a request can't be satisfied."""
+    options = job.parallel
+    pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
+    request = PlanRequest(world.size, options.mesh, pins, options.memory)
+    wanted = request.as_search(job, case.batch, world.device, case.norm_group)
+    graph = graph_of(case.make(), case.picture, cross_entropy=case.cross_entropy)
+    times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
+    found = search(graph, wanted, times, links_with(options.link, link))
+    finalists, limit = found.finalists(), wanted.memory_limit_bytes
+    return {
+        "finalists": found.plans_of(finalists),
+        "chosen": found.pick.name,
+        "reason": found.pick.reason,
+        "candidates": [
+            {"name": one.name, "mesh": str(one.mesh), "fits": one.fits, **one.prediction.as_plain()}
+            for one in found.options
+        ],
+        "untimed": list(found.notes),
+        # All finalists are in memory at once while they are timed.
+        "measurable": limit is None or sum(one.prediction.memory_bytes for one in finalists) <= limit,
+    }

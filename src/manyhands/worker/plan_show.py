@@ -49,13 +49,19 @@ class Shown:
 
     def verification(self) -> tuple[Job, dict[str, Any]]:
         """Returns the job on the plan's processes, and the task to verify the plan against one process."""
-        argument = {"task": "plan", "action": VERIFY, "network": self.network, "plans": {"plan": _bare(self.plan)}}
-        return with_processes(self.job, self.plan.mesh.size), argument
+        return self._job_on_all(), {"task": "plan", "action": VERIFY, "network": self.network, "plans": self._plans()}
 
     def comparison(self) -> tuple[Job, dict[str, Any]]:
         """Returns the job, and the task to time the plan and data parallel in turns."""
-        plans = {DATA_PARALLEL: None, "plan": _bare(self.plan)}
-        return with_processes(self.job, self.plan.mesh.size), timing(self.network, plans)
+        return self._job_on_all(), timing(self.network, {DATA_PARALLEL: None, **self._plans()})
+
+    def _job_on_all(self) -> Job:
+        return with_processes(self.job, self.plan.mesh.size)
+
+    def _plans(self) -> dict[str, Any]:
+        """Only what says who computes what; layouts follow from it."""
+        content = self.plan.as_plain()
+        return {"plan": {key: content[key] for key in ("format", "mesh", "default", "ops")}}
 
 
 def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
@@ -131,9 +137,3 @@ def _words(sent: list[Collective]) -> str:
         for kind in kinds
         for alike in [[one for one in sent if one.kind == kind]]
     )
-
-
-def _bare(plan: Plan) -> dict[str, Any]:
-    """Only what says who computes what; layouts follow from it."""
-    content = plan.as_plain()
-    return {key: content[key] for key in ("format", "mesh", "default", "ops")}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from manyhands.config.job import Job
 from manyhands.core.world import World
 from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.plan import plan_from_plain
+from manyhands.parallel.plan import Plan, plan_from_plain
 from manyhands.sync.measure import measure_link
 from manyhands.train.data_setup import class_names, open_splits, pixels_for
 from manyhands.train.loss import make_loss_fn
@@ -27,11 +27,7 @@ _RATE = 1e-6
 
 
 def network_of(job: Job, world: World | None = None, objects: Objects | None = None) -> dict[str, Any]:
-    """Returns sizes from the data: channels, size, classes, and samples in an update (batch) and in an epoch.
-
-    Raises:
-        UserError: the data is missing or doesn't fit.
-    """
+    """Returns channels, size, classes, and samples in an update (batch) and in an epoch. Raises UserError: no data."""
     objects = objects or Objects()
     splits = open_splits(job, world or World(), objects)
     pixels = pixels_for(job, splits, objects)
@@ -97,11 +93,13 @@ def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
     if argument["action"] == LINKS:
         return {"link": asdict(measure_link(None, world.device, LINK_BUDGET_S))}
     case = case_of(job, argument["network"], world.device)
-    plans = {
-        name: plan_from_plain(content, f"plan of {name}") if content else None
-        for name, content in argument["plans"].items()
-    }
+    plans = plans_from(argument["plans"])
     if argument["action"] == VERIFY:
         proofs = {name: verify(case, plan, world).as_plain() for name, plan in plans.items() if plan is not None}
         return {"proofs": proofs}
     return {"seconds": measure(case, plans, world, argument["rounds"])}
+
+
+def plans_from(plans: dict[str, Any]) -> dict[str, Plan | None]:
+    """Reads plans by name from what `SearchResult.plans_of` returned; None for data parallel."""
+    return {name: plan_from_plain(plan, f"plan of {name}") if plan else None for name, plan in plans.items()}
