@@ -18,11 +18,10 @@ from manyhands.parallel.plan import Plan
 from manyhands.parallel.strategy import concise, refusal, resolve, strategies
 from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_GAIN, Pick, pick_predicted
 from manyhands.planner.collectives import data_shares, shares
-from manyhands.planner.cost import Prediction, Setting, predict, sketch
+from manyhands.planner.cost import Prediction, Setting, Work, predict, sketch
 from manyhands.planner.links import LinkSpeeds, links_of
 from manyhands.planner.solve import solve_all, too_large
 from manyhands.planner.timing import OpTimes, Timing
-from manyhands.planner.work import Work
 
 YOURS, TRICK = "yours", "one weird trick"
 GAP = 0.001

@@ -268,24 +268,22 @@ def _resolved(asked: Job, resolved: Job) -> dict[str, Any]:
 
 def _previous(folder: RunFolder, job: Job) -> list[Any] | None:
     """Returns precision and layout of an earlier start or of a checkpoint; "auto" if unknown."""
-    if not folder.exists() or not folder.has_trained():
-        return _kept_by(job.checkpoint.resume)
-    written = written_values(folder.job)
-    known = TrainOptions.model_fields
-    precision, channels_last = (written.get(key, "auto") for key in MEASURED)
-    named = precision in get_args(known["precision"].annotation)
-    return [precision if named else "auto", channels_last if isinstance(channels_last, bool) else "auto"]
-
-
-def _kept_by(resume: str) -> list[Any] | None:
-    """Those of the run whose checkpoint this one goes on from; what is wrong with that is said where it is read."""
-    if resume in {"auto", "never"}:
-        return None
+    resume = job.checkpoint.resume
+    if folder.exists() and folder.has_trained():
+        precision, channels_last = (written_values(folder.job).get(key, "auto") for key in MEASURED)
+        named = precision in get_args(TrainOptions.model_fields["precision"].annotation)
+        return [precision if named else "auto", channels_last if isinstance(channels_last, bool) else "auto"]
+    # What is wrong with a checkpoint is said where it is read.
     with contextlib.suppress(UserError, OSError):
-        path = resolve(Path(resume).expanduser(), "last")
-        record = find_record(path, read_plain(path / files.STATE)) if path.is_dir() else None
-        return [record.precision, record.channels_last] if record and record.precision else None
+        if resume not in {"auto", "never"} and (path := resolve(Path(resume).expanduser(), "last")).is_dir():
+            record = find_record(path, read_plain(path / files.STATE))
+            return [record.precision, record.channels_last] if record and record.precision else None
     return None
+
+
+def sizes_of(job: Job, splits: Splits, pixels: Pixels) -> dict[str, Any]:
+    """Returns the sizes for `make_network`: channels, size and classes."""
+    return {"channels": pixels.channels, "size": pixels.size, "classes": len(class_names(job, splits))}
 
 
 @dataclass(frozen=True)
@@ -301,7 +299,7 @@ class Measurement:
     def key(self) -> str:
         """Returns the cache key: everything that affects the seconds except the kind of machine."""
         job, objects = self.job, self.objects
-        words: list[Any] = [self.facts(), self.count(), job.train.loss, job.train.label_smoothing]
+        words: list[Any] = [self.sizes, self.count(), job.train.loss, job.train.label_smoothing]
         words += [job.model.model_dump(mode="json"), code_digests((job.model.name, *job.train.custom_code))]
         if isinstance(objects.model, nn.Module):
             shapes = [[name, list(one.shape), str(one.dtype)] for name, one in objects.model.named_parameters()]
@@ -313,7 +311,7 @@ class Measurement:
         own = self.objects.model
         if own is not None:
             return copy.deepcopy(own).to(self.device).train()
-        return make_network(self.job, self.facts(), self.device)
+        return make_network(self.job, self.sizes, self.device)
 
     def trials(self, model: nn.Module, variants: list[Variant]) -> dict[Variant, Trial]:
         """Returns the trials of all variants, on one network."""
@@ -341,15 +339,15 @@ class Measurement:
         """Returns the first samples in single precision."""
         data = self.job.data.model_copy(update={"workers": 0, "machine_workers": 0})
         plain = _with(self.job.model_copy(update={"data": data}), EXACT, channels_last=False)
-        classes, world = self.facts()["classes"], World(device=self.device)
+        classes, world = self.sizes["classes"], World(device=self.device)
         loader = make_loader(plain, self.splits.train, self.pixels, world, train=True, classes=classes)
         found = next(iter(loader.batches(0, [torch.arange(count)])))
         loader.close()
         return found
 
-    def facts(self) -> dict[str, Any]:
-        classes = len(class_names(self.job, self.splits))
-        return {"channels": self.pixels.channels, "size": self.pixels.size, "classes": classes}
+    @functools.cached_property
+    def sizes(self) -> dict[str, Any]:
+        return sizes_of(self.job, self.splits, self.pixels)
 
     def count(self) -> int:
         """Returns the number of samples of a pass, which is independent of the number of processes."""

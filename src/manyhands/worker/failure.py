@@ -92,9 +92,8 @@ def is_consequence(error: BaseException) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if a device or the machine was out of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def explained(error: BaseException, trainer: "Trainer | None") -> BaseException:

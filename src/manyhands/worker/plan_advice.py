@@ -47,23 +47,16 @@ def as_plain(choice: SyncChoice, case: LinkCase, asked: str) -> dict[str, Any]:
 class Advice:
     """A recommendation."""
 
-    name: str = ""  # the row of the table
-    reason: str = ""  # one or two sentences
-    processes: int = 0  # how many
-
-    def as_plain(self) -> dict[str, Any]:
-        """As JSON data, for plan.json."""
-        return {"plan": self.name, "processes": self.processes}
+    name: str  # the row of the table
+    reason: str  # one or two sentences
+    processes: int  # how many
 
 
 def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandidate], *, apart: bool) -> Advice:
     """Recommends fewer processes if they are as fast, else the selected plan.
 
-    Args:
-        found: all plans.
-        sync: the costs of sync methods, from `as_plain`.
-        fewer: data parallel on fewer processes.
-        apart: each process is on a separate machine.
+    `sync` is what `as_plain` returned, `fewer` is data parallel on fewer processes, and `apart` is true if each process
+    is on a separate machine.
     """
     world_size = found.request.world_size
     seconds = found.pick.measured_seconds.get(found.pick.name) or found.chosen.prediction.seconds

@@ -290,8 +290,7 @@ class Planned:
     """The result of a search for a job."""
 
     found: SearchResult  # plans and the pick
-    network: dict[str, Any]  # see `network_of`
-    job: Job  # that it is for
+    case: JobCase
     notes: tuple[str, ...]  # sentences on what was left out
     sync: dict[str, Any]  # see `JobCase.sync_methods`
     fewer: tuple[PlanCandidate, ...]  # data parallel on fewer processes
@@ -314,12 +313,12 @@ class Planned:
     def plan_of(self, option: PlanCandidate) -> Plan:
         """Returns a plan as in its file, with the fields to create the network again."""
         plan = self.found.plan_of(option)
-        model = self.job.model.model_dump(mode="json", exclude_defaults=True)
-        own = {"model": {"name": self.job.model.name, **model}}
-        data = {key: self.network[key] for key in ("channels", "size", "classes")}
+        model = self.case.job.model
+        own = {"model": {"name": model.name, **model.model_dump(mode="json", exclude_defaults=True)}}
+        data = {key: self.case.network[key] for key in ("channels", "size", "classes")}
         said = {
             "reason": self.advice.reason,
-            "recommended": self.advice.as_plain(),
+            "recommended": {"plan": self.advice.name, "processes": self.advice.processes},
             "candidates": [one.as_plain() for one in self.candidates],
         }
         return replace(plan, about={**plan.about, **said, NETWORK: {**own, **data}, "sync": self.sync})
@@ -377,7 +376,7 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     sync = case.sync_methods(found.options[0], links, link)
     if not found.pick.measured_seconds and (seconds := sync_seconds(sync)):
         found = found.repicked(seconds)
-    return Planned(found, case.network, case.job, notes, sync, fewer, advised(found, sync, fewer, apart=apart))
+    return Planned(found, case, notes, sync, fewer, advised(found, sync, fewer, apart=apart))
 
 
 def with_processes(job: Job, count: int) -> Job:

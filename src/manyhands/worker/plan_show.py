@@ -14,8 +14,8 @@ from manyhands.parallel.plan import Plan, read_plan
 from manyhands.parallel.strategy import parse_strategy, resolve, write_strategy
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import Collective, PlannedUpdate, collectives, shares
+from manyhands.planner.cost import parameter_bytes, piece_shape
 from manyhands.planner.find import digest
-from manyhands.planner.work import parameter_bytes, piece_shape
 from manyhands.train.precision import make_network
 from manyhands.worker.plan_search import NETWORK, timing, with_processes
 from manyhands.worker.plan_trials import VERIFY, graph_of, network_of, norm_group, picture

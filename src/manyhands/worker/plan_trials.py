@@ -11,11 +11,11 @@ from manyhands.core.world import World
 from manyhands.parallel.norm import group_batch_norms
 from manyhands.parallel.plan import Plan, plan_from_plain
 from manyhands.sync.measure import measure_link
-from manyhands.train.data_setup import class_names, open_splits, pixels_for
+from manyhands.train.data_setup import open_splits, pixels_for
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
 from manyhands.train.optimize import make_optimizer
-from manyhands.train.precision import make_network
+from manyhands.train.precision import make_network, sizes_of
 
 if TYPE_CHECKING:
     from manyhands.parallel.graph import Graph
@@ -30,13 +30,11 @@ def network_of(job: Job, world: World | None = None, objects: Objects | None = N
     """Returns channels, size, classes, and samples in an update (batch) and in an epoch. Raises UserError: no data."""
     objects = objects or Objects()
     splits = open_splits(job, world or World(), objects)
-    pixels = pixels_for(job, splits, objects)
+    samples = len(splits.train)
     return {
-        "channels": pixels.channels,
-        "size": pixels.size,
-        "classes": len(class_names(job, splits)),
-        "batch": min(job.train.batch, len(splits.train)),
-        "samples": len(splits.train),
+        **sizes_of(job, splits, pixels_for(job, splits, objects)),
+        "batch": min(job.train.batch, samples),
+        "samples": samples,
     }
 
 
