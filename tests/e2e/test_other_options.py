@@ -514,6 +514,8 @@ def test_digests_of_objects_tell_changes_alone():
     assert digest(loss=Focal(1)) == digest(loss=Focal(1)) != digest(loss=Focal(5))
     assert digest(loss=functools.partial(_weighed, weight=2)) != digest(loss=functools.partial(_weighed, weight=3))
     assert digest(loss=functools.partial(_weighed)) != digest(loss=functools.partial(_in_words))
+    first, second = lambda output, labels: output.sum(), lambda output, labels: output.mean()
+    assert digest(loss=first) != digest(loss=second)
     # As in a notebook, whose classes have no source that Python finds.
     nets = []
     for body in ("x.relu()", "x.tanh()"):

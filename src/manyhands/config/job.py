@@ -196,7 +196,7 @@ class ClusterOptions(Options):
         (), 'machines to launch on, over ssh: "n1", "user@n2:4" for 4 processes, "ssh://user@n3:31234" for an ssh port'
     )
     hostfile: str = option("", 'file that lists the machines to launch on, one per line, such as "n1 slots=4 port=22"')
-    file: str = option("", "cluster file that lists this machine, in any supported format (--cluster FILE)")
+    file: str = option("", "file of machines that includes this one, in any supported format (--cluster FILE)")
     rank_table: str = option("", "Ascend rank table that lists this machine")
     on: Literal["", "slurm", "kubernetes"] = option("", "scheduler to submit the job to; empty: none")
     shares: Literal["machines", "equal", "auto"] | tuple[int, ...] = option(

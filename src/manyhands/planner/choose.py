@@ -59,7 +59,7 @@ def pick_measured(seconds: dict[str, list[float]]) -> Pick:
     """
     counts = {len(values) for values in seconds.values()}
     if len(counts) != 1 or min(counts) < LEAST_ROUNDS:
-        raise UserError(f"each plan needs the same number of rounds, at least {LEAST_ROUNDS}", "plan")
+        raise UserError(f"each plan must be timed the same number of times, at least {LEAST_ROUNDS}", "plan")
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     base = seconds.get(DATA_PARALLEL, [math.inf])
     if not all(map(math.isfinite, base)):

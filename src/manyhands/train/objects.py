@@ -121,7 +121,9 @@ def _values(named: Mapping[str, Any]) -> str:
 def _source(thing: Any) -> Iterator[str]:
     """The source of a class or function; where Python has none, as of a class in a notebook, its functions' code."""
     try:
-        yield inspect.getsource(thing)
+        yield (text := inspect.getsource(thing))
+        if isinstance(thing, FunctionType) and text.count("lambda") > 1:  # which of those on a line
+            yield str(min((column for *_, column, _ in thing.__code__.co_positions() if column), default=0))
     except (OSError, TypeError):
         for one in (thing, *(vars(thing).values() if isinstance(thing, type) else ())):
             if isinstance(one, FunctionType):

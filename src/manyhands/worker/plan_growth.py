@@ -56,7 +56,7 @@ def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
     case = case_to_plan(job, request)
     if (between := case.between) is None:
         hints = ("set the link speed: --link 1gbit", "or choose one number of processes: -n 4")
-        raise UserError("a range of machines needs a link speed", "--link", hints)
+        raise UserError("predictions for a range of machines need the speed of their links", "--link", hints)
     batch, notes = case.network["batch"], list[str]()
     if last > batch:
         what, hint = (
