@@ -130,7 +130,7 @@ class OpTime(BaseModel):
     at: _Number = Field(default_factory=time.time)  # when it was measured, seconds since 1970
 
 
-class _File(BaseModel):
+class _TimesFile(BaseModel):
     format: Literal["op-times/2"]
     environment: dict[str, str]
     times: dict[str, OpTime]
@@ -237,7 +237,7 @@ class OpTimes:
         """Adds the measurements to the file atomically."""
         if not self._fresh:
             return
-        content = _File(format="op-times/2", environment=self._environment, times=self._read() | self._fresh)
+        content = _TimesFile(format="op-times/2", environment=self._environment, times=self._read() | self._fresh)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self._file) as part:
             part.write_text(json.dumps(content.model_dump(), indent=1, sort_keys=True), encoding="utf-8")
@@ -246,7 +246,7 @@ class OpTimes:
     def _read(self) -> dict[str, OpTime]:
         """The times in the file that aren't too old."""
         try:
-            file = _File.model_validate(parse_json(read_bytes(self._file), infinite=True))
+            file = _TimesFile.model_validate(parse_json(read_bytes(self._file), infinite=True))
             if file.environment != self._environment:
                 raise ValueError("another environment")
         except FileNotFoundError:
