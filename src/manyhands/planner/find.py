@@ -103,15 +103,12 @@ class SearchResult:
     def plan(self) -> Plan:
         return self.plan_of(self.chosen)
 
-    @property
-    def _mode(self) -> str:
-        return MODE_OF_SEARCHES if self.request.fill == SEARCH else MODE_OF_PLANS
-
     def plan_of(self, option: PlanCandidate) -> Plan:
         """Returns an option as the plan of a plan file."""
         default, ops = concise(option.letters, self.graph, option.mesh)
+        mode = MODE_OF_SEARCHES if self.request.fill == SEARCH else MODE_OF_PLANS
         about: dict[str, Any] = {
-            "mode": USUAL_MODE if option.name == DATA_PARALLEL else self._mode,
+            "mode": USUAL_MODE if option.name == DATA_PARALLEL else mode,
             "reason": self.pick.reason,
             "predicted": option.prediction.as_plain(),
             "graph": {"sha": digest(self.graph), "input": list(self.graph.input_shape), "samples": self.request.batch},
