@@ -28,7 +28,6 @@ from manyhands.cluster.agents.connection import (
 from manyhands.cluster.agents.early import AGENT
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
-    Alive,
     FilePiece,
     OpenRun,
     Prepared,
@@ -41,6 +40,7 @@ from manyhands.cluster.doctor.probe import Listener
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import (
     VERSION,
+    Alive,
     Call,
     CallResult,
     InvalidCallError,

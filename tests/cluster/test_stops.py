@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from manyhands.checkpoint.saved import kept_step, saved_step
-from manyhands.cluster.agents import leaving
+from manyhands.cluster.agents import heartbeats
 from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.elastic import _last_words
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.agents.protocol import Alive, WorkerExited, WorkersEnded, WorkersStarted
+from manyhands.cluster.agents.protocol import WorkerExited, WorkersEnded, WorkersStarted
 from manyhands.cluster.agents.supervise import Watch, _Head, supervise_once
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
-from manyhands.cluster.messages import encode
+from manyhands.cluster.messages import Alive, encode
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.records import Event, Failure, Running, append, read_lines
@@ -397,11 +397,11 @@ def test_what_came_while_the_head_stood_still_keeps_a_machine_from_being_given_u
 
 
 def test_a_memory_kill_is_read_from_the_cgroups_counter(tmp_path, monkeypatch):
-    monkeypatch.setattr(leaving, "CGROUPS", tmp_path)
+    monkeypatch.setattr(heartbeats, "CGROUPS", tmp_path)
     counter = "low 0\nhigh 0\nmax 7\noom {0}\noom_kill {0}\noom_group_kill 0\n"
     (tmp_path / "memory.events").write_text(counter.format(1))
     (tmp_path / "memory.max").write_text("67108864\n")
-    kills = leaving.MemoryKills()
+    kills = heartbeats.MemoryKills()
     assert kills.record(1, 42, None) is None
     (tmp_path / "memory.events").write_text(counter.format(3))
     found = [kills.record(rank, 42, None) for rank in (1, 2, 3)]
@@ -411,7 +411,7 @@ def test_a_memory_kill_is_read_from_the_cgroups_counter(tmp_path, monkeypatch):
         None,
     ]
     (tmp_path / "memory.events").unlink()
-    assert leaving.MemoryKills().record(1, 42, None) is None
+    assert heartbeats.MemoryKills().record(1, 42, None) is None
 
 
 def test_a_machine_that_gave_up_a_launcher_that_was_itself_stopped_is_not_asked_about(tmp_path):

@@ -37,15 +37,7 @@ NETWORK = '''
 
 from torch import nn
 
-from manyhands.models.construct import ModelNeeds
-
-
-def names():
-    return ["oneline"]
-
-
-def needs(name, size, arguments, pretrained):
-    return ModelNeeds()
+NAMES = ("oneline",)
 
 
 def build(name, *, channels, size, num_classes, arguments):

@@ -21,9 +21,9 @@ from manyhands.checkpoint.read import load, open_checkpoint
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.trained import find_record
 from manyhands.checkpoint.write import save
-from manyhands.cluster.agents.protocol import Alive, FilePiece, WorkersEnded, WorkersStarted
+from manyhands.cluster.agents.protocol import FilePiece, WorkersEnded, WorkersStarted
 from manyhands.cluster.hosts.this_process import participate
-from manyhands.cluster.messages import Call, CallResult, decode, encode
+from manyhands.cluster.messages import Alive, Call, CallResult, decode, encode
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError

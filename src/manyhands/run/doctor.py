@@ -13,9 +13,9 @@ from manyhands.cluster.agents.assemble import assembled, prepare
 from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.ending import first_cause
 from manyhands.cluster.agents.machines import Machines
+from manyhands.cluster.agents.open_tunnels import StoreTunnel
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.ssh import reached_by
-from manyhands.cluster.agents.store_tunnel import StoreTunnel
 from manyhands.cluster.agents.supervise import Watch, supervise
 from manyhands.cluster.doctor.facts import gather
 from manyhands.cluster.doctor.findings import (

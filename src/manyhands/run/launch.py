@@ -9,11 +9,11 @@ from manyhands.checkpoint.saved import saved_step
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.claim import run_id
-from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.machines import Machines
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.cluster.agents.ssh import copied_by
+from manyhands.cluster.agents.worker_start import attach_notice
 from manyhands.cluster.code_files import copied_code
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call

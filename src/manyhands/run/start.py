@@ -12,10 +12,16 @@ from manyhands.cluster.agents.claim import Term, new_holder, raise_term, run_id
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
 from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.mirror import Receiver, Sender, pieces_of
-from manyhands.cluster.agents.open_tunnels import NoTunnelError, TunnelRoutes, join_through_ssh
+from manyhands.cluster.agents.open_tunnels import (
+    NoTunnelError,
+    StorePlaces,
+    StoreTunnel,
+    TunnelRoutes,
+    join_through_ssh,
+    open_store,
+)
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.protocol import OpenRun, RunOpened
-from manyhands.cluster.agents.store_tunnel import StorePlaces, StoreTunnel, open_store
 from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.code_files import with_absolute_paths
 from manyhands.cluster.doctor.findings import examine

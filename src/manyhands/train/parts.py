@@ -22,8 +22,8 @@ from manyhands.core.mesh import Mesh, TensorLayout, parse_mesh
 from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.terminal import plain, say
 from manyhands.core.world import World
-from manyhands.data.objects import has_targets
 from manyhands.data.order import Order
+from manyhands.data.samples import has_targets
 from manyhands.data.splits import Splits, describe_samples
 from manyhands.models.build import resolve_model
 from manyhands.parallel.apply import follows_plan, one_process, resolve_mode, takes_mesh

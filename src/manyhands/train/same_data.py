@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 from manyhands.checkpoint.trained import INITIAL_WEIGHTS, TRAINABLE, TrainedNetwork, noted_trained_on
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
-from manyhands.data.on_demand import read_own, restored_generators, seed_generators
 from manyhands.data.random import spread
+from manyhands.data.samples import read_own, restored_generators, seed_generators
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples
 from manyhands.data.walk import lookalike_difference
 from manyhands.parallel.apply import compare_replicas

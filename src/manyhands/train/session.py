@@ -22,9 +22,9 @@ from manyhands.core.phases import CLOCK, EVALUATION
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
-from manyhands.data.objects import has_targets, splits_to_evaluate
 from manyhands.data.open import resolve_pixels
 from manyhands.data.options import DataOptions
+from manyhands.data.samples import has_targets, splits_to_evaluate
 from manyhands.data.splits import ImagesInMemory, Splits, check_labels
 from manyhands.data.transforms import Pixels
 from manyhands.models.outputs import main_and_auxiliary

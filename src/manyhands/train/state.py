@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from manyhands.checkpoint.describe import OPTIMIZER, NetworkLayout, is_extra
 from manyhands.checkpoint.read import Source, in_memory
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten, plain_extra_state, unflatten
-from manyhands.checkpoint.write import CheckpointGroup, save_full, save_pieces
+from manyhands.checkpoint.write import CheckpointGroup, CheckpointWriter
 from manyhands.config.job import BY_TOP1
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
@@ -277,8 +277,7 @@ def save_sharded(
     Raises:
         RunError: it could not be saved (`SaveError` for disk errors); raised on all processes.
     """
-    save = save_pieces if pieces else save_full
-    return save(folder, step, snapshot, network_layout_of(network), peers)
+    return CheckpointWriter(folder, peers, network_layout_of(network), pieces=pieces).write(step, snapshot)
 
 
 def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None) -> str:

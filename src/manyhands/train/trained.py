@@ -17,8 +17,8 @@ from manyhands.core.mesh import Mesh
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.decode import CorruptImageError, to_mode
-from manyhands.data.on_demand import as_picture
 from manyhands.data.pictures import prepare, read_picture, to_tensor
+from manyhands.data.samples import as_picture
 from manyhands.data.transforms import Normalise, Pixels
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.grid import Grid

@@ -12,9 +12,8 @@ from typing import Any
 
 from manyhands.checkpoint.options import CheckpointOptions
 from manyhands.cluster.agents.claim import set_aside
-from manyhands.cluster.agents.debugger import wait_for_editor
 from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.agents.own_output import take_orders
+from manyhands.cluster.agents.worker_start import take_orders, wait_for_editor
 from manyhands.cluster.failures import Failed
 from manyhands.cluster.hosts.this_process import worker_process_info
 from manyhands.config.job import Job

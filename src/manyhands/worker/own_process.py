@@ -16,7 +16,7 @@ from manyhands.core.errors import EXIT_SAVED
 from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.terminal import say
 from manyhands.core.world import ProcessInfo, World
-from manyhands.data.on_demand import as_picture
+from manyhands.data.samples import as_picture
 from manyhands.parallel.group import existing_process_info
 from manyhands.parallel.plain import gather_plain
 from manyhands.train.data_setup import open_splits

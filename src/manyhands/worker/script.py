@@ -10,8 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from manyhands.cluster.agents.debugger import wait_for_editor
-from manyhands.cluster.agents.own_output import begin
+from manyhands.cluster.agents.worker_start import begin, wait_for_editor
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE, ManyhandsError, UserError
 from manyhands.core.records import FAILURE_FILE, write_json

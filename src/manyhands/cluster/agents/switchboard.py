@@ -28,11 +28,7 @@ _LISTENS = "0A"
 
 
 class Switchboard:
-    """The connections of one machine.
-
-    Args:
-        ends: its address and its folder.
-    """
+    """The connections of one machine."""
 
     def __init__(self, ends: TunnelEnds) -> None:
         self._ends = ends
