@@ -175,7 +175,8 @@ def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -
         )
         raise UserError(f"{root} has no class folders{found}", str(root), hints)
     _check_names(root, classes)
-    walk = Walk(root, taken, unused, "" if root == top else f"{root.relative_to(top).as_posix()}/")
+    prefix = "" if root == top else f"{root.relative_to(top).as_posix()}/"
+    walk = Walk(root, taken | {os.path.realpath(top)}, unused, prefix)
     names = walk.list_classes(classes)
     labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), list(map(len, names)))
     return Listing(root, classes, PictureNames(numpy.concatenate(names)), labels), walk.entered

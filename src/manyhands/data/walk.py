@@ -233,13 +233,15 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
 
 
 def _kind(entry: "os.DirEntry[str]") -> str:
-    """The kind: "folder", "file", or special, such as a named pipe, which would be waited for without end.
+    """The kind: "folder", "file", a link to a folder that holds it, or special, such as a pipe, which would block.
 
     A link that leads nowhere counts as a file, so that a missing picture is named rather than forgotten.
     """
     try:
         if entry.is_dir():
-            return "folder"
+            place = Path(entry.path)
+            loops = entry.is_symlink() and place.resolve() in (place.parent.resolve() / place.name).parents
+            return _LINK if loops else "folder"
         return "file" if entry.is_file() or not stat.S_IFMT(entry.stat().st_mode) else _SPECIAL
     except OSError:
         return "file"

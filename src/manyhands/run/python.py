@@ -94,8 +94,7 @@ class Run:
         return write_report(self.path)
 
 
-# A flag in a hint, with its value: what follows it, unless that is a word of the sentence.
-_FLAG = re.compile(
+_FLAG = re.compile(  # a flag in a hint, with its value: what follows it, unless that is a word of the sentence
     r"""(?<![\w-])(?:
         --set\ (?P<quote>['"]?)(?P<key>[\w.]+)=(?P<set>.+?)(?P=quote)(?=[,;:)]?(?:\s|$))
         |-(?P<name>n|-[a-z][\w-]*(?:\.[\w-]+)?)
@@ -133,6 +132,7 @@ def _hints_as_arguments() -> Iterator[None]:
         yield
     except ManyhandsError as error:
         error.where, error.hints = _as_arguments(error.where, ""), tuple(map(_as_arguments, error.hints))
+        error.message = re.sub(r"^-(n|-sync) \S+", lambda flag: _as_arguments(flag[0]), error.message)
         raise
 
 

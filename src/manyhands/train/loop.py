@@ -129,9 +129,9 @@ def attend(trainer: Trainer, stop: StopSignal) -> bool:
         save_last(trainer)
     elif trainer.custom_loop and epoch_ends:
         pass  # what the user's own loop does at an epoch's end belongs to what is saved there
-    elif _conclude(trainer, stop) or trainer.save_due(by_time=status.save):
+    elif _conclude(trainer, stop) or trainer.save_due(by_time=bool(status.save)):
         save(trainer)
-    return status.stop
+    return bool(status.stop)
 
 
 def _conclude(trainer: Trainer, stop: StopSignal) -> bool:
