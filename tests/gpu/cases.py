@@ -21,11 +21,11 @@ from manyhands.core.errors import RunError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.train.build import build
-from manyhands.train.failing import explain_memory
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
 from manyhands.train.state import capture
+from manyhands.worker.failure import explain_memory
 from tests.e2e import command
 from tests.gpu.case import Skip, Unproven
 from tests.gpu.paths import copies_ahead_change_no_batch, groups_in_one_pass_are_what_each_is_alone

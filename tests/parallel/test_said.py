@@ -16,7 +16,7 @@ from manyhands.parallel.group import join as group
 from manyhands.parallel.group import rendezvous as meet
 from manyhands.parallel.group.join import Cause
 from manyhands.parallel.group.rendezvous import DuplicateRank, PeerFailure, Present, check_in, understood
-from manyhands.worker.member import describe_peer, heard
+from manyhands.worker.failure import describe_peer, heard
 
 JUNK = [
     b"", b"junk", b"\xff\xfe\x00", b"[]", b"{}", b"null", b"1" * 5000, b"[" * 5000, b"{" * 10 + b'"a":' * 9,

@@ -17,10 +17,10 @@ from manyhands.core.machine import Processor
 from manyhands.core.run_folder import RunFolder
 from manyhands.report.changes import changes_since
 from manyhands.train.objects import Objects
+from manyhands.train.precision import resolve_precision
 from manyhands.train.saving import finish_save, save
 from manyhands.worker.entry import _build
 from manyhands.worker.plan_trials import case_of
-from manyhands.worker.precision import resolve_precision
 from tests.processes.ranks import run_on_ranks
 
 DECIDED = ("train.precision", "train.channels_last")

@@ -32,8 +32,8 @@ from manyhands.parallel.replicas.shared_memory import (
     share_within,
     tries_after,
 )
-from manyhands.train.failing import is_consequence
 from manyhands.train.heartbeat import collectives_begun
+from manyhands.worker.failure import is_consequence
 from tests.processes.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")

@@ -13,9 +13,9 @@ from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel.group import join as group
 from manyhands.run.python import _flags
 from manyhands.train.build import build
-from manyhands.train.failing import explain_memory
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
+from manyhands.worker.failure import explain_memory
 
 
 class Hungry(nn.Module):

@@ -14,10 +14,10 @@ from manyhands.core.world import ProcessInfo, World
 from manyhands.parallel.group import join as group
 from manyhands.parallel.group.join import Cause, Group
 from manyhands.parallel.group.rendezvous import PeerFailure
-from manyhands.train.failing import describe_failure, is_consequence
 from manyhands.worker import entry
 from manyhands.worker.entry import train_here
-from manyhands.worker.member import MET, GroupMember, first_of_all
+from manyhands.worker.failure import describe_failure, first_of_all, is_consequence
+from manyhands.worker.member import MET, GroupMember
 
 # What torch 2.x and NCCL 2.2x print; gathered from their sources and users' reports.
 DUPLICATE = (

@@ -32,7 +32,6 @@ from manyhands.worker.run_metadata import local_environment, write_metadata
 
 __all__ = ["as_picture", "existing_process_info", "guess", "guess_files", "load_weights", "open_trained", "opened"]
 
-
 # What a loop of the user's own leaves with where nothing failed.
 _IN_ORDER = {None, 0, EXIT_SAVED}
 
@@ -46,15 +45,10 @@ def opened(
     scheduled: bool,
     metrics: Mapping[str, Any],
 ) -> Iterator[Session]:
-    """A session at a place among the processes.
+    """A session at a place among the processes, which run the same `program` with a run folder or without.
 
-    Args:
-        job: the job.
-        process_info: the place.
-        program: the same on all of them.
-        folder: the run folder, on ranks above 0 rank 0's once they have met; None for none.
-        scheduled: the job moves the learning rate.
-        metrics: figures of the user's own that are objects.
+    The folder is that of rank 0 once they have met. `scheduled`: the job moves the learning rate; `metrics`: figures of
+    the user's own that are objects.
     """
     mine, here = GroupMember(process_info, folder or NOWHERE, "session"), None
     options = f"{shared_options(job)} program={program} folder={folder is not None}"

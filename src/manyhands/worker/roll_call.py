@@ -134,9 +134,8 @@ class LivenessCheck:
             for rank in self._present.keys() - answers.keys():
                 key = f"{number}/{rank}"
                 with self._asking():
-                    said = understood(self._store.get(key), Answer) if self._store.check([key]) else None
-                if said:
-                    answers[rank] = said
+                    if self._store.check([key]) and (said := understood(self._store.get(key), Answer)):
+                        answers[rank] = said
         return answers
 
     def _from_outside(self, silent: Sequence[int], quiet_s: float) -> dict[int, list[Seen]]:

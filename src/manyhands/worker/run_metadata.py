@@ -124,26 +124,20 @@ def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
     found |= {f"sync.{key}": decided[key] for key in option_keys(sync.method) if key in decided}
     values = job.model_dump(mode="json")
     asked = {key: values[key.partition(".")[0]][key.partition(".")[2]] for key in found}
-    return {key: value for key, value in found.items() if asked[key] in _OPEN and value != asked[key]}
-
-
-# Values of options that mean "whatever fits".
-_OPEN: tuple[Any, ...] = ("auto", "", 0, -1, [])
+    opened: tuple[Any, ...] = ("auto", "", 0, -1, [])  # whatever fits
+    return {key: value for key, value in found.items() if asked[key] in opened and value != asked[key]}
 
 
 def job_text(job: Any, known: dict[str, Any]) -> str:
     """Returns the job as TOML, with the resolved values of automatic options as comments."""
-    lines: list[str] = []
-    section = ""
+    shown = {key: plain(value) if isinstance(value, str) else value for key, value in known.items()}
+    lines, section = list[str](), ""
     for line in tomli_w.dumps(job.model_dump(mode="json")).splitlines():
         section = line.strip("[]") if line.startswith("[") else section
         key = f"{section}.{line.partition(' = ')[0]}"
-        lines.append(f"{line}  # here: {_in_comment(known[key])}" if " = " in line and key in known else line)
+        comment = f"  # here: {json.dumps(shown[key], ensure_ascii=False)}" if " = " in line and key in known else ""
+        lines.append(line + comment)
     return "\n".join(lines) + "\n"
-
-
-def _in_comment(value: Any) -> str:
-    return json.dumps(plain(value) if isinstance(value, str) else value, ensure_ascii=False)
 
 
 def local_environment(world: Any) -> dict[str, Any]:

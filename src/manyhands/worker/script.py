@@ -13,7 +13,7 @@ from pathlib import Path
 from manyhands.cluster.agents.worker_start import begin, wait_for_editor
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE, ManyhandsError, UserError
-from manyhands.core.records import FAILURE_FILE, Failure, write_json
+from manyhands.core.records import FAILURE_FILE, write_json
 from manyhands.core.terminal import say
 from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
@@ -54,11 +54,7 @@ def _run(script: str, own: list[str]) -> None:
     sys.argv = [script, *own]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
-    _leave_group()
-
-
-def _leave_group() -> None:
-    """Leaves a process group that the script left open, whose threads now and then abort a process that ends."""
+    # A process group that the script left open has threads that now and then abort a process that ends.
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
@@ -69,10 +65,9 @@ def _write_record(error: BaseException, rank: int) -> None:
     path = Path(os.environ[FAILURE_FILE])
     if path.exists():
         return
-    from manyhands.train.failing import describe_failure
+    from manyhands.worker.failure import describe_failure
 
-    record: Failure = describe_failure(error, rank=rank, step=None, phase="script")
-    write_json(path, record)
+    write_json(path, describe_failure(error, rank=rank, step=None, phase="script"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manyhands.core.machine import processor_of
-from manyhands.planner.precision import KindOfMachine, PrecisionRequest, Trial, Variant, choose_variant, time_variants
+from manyhands.train.precision import KindOfMachine, PrecisionRequest, Trial, Variant, choose_variant, time_variants
 
 BOTH = PrecisionRequest("auto", "auto")
 VARIANTS = ["fp32 contiguous", "fp32 channels_last", "bf16 contiguous", "bf16 channels_last"]
@@ -82,7 +82,7 @@ def test_one_that_fails_or_gives_no_number_is_left_out_and_the_others_are_timed(
 
 
 def test_a_slow_network_is_timed_by_as_few_passes_as_can_be(monkeypatch):
-    monkeypatch.setattr("manyhands.planner.precision._MOST_S", 0.0)
+    monkeypatch.setattr("manyhands.train.precision._MOST_S", 0.0)
     passes = []
     variants = PrecisionRequest("auto", "auto").variants(bf16=True)
     trials = {

@@ -1,20 +1,24 @@
-"""Converts the exception that ended a process into a failure record and a message."""
+"""Failure records: the exception that ended a process, a failed peer, the first cause; and advice on memory."""
 
 import os
 import socket
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from manyhands.core.errors import EXIT_INTERRUPTED, ManyhandsError, RunError
-from manyhands.core.records import Failure
+from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError, RunError
+from manyhands.core.records import FAILURE_FILE, Failure, write_json
+from manyhands.core.run_folder import RunFolder
 from manyhands.core.user_code import users_traceback
 from manyhands.core.world import World
 from manyhands.parallel.gradients import AUTOCAST, Gradients
+from manyhands.parallel.group.rendezvous import PeerFailure
 from manyhands.parallel.network import ParallelNetwork, full_batch
 
 if TYPE_CHECKING:
@@ -88,9 +92,24 @@ def is_consequence(error: BaseException) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True if a device or the machine was out of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+def explained(error: BaseException, trainer: "Trainer | None") -> BaseException:
+    """Returns an error that says what to do if this one is out of memory; else this one."""
+    if not is_out_of_memory(error):
+        return error
+    if trainer:
+        found = explain_memory(error, trainer)
+    else:
+        hints = (
+            "choose a smaller network or a smaller data.image_size",
+            "or shard the network over several processes: --parallel fsdp",
+        )
+        found = RunError(f"out of memory before the first update: {_first_line(error)}", socket.gethostname(), hints)
+    found.__cause__ = error
+    return found
 
 
 def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
@@ -120,24 +139,13 @@ def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
     )
 
 
-def explain_early_memory(error: BaseException) -> RunError:
-    """Returns the error for out of memory before the first update."""
-    hints = (
-        "choose a smaller network or a smaller data.image_size",
-        "or shard the network over several processes: --parallel fsdp",
-    )
-    return RunError(f"out of memory before the first update: {_first_line(error)}", socket.gethostname(), hints)
-
-
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
-def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Trainer, Batch], None]") -> int:
+def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Trainer, Batch], object]") -> int:
     """Halves the pass until it fits; 0 when not even one picture does, or when other processes would have to help."""
-    if trainer.network.share.collective_forward:
-        return 0
-    size = taken // 2
+    size = taken // 2 if not trainer.network.share.collective_forward else 0
     while size >= 1:
         trainer.update.optimizer.zero_grad(set_to_none=True)
         try:
@@ -156,7 +164,7 @@ def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Train
 
 
 def _try_update(trainer: "Trainer", batch: "Batch") -> None:
-    alone = ParallelNetwork(trainer.network.model)
+    alone = ParallelNetwork(trainer.network.model, trainer.network.model)
     precision = trainer.job.train.precision  # in another one other sizes fit
     gradients = Gradients(alone, World(device=trainer.world.device), trainer.update.loss_fn, precision=precision)
     gradients.forward_backward(full_batch(batch.images, batch.labels), len(batch.labels))
@@ -166,3 +174,65 @@ def _try_evaluation(trainer: "Trainer", batch: "Batch") -> None:
     trainer.network.model.eval()
     with torch.inference_mode(), trainer.update.gradients.autocast():
         trainer.network.model(batch.images)
+
+
+def leave_record(record: Failure, folder: RunFolder) -> Failure:
+    """Writes why a process ended to where its head looks for it, and the whole traceback into its log.
+
+    This comes before anything that may wait for other processes, who may be gone. Nothing is made anew: the folder may
+    not be known yet, or be gone already.
+    """
+    log = folder.ranks / f"{record.rank}.log"
+    if record.traceback and folder.failures.is_dir():
+        with suppress(OSError), log.open("a", encoding="utf-8") as file:
+            file.write(record.traceback)
+            if record.exit_code != EXIT_USAGE and not record.hints:
+                record = record.model_copy(update={"hints": [f"see the full traceback in {log}"]})
+    write_record(record, folder)
+    return record
+
+
+def write_record(record: Failure, folder: RunFolder) -> None:
+    """For the agent that started this process, if one did, and into the run folder, whose disk may be full."""
+    places = [Path(os.environ[FAILURE_FILE])] if FAILURE_FILE in os.environ else []
+    places += [folder.failures / f"{record.rank}.json"] if folder.failures.is_dir() else []
+    for place in places:
+        with suppress(OSError):
+            write_json(place, record)
+
+
+def first_of_all(group: Any, record: Failure) -> Failure:
+    """Publishes the first cause to the other processes, or reads it from them if this error is a consequence."""
+    if not record.consequence:
+        group.cause.publish(PeerFailure.of(record.rank, record.host, record.what))
+        return record
+    failure = group.cause.learn()
+    if not failure:
+        # Nothing better is known than what the library itself has said.
+        what = f"another process ended or is unreachable: {record.what}"
+        hints = ["see the last messages of the other processes", *record.hints]
+        return record.model_copy(update={"what": what, "hints": hints, "excerpt": ""})
+    return record.model_copy(update=heard(failure))
+
+
+def heard(failure: Any) -> dict[str, Any]:
+    """Returns the fields of a failure record if another process failed first: its message without its hints."""
+    what = f"rank {failure.rank} on {failure.host} failed first: {failure.what}"
+    return {"what": what, "hints": [f"see the terminal or log of rank {failure.rank}"], "excerpt": ""}
+
+
+def describe_peer(rank: int, failure: Any, trainer: Any) -> Failure:
+    """Returns the record of a process that ends because of another one, whose record is `failure` (None if unknown)."""
+    record = Failure(
+        time=time.time(),
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        step=trainer.progress.step if trainer else None,
+        phase=trainer.phase if trainer else "build",
+        error="PeerGone",
+        what="rank 0's store is unreachable, so the run can't continue",
+        hints=["see the last messages of rank 0"],
+        consequence=True,
+    )
+    return record.model_copy(update=heard(failure)) if failure else record
