@@ -53,7 +53,7 @@ class Trained:
     @torch.no_grad()
     def be(self, step):
         """Has the weights and the optimizer's state of a step."""
-        weight = self.network.inner.weight
+        weight = self.network.model.weight
         for tensor in (weight, self.optimizer.state[weight]["momentum_buffer"]):
             tensor.fill_(step)
 

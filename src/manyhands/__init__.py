@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from manyhands.core.records import EvaluationDetail, EvaluationMetrics
     from manyhands.data.options import DataOptions
     from manyhands.models.options import ModelOptions
-    from manyhands.parallel.collectives import Subgroup
-    from manyhands.parallel.grid import Axis, Grid, open_mesh
-    from manyhands.parallel.marks import Parameter
+    from manyhands.parallel.group.collectives import Subgroup
+    from manyhands.parallel.hybrid.verify import Finding, GradientCheck, verify_gradients
+    from manyhands.parallel.mesh.grid import Axis, Grid, open_mesh
+    from manyhands.parallel.mesh.marks import Parameter
     from manyhands.parallel.options import ParallelOptions
     from manyhands.parallel.plan import Plan
-    from manyhands.parallel.tracing import register_rule
-    from manyhands.parallel.verify import Finding, GradientCheck, verify_gradients
+    from manyhands.parallel.split.tracing import register_rule
     from manyhands.run.python import Run, evaluate, fit, load, predict, session
     from manyhands.sync.options import SyncOptions
     from manyhands.train.custom_update import SessionSamples
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from manyhands.worker.plan_search import find_plan
 
 _HOMES = {
-    "Axis": "manyhands.parallel.grid",
+    "Axis": "manyhands.parallel.mesh.grid",
     "CheckpointOptions": "manyhands.checkpoint.options",
     "ClusterOptions": "manyhands.config.job",
     "DataOptions": "manyhands.data.options",
@@ -42,22 +42,22 @@ _HOMES = {
     "Evaluation": "manyhands.train.metrics",
     "EvaluationDetail": "manyhands.core.records",
     "EvaluationMetrics": "manyhands.core.records",
-    "Finding": "manyhands.parallel.verify",
-    "GradientCheck": "manyhands.parallel.verify",
-    "Grid": "manyhands.parallel.grid",
+    "Finding": "manyhands.parallel.hybrid.verify",
+    "GradientCheck": "manyhands.parallel.hybrid.verify",
+    "Grid": "manyhands.parallel.mesh.grid",
     "Job": "manyhands.config.job",
     "ManyhandsError": "manyhands.core.errors",
     "Mesh": "manyhands.core.mesh",
     "ModelOptions": "manyhands.models.options",
     "ParallelOptions": "manyhands.parallel.options",
-    "Parameter": "manyhands.parallel.marks",
+    "Parameter": "manyhands.parallel.mesh.marks",
     "Plan": "manyhands.parallel.plan",
     "Run": "manyhands.run.python",
     "RunError": "manyhands.core.errors",
     "RunOptions": "manyhands.config.job",
     "Session": "manyhands.train.session",
     "SessionSamples": "manyhands.train.custom_update",
-    "Subgroup": "manyhands.parallel.collectives",
+    "Subgroup": "manyhands.parallel.group.collectives",
     "SubmitOptions": "manyhands.config.job",
     "SyncOptions": "manyhands.sync.options",
     "TrainOptions": "manyhands.config.job",
@@ -67,11 +67,11 @@ _HOMES = {
     "find_plan": "manyhands.worker.plan_search",
     "fit": "manyhands.run.python",
     "load": "manyhands.run.python",
-    "open_mesh": "manyhands.parallel.grid",
+    "open_mesh": "manyhands.parallel.mesh.grid",
     "predict": "manyhands.run.python",
-    "register_rule": "manyhands.parallel.tracing",
+    "register_rule": "manyhands.parallel.split.tracing",
     "session": "manyhands.run.python",
-    "verify_gradients": "manyhands.parallel.verify",
+    "verify_gradients": "manyhands.parallel.hybrid.verify",
 }
 
 __all__ = [

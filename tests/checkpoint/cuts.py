@@ -11,7 +11,7 @@ from manyhands.checkpoint import files, folders
 from manyhands.checkpoint.describe import NetworkLayout
 from manyhands.checkpoint.read import slices
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.write import finish_pieces, held_contents, write_pieces
+from manyhands.checkpoint.write import held_contents
 from manyhands.core.mesh import Mesh, TensorLayout
 
 KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.bool, torch.uint8)
@@ -102,8 +102,8 @@ def save_one_by_one(folder, snapshot, cut):
         written = {}
         for rank in range(cut.mesh.size):
             contents = held_contents(step, local(snapshot, cut, rank), cut, rank)
-            written |= write_pieces(staged, contents, rank)
-        finish_pieces(staged, contents, written)
+            written |= contents.write_pieces(staged, rank)
+        contents.finish_pieces(staged, written)
         folders.commit(staged, target)
     return target
 

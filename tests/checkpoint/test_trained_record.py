@@ -7,7 +7,7 @@ import torch
 
 from manyhands.checkpoint.trained import Pictures, TrainedNetwork, find_record, parse_record
 from manyhands.core.errors import UserError
-from manyhands.data.on_demand import read_own
+from manyhands.data.samples import read_own
 from manyhands.data.splits import ImagesInMemory, UserSamples, by_names
 
 PICTURES = Pictures(size=8, resize=9, channels=1, mean=(0.5,), std=(0.25,))

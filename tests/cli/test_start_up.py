@@ -19,7 +19,7 @@ LIGHT = {
     "stop": COMMAND.format(["stop", "no-such-run"]),
     "logs": COMMAND.format(["logs", "no-such-run"]),
     "clean": COMMAND.format(["clean"]),
-    "pack": COMMAND.format(["pack", "no-such-folder"]) + "\nimport manyhands.run.pack",
+    "pack": COMMAND.format(["pack", "no-such-folder"]) + "\nimport manyhands.run.disk",
     "imagenet": COMMAND.format(["imagenet", "--show-config"]),
     "launched": COMMAND.format(["launch", "digits", "--hosts", "away.invalid"]),
     "unknown to dry-run": COMMAND.format(["train", "digts", "--dry-run"]),

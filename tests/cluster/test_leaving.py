@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from manyhands.cluster.agents import elastic, leaving
+from manyhands.cluster.agents import elastic, heartbeats
 from manyhands.cluster.agents.ending import Ending, first_cause
-from manyhands.cluster.agents.leaving import Leaving
+from manyhands.cluster.agents.heartbeats import Leaving
 from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.agents.own_output import take_orders
-from manyhands.cluster.agents.protocol import PeersFailed, WorkerExited, WorkersStarted
+from manyhands.cluster.agents.protocol import WorkerCommand, WorkerExited, WorkersStarted
+from manyhands.cluster.agents.worker_start import take_orders
 from manyhands.cluster.hosts.inventory import Rendezvous
-from manyhands.parallel.heartbeat import rescue_path
+from manyhands.parallel.group.heartbeat import rescue_path
 
 WRITES = "import sys, time\nwhile True:\n    open(sys.argv[1], 'wb').write(bytes(100)); time.sleep(0.02)"
 SLEEPS = "import time; time.sleep(100)"
@@ -29,8 +29,8 @@ SLEEPS = "import time; time.sleep(100)"
     ("program", "saves", "stays"), [(WRITES, True, True), (WRITES, False, False), (SLEEPS, True, False)]
 )
 def test_who_saves_and_gets_on_with_it_is_waited_for(program, saves, stays, tmp_path, monkeypatch):
-    monkeypatch.setattr(leaving, "LEAVE_S", 0.1)
-    monkeypatch.setattr(leaving, "SAVE_QUIET_S", 1.0)
+    monkeypatch.setattr(heartbeats, "LEAVE_S", 0.1)
+    monkeypatch.setattr(heartbeats, "SAVE_QUIET_S", 1.0)
     process = subprocess.Popen([sys.executable, "-c", program, tmp_path / "file"])
     try:
         if saves:
@@ -47,7 +47,7 @@ def test_who_saves_and_gets_on_with_it_is_waited_for(program, saves, stays, tmp_
 
 
 def test_who_computes_an_update_is_given_the_time_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(leaving, "LEAVE_S", 0.0)
+    monkeypatch.setattr(heartbeats, "LEAVE_S", 0.0)
     those = Leaving(tmp_path)
     those.begin()
     assert those.patient({0: 1}, 60.0)
@@ -55,8 +55,8 @@ def test_who_computes_an_update_is_given_the_time_for_it(tmp_path, monkeypatch):
 
 
 def test_no_save_goes_on_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(leaving, "LEAVE_S", 0.0)
-    monkeypatch.setattr(leaving, "SAVE_MOST_S", 0.0)
+    monkeypatch.setattr(heartbeats, "LEAVE_S", 0.0)
+    monkeypatch.setattr(heartbeats, "SAVE_MOST_S", 0.0)
     rescue_path(tmp_path, 0).touch()
     those = Leaving(tmp_path)
     those.begin()
@@ -114,7 +114,7 @@ def test_processes_that_have_returned_end_though_another_machine_has_failed(tmp_
     def tick():
         if next(ticks) == 10:  # they hear of the failure first, and return then
             (tmp_path / "until").touch()
-        return [PeersFailed()]
+        return [WorkerCommand("leave")]
 
     ended = run_with(Head(tick), tmp_path, monkeypatch)
     assert ended.returned == {rank: {"status": "stopped", "rank": rank} for rank in (0, 1)}

@@ -28,7 +28,6 @@ from manyhands.cluster.agents.connection import (
 from manyhands.cluster.agents.early import AGENT
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
-    Alive,
     FilePiece,
     OpenRun,
     Prepared,
@@ -41,6 +40,7 @@ from manyhands.cluster.doctor.probe import Listener
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import (
     VERSION,
+    Alive,
     Call,
     CallResult,
     InvalidCallError,
@@ -88,7 +88,7 @@ REQUESTS = (
     (HELLO, {"cores": 2, "load": [0.5, math.inf]}),
     (call(Agent.open_run, OpenRun("runs/a", "token", "holder", "id", {"metrics.jsonl": 3})), OPENED),
     (call(Agent.start_workers, ORDERS), None),
-    (call(Agent.connect, (Listener("::1", 4711, "00"),), 3.0), (Attempt("::1", "timeout"),)),
+    (call(Agent.connect, {"n2": (Listener("::1", 4711, "00"),)}), {"n2": (Attempt("::1", "timeout"),)}),
     (call(Agent.keep_records, "/r", [PIECE]), None),
     (call(Agent.read_log, "0.log", 0, rest=True), ("words", 5)),
 )

@@ -20,7 +20,7 @@ from manyhands.cluster.hosts.this_process import (
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
-from manyhands.parallel.ports import local_addresses, outer_addresses
+from manyhands.parallel.group.ports import local_addresses, outer_addresses
 from manyhands.run.train import place_of
 
 HERE = socket.gethostname()

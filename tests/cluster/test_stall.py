@@ -11,7 +11,7 @@ from manyhands.cluster.agents import stall
 from manyhands.cluster.agents.heartbeats import HeartbeatMonitor, heartbeat_path
 from manyhands.cluster.agents.protocol import WorkersSeen
 from manyhands.cluster.agents.stall import Stalls
-from manyhands.parallel.heartbeat import HEARTBEAT_FILE, Heartbeat, Seen
+from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, Seen
 from manyhands.train import heartbeat
 from manyhands.train.heartbeat import HeartbeatWriter
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from manyhands.checkpoint.saved import kept_step, saved_step
-from manyhands.cluster.agents import leaving
+from manyhands.cluster.agents import heartbeats
 from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.elastic import _last_words
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.agents.protocol import Alive, WorkerExited, WorkersEnded, WorkersStarted
+from manyhands.cluster.agents.protocol import HeadReplaced, WorkerCommand, WorkerExited, WorkersEnded, WorkersStarted
 from manyhands.cluster.agents.supervise import Watch, _Head, supervise_once
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
-from manyhands.cluster.messages import encode
+from manyhands.cluster.messages import Alive, encode
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.records import Event, Failure, Running, append, read_lines
@@ -28,8 +28,15 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
 from manyhands.core.timeouts import AWAITED_S, KILL_S, SILENT_S
 from manyhands.report.read import read_run
-from manyhands.run.outcome import conclude, ends_noted, failure_of, interrupted, note_replaced, starts_and_stops
-from manyhands.run.why import explained
+from manyhands.run.outcome import (
+    conclude,
+    ends_noted,
+    explained,
+    failure_of,
+    interrupted,
+    note_replaced,
+    starts_and_stops,
+)
 from tests.e2e.command import finish, running, wait_until
 
 
@@ -108,6 +115,35 @@ def test_a_failure_is_said_as_soon_as_its_agent_knows(said, told):
     for _ in range(2):
         head._report_exit(WorkerExited(rank=1, host="n2", **said))
     assert heard == ([told] if told else [])
+
+
+class Line:
+    """The connection to a machine, which remembers what it was sent."""
+
+    here, machine = False, Machine("n2")
+
+    def __init__(self):
+        self.sent, self.last_received = [], time.monotonic()
+
+    def send(self, message):
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("signals", [[0, 1], [1, 1, 2]])
+def test_after_another_launcher_has_stopped_the_run_the_next_ctrl_c_ends_it(signals):
+    """The user reads that one more Ctrl-C ends it at once; one pressed before the other stop doesn't count for that."""
+    line, shown = Line(), []
+    head = _Head([line], Watch(on_stop=lambda: shown.append("press Ctrl-C again"), on_warning=shown.append))
+    *before, last = signals
+    for number, requests in enumerate(before):
+        if number == len(before) - 1:
+            head._take(line, HeadReplaced())
+        head.obey(requests)
+    assert line.sent == [WorkerCommand("stop")]
+    head.obey(last)
+    assert line.sent == [WorkerCommand("stop"), WorkerCommand("kill")]
+    assert head.ending.interrupted == 2
+    assert "press Ctrl-C again" in shown
 
 
 def test_last_words_are_of_this_start(tmp_path):
@@ -397,11 +433,11 @@ def test_what_came_while_the_head_stood_still_keeps_a_machine_from_being_given_u
 
 
 def test_a_memory_kill_is_read_from_the_cgroups_counter(tmp_path, monkeypatch):
-    monkeypatch.setattr(leaving, "CGROUPS", tmp_path)
+    monkeypatch.setattr(heartbeats, "CGROUPS", tmp_path)
     counter = "low 0\nhigh 0\nmax 7\noom {0}\noom_kill {0}\noom_group_kill 0\n"
     (tmp_path / "memory.events").write_text(counter.format(1))
     (tmp_path / "memory.max").write_text("67108864\n")
-    kills = leaving.MemoryKills()
+    kills = heartbeats.MemoryKills()
     assert kills.record(1, 42, None) is None
     (tmp_path / "memory.events").write_text(counter.format(3))
     found = [kills.record(rank, 42, None) for rank in (1, 2, 3)]
@@ -411,7 +447,7 @@ def test_a_memory_kill_is_read_from_the_cgroups_counter(tmp_path, monkeypatch):
         None,
     ]
     (tmp_path / "memory.events").unlink()
-    assert leaving.MemoryKills().record(1, 42, None) is None
+    assert heartbeats.MemoryKills().record(1, 42, None) is None
 
 
 def test_a_machine_that_gave_up_a_launcher_that_was_itself_stopped_is_not_asked_about(tmp_path):

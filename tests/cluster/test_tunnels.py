@@ -15,7 +15,7 @@ import pytest
 
 from manyhands.cluster.agents.tunnel import STANDS, Tunnels
 from manyhands.core.errors import RunError
-from manyhands.parallel.tunnel_ends import reach
+from manyhands.parallel.group.tunnel_ends import reach
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 on loopback")
 

@@ -16,8 +16,8 @@ from manyhands.config.recipes import choose_recipe
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 from manyhands.core.records import FAILURE_FILE
-from manyhands.parallel.heartbeat import HEARTBEAT_FILE
-from manyhands.parallel.tunnel_ends import VARIABLE
+from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE
+from manyhands.parallel.group.tunnel_ends import VARIABLE
 
 
 def _job_file(tmp_path, text):

@@ -28,11 +28,11 @@ from manyhands.data.loading import CopiesAhead, open_loader
 from manyhands.data.order import BatchSharing
 from manyhands.data.splits import ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
-from manyhands.parallel import group
 from manyhands.parallel.gradients import Gradients
+from manyhands.parallel.group.join import join as group
 from manyhands.parallel.modes import dataparallel
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.planner.timing import environment
 from manyhands.train import pth_tar, shares
 
@@ -178,8 +178,8 @@ def _figures(kind):
     world = World(0, 2, 0, 2, device)
     feed = SimpleNamespace(order=SimpleNamespace(batch=100), sharing=SimpleNamespace(micro_batch=0))
     model = nn.BatchNorm1d(3)
-    gradients = Gradients(ParallelNetwork(call=model, inner=model), world, precision="fp16")
-    unscaled = Gradients(ParallelNetwork(call=model, inner=model), world, precision="bf16")
+    gradients = Gradients(ParallelNetwork(model), world, precision="fp16")
+    unscaled = Gradients(ParallelNetwork(model), world, precision="bf16")
     alone = World(device=device)
     return {
         "most samples": shares._most(SimpleNamespace(world=world, feed=feed)),

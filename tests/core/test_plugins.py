@@ -60,6 +60,6 @@ def test_the_names_of_data_sets_are_read_without_an_import():
 
 def test_what_a_choice_file_computes_is_not_read():
     found = read_choice("manyhands.models.architectures", "torchvision")
-    assert (found["PREFIX"], found["names"]) == ("torchvision:", None)
+    assert (found["PREFIX"], found["NAMES"]) == ("torchvision:", None)
     assert "build_pretrained" in found
-    assert read_choice("manyhands.models.architectures", "mlp")["names"] == ["mlp"]
+    assert read_choice("manyhands.models.architectures", "mlp")["NAMES"] == ("mlp",)

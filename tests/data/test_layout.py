@@ -96,6 +96,33 @@ class Made:
             (place / f"link{number}.txt").symlink_to("nowhere")
             self.unused[self.path(place / f"link{number}.txt")] = ".txt"
 
+    def put_above(self, place: Path, kind: str) -> None:
+        """Adds a link to a file where class folders or splits lie: to a picture, to another file, or to nothing."""
+        number, suffix = next(NUMBERS), ".png" if kind == "picture" else ".csv"
+        if kind != "nothing":
+            (self.outside / f"{number}{suffix}").touch()
+        (place / f"link{number}{suffix}").symlink_to(self.outside / f"{number}{suffix}")
+        self.unused[self.path(place / f"link{number}{suffix}")] = suffix + " outside the class folders" * (
+            kind == "picture"
+        )
+
+    def put_class(self, place: Path, split: str, target: str) -> None:
+        """Adds a link beside the class folders: to a folder of pictures elsewhere, or to one that holds the link."""
+        number = next(NUMBERS)
+        link = place / f"linked{number}"
+        if target == "elsewhere":
+            (self.outside / str(number)).mkdir()
+            (self.outside / str(number) / "x.webp").touch()
+            self.used[split].add((link.name, str(link / "x.webp")))
+        else:
+            self.unused[self.path(link)] = "links to folders that are already included"
+        link.symlink_to({"elsewhere": self.outside / str(number), "itself": place, "above": self.root.parent}[target])
+
+    def move_away(self, split: Path) -> None:
+        """Leaves a link in the place of a split."""
+        split.rename(self.outside / split.name)
+        split.symlink_to(self.outside / split.name)
+
 
 @st.composite
 def plans(draw):
@@ -109,6 +136,7 @@ def plans(draw):
         plan = {}
         for split in splits:
             name = before + draw(st.sampled_from(WORDS[split])) + behind
+            name = draw(st.sampled_from((name, name.upper(), name.title())))
             name += f"/{name}" * draw(st.booleans())  # as some archives are unpacked
             part = counts if split == "train" else {label: draw(st.integers(0, 2)) for label in counts}
             if split != "train" and not any(part.values()):
@@ -123,10 +151,12 @@ def plans(draw):
         draw(st.sets(st.tuples(level, links), max_size=4)),
         draw(st.sets(level, max_size=2)),
         draw(st.sets(st.sampled_from(("extras", "masks", "pred")), max_size=2)),
+        draw(st.sets(st.tuples(level, st.sampled_from(("picture", "other", "nothing"))), max_size=2)),
+        draw(st.sets(st.sampled_from(("elsewhere", "itself or above", "split", "empty")), max_size=4)),
     )
 
 
-def put_there(made: Made, plan, strange, links, loose, extras) -> None:
+def put_there(made: Made, plan, strange, links, loose, extras, above_links, more) -> None:
     for split, (place, counts) in plan.items():
         made.classes(place, split, counts)
     outer = [made.root / place.removesuffix("/*") for place, _ in plan.values() if place.endswith("/*")]
@@ -145,6 +175,25 @@ def put_there(made: Made, plan, strange, links, loose, extras) -> None:
     for level in loose:
         if not (above[level % len(above)] / "loose.jpg").exists():
             made.put_loose(above[level % len(above)])
+    for level, kind in above_links:
+        made.put_above(above[level % len(above)], kind)
+    put_around(made, next(iter(plan.items())), bool(outer), "above" if loose else "itself", more)
+
+
+def put_around(made: Made, first, has_splits: bool, target: str, more) -> None:
+    """Adds links to folders and empty folders; the first split becomes a link."""
+    split, (place, _) = first
+    if place.endswith("*") and "elsewhere" in more:
+        made.put_class(made.root / place.removesuffix("*"), split, "elsewhere")
+    if place.endswith("*") and "itself or above" in more:
+        made.put_class(made.root / place.removesuffix("*"), split, target)
+    if "empty" in more:  # nothing is unused in the first
+        (made.folders[0][0] / "empty" / "deep").mkdir(parents=True)
+        if has_splits:
+            (made.root / "empty").mkdir()
+            made.unused["empty/"] = "empty/"
+    if "split" in more and has_splits:
+        made.move_away(made.root / place.partition("/")[0])
 
 
 def named_in(notes) -> Counter[str]:
@@ -161,12 +210,17 @@ def named_in(notes) -> Counter[str]:
 
 EXAMPLE = {"train": ("Training/*", {"cat": 3, "猫": 2, "0": 0}), "test": ("Testing/*", {"cat": 1, "猫": 0, "0": 2})}
 INSIDE = {"train": ("*/Training", {"cat": 3, "猫": 2, "0": 0}), "test": ("*/Testing", {"cat": 1, "猫": 0, "0": 0})}
+PLAIN = {"": ("*", {"cat": 3, "猫": 2})}
+JUNK = {(0, "labels.csv"), (1, "@eaDir"), (3, "@eaDir")}
+MORE = {"elsewhere", "itself or above", "split", "empty"}
 
 
 @settings(max_examples=60)
 @given(plans())
-@example((EXAMPLE, {(0, "labels.csv"), (1, "@eaDir"), (3, "@eaDir")}, {(0, "loop")}, {0, 1}, {"extras"}))
-@example((INSIDE, {(0, "labels.csv"), (1, "@eaDir"), (3, "@eaDir")}, {(0, "loop"), (1, "elsewhere")}, {0}, {"extras"}))
+@example((EXAMPLE, JUNK, {(0, "loop")}, {0, 1}, {"extras"}, set(), set()))
+@example((EXAMPLE, set(), {(0, "loop")}, {0}, {"extras"}, {(0, "other"), (1, "picture"), (2, "nothing")}, MORE))
+@example((PLAIN, {(0, "labels.csv")}, set(), {0}, set(), {(0, "picture")}, {"itself or above", "elsewhere"}))
+@example((INSIDE, JUNK, {(0, "loop"), (1, "elsewhere")}, {0}, {"extras"}, {(0, "picture")}, {"empty"}))
 def test_what_is_trained_on_is_what_is_there_and_everything_else_is_named(tmp_path, plan):
     made = Made(tmp_path, f"set{next(NUMBERS)}")
     put_there(made, *plan)

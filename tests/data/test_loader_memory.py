@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from manyhands.data.loading import open_loader
-from manyhands.data.on_demand import as_picture
 from manyhands.data.pictures import prepare, to_tensor
 from manyhands.data.random import epoch_rng
+from manyhands.data.samples import as_picture
 from manyhands.data.splits import ImagesInMemory
 from manyhands.data.transforms import Pixels, padded
 

@@ -12,10 +12,10 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 from manyhands.core.errors import UserError
 from manyhands.data import places
 from manyhands.data.loading import open_loader
-from manyhands.data.objects import known_labels
 from manyhands.data.open import from_objects, open_data, resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.records import write_idx
+from manyhands.data.samples import known_labels
 from manyhands.data.splits import ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
 

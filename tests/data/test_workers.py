@@ -22,7 +22,7 @@ from manyhands.data.loading import open_loader, worker_count
 from manyhands.data.splits import ImageFiles, UserSamples
 from manyhands.data.transforms import Pixels
 from manyhands.data.walk import PictureNames
-from manyhands.train.failing import describe_failure
+from manyhands.worker.failure import describe_failure
 
 PIXELS = Pixels(8, 3, (0.5,) * 3, (0.25,) * 3, "resized-crop-flip")
 

@@ -33,7 +33,7 @@ def listen(probe, address="127.0.0.1", **more):
 
 
 def attempts(probe, *targets):
-    return ask(probe, call(Probe.connect, targets, timeout_s=2))
+    return ask(probe, call(Probe.connect, {"n2": targets}, timeout_s=2))["n2"]
 
 
 def test_a_listener_is_reached_and_the_time_of_a_message_measured(probe):

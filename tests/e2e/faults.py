@@ -18,9 +18,9 @@ from manyhands.checkpoint import write
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.modes import data
 from manyhands.parallel.modes.data import Replica
-from manyhands.parallel.norm import NormGroups
-from manyhands.parallel.shared_memory import SharedSums
-from manyhands.sync.talk import SyncGroup
+from manyhands.parallel.replicas.batch_norm import NormGroups
+from manyhands.parallel.replicas.shared_memory import SharedSums
+from manyhands.sync.exchange import SyncGroup
 from manyhands.train.step import Updater
 
 STEP = [0, ""]  # updates made so far, and what this one is at

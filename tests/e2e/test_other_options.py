@@ -25,7 +25,7 @@ from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.config.named_code import announce
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.user_code import code_digests
-from manyhands.run.resume import record_of
+from manyhands.run.folder import record_of
 from manyhands.train.objects import digest_objects as digest
 from tests.docs.pages import ROOT
 from tests.e2e.command import assert_one_screen, events, run
@@ -392,6 +392,28 @@ def test_resume_takes_a_short_name(capsys):
     assert_one_screen(err)
     assert "this run has made 9 updates" in err
     assert "where: runs/first" in err
+
+
+@pytest.mark.parametrize("name", ["irs", "last", "first"])
+@pytest.mark.parametrize(
+    ("words", "code", "shown"),
+    [
+        (["why"], 0, "runs/first finished"),
+        (["report"], 0, "runs/first/report.html"),
+        (["logs"], 0, "step=1/3"),
+        (["eval"], 0, "runs/first/checkpoints/step-00000003"),
+        (["checkpoint", "info"], 0, "runs/first/checkpoints/step-00000003"),
+        (["stop"], 2, "where: runs/first"),
+        (["resume"], 2, "where: runs/first"),
+    ],
+)
+def test_every_command_that_takes_a_run_takes_a_part_of_its_name(words, code, shown, name, capsys):
+    fit(out=Path("runs/first"))
+    with pytest.raises(SystemExit) as ended:
+        main([*words, name, *(["--set", "train.lr=0.01"] if words == ["resume"] else [])])
+    said = capsys.readouterr()
+    assert (ended.value.code or 0) == code, said.err
+    assert shown in said.out + said.err
 
 
 def test_train_refuses_it_with_the_two_commands(finished, capsys):

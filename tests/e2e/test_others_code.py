@@ -17,9 +17,9 @@ from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
+from manyhands.run.folder import announce_reach, announce_resumed
 from manyhands.run.logs import show_logs
 from manyhands.run.registry import remember_reach
-from manyhands.run.resume import announce_reach, announce_resumed
 from manyhands.run.tasks import evaluate_run, predict_files
 from tests.e2e.command import QUICK, environment, finish, run, start
 

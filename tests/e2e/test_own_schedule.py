@@ -168,7 +168,7 @@ def session(out):
 
 def fitted(out):
     options = {**OPTIONS, "epochs": 1, "checkpoint__resume": "auto"}
-    manyhands.fit(network(), DATA, DATA, optimizer=own_sgd, schedule=cosine, out=out, **options)
+    manyhands.fit(network(), DATA, DATA, optimizer=own_sgd, schedule=plateau, out=out, **options)
 
 
 OTHER_TEXTS = ["x", "null", "3", "[]", '{"last_epoch": "x"}', '{"dict": []}']

@@ -8,7 +8,7 @@ import pytest
 
 from manyhands.cli.main import main
 from manyhands.planner.timing import Timing
-from manyhands.worker.plan_growth import GrowthRequest, _beyond
+from manyhands.worker.plan_growth import _beyond, numbers_of_machines
 from tests.e2e.command import Ended, assert_one_screen
 
 DATA = ("synthetic:64x3x16x16x10", "cnn", "--batch", "32")
@@ -86,7 +86,7 @@ def test_shares_are_timed_here(plan, here):
     [
         (("-n", "4..1"), "is not a number of processes"),
         (("-n", "many"), "is not a number of processes"),
-        (("-n", "1..8"), "needs a link speed"),
+        (("-n", "1..8"), "need the speed of their links"),
         (("-n", "1..8", "--link", "1gbit", "--mesh", "dp=2"), "--mesh needs one number"),
         (("-n", "1..8", "--link", "1gbit", "--out", "plan.json"), "must be a .svg or .png file"),
         (("-n", "64..128", "--link", "1gbit"), "at most 32 machines"),
@@ -100,9 +100,9 @@ def test_what_can_not_be_is_said(plan, here, words, said):
 
 
 def test_counts_end_where_the_range_ends():
-    assert GrowthRequest(1, 1000).counts(600) == [1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 600]
-    assert GrowthRequest(3, 5).counts(5) == [3, 4, 5]
-    assert GrowthRequest(7, 7).counts(9) == [7]
+    assert numbers_of_machines(1, 600) == [1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 600]
+    assert numbers_of_machines(3, 5) == [3, 4, 5]
+    assert numbers_of_machines(7, 7) == [7]
 
 
 def test_shares_too_long_to_time_lie_on_the_line_of_the_last_two():

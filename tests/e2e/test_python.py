@@ -157,6 +157,16 @@ def test_hints_of_a_session_are_arguments():
     assert raised.value.hints == ('use checkpoint__resume="auto"', "or use a new out=…")
 
 
+def test_messages_that_begin_with_a_flag_name_its_argument(monkeypatch):
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"^processes=2 contradicts RANK, WORLD_SIZE") as raised:
+        manyhands.fit("mlp", "digits", processes=2, **QUIET)
+    assert raised.value.hints[0] == "remove processes=2"
+    assert not Path("run").exists()
+
+
 def of_four(output, labels):
     return torch.nn.functional.cross_entropy(output, labels, reduction="none").topk(4).values.mean()
 
@@ -407,6 +417,12 @@ def test_evaluate_needs_no_run():
     assert found.confusion.sum() == 33
 
 
+def test_float_samples_are_evaluated_unchanged():
+    net, (images, labels) = nets.Net(), (tiny(33).tensors)
+    loss = torch.nn.functional.cross_entropy(net.eval()(images), labels).item()
+    assert manyhands.evaluate(net, tiny(33)).loss == pytest.approx(loss, rel=1e-5)
+
+
 def shades(count, dark):
     """Pictures uint8 of two classes, dark and bright; so many of the dark ones."""
     labels = (torch.arange(count) >= dark).long()
@@ -424,6 +440,7 @@ def test_evaluation_normalizes_as_the_training_did(processes, tmp_path):
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))
     run = manyhands.fit(net, shades(200, 100), epochs=5, batch=20, lr=0.1, processes=processes, **QUIET)
     loaded = manyhands.load(run.path, model=copy.deepcopy(net)).network
+    assert run.final.top1 == 1
     assert [manyhands.evaluate(each, BRIGHT).top1 for each in (net, run, loaded)] == [1, 1, 1]
     assert manyhands.evaluate(net, TensorDataset(torch.zeros(3, 1, 8, 8), torch.arange(3) % 2)).count == 3
     with manyhands.session() as here:

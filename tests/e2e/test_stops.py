@@ -156,11 +156,18 @@ def test_a_launch_that_is_stopped_while_it_prepares_says_so_and_ends(here):
     assert "why: stopped before anything was saved" in told
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, SLOW(signal.SIGINT)])
-def test_a_process_by_hand_that_is_stopped_while_it_imports_torch_says_so(number, here):
+# As torchrun sets them.
+PLACE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("number", "by_variables"), [(signal.SIGTERM, False), SLOW(signal.SIGINT, False), SLOW(signal.SIGINT, True)]
+)
+def test_a_process_by_hand_that_is_stopped_while_it_imports_torch_says_so(number, by_variables, here):
     """An import of torch that is broken off can't be repeated in the same process."""
-    job = ["train", *ENDLESS, "--init", f"file://{here}/meet", "--world-size", "1", "--rank", "0", "--out", "run"]
-    with running(*job) as process:
+    flags = ["--init", f"file://{here}/meet", "--world-size", "1", "--rank", "0"]
+    place = {**PLACE, "MASTER_PORT": str(free_port())} if by_variables else {}
+    with running("train", *ENDLESS, *([] if by_variables else flags), "--out", "run", **place) as process:
         wait_until(lambda: any("libtorch" in one.path for one in psutil.Process(process.pid).memory_maps()), process)
         process.send_signal(number)
         ended = finish(process)
@@ -300,6 +307,38 @@ def test_a_killed_worker_is_named_and_the_run_goes_on_to_the_same_bits(processes
     ended = run("train", *job, "--out", "whole", **fault)
     assert ended.code == 0, ended.err
     assert_equal_weights(final_weights("run"), final_weights("whole"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_rank_that_is_killed_while_the_run_stops_takes_no_checkpoint_away(committed, here):
+    """With exit code 75 exactly where the checkpoint of the stop is complete; either way the run resumes."""
+    checkpoints = here / "run" / "checkpoints"
+
+    def is_committed():
+        return any((checkpoints / f"step-{event['step']:08}").is_dir() for event in events("run", "stopping"))
+
+    with running("train", *ENDLESS, "-n", "2", "--out", "run") as process:
+        wait_until(begun("run"), process)
+        (agent,) = psutil.Process(process.pid).children()
+        rank_1 = max(agent.children(), key=lambda worker: worker.pid)
+        process.send_signal(signal.SIGTERM)
+        if committed:
+            wait_until(is_committed)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has left already
+            rank_1.kill()
+        ended = finish(process)
+    last = max(checkpoints.glob("step-*")).name
+    if committed or events("run", "stopped"):
+        assert ended.code == 75, ended.err
+        assert events("run", "stopped")[-1]["step"] == int(last.removeprefix("step-"))
+    else:
+        assert ended.code == 1, ended.err
+        assert "rank 1 was killed by SIGKILL" in ended.err
+        assert f"of step {int(last.removeprefix('step-'))}" in ended.err
+    again = run("resume", "run", "--set", f"train.max_steps={int(last.removeprefix('step-')) + 2}")
+    assert again.code == 0, again.err
+    assert not marked(str(here))
 
 
 def test_what_is_shown_on_a_closed_terminal_is_no_error(monkeypatch):

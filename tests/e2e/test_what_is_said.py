@@ -117,10 +117,25 @@ def test_many_classes_are_named_in_part(names, shown):
     assert line.endswith(" …") == (len(names) > 10)
 
 
-def test_a_batch_larger_than_the_data_is_said():
+def test_a_batch_larger_than_the_data_is_said_with_quiet_too(capsys):
     manyhands.fit(nets.Net(), tiny(40), epochs=1, batch=8192, **QUIET)
     too_large = "each update uses all 36 training samples, fewer than the batch of 8,192"
     assert too_large in [event["message"] for event in told("warning")]
+    assert too_large in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_log_names_what_is_not_read_of_a_folder(quiet, capsys):
+    for place in ("cat/1.png", "cat/2.png", "dog/1.png", "dog/2.png", "dog/3.png"):
+        Path("pets", place).parent.mkdir(exist_ok=True, parents=True)
+        Image.new("L", (8, 8)).save(Path("pets", place))
+    for place in ("cat/1.heic", "cat/2.heic", "dog/1.HEIC", "labels.csv", "@eaDir"):
+        Path("pets", place).touch()
+    manyhands.fit("mlp", "pets", epochs=1, batch=4, **QUIET | {"quiet": quiet})
+    log = capsys.readouterr().err
+    assert "WARNING unused files and folders (5): 3 .heic (such as cat/1.heic), labels.csv, @eaDir" in log
+    assert "WARNING .csv files are not read" in log
+    assert "WARNING .heic pictures can't be read" in log
 
 
 def dry_run(*words):
@@ -147,6 +162,13 @@ def test_a_dry_run_says_what_would_be_trained_on_and_where_it_would_be_kept(tmp_
     shown = capsys.readouterr().out
     assert "with 1,437 training and 360 evaluation pictures, 10 classes: 0, 1, 2" in shown
     assert shown.endswith("into here\n")
+
+
+def test_the_help_names_what_a_dry_run_does_not_check(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
+    assert "does not check pictures, memory, your own code or other machines" in shown
 
 
 @pytest.mark.parametrize(("places", "what"), [([], "no class folders"), (["cat"], "only one class folder")])

@@ -21,11 +21,11 @@ from manyhands.core.errors import RunError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.train.build import build
-from manyhands.train.failing import explain_memory
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
 from manyhands.train.state import capture
+from manyhands.worker.failure import explain_memory
 from tests.e2e import command
 from tests.gpu.case import Skip, Unproven
 from tests.gpu.paths import copies_ahead_change_no_batch, groups_in_one_pass_are_what_each_is_alone
@@ -178,7 +178,7 @@ def _weights(trainer):
 def _overflow(world):
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(world, folder, lambda: BadOnce(call=4), **{"train.precision": "fp16"})
-        model = trainer.network.inner
+        model = trainer.network.model
         before, scales = None, []
         for number, update in enumerate(trainer.feed.updates(0, 0)):
             skipped, before = model.calls == model.call - 1, _weights(trainer)
@@ -216,7 +216,7 @@ def _refused(world):
             fit(trainer)
         except RunError as error:
             told = str(error)
-        weights = {name: one.detach().cpu() for name, one in trainer.network.inner.named_parameters()}
+        weights = {name: one.detach().cpu() for name, one in trainer.network.model.named_parameters()}
         trainer.release()
         return told, weights
 

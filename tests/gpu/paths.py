@@ -15,8 +15,8 @@ from manyhands.data.order import BatchSharing
 from manyhands.data.splits import ImageFiles, ImagesInMemory
 from manyhands.data.transforms import Pixels
 from manyhands.data.walk import PictureNames
-from manyhands.parallel import norm
-from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.replicas import batch_norm as norm
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
 
 # Of what is compared: relative to each tensor's largest value.
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.005}

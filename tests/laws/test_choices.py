@@ -37,15 +37,7 @@ NETWORK = '''
 
 from torch import nn
 
-from manyhands.models.construct import ModelNeeds
-
-
-def names():
-    return ["oneline"]
-
-
-def needs(name, size, arguments, pretrained):
-    return ModelNeeds()
+NAMES = ("oneline",)
 
 
 def build(name, *, channels, size, num_classes, arguments):
@@ -57,7 +49,7 @@ MODE = '''
 from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.core.needs import OWN_AVERAGE, WHOLE_GRADIENTS
-from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.network import ModeTraits, ParallelNetwork
 
 DESCRIPTION = "DDP as it comes"
 NORM_GROUPS = True
@@ -66,9 +58,9 @@ OFFERS = frozenset({WHOLE_GRADIENTS, OWN_AVERAGE})
 
 def apply(model, world, how):
     if world.alone:
-        return ParallelNetwork(call=model, inner=model)
+        return ParallelNetwork(model)
     call = DistributedDataParallel(model, process_group=how.group) if how.reduces else model
-    return ParallelNetwork(call=call, inner=model, gradient_scale=float(world.size))
+    return ParallelNetwork(model, call, world, ModeTraits(gradient_scale=float(world.size)))
 '''
 METHOD = '''
 """The mean of all gradients, made smaller."""

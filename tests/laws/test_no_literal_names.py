@@ -20,7 +20,7 @@ CHOICES = {
 }
 NAMES = {name for names in CHOICES.values() for name in names}
 # The proof of networks that their author has split is of one mode alone, whose network it takes.
-PROOF = ("parallel/verify.py",)
+PROOF = ("parallel/hybrid/verify.py",)
 CONFIG = ("config/", "parallel/options.py", "sync/options.py")
 # These words mean other things too: a section of the job, a machine, whatever device there is, a precision.
 COMMON = {"data", "local", "auto", "bf16"}
@@ -28,7 +28,7 @@ COMMON = {"data", "local", "auto", "bf16"}
 ASKED = re.compile(r"\b(\w*mode|\w*method|methods\(\)|MODES|METHODS)\b", re.IGNORECASE)
 LOOKS_UP = {"Cost", "load_choice"} | {
     one.name
-    for file in ("parallel/apply.py", "sync/method.py", "sync/choose.py", "train/choose_sync.py")
+    for file in ("parallel/apply.py", "sync/options.py", "sync/choose.py", "train/choose_sync.py")
     for one in ast.walk(ast.parse((SOURCE / file).read_text()))
     if isinstance(one, ast.FunctionDef)
 }

@@ -21,9 +21,9 @@ from manyhands.checkpoint.read import load, open_checkpoint
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.trained import find_record
 from manyhands.checkpoint.write import save
-from manyhands.cluster.agents.protocol import Alive, FilePiece, WorkersEnded, WorkersStarted
+from manyhands.cluster.agents.protocol import FilePiece, WorkersEnded, WorkersStarted
 from manyhands.cluster.hosts.this_process import participate
-from manyhands.cluster.messages import Call, CallResult, decode, encode
+from manyhands.cluster.messages import Alive, Call, CallResult, decode, encode
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError
@@ -35,8 +35,8 @@ from manyhands.data.folder import list_parts
 from manyhands.data.listed import of_pack, place_of_pack
 from manyhands.data.packing import PackRequest, make_pack, read_contents
 from manyhands.parallel.plan import Plan, read_plan
-from manyhands.parallel.strategy import resolve as resolve_plan
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.split.strategy import resolve as resolve_plan
+from manyhands.parallel.split.tracing import describe_network
 from manyhands.report.page import render
 from manyhands.report.read import read_run
 from manyhands.report.summary import result_lines

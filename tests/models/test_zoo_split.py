@@ -10,10 +10,10 @@ from torchvision import models
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
 from manyhands.parallel.network import MicroBatchShape, ModeRequest
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.on_mesh import split
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
+from manyhands.parallel.split.network import split
+from manyhands.parallel.split.tracing import describe_network
 
 SAMPLES = 2
 SIZES = {"inception_v3": 299}

@@ -92,9 +92,10 @@ def of_connection(lab, host, end, launcher):
     return [one.pid for one in found if one.name().startswith("sshd") and "-D" not in one.cmdline()]
 
 
-@pytest.mark.parametrize(("host", "end"), [(1, "server"), (2, "client")])
-def test_the_end_of_a_connection_is_not_the_end_of_a_machine(host, end, lab, here):
-    with running("launch", *LONG, *hosts(lab), "--out", "run") as process:
+@pytest.mark.parametrize(("count", "host", "end"), [(3, 1, "server"), (3, 2, "client"), (2, 2, "server")])
+def test_the_end_of_a_connection_is_not_the_end_of_a_machine(count, host, end, lab, here):
+    """All commands agree that the run is active, and then that it has stopped."""
+    with running("launch", *LONG, *hosts(lab)[2:], "--hosts", ",".join(lab.names[:count]), "--out", "run") as process:
         wait_until(begun(), process)
         ended = of_connection(lab, host, end, process.pid)
         assert ended
@@ -103,8 +104,13 @@ def test_the_end_of_a_connection_is_not_the_end_of_a_machine(host, end, lab, her
         time.sleep(CUT_OFF_S)  # who was cut off has gone by then
         before = len(steps())
         wait_until(lambda: len(steps()) > before + 2, process)
+        assert "run" in run("ps").out.split()
+        assert "is active" in run("why", "run").out
         told = ended_as_undisturbed(process).err
         gone(lab)
+    assert run("ps").out == "no run is active\n"
+    assert "run stopped" in run("why", "run").out
+    assert "the run is not active" in run("stop", "run").err
     assert not events("run", "restarted")
     assert f"lost the connection to n{host}; reconnecting" in told
     assert f"reconnected to n{host}" in told

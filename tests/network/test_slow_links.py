@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from manyhands.core.choices import load_choice
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.link_speeds import LinkSpeed
-from manyhands.sync.method import METHODS
-from manyhands.sync.options import SyncOptions
+from manyhands.sync.options import METHODS, SyncOptions
 from tests.e2e.command import (
     Ended,
     assert_equal_weights,

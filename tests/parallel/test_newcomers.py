@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from manyhands.parallel.close_listeners import close_rendezvous, closed_once_formed
+from manyhands.parallel.group.listeners import close_rendezvous, closed_once_formed
 from manyhands.run.doctor import public_addresses
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has filters on sockets")

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.core.errors import UserError
 from manyhands.data.order import BatchSharing
-from manyhands.parallel import norm
-from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.replicas import batch_norm as norm
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
 
 KINDS = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 # What rounding leaves, relative to each tensor's largest value.

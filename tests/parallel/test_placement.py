@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.placement import Extent, gradient_of, messages, steps_between, value_of
+from manyhands.parallel.mesh.placement import Extent, gradient_of, messages, steps_between, value_of
 
 COMMON = st.sampled_from([0, 1, 2, "R", "P"])
 SIDES = st.sampled_from([0, 1, 2, "R", "B", "P"])

@@ -3,7 +3,7 @@
 import pytest
 
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel.group import _among_neighbours
+from manyhands.parallel.group.join import _among_neighbours
 
 
 @pytest.mark.parametrize(("rank", "wanted"), [(0, (0, 2)), (1, (0, 1)), (2, (1, 2))])

@@ -11,13 +11,13 @@ from torch import nn
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.core.world import World
-from manyhands.parallel.execute import parameter_layouts
 from manyhands.parallel.network import ModeRequest
-from manyhands.parallel.on_mesh import split
 from manyhands.parallel.options import ParallelOptions
 from manyhands.parallel.plan import Plan, parse_pins, plan_from_plain, plan_of, read_plan
-from manyhands.parallel.strategy import concise, refusal, resolve
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.split.execute import parameter_layouts
+from manyhands.parallel.split.network import split
+from manyhands.parallel.split.strategy import concise, refusal, resolve
+from manyhands.parallel.split.tracing import describe_network
 
 SQUARE = Mesh((("dp", 2), ("tp", 2)))
 MESHES = st.sampled_from([SQUARE, Mesh((("dp", 2),)), Mesh((("dp", 3),)), Mesh((("a", 2), ("b", 2), ("c", 2)))])
@@ -245,6 +245,6 @@ def test_two_networks_under_different_plans_live_in_one_process():
     second = split(other.train(), World(), ModeRequest(plan=Plan(mesh, {"fc": "i@dp", "deep": "c@dp"}), picture=sample))
     assert first.layouts["fc.weight"].cuts == ((0, (0,)),)
     assert second.layouts["fc.weight"].cuts == ((1, (0,)),)
-    first.release()
+    first.close()
     for network, output in zip((first, second), wanted, strict=True):
         torch.testing.assert_close(network.call.eval()(batch), output)

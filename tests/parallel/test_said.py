@@ -12,11 +12,11 @@ import torch.distributed as dist
 from manyhands.cluster.failures import as_error
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel import group, meet, report_failure
-from manyhands.parallel.group import Cause
-from manyhands.parallel.meet import check_in
-from manyhands.parallel.said import DuplicateRank, PeerFailure, Present, understood
-from manyhands.worker.member import describe_peer, heard
+from manyhands.parallel.group.join import Cause
+from manyhands.parallel.group.join import join as group
+from manyhands.parallel.group.join import rendezvous as meet
+from manyhands.parallel.group.rendezvous import DuplicateRank, PeerFailure, Present, check_in, understood
+from manyhands.worker.failure import describe_peer, heard
 
 JUNK = [
     b"", b"junk", b"\xff\xfe\x00", b"[]", b"{}", b"null", b"1" * 5000, b"[" * 5000, b"{" * 10 + b'"a":' * 9,
@@ -105,9 +105,7 @@ def test_a_second_rank_0_of_the_same_job_is_told_to_the_first(digest, told):
     names = dist.PrefixStore("present/0", store)
     names.set("0", json.dumps({"host": "n1", "machine": "m", "pid": 5, "size": 2, "digest": digest}))
     second = ProcessInfo(rank=0, size=2, init=f"tcp://127.0.0.1:{port}")
-    report_failure.report_to_waiting_ranks(
-        second, lambda names: meet.report_duplicate_rank(names, second, "train.lr=1")
-    )
+    meet.report_to_waiting_ranks(second, lambda names: meet.report_duplicate_rank(names, second, "train.lr=1"))
     assert names.check(["twice"]) == told
     if told:
         with pytest.raises(UserError, match="rank 0 was given twice: to process"):

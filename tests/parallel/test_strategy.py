@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.strategy import (
+from manyhands.parallel.split.strategy import (
     MEANINGS,
     from_mindspore,
     is_tuples,

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.strategy import refusal
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.split.strategy import refusal
+from manyhands.parallel.split.tracing import describe_network
 
 
 def chain():

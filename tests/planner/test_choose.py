@@ -59,7 +59,7 @@ def test_where_data_parallel_cannot_run_the_fastest_is_chosen():
 
 @pytest.mark.parametrize("seconds", [{DATA_PARALLEL: [1.0] * 2}, {DATA_PARALLEL: [1.0] * 3, "cut": [1.0] * 4}])
 def test_too_few_rounds_are_refused(seconds):
-    with pytest.raises(UserError, match="rounds"):
+    with pytest.raises(UserError, match="the same number of times"):
         pick_measured(seconds)
 
 

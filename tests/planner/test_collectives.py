@@ -11,14 +11,12 @@ import torchvision.models as zoo
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manyhands.core.mesh import bounds
-from manyhands.parallel.execute import SplitNetwork
-from manyhands.parallel.grid import Grid
-from manyhands.parallel.network import MicroBatchShape
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.reduce import Reducer
-from manyhands.parallel.sharded_loss import SplitLoss
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeTraits
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
+from manyhands.parallel.split.execute import SplitNetwork
+from manyhands.parallel.split.network import PlannedNetwork
+from manyhands.parallel.split.tracing import describe_network
 from manyhands.planner.collectives import PlannedUpdate, collectives, shares
 from tests.planner.nets import mesh_of, random_letters
 from tests.processes.ranks import run_on_ranks
@@ -100,21 +98,19 @@ def _update(world, name, mesh, batch, norm_group, seed):
         letters.setdefault(one, tuple("r" for _ in mesh.axes))
     share = shares(batch, norm_group)
     predicted = collectives(PlannedUpdate(train, letters, mesh, batch, share, world.rank))
-    grid = Grid(mesh, world)
-    network = SplitNetwork(model, train, evaluate, letters, grid).train()
-    loss, reducer = SplitLoss(network, _loss_fn), Reducer(dict(model.named_parameters()), network.layouts, grid)
-    axes = network.samples_axes()
-    edges, place = bounds(batch, grid.parts(axes)), grid.place(axes)
-    rows = edges[place + 1] - edges[place]
+    split = SplitNetwork(model, train, evaluate, letters, Grid(mesh, world)).train()
+    network = PlannedNetwork(split, None, ModeTraits())
+    mine = share(network.share.parts, network.share.index)
+    inputs, labels = torch.randn(mine.count, 3, 32, 32), torch.zeros(mine.count, dtype=torch.int64)
     recorder = Recorder()
     with recorder:
-        network.begin_micro_batch(MicroBatchShape(batch, batch, share))
-        total, _, _ = loss(network(torch.randn(rows, 3, 32, 32)), torch.zeros(rows, dtype=torch.int64))
+        inputs, labels, _ = network.begin(MicroBatch(inputs, labels, mine, MicroBatchShape(batch, batch, share)))
+        total, _, _ = network.loss_fn(_loss_fn, 0.0)(network.call(inputs), labels)
         (total / batch).backward()
-        reducer.finish()
+        network.finish_gradients()
         network.finish_update()
     expected = [(one.kind, tuple(mesh.peers(one.axes, world.rank)), one.values) for one in predicted]
-    grid.release()
+    network.close()
     return Counter(expected), Counter(recorder.sent)
 
 

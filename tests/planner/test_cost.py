@@ -7,13 +7,12 @@ import torchvision.models as zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.planner.collectives import BACKWARD, FORWARD, shares
-from manyhands.planner.cost import Setting, predict, sketch
+from manyhands.planner.cost import Setting, Work, piece_shape, predict, sketch
 from manyhands.planner.links import links_of
-from manyhands.planner.problem import evaluate
+from manyhands.planner.solve import evaluate
 from manyhands.planner.timing import OpTimes, Others
-from manyhands.planner.work import Work, piece_shape
 from manyhands.sync.link_speeds import LinkSpeed
 from tests.planner.nets import chain, graph_of, heavy, mesh_of, random_letters
 

@@ -11,7 +11,7 @@ from manyhands.cli.plan import wide
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import make_mesh, parse_mesh
 from manyhands.planner.cost import Prediction
-from manyhands.planner.explain import Layer, candidates_table, draw_plan
+from manyhands.planner.explain import candidates_table, draw_plan
 from manyhands.planner.find import PlanCandidate
 
 
@@ -59,16 +59,15 @@ def test_the_table_fits_100_columns():
 @pytest.mark.parametrize("count", [0, 3, 120])
 def test_the_picture_is_drawn(tmp_path, sizes, count):
     mesh = make_mesh(sizes)
-    layers = [
-        Layer(f"a$_{number}", ["noicrz"[(number + axis) % 6] for axis in range(len(sizes))]) for number in range(count)
-    ]
+    letters = [["noicrz"[(number + axis) % 6] for axis in range(len(sizes))] for number in range(count)]
+    layers = {f"a$_{number}": loops for number, loops in enumerate(letters)}
     draw_plan(layers, mesh, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert [file.name for file in tmp_path.iterdir()] == ["plan.png"]
 
 
 def test_the_picture_has_each_layers_colours(tmp_path):
-    draw_plan([Layer("fc", ["o", "n"])], make_mesh({"dp": 2, "tp": 16}), tmp_path / "plan.png")
+    draw_plan({"fc": ["o", "n"]}, make_mesh({"dp": 2, "tp": 16}), tmp_path / "plan.png")
     with Image.open(tmp_path / "plan.png") as picture:
         found = [colour for _, colour in picture.getcolors(1 << 16)]
         row = [picture.getpixel((x, 46)) for x in range(picture.width)]
@@ -81,5 +80,5 @@ def test_the_picture_has_each_layers_colours(tmp_path):
 
 def test_a_layer_for_another_mesh_is_refused(tmp_path):
     with pytest.raises(UserError, match="fc has 2 placements"):
-        draw_plan([Layer("fc", ["o", "n"])], make_mesh({"dp": 2}), tmp_path / "plan.png")
+        draw_plan({"fc": ["o", "n"]}, make_mesh({"dp": 2}), tmp_path / "plan.png")
     assert not list(tmp_path.iterdir())

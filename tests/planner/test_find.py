@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 import manyhands
 from manyhands.core.errors import UserError
 from manyhands.parallel.plan import Plan, plan_from_plain
-from manyhands.parallel.strategy import resolve
+from manyhands.parallel.split.strategy import resolve
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import shares
-from manyhands.planner.cost import Setting, sketch
+from manyhands.planner.cost import Setting, Work, sketch
 from manyhands.planner.find import GAP, SearchRequest, digest, find, one_weird_trick
 from manyhands.planner.links import links_of
-from manyhands.planner.problem import NoPlanError, evaluate
-from manyhands.planner.solve import solve
+from manyhands.planner.solve import NoPlanError, evaluate, solve
 from manyhands.planner.timing import OpTimes
-from manyhands.planner.work import Work
 from manyhands.sync.link_speeds import LinkSpeed
 from tests.planner.nets import chain, graph_of, heavy, mesh_of
 

@@ -10,8 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from manyhands.core.errors import UserError
-from manyhands.planner.problem import Edge, NoPlanError, OpChoice, Problem, Program, evaluate
-from manyhands.planner.solve import solve, solve_all
+from manyhands.planner.solve import Edge, NoPlanError, OpCost, Problem, Program, evaluate, solve, solve_all
 
 numbers = st.integers(0, 40).map(lambda number: number / 8)
 costs = st.one_of(numbers, numbers, numbers, st.just(math.inf))
@@ -19,7 +18,7 @@ costs = st.one_of(numbers, numbers, numbers, st.just(math.inf))
 
 @st.composite
 def problems(draw, most_nodes=6, most_choices=4, costs=costs):
-    choice = st.builds(OpChoice, costs, numbers, numbers, st.integers(0, 20).map(float))
+    choice = st.builds(OpCost, costs, numbers, numbers, st.integers(0, 20).map(float))
     nodes = draw(st.lists(st.lists(choice, min_size=1, max_size=most_choices), min_size=1, max_size=most_nodes))
     ends = st.tuples(st.integers(0, len(nodes) - 1), st.integers(0, len(nodes) - 1))
     edges = []
@@ -130,7 +129,7 @@ def residual_network(blocks, choices, seed):
     count = 1 + 4 * blocks
     nodes = [
         [
-            OpChoice(random.uniform(1, 3), random.uniform(0, 2), random.uniform(0, 1), float(random.integers(1, 50)))
+            OpCost(random.uniform(1, 3), random.uniform(0, 2), random.uniform(0, 1), float(random.integers(1, 50)))
             for _ in range(choices)
         ]
         for _ in range(count)
@@ -163,7 +162,7 @@ def test_with_a_binding_limit_a_plan_within_a_hundredth_takes_nine_runs_of_the_s
 
 def test_too_little_memory_is_said_in_numbers():
     problem = Problem(
-        [[OpChoice(1, memory_bytes=3 << 30), OpChoice(2, memory_bytes=2 << 30)]] * 2, memory_limit_bytes=1 << 30
+        [[OpCost(1, memory_bytes=3 << 30), OpCost(2, memory_bytes=2 << 30)]] * 2, memory_limit_bytes=1 << 30
     )
     with pytest.raises(NoPlanError, match="into 1 GiB per process; the smallest takes 4 GiB") as caught:
         solve(problem)
@@ -172,14 +171,12 @@ def test_too_little_memory_is_said_in_numbers():
 
 def test_ops_without_a_choice_are_named():
     never = np.full((1, 1), math.inf)
-    problem = Problem([[OpChoice(1)], [OpChoice(1)]], [Edge(0, 1, never)], names=("conv1", "fc"))
+    problem = Problem([[OpCost(1)], [OpCost(1)]], [Edge(0, 1, never)], names=("conv1", "fc"))
     with pytest.raises(NoPlanError, match="conv1 and fc"):
         solve(problem)
 
 
-@pytest.mark.parametrize(
-    "wrong", [OpChoice(-1), OpChoice(math.nan), OpChoice(1, math.inf), OpChoice(1, 0, 0, math.nan)]
-)
+@pytest.mark.parametrize("wrong", [OpCost(-1), OpCost(math.nan), OpCost(1, math.inf), OpCost(1, 0, 0, math.nan)])
 def test_numbers_that_cannot_be_costs_are_refused(wrong):
     with pytest.raises(UserError, match="fc"):
         solve(Problem([[wrong]], names=("fc",)))
@@ -187,8 +184,14 @@ def test_numbers_that_cannot_be_costs_are_refused(wrong):
 
 def test_costs_of_a_wrong_shape_are_refused():
     with pytest.raises(UserError, match="wrong shape"):
-        solve(Problem([[OpChoice(1)], [OpChoice(1)]], [Edge(0, 1, np.zeros((2, 1)))]))
+        solve(Problem([[OpCost(1)], [OpCost(1)]], [Edge(0, 1, np.zeros((2, 1)))]))
 
 
 def test_an_empty_network_costs_nothing():
     assert solve(Problem([])).seconds == 0
+
+
+def test_a_choice_that_exposes_seconds_is_found_beside_a_slower_one_that_fits():
+    node = [OpCost(0, memory_bytes=4), OpCost(0), OpCost(0.25, 0.125, memory_bytes=3), OpCost(0)]
+    solution = solve(Problem([node], [Edge(0, 0, np.diag([0, 0.5, 0, 0.5]))], memory_limit_bytes=3))
+    assert (solution.choices, solution.seconds) == ((2,), 0.375)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.split.tracing import describe_network
 
 
 def test_layers_are_described_without_computing_them():

@@ -12,7 +12,7 @@ from torch import nn
 from manyhands.config.load import load_job
 from manyhands.core.world import World
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.strategy import concise
+from manyhands.parallel.split.strategy import concise
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.trial import PlanCase, Runner, measure, verify
 from manyhands.worker.plan_trials import case_of, picture
@@ -156,7 +156,7 @@ def _micro_batches(world, plan):
         runner = Runner(replace(case, picture=case.picture.double(), precision="fp64"), plan, world)
         loss = runner.gradients()
         found.append([loss, *(one.grad.clone() for one in runner.model.parameters() if one.grad is not None)])
-        runner.network.release()
+        runner.network.close()
     return found
 
 

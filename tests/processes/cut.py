@@ -14,8 +14,9 @@ from manyhands.data.order import sharing
 from manyhands.parallel.apply import make_equal
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeRequest
-from manyhands.parallel.on_mesh import NetworkOnMesh, split
+from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
+from manyhands.parallel.split.network import split
 from manyhands.train.loss import BETTER_LOSS, make_loss_fn, verify_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -25,7 +26,7 @@ def own_rows(network: NetworkOnMesh, rows: Tensor) -> Tensor:
     """This process's rows of a batch that all have; they are the next to be computed."""
     grid = network.grid
     grid.batch = len(rows)
-    edges, place = bounds(len(rows), grid.parts(network.input_axes)), grid.place(network.input_axes)
+    edges, place = bounds(len(rows), network.share.parts), network.share.index
     return rows[edges[place] : edges[place + 1]]
 
 
@@ -48,10 +49,10 @@ class CutNetwork(nn.Module):
         request = ModeRequest(plan=plan, picture=sample, cross_entropy=loss is None, loss=self._loss_fn.own)
         # Its parameters are the user's network's own; the graph that runs them doesn't name them all.
         self.network = network = split(model.train(), world, request)
-        self.world, self.plan, self.inner = world, network.plan, model
-        if network.loss_axes and network.outputs:
+        self.world, self.plan, self.inner = world, network.traits.plan, model
+        if network.loss_axes and network.traits.outputs:
             kind = sample.dtype if sample.is_floating_point() else torch.float32
-            self._loss_fn = verify_loss(self._loss_fn, network.outputs, network.outputs, world, kind)
+            self._loss_fn = verify_loss(self._loss_fn, network.traits.outputs, network.traits.outputs, world, kind)
             if self._loss_fn.dependent:
                 hints = (BETTER_LOSS, 'or the whole batch on every process: {"loss": "r", …}')
                 raise UserError(self._loss_fn.dependent, "loss", hints)
@@ -87,11 +88,11 @@ class CutNetwork(nn.Module):
 
     def release(self) -> None:
         """Gives the process groups back."""
-        self.network.release()
+        self.network.close()
 
     def _micro_batch(self, inputs: Tensor, labels: Tensor) -> MicroBatch:
         count, network = len(labels), self.network
         share = sharing(count, count, (0, count))
-        mine = share(network.replicas(self.world.size), network.replica(self.world.rank))
+        mine = share(network.share.parts, network.share.index)
         shape = MicroBatchShape(count, count, share, self._seed)
         return MicroBatch(own_rows(network, inputs), own_rows(network, labels), mine, shape)

@@ -13,12 +13,12 @@ from torchvision import models
 from manyhands.config.load import load_job
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.parallel.placement import gather_full
+from manyhands.parallel.mesh.placement import gather_full
 from manyhands.planner.choose import LEAST_ROUNDS
 from manyhands.planner.find import SearchResult
 from manyhands.train.objects import Objects
 from manyhands.train.state import capture
-from manyhands.worker import plan_choice
+from manyhands.worker import plan_search
 from manyhands.worker.entry import _build
 
 # One of each family of torchvision's; their larger relatives are made of the same ops.
@@ -98,7 +98,7 @@ def train(world, mode, model, size):
             trainer.progress.advance(trainer.feed.order.steps_per_epoch)
         network = trainer.network
         if network.layouts:
-            pieces = trainer.network.inner.state_dict()
+            pieces = trainer.network.model.state_dict()
             found = {
                 name: gather_full(one.detach(), network.layouts[name], network.grid).cpu()
                 for name, one in pieces.items()
@@ -124,7 +124,7 @@ def compare(world, name):
 
     Ops are timed and plans are tried as ever, but for a shorter time, and fewer of them.
     """
-    plan_choice.TIMES_BUDGET_S, plan_choice.ROUNDS = 1.0, LEAST_ROUNDS
+    plan_search.TIMES_BUDGET_S, plan_search.ROUNDS = 1.0, LEAST_ROUNDS
     SearchResult.finalists.__defaults__ = (1,)
     model, size = build(name)
     model = without_draws(model).double()

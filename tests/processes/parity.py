@@ -16,11 +16,12 @@ from manyhands.core.mesh import Mesh
 from manyhands.data.order import shares_of_micro_batch
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import MicroBatch, MicroBatchShape, ModeRequest
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.on_mesh import split
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.strategy import concise, refusal
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
+from manyhands.parallel.split.execute import shard_tensor
+from manyhands.parallel.split.network import split
+from manyhands.parallel.split.strategy import concise, refusal
+from manyhands.parallel.split.tracing import describe_network
 from tests.processes.cut import own_rows
 from tests.processes.ranks import run_on_ranks
 
@@ -197,22 +198,27 @@ def _errors(world, cases):
         network = split(copy.deepcopy(truth.model), world, ModeRequest(plan=plan, picture=truth.pictures[0]))
         mine = _follow(network, truth)
         found.append(Found(label, *_compare_ends(mine, truth, network)))
-        network.release()
+        network.close()
     return found
 
 
 def _compare_ends(mine, truth, network):
-    first, last = (_compare(mine, truth, number, network.piece) for number in (0, len(truth.losses) - 1))
+    layouts = network.layouts
+
+    def piece(name, tensor):
+        return shard_tensor(tensor, layouts[name], layouts.mesh, layouts.rank)
+
+    first, last = (_compare(mine, truth, number, piece) for number in (0, len(truth.losses) - 1))
     off = (mine.output.double() - truth.output.double()).abs().max().item() / truth.output.abs().max().item()
     return first, max(last, (off, "output in evaluation"))
 
 
 def _follow(network, truth):
-    optimizer, count = _optimizer(network.inner), len(truth.pictures)
+    optimizer, count = _optimizer(network.model), len(truth.pictures)
     gradients = Gradients(network, network.grid.world, _loss_fn)
     mine = own_rows(network, torch.arange(count))
-    found = Truth(network.inner, truth.pictures[mine], truth.labels[mine], truth.group)
-    share = _share(truth, network.replicas(0), network.replica(0))
+    found = Truth(network.model, truth.pictures[mine], truth.labels[mine], truth.group)
+    share = _share(truth, network.share.parts, network.share.index)
     shape = MicroBatchShape(count, count, lambda parts, index: _share(truth, parts, index))
     for _ in truth.losses:
         optimizer.zero_grad()
@@ -220,7 +226,7 @@ def _follow(network, truth):
         gradients.finish()
         total = result.loss.clone() * (1.0 if result.count else 0.0)
         torch.distributed.all_reduce(total)
-        _note(found, total.item(), network.inner, optimizer, network.move_statistics)
+        _note(found, total.item(), network.model, optimizer, network.finish_update)
     found.output = _evaluate(network.call, found.pictures)
     return found
 

@@ -72,10 +72,10 @@ def _structure(world, mode):
             "mode": parts.run.mode,
             "network": {
                 **_plain(network),
-                "postpone_steps": network.no_sync.__qualname__,
+                "postpone_steps": network.traits.no_sync.__qualname__,
                 "layouts": dict(network.layouts),
             },
-            "whole": network.call is network.inner,
+            "whole": network.call is network.model,
             "wrapper": _plain(network.call),
             "modules": {name: _module(module) for name, module in network.call.named_modules()},
             "parameters": {name: _parameter(one) for name, one in network.call.named_parameters()},
@@ -89,7 +89,7 @@ def _structure(world, mode):
             ),
         }  # fmt: skip
         _updates(parts, 5)
-        weights = {name: one.detach().clone() for name, one in network.inner.state_dict().items()}
+        weights = {name: one.detach().clone() for name, one in network.model.state_dict().items()}
         parts.release()
     return found, weights, plan
 

@@ -12,10 +12,9 @@ from manyhands.checkpoint.describe import NetworkLayout
 from manyhands.checkpoint.read import open_checkpoint
 from manyhands.checkpoint.reshard import merge, reshard
 from manyhands.checkpoint.snapshot import Snapshot
-from manyhands.checkpoint.write import save_full, save_pieces
 from manyhands.core.mesh import Mesh, TensorLayout
 from tests.processes.ranks import run_on_ranks
-from tests.processes.test_checkpoint_pieces import peers_of
+from tests.processes.test_checkpoint_pieces import peers_of, save_full, save_pieces
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of memory")
 

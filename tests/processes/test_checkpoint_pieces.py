@@ -15,10 +15,10 @@ from manyhands.checkpoint.files import verify
 from manyhands.checkpoint.folders import newest, prune
 from manyhands.checkpoint.read import load, open_checkpoint
 from manyhands.checkpoint.snapshot import Snapshot, read_tensors
-from manyhands.checkpoint.write import CheckpointGroup, SaveError, save, save_full, save_pieces
+from manyhands.checkpoint.write import CheckpointGroup, CheckpointWriter, SaveError, save
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.mesh import Mesh, TensorLayout
-from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.group.plain import gather_plain
 from tests.checkpoint.cuts import assert_same, bits, local, random_tensor, with_optimizer
 from tests.processes.ranks import run_on_ranks
 
@@ -60,6 +60,14 @@ def cuts_for(size):
 
 def peers_of(world):
     return CheckpointGroup(world.rank, world.size, functools.partial(gather_plain, world=world))
+
+
+def save_pieces(folder, step, snapshot, cut, peers):
+    return CheckpointWriter(folder, peers, cut, pieces=True).write(step, snapshot)
+
+
+def save_full(folder, step, snapshot, cut, peers):
+    return CheckpointWriter(folder, peers, cut).write(step, snapshot)
 
 
 def _save_all(world, folder):

@@ -12,8 +12,8 @@ from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel import apply
-from manyhands.parallel.collectives import new_group, world_group
-from manyhands.parallel.grid import open_mesh
+from manyhands.parallel.group.collectives import new_group, world_group
+from manyhands.parallel.mesh.grid import open_mesh
 from manyhands.train.build import build
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts

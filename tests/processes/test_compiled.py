@@ -51,7 +51,7 @@ def _trained(folder, compiled):
         trainer.update(update, trainer.progress.step)
         trainer.count_update()
     trainer.evaluate()
-    model = trainer.network.inner
+    model = trainer.network.model
     trainer.release()
     copy.deepcopy(model)(torch.zeros(3, 1, 8, 8))
     return [one.detach().clone() for one in model.state_dict().values()], counters["unique_graphs"] - before

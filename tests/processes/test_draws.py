@@ -8,13 +8,14 @@ from torchvision.ops import StochasticDepth
 from manyhands.core.mesh import Mesh
 from manyhands.core.world import World
 from manyhands.data.order import shares_of_micro_batch
-from manyhands.parallel.execute import SplitNetwork
-from manyhands.parallel.grid import Grid
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.placement import Extent, convert, value_of
 from manyhands.parallel.network import MicroBatchShape
-from manyhands.parallel.placement import Extent, convert, value_of
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.strategy import resolve
-from manyhands.parallel.tracing import describe_network
+from manyhands.parallel.split.execute import SplitNetwork, batch_axes
+from manyhands.parallel.split.graph import INPUT
+from manyhands.parallel.split.strategy import resolve
+from manyhands.parallel.split.tracing import describe_network
 from tests.processes.ranks import run_on_ranks
 
 SAMPLES, CHANNELS = 12, 10
@@ -48,7 +49,7 @@ def _masks(world, kind, strategy, axes=MESH, seed=3):
     split = SplitNetwork(network, graph, graph, letters, grid).train()
     found = []
     for number in (seed, seed + 1):
-        count = grid.parts(split.samples_axes())
+        count = grid.parts(batch_axes(split.letters[INPUT]))
         share = lambda parts, index: shares_of_micro_batch(SAMPLES, 0, (0, SAMPLES), parts)[index]  # noqa: E731
         split.begin_micro_batch(MicroBatchShape(SAMPLES, SAMPLES, share, number))
         given = split(torch.ones(SAMPLES // count, CHANNELS, 1, 1)).detach()

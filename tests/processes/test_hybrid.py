@@ -15,11 +15,12 @@ from manyhands.core.mesh import bounds, parse_mesh
 from manyhands.core.world import World
 from manyhands.data.order import shares_of_micro_batch
 from manyhands.parallel.gradients import Gradients
-from manyhands.parallel.grid import open_mesh
-from manyhands.parallel.marks import Parameter, layouts_of
-from manyhands.parallel.modes.hybrid import apply, hybrid_network
+from manyhands.parallel.hybrid.network import hybrid_network
+from manyhands.parallel.mesh.grid import open_mesh
+from manyhands.parallel.mesh.marks import Parameter, layouts_of
+from manyhands.parallel.modes.hybrid import apply
 from manyhands.parallel.network import MicroBatchShape, ModeRequest
-from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from tests.processes.ranks import run_on_ranks
 
 MESHES = [("tp=2", "tp"), ("tp=3", "tp"), ("dp=2,tp=2", "tp"), ("dp=2,tp=2", "dp"), ("a=2,b=2", "a,b"), ("tp=1", "tp")]
@@ -195,7 +196,7 @@ def _trained(world, make, mesh, samples, updates):
     network = apply(model, world, ModeRequest(grid=grid, samples=samples))
     gradients = Gradients(network, world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    parts, place = network.replicas(world.size), network.replica(world.rank)
+    parts, place = network.share.parts, network.share.index
     losses, norms = [], []
     for step in range(updates):
         draw = torch.Generator().manual_seed(step)
@@ -218,7 +219,7 @@ def _trained(world, make, mesh, samples, updates):
         network.finish_update()
     pieces = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    network.release()
+    network.close()
     return losses, norms, pieces, found, network.layouts
 
 

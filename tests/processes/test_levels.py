@@ -22,14 +22,14 @@ from manyhands.data.order import BatchSharing
 from manyhands.parallel.modes import data
 from manyhands.parallel.modes.data import TwoLevelNetwork
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.train.build import build
-from manyhands.train.failing import is_consequence
 from manyhands.train.heartbeat import collectives_begun
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
 from manyhands.train.state import capture
+from manyhands.worker.failure import is_consequence
 from tests.processes.ranks import run_on_ranks
 from tests.processes.updates import network, train
 
@@ -67,20 +67,23 @@ def _two_updates(network, size, rank, count):
     """Gradients of two updates of two micro-batches, whose `count` samples each are one group of BatchNorm; buffers."""
     found = []
     for update in range(2):
-        network.inner.zero_grad()
+        network.model.zero_grad()
         for part in range(2):
             mine = BatchSharing(size, 0, count).micro_batches(count)[0][rank]
             network.norms.begin_micro_batch(mine.spans, mine.shared_groups, mine.count, 2 * count)
             pictures = _values(2 * update + part, 0, count * 48).view(count, 3, 4, 4)[mine.start : mine.stop]
-            with network.no_sync() if part == 0 else contextlib.nullcontext():
+            with network.traits.no_sync() if part == 0 else contextlib.nullcontext():
                 # One process alone uses `spare`.
-                spare = network.inner.spare.sum() if rank == size - 1 else 0
+                spare = network.model.spare.sum() if rank == size - 1 else 0
                 loss = network.call(pictures).square().sum() + spare
-                ((network.reach_all(loss) if part else loss) * network.gradient_scale).backward()
+                (
+                    (network.traits.reach_all(loss) if part and network.traits.reach_all else loss)
+                    * network.traits.gradient_scale
+                ).backward()
         network.finish_gradients()
-        network.finish_update(size)
-        found.append({name: one.grad.clone() for name, one in network.inner.named_parameters()})
-    return found, dict(network.inner.named_buffers())
+        network.finish_update()
+        found.append({name: one.grad.clone() for name, one in network.model.named_parameters()})
+    return found, dict(network.model.named_buffers())
 
 
 def _updated(world, machines):
@@ -89,7 +92,7 @@ def _updated(world, machines):
     assert isinstance(network, TwoLevelNetwork)
     before = collectives_begun()
     found = _two_updates(network, world.size, world.rank, 12)
-    network.release()
+    network.close()
     return found, collectives_begun() - before
 
 
@@ -98,7 +101,7 @@ def test_gradients_are_those_of_one_process_beside_batch_norms_sums(machines):
     """Micro-batches are added up, a parameter is used by one process alone, and BatchNorm's sums go on meanwhile."""
     size, model = _size(machines), _network()
     several = run_on_ranks(_updated, size, machines)
-    gradients, buffers = _two_updates(ParallelNetwork(model, model), 1, 0, 12)
+    gradients, buffers = _two_updates(ParallelNetwork(model), 1, 0, 12)
     for (found, own_buffers), begun in several:
         torch.testing.assert_close(found, gradients, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(own_buffers, buffers, rtol=1e-9, atol=1e-9)
@@ -139,7 +142,7 @@ def _run_on(world, folder, max_steps):
     fit(trainer)
     snapshot = capture(trainer.network, trainer.update.optimizer, trainer.progress, {})
     trainer.release()
-    return snapshot.model, trainer.network.averages
+    return snapshot.model, trainer.network.traits.averages
 
 
 @pytest.mark.parametrize("machines", PLACES)
@@ -160,8 +163,8 @@ def _how(world, machines, request, sparse=False):
     _settle_on(machines, world)
     model = nn.Embedding(4, 2, sparse=True) if sparse else nn.Linear(3, 2)
     made = data.apply(model, world, request)
-    made.release()
-    return made.averages
+    made.close()
+    return made.traits.averages
 
 
 ALL_APART = [[0], [1], [2]]
@@ -187,7 +190,7 @@ def _train_for_ever(network, rank, victim, how, place):
         place.write_text(f"{turn} {time.monotonic()}")
         if rank == victim and turn == 10:
             if how == "raises":
-                network.release()
+                network.close()
                 time.sleep(60)
             os.kill(os.getpid(), signal.SIGKILL if how == "is killed" else signal.SIGSTOP)
         network.call(torch.ones(2, 300)).sum().backward()

@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.core.errors import UserError
 from manyhands.data.order import BatchSharing
-from manyhands.parallel import norm
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.rows import set_rows_per_sample, watching
+from manyhands.parallel.replicas import batch_norm as norm
+from manyhands.parallel.replicas.batch_norm import group_batch_norms, set_rows_per_sample, watching
 from tests.processes.ranks import run_on_ranks
 
 

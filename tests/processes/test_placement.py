@@ -8,8 +8,16 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.grid import Grid
-from manyhands.parallel.placement import Extent, convert, convert_both, gradient_of, messages, steps_between, value_of
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.placement import (
+    Extent,
+    convert,
+    convert_both,
+    gradient_of,
+    messages,
+    steps_between,
+    value_of,
+)
 from tests.processes.ranks import run_on_ranks
 
 MESHES = [

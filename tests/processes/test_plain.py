@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manyhands.core.errors import ManyhandsError, RunError, UserError
-from manyhands.parallel.plain import broadcast_plain, broadcast_result, broadcast_tensors, gather_plain
+from manyhands.parallel.group.plain import broadcast_plain, broadcast_result, broadcast_tensors, gather_plain
 from tests.processes.ranks import run_on_ranks
 
 TENSORS = {

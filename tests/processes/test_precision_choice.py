@@ -17,10 +17,10 @@ from manyhands.core.machine import Processor
 from manyhands.core.run_folder import RunFolder
 from manyhands.report.changes import changes_since
 from manyhands.train.objects import Objects
+from manyhands.train.precision import resolve_precision
 from manyhands.train.saving import finish_save, save
 from manyhands.worker.entry import _build
 from manyhands.worker.plan_trials import case_of
-from manyhands.worker.precision import resolve_precision
 from tests.processes.ranks import run_on_ranks
 
 DECIDED = ("train.precision", "train.channels_last")
@@ -90,7 +90,7 @@ def _decide(world, folder, network=_net, settings=None, updates=1):
             parts.folder.metrics.write_text("{}\n")
     parts.release()
     train = parts.job.train
-    layouts = {one.is_contiguous(memory_format=torch.channels_last) for one in parts.network.inner.parameters()
+    layouts = {one.is_contiguous(memory_format=torch.channels_last) for one in parts.network.model.parameters()
                if one.ndim == 4 and one.shape[1] > 1}  # fmt: skip
     return train.precision, train.channels_last, parts.update.gradients.precision, layouts
 

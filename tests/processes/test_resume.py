@@ -196,7 +196,7 @@ def test_a_run_without_an_evaluation_has_no_best_but_a_last(tmp_path):
 
 def _untrained():
     network = _network()
-    return ParallelNetwork(network, network), torch.optim.SGD(network.parameters(), lr=0.1)
+    return ParallelNetwork(network), torch.optim.SGD(network.parameters(), lr=0.1)
 
 
 def test_an_evaluation_that_a_fault_came_before_is_made_when_the_run_goes_on(tmp_path):

@@ -13,9 +13,9 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.parallel.apply import resolve_mode
-from manyhands.parallel.grid import open_mesh
+from manyhands.parallel.mesh.grid import open_mesh
 from manyhands.parallel.plan import shared_plan
-from manyhands.sync.method import methods
+from manyhands.sync.options import methods
 from manyhands.train.build import build
 from manyhands.train.loop import fit
 from manyhands.train.objects import Objects

@@ -21,9 +21,9 @@ from manyhands.core.world import World
 from manyhands.data.order import BatchSharing
 from manyhands.parallel.modes import data
 from manyhands.parallel.modes.data import FlatNetwork
-from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.shared_memory import (
+from manyhands.parallel.network import ModeRequest, ModeTraits, ParallelNetwork
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
+from manyhands.parallel.replicas.shared_memory import (
     MOST_TRIES,
     ON_SEVERAL,
     SLOT_BYTES,
@@ -32,8 +32,8 @@ from manyhands.parallel.shared_memory import (
     share_within,
     tries_after,
 )
-from manyhands.train.failing import is_consequence
 from manyhands.train.heartbeat import collectives_begun
+from manyhands.worker.failure import is_consequence
 from tests.processes.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")
@@ -241,7 +241,7 @@ def _gradients(world, slot_bytes):
     """Of two micro-batches in a row, of which one process alone uses `spare`; for two updates."""
     model = _network()
     sums = _opened(world, slot_bytes=slot_bytes)
-    network = FlatNetwork(call=model, inner=model, sums=sums)
+    network = FlatNetwork(model, world, ModeTraits(), sums)
     found = []
     for update in range(2):
         model.zero_grad()
@@ -249,12 +249,12 @@ def _gradients(world, slot_bytes):
             pictures = _values(10 * update + part, world.rank, 2 * 3 * 16).view(2, 3, 4, 4)
             loss = _forward(model, pictures).square().sum()
             (loss + model.spare.sum() if world.rank == 1 else loss).backward()
-        network.finish_gradients()
+        flat = network.finish_gradients()
         direct = world.size == 2  # of the small tensors at least
-        assert [one.dtype for one in network.flat_gradients()] == ([] if direct else [torch.float32, torch.float64])
+        assert [one.dtype for one in flat] == ([] if direct else [torch.float32, torch.float64])
         assert model[0].weight.grad.stride() == model[0].weight.stride()
         found.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
-    network.release()
+    network.close()
     return found
 
 
@@ -293,10 +293,10 @@ def _normalised(world, shared_memory):
         pictures = _values(update, world.rank, mine.count * 48).view(mine.count, 3, 4, 4)
         network.call(pictures).square().sum().backward()
         network.finish_gradients()
-        network.finish_update(world.size)
+        network.finish_update()
     asked = collectives_begun() - SharedSums.begun - before
     assert copy.deepcopy(model)[1].groups.layers
-    network.release()
+    network.close()
     return asked, dict(model.named_buffers()), {name: one.grad for name, one in model.named_parameters()}
 
 
@@ -315,8 +315,8 @@ def test_batch_norms_sums_go_through_memory_too(size):
 
 def _how(world, request, sparse=False):
     network = data.apply(nn.Embedding(4, 2, sparse=True) if sparse else _network(), world, request)
-    network.release()
-    return type(network), network.averages
+    network.close()
+    return type(network), network.traits.averages
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def _train(world, updates, plan, settings, folder="", resume=False):
                 if len(losses) == updates:
                     break
         if trainer.network.layouts:
-            named = dict(trainer.network.inner.state_dict())
+            named = dict(trainer.network.model.state_dict())
             check_replicas(named, world, trainer.progress.step, trainer.network)
         evaluation = trainer.evaluate()
         save(trainer)

@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.core.errors import RunError
-from manyhands.sync.buffers import Buffers, LocalGroup
 from manyhands.sync.codecs import codec_named, mean_bytes
 from manyhands.sync.compress import LIBRARY, PORTABLE, compressor_named, compute_alike
 from manyhands.sync.costs import rank_shapes
+from manyhands.sync.exchange import SyncGroup, drive, mean_of
 from manyhands.sync.local import LocalSteps, Pace
 from manyhands.sync.powersgd import PowerSgd
-from manyhands.sync.talk import SyncGroup, drive, mean_of
+from manyhands.sync.synchronizer import Buffers, LocalGroup
 from tests.processes.ranks import run_on_ranks
 
 # Torch imports much with its first optimizer; here once, so that not every process that is forked does so.
@@ -340,14 +340,14 @@ def _power(world, beside, passes, machines=False):
                 went_in[name] = went_in.get(name, 0) + _sum(one.grad) / world.size
         for number, loss in _gradients(network, world, step, passes=passes):
             if beside and number == passes - 1:
-                power.expect()
+                power.before_last_micro_batch()
             loss.backward()
-        power.average()
+        power.on_gradients()
         for name, one in named.items():
             if one.grad is not None:
                 came_out[name] = came_out.get(name, 0) + one.grad
-    state, lost, missing = power.state(), 0.0, 0.0
-    batches = sorted({key.partition(".")[0] for key in state}, key=int)
+    state, lost, missing = power.state()[0], 0.0, 0.0
+    batches = sorted({key.partition(".")[0] for key in state if "." in key}, key=int)
     residual = torch.cat([state[f"{number}.held"] for number in batches])
     residual = dict(
         zip(reversed(names), residual.split([named[name].numel() for name in reversed(names)]), strict=True)
@@ -405,11 +405,11 @@ def _replaced(world, replaces):
     seen = []
     for step in range(4):
         layer.zero_grad()
-        power.expect()
+        power.before_last_micro_batch()
         layer(_own(world, seed=step, count=96)).square().sum().backward()
-        power.average()
+        power.on_gradients()
         seen.append(layer.weight.grad.clone())
-    state = power.state()
+    state, _ = power.state()
     power.close()
     return torch.stack(seen), next(residual for name, residual in state.items() if name.endswith("held"))
 
@@ -452,9 +452,9 @@ def _power_again(world, stop):
         sent = []
         for step in steps:
             for _, loss in _gradients(network, world, step):
-                power.expect()
+                power.before_last_micro_batch()
                 loss.backward()
-            power.average()
+            power.on_gradients()
             sent.append({name: one.grad.clone() for name, one in network.named_parameters() if one.grad is not None})
         return sent
 
@@ -463,9 +463,9 @@ def _power_again(world, stop):
         PowerSgd(list(one.parameters()), SyncGroup(world.rank, world.size, dist.new_group()), 16, 7) for one in networks
     )
     send(first, networks[0], range(stop))
-    state = {name: tensor.clone() for name, tensor in first.state().items()}
+    state = {name: tensor.clone() for name, tensor in first.state()[0].items()}
     whole = send(first, networks[0], range(stop, stop + 3))
-    other.load(state)
+    other.load(state, {})
     again = send(other, networks[1], range(stop, stop + 3))
     first.close()
     other.close()
@@ -499,7 +499,7 @@ def test_a_gradient_that_comes_twice_in_a_pass_is_refused():
     values = torch.zeros(2, 64, requires_grad=True)
     for _ in range(2):
         values = checkpoint(layer, values, use_reentrant=True)
-    power.expect()
+    power.before_last_micro_batch()
     with pytest.raises(RunError, match="twice"):
         values.sum().backward()
     power.close()

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.sync.buffers import Buffers
 from manyhands.sync.compress import compressor_named
 from manyhands.sync.costs import Cost
+from manyhands.sync.exchange import SyncGroup
 from manyhands.sync.local import LocalSteps
 from manyhands.sync.methods.local import Pacer, pace_of
 from manyhands.sync.options import SyncOptions
-from manyhands.sync.talk import SyncGroup
+from manyhands.sync.synchronizer import Buffers
 from manyhands.train import status
 from manyhands.train.choose_sync import make_synchronizer, places_of
 from manyhands.train.journal import Journal

@@ -21,7 +21,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import parse_mesh
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
-from manyhands.parallel.placement import gather_full
+from manyhands.parallel.mesh.placement import gather_full
 from manyhands.parallel.plan import Plan, shared_plan
 from manyhands.train.build import build
 from manyhands.train.exceptions import exceptions
@@ -65,7 +65,7 @@ def _train(world, loss, mode="data", network=None, **settings):
         trainer = build(Parts.from_job(job, RunFolder(Path(folder)), world, mode, Objects(network, loss=loss), plan))
         update = next(trainer.feed.updates(0, 0))
         trainer.update.add_gradients(update, 0)
-        gradients = [_whole(name, one, trainer.network) for name, one in trainer.network.inner.named_parameters()]
+        gradients = [_whole(name, one, trainer.network) for name, one in trainer.network.model.named_parameters()]
         shown, named = trainer.update.measured.take()[0], exceptions(trainer)
         events = Path(folder, "events.jsonl")
         said = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []

@@ -69,7 +69,7 @@ def _fit(world, wrong, accelerator, mode="data", sync="allreduce"):
             fit(trainer)
         except RunError as error:
             # The update that would have spoilt them was not made.
-            assert all(torch.isfinite(one).all() for one in trainer.network.inner.parameters())
+            assert all(torch.isfinite(one).all() for one in trainer.network.model.parameters())
             return error.message, error.where
         finally:
             trainer.saver.wait()  # as an entry does, before the folder goes
@@ -298,10 +298,10 @@ def test_one_process_alone(wrong):
     job = load_job({"data.name": "synthetic:40x1x8x8x5", "train.batch": 8}, environment={}).job
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(Parts.from_job(job, RunFolder(Path(folder)), World(), "single", Objects(Always(wrong))))
-        before = [p.detach().clone() for p in trainer.network.inner.parameters()]
+        before = [p.detach().clone() for p in trainer.network.model.parameters()]
         with pytest.raises(RunError) as caught:
             fit(trainer)
         assert "not finite" in caught.value.message or "gradient of linear" in caught.value.message
         # The update that would have spoilt them was not made.
-        assert all(torch.isfinite(p).all() for p in trainer.network.inner.parameters())
-        assert not torch.equal(before[0], next(trainer.network.inner.parameters()))
+        assert all(torch.isfinite(p).all() for p in trainer.network.model.parameters())
+        assert not torch.equal(before[0], next(trainer.network.model.parameters()))

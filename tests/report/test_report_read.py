@@ -16,7 +16,7 @@ from manyhands.core.records import EvaluationMetrics, Event, StepMetrics, append
 from manyhands.core.run_folder import RunFolder
 from manyhands.report.follow import Follower, Tail
 from manyhands.report.read import read_run, sessions, without_repeats
-from manyhands.run.why import explained
+from manyhands.run.outcome import explained
 from manyhands.train.saver import seen_failures
 
 

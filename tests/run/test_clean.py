@@ -13,7 +13,7 @@ import pytest
 from manyhands.cli.main import main
 from manyhands.cluster.agents.claim import claim, new_holder
 from manyhands.core.run_folder import RunFolder
-from manyhands.run import clean
+from manyhands.run import disk
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    ours, mine = clean._is_ours, lambda: {child.pid for child in psutil.Process().children()}
-    monkeypatch.setattr(clean, "_is_ours", lambda process: process.pid in mine() and ours(process))
+    ours, mine = disk._is_ours, lambda: {child.pid for child in psutil.Process().children()}
+    monkeypatch.setattr(disk, "_is_ours", lambda process: process.pid in mine() and ours(process))
     yield tmp_path
     tempfile.tempdir = None
 

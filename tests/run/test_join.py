@@ -12,7 +12,7 @@ from manyhands.cluster.hosts.formats import hostfile
 from manyhands.cluster.hosts.machines import machines_of, with_machines
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
-from manyhands.run.join import SOCKET, join_here, join_listener
+from manyhands.run.launch import SOCKET, join_here, join_listener
 
 
 @pytest.fixture(params=["short", "long"])
@@ -100,7 +100,7 @@ def test_a_head_that_can_open_no_more_files_goes_on(folder):
 
 
 def short(folder):
-    from manyhands.run.join import _short
+    from manyhands.run.launch import _short
 
     return _short(folder / SOCKET)
 

@@ -5,7 +5,7 @@ import pytest
 from manyhands.core.records import Event, Failure, append, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.report.read import read_run
-from manyhands.run.why import explained
+from manyhands.run.outcome import explained
 
 
 @pytest.mark.parametrize("rankless", [True, False])

@@ -8,7 +8,7 @@ import pytest
 from manyhands.cli.main import _own, _without_local_rank, main
 from manyhands.cluster.agents.mirror import OUTPUT, Receiver, Sender
 from manyhands.core.run_folder import RunFolder
-from manyhands.run.script import Echo
+from manyhands.run.train import ScriptOutput
 
 
 def test_words_behind_the_dashes_are_left_alone():
@@ -43,7 +43,7 @@ def test_output_without_line_ends_comes_from_another_machine_too(tmp_path):
 
 def test_all_that_rank_0_writes_is_shown_where_the_reader_is_slow(tmp_path, monkeypatch):
     log = tmp_path / "0.log"
-    echo = Echo(log, quiet=False)
+    echo = ScriptOutput(log)
     log.write_bytes(b"x" * 300_000)
     reader, writer = os.pipe()
     os.set_blocking(reader, True)
@@ -67,7 +67,7 @@ def test_all_that_rank_0_writes_is_shown_where_the_reader_is_slow(tmp_path, monk
     real = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, content: real(descriptor, bytes(content)[:4096]))
     monkeypatch.setattr("sys.stdout", Output())
-    echo.update()
+    echo.show_new()
     os.close(writer)
     thread.join()
     os.close(reader)

@@ -11,8 +11,7 @@ from manyhands.parallel.options import MODES
 from manyhands.sync.choose import EXACT, check_method
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.link_speeds import LinkSpeed
-from manyhands.sync.method import METHODS
-from manyhands.sync.options import SyncOptions
+from manyhands.sync.options import METHODS, SyncOptions
 from manyhands.train import choose_sync
 from manyhands.train.choose_sync import check_combination, leaves_a_choice
 

@@ -17,8 +17,7 @@ from manyhands.sync.choose import choose, days_of, words_of
 from manyhands.sync.codecs import Integers, codec_named, mean_bytes
 from manyhands.sync.costs import FACTOR_BITS, FACTOR_BLOCK, Cost, LinkCase, batches, rank_shapes
 from manyhands.sync.link_speeds import LinkSpeed, named_link
-from manyhands.sync.method import METHODS
-from manyhands.sync.options import SyncOptions
+from manyhands.sync.options import METHODS, SyncOptions
 from manyhands.train.choose_sync import kept_cost
 from manyhands.worker.plan_advice import as_plain, with_sync
 

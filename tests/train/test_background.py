@@ -8,7 +8,7 @@ from torch import nn
 
 from manyhands.checkpoint.write import SaveError
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.train.saver import NOT_SAVED, SAVED, SaveOutcome, Saver
+from manyhands.train.saver import SaveOutcome, Saver
 from manyhands.train.state import Progress, capture, copied
 
 PATIENCE_S = 60
@@ -19,12 +19,12 @@ def test_training_goes_on_while_it_is_written_and_hears_how_it_ended():
 
     def write():
         assert may.wait(PATIENCE_S)
-        return SaveOutcome(SAVED, "step-00000007")
+        return SaveOutcome(digests={"model": "7"})
 
     saver.begin(7, write)
     assert (saver.step, saver.done) == (7, False)
     may.set()
-    assert saver.end() == SaveOutcome(SAVED, "step-00000007")
+    assert saver.end() == SaveOutcome(digests={"model": "7"})
     assert saver.step is None
 
 
@@ -38,7 +38,7 @@ def test_a_full_disk_is_an_outcome_and_anything_else_is_raised(beside):
     saver.begin(1, full, beside=beside)
     saver.wait()
     assert saver.done
-    assert saver.end() == SaveOutcome(NOT_SAVED, "the disk is full")
+    assert saver.end() == SaveOutcome("the disk is full")
 
     def broken():
         raise TypeError("not plain data")
@@ -70,13 +70,13 @@ def test_what_training_changes_afterwards_is_not_in_the_copy():
 
     optimizer.step(loss)
     told = {"rates": [1, 2]}
-    before = capture(ParallelNetwork(network, network), optimizer, Progress(step=1), told)
+    before = capture(ParallelNetwork(network), optimizer, Progress(step=1), told)
     texts = str(before)
     optimizer.step(loss)
     optimizer.param_groups[0]["lr"] = 0.5
     told["rates"].append(3)
     assert str(before) == texts
-    assert str(capture(ParallelNetwork(network, network), optimizer, Progress(step=1), told)) != texts
+    assert str(capture(ParallelNetwork(network), optimizer, Progress(step=1), told)) != texts
 
 
 def test_who_keeps_a_copy_has_each_tensor_and_who_does_not_has_none():

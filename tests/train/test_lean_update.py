@@ -36,7 +36,7 @@ def _mixed(kinds):
 def _updater(model):
     options = TrainOptions()
     optimizer = make_optimizer(model, options, sharded=False)
-    return Updater(ParallelNetwork(model, model), optimizer, make_loss_fn(options), options, World(), lambda _: None)
+    return Updater(ParallelNetwork(model), optimizer, make_loss_fn(options), options, World(), lambda _: None)
 
 
 def test_an_update_makes_few_calls():
@@ -84,7 +84,7 @@ def test_what_is_drawn_follows_from_the_step_unless_nobody_draws_it():
 
 def test_a_function_that_writes_to_its_gradient_spoils_no_later_one():
     model, found = _network(), []
-    gradients = Gradients(ParallelNetwork(model, model), World())
+    gradients = Gradients(ParallelNetwork(model), World())
     for _ in range(3):
         model.zero_grad()
         gradients.backward_of(_Writes.apply(model(torch.ones(5, 16)).sum()), 0.3)
@@ -112,7 +112,7 @@ def test_what_was_measured_since_a_mark_is_forgotten(monkeypatch, most):
 def test_a_weight_is_given_to_backward_to_the_last_bit(weight, shape, kind):
     ours, others = _network().to(kind), _network().to(kind)
     inputs = torch.randn(5, 16, dtype=kind)
-    Gradients(ParallelNetwork(ours, ours), World()).backward_of(ours(inputs).pow(2).sum().view(shape), weight)
+    Gradients(ParallelNetwork(ours), World()).backward_of(ours(inputs).pow(2).sum().view(shape), weight)
     (others(inputs).pow(2).sum() * (weight.to(kind) if isinstance(weight, torch.Tensor) else weight)).backward()
     for one, other in zip(ours.parameters(), others.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
@@ -121,7 +121,7 @@ def test_a_weight_is_given_to_backward_to_the_last_bit(weight, shape, kind):
 def test_backward_of_what_is_no_single_loss_is_refused():
     model = _network()
     with pytest.raises(RuntimeError, match="scalar"):
-        Gradients(ParallelNetwork(model, model), World()).backward_of(model(torch.randn(5, 16)))
+        Gradients(ParallelNetwork(model), World()).backward_of(model(torch.randn(5, 16)))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -173,7 +173,7 @@ class _Keeps(nn.Module):
 @pytest.mark.parametrize("replace", [lambda _seen, _values: None, lambda seen, values: torch.cat([seen, values])])
 def test_buffers_that_a_module_removes_or_resizes_are_put_back_with_an_update_that_is_undone(replace):
     layer = _Keeps(replace)
-    under_way = PartialUpdate(ParallelNetwork(call=layer, inner=layer))
+    under_way = PartialUpdate(ParallelNetwork(layer))
     under_way.begin()
     layer(torch.ones(1, 2))
     under_way.undo()

@@ -10,12 +10,12 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
-from manyhands.parallel import group
+from manyhands.parallel.group.join import join as group
 from manyhands.run.python import _flags
 from manyhands.train.build import build
-from manyhands.train.failing import explain_memory
 from manyhands.train.objects import Objects
 from manyhands.train.parts import Parts
+from manyhands.worker.failure import explain_memory
 
 
 class Hungry(nn.Module):

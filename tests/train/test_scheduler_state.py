@@ -69,45 +69,72 @@ def test_data_comes_back_as_it_was():
     assert from_plain_data(json.loads(json.dumps(as_plain_data(value)))) == {k: v for k, v in value.items() if k != "f"}
 
 
-JUNK = [None, "x", [], {}, [1], {"list": "x"}, {"list": ["x", None, {}]}, {"dict": [[{"list": []}, 1]]}, {"other": []}]
+class OfItsOwn(lr_scheduler.LRScheduler):
+    """Rates that depend on more than the step, so that its state is saved."""
+
+    def __init__(self, optimizer):
+        self.seen = []
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.seen.append(self.last_epoch)
+        return [rate / (1 + len(self.seen)) for rate in self.base_lrs]
 
 
-def spoilt(tree):
-    """All trees like this one, but with something of another kind in one place."""
-    yield from (2.5 if type(tree) is type(junk) is str else junk for junk in JUNK)
-    for key, one in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
-        for other in spoilt(one):
-            again = copy.copy(tree)
-            again[key] = other
-            yield again
-    if isinstance(tree, dict):
-        yield from ({**tree, name: "x"} for name in ("step", "optimizer", "lr_lambdas", "params", "foreach"))
-        yield from ({key: one for key, one in tree.items() if key != left_out} for left_out in tree)
-
-
-@pytest.mark.parametrize("make", SCHEDULERS)
-def test_junk_of_any_kind_anywhere_is_refused_in_words_or_does_no_harm(make):
+def stepped(make, steps):
     optimizer = sgd()
     scheduler = CustomScheduler(make(optimizer), optimizer)
-    for step in range(3):
+    for step in range(steps):
         optimizer.step()
         scheduler(step)
         scheduler.evaluated(1.0)
-    refused = 0
+    return scheduler, optimizer
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_torchs_own_are_repeated_from_the_step_alone(make):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for saved in spoilt(json.loads(scheduler.saved())):
+        saved = stepped(make, 4)[0].saved()
+        assert bool(saved) == (make is SCHEDULERS[-1])
+        if not saved:
+            optimizer = sgd()
+            CustomScheduler(make(optimizer), optimizer)(3)
+            assert {**optimizer.param_groups[0], "params": None} == {**stepped(make, 4)[1].param_groups[0],
+                                                                     "params": None}  # fmt: skip
+
+
+# What earlier versions saved of schedulers that are repeated now, and of one that isn't.
+EARLIER = {
+    "StepLR": {"as_made": {"state": {"last_epoch": 0}, "groups": [{"lr": 0.5}]}, "now": {
+        "state": {"last_epoch": 2}, "groups": [{"lr": 0.4}]}},
+    "ReduceLROnPlateau": {"as_made": {"state": {"last_epoch": 0, "num_bad_epochs": 0}, "groups": []}, "now": {
+        "state": {"last_epoch": 7, "num_bad_epochs": 1, "best": 1.0}, "groups": []}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [SCHEDULERS[0], SCHEDULERS[-1]])
+def test_what_earlier_versions_saved_is_read(make):
+    optimizer = sgd()
+    scheduler = make(optimizer)
+    again, kind = CustomScheduler(scheduler, optimizer), type(scheduler).__name__
+    again.resume(json.dumps({"kind": kind, "made": 2, **EARLIER[kind]}), 3)
+    assert scheduler.last_epoch == (7 if kind == "ReduceLROnPlateau" else 0)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    again(3)
+    assert optimizer.param_groups[0]["lr"] == (0.5 if kind == "ReduceLROnPlateau" else pytest.approx(0.05))
+
+
+@pytest.mark.parametrize("make", [OfItsOwn, SCHEDULERS[-1]])
+def test_other_data_is_refused_in_words(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        good = json.loads(stepped(make, 3)[0].saved())
+        junk = [None, "x", [], {}, [1], *({key: one for key, one in good.items() if key != left} for left in good)]
+        spoilt = {"state": {**good["now"]["state"], "last_epoch": "x"}, "groups": good["now"]["groups"]}
+        for saved in [*junk, {**good, "now": spoilt}, {**good, "now": {"state": {"a": []}, "groups": []}}]:
             optimizer = sgd()
             again = CustomScheduler(make(optimizer), optimizer)
-            try:
-                with reading_of("runs/a/checkpoints/step-3"):
-                    again.resume(json.dumps(saved), 3)
-            except UserError as error:
-                refused += error.where == "runs/a/checkpoints/step-3"
-                continue
-            for step in range(3, 6):
-                optimizer.step()
-                again(step)
-                again.evaluated(1.0)
-                assert isinstance(optimizer.param_groups[0]["lr"], float)
-    assert refused
+            with pytest.raises(UserError) as caught, reading_of("runs/a/checkpoints/step-3"):
+                again.resume(json.dumps(saved), 3)
+            assert caught.value.where == "runs/a/checkpoints/step-3"

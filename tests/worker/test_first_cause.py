@@ -11,13 +11,13 @@ from manyhands.config.load import load_job
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
-from manyhands.parallel import group
-from manyhands.parallel.group import Cause, Group
-from manyhands.parallel.said import PeerFailure
-from manyhands.train.failing import describe_failure, is_consequence
+from manyhands.parallel.group.join import Cause, Group
+from manyhands.parallel.group.join import join as group
+from manyhands.parallel.group.rendezvous import PeerFailure
 from manyhands.worker import entry
 from manyhands.worker.entry import train_here
-from manyhands.worker.member import MET, GroupMember, first_of_all
+from manyhands.worker.failure import describe_failure, first_of_all, is_consequence
+from manyhands.worker.member import MET, GroupMember
 
 # What torch 2.x and NCCL 2.2x print; gathered from their sources and users' reports.
 DUPLICATE = (
@@ -148,7 +148,7 @@ def test_on_an_accelerator_the_listener_writes_the_record_and_aborts(started_by,
     folder.failures.mkdir(parents=True)
     store = dist.HashStore()
     waiting = _OnAnAccelerator(store, ended)
-    monkeypatch.setattr("manyhands.parallel.group.join", lambda *_: waiting)
+    monkeypatch.setattr("manyhands.parallel.group.join.join", lambda *_: waiting)
     monkeypatch.setattr(entry, "share_folder", lambda _world, given: given)
     monkeypatch.setattr(entry, "_from_where_rank_0_says", lambda job, *_: job)
     monkeypatch.setattr(entry, "_build", lambda *_: None)

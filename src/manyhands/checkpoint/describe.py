@@ -51,6 +51,7 @@ BY_NAME = {kind.name: kind for kind in BY_CODE.values()}
 ALONE = Mesh((("dp", 1),))
 MODEL, OPTIMIZER = "model", "optimizer"
 KINDS = (MODEL, OPTIMIZER)
+UNSHARDED_FILES = {MODEL: files.MODEL, OPTIMIZER: files.OPTIMIZER}
 
 Region = tuple[tuple[int, int], ...]
 
@@ -106,31 +107,22 @@ def first_held(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
     }
 
 
-def all_held(tensors: Tensors, mesh: Mesh) -> dict[int, dict[str, Region]]:
-    """`first_held` of every rank that writes something; work for each piece, not for each rank and tensor."""
-    held: dict[int, dict[str, Region]] = {}
-    for name, described in tensors.items():
-        for rank, region in described.layout.pieces(mesh):
-            if math.prod(size_of(region)):
-                held.setdefault(rank, {})[name] = region
-    return held
+def written_pieces(layout: TensorLayout, mesh: Mesh) -> list[tuple[int, Region]]:
+    """The pieces of a tensor that have values, each with the first rank that holds it, which writes it."""
+    return sorted((rank, region) for rank, region in layout.pieces(mesh) if math.prod(size_of(region)))
 
 
 def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any]:
     """The content of pieces.json; tensors by kind: of the model and, where there is one, of the optimizer."""
     content: dict[str, Any] = {"mesh": mesh.as_dict()}
     for kind, named in tensors.items():
-        written: dict[str, list[tuple[int, Region]]] = {name: [] for name in named}
-        for rank, regions in sorted(all_held(named, mesh).items()):
-            for name, region in regions.items():
-                written[name].append((rank, region))
         content[kind] = {
             name: {
                 "dtype": described.dtype.name,
                 "layout": described.layout.as_plain(),
                 "pieces": [
                     {"file": files.piece_name(kind, rank, mesh.size), "region": [list(edge) for edge in region]}
-                    for rank, region in written[name]
+                    for rank, region in written_pieces(described.layout, mesh)
                 ],
             }
             for name, described in named.items()
@@ -190,29 +182,21 @@ class Description:
         """What it holds, as JSON data."""
         named = {kind: placed.entries for kind, placed in self.kinds.items()}
         axes = self.mesh.names if self.mesh else ()
+
+        def plain_entry(entry: TensorEntry) -> dict[str, Any]:
+            cuts = {str(dim): [axes[axis] for axis in cut] for dim, cut in entry.layout.cuts}
+            shapes = {"shape": list(entry.layout.shape), "dtype": entry.dtype.name, "view": list(entry.layout.view)}
+            return {**shapes, "cuts": cuts, "size_bytes": entry.size_bytes}
+
         return {
             "checkpoint": str(self.path),
             "format": self.form,
             "step": int(self.state.get("step", 0)) if self.state else None,
             "mesh": self.mesh.as_dict() if self.mesh else None,
             "size_bytes": {kind: sum(one.size_bytes for one in entries.values()) for kind, entries in named.items()},
-            **{
-                kind: {name: _plain_entry(one, axes) for name, one in entries.items()}
-                for kind, entries in named.items()
-            },
+            **{kind: {name: plain_entry(one) for name, one in entries.items()} for kind, entries in named.items()},
             "notes": list(self.notes),
         }
-
-
-def _plain_entry(entry: TensorEntry, axes: tuple[str, ...]) -> dict[str, Any]:
-    lies = entry.layout
-    return {
-        "shape": list(lies.shape),
-        "dtype": entry.dtype.name,
-        "view": list(lies.view),
-        "cuts": {str(dim): [axes[axis] for axis in cut] for dim, cut in lies.cuts},
-        "size_bytes": entry.size_bytes,
-    }
 
 
 def is_pickled(path: Path) -> bool:
@@ -230,8 +214,14 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
         TornCheckpointError: a file is missing or not what was committed.
         UserError: there is nothing, or what is there is no checkpoint.
     """
+    if files.is_piece(path):
+        what = f"{path.name} holds one process's pieces of a checkpoint"
+        raise UserError(what, str(path), (f"name the folder: {path.parent}",))
     if path.is_file():
-        return _describe_safetensors(path, wanted)
+        try:
+            return Description(path, "safetensors", {MODEL: _place_file(path, wanted)})
+        except (SafetensorError, OSError, ValueError) as error:
+            raise damaged(path) from error
     if not verified:
         verify(path)
     names = read_manifest(path)["files"]
@@ -239,15 +229,14 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
         state, branches = read_plain(path / files.STATE), {}
         if files.OPTIMIZER_PLAN in names:
             branches = read_plain(path / files.OPTIMIZER_PLAN)
-        mesh, kinds = _place_pieces(path, names) if files.PIECES in names else (None, _place_whole(path, names))
+        if files.PIECES in names:
+            mesh, kinds = _place_pieces(path, names)
+        else:
+            present = {kind: name for kind, name in UNSHARDED_FILES.items() if name in names}
+            mesh, kinds = None, {kind: _place_file(path / name) for kind, name in present.items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise torn(path, f"has unreadable content: {error}") from error
     return Description(path, "whole" if mesh is None else "pieces", kinds, branches, state, mesh)
-
-
-def _place_whole(path: Path, names: dict[str, Any]) -> dict[str, PlacedTensors]:
-    both = {MODEL: files.MODEL, OPTIMIZER: files.OPTIMIZER}
-    return {kind: _place_file(path / name) for kind, name in both.items() if name in names}
 
 
 def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, PlacedTensors]]:
@@ -256,24 +245,14 @@ def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, Pl
     placed: dict[str, PlacedTensors] = {}
     for kind, tensors in kinds.items():
         places: dict[str, list[tuple[Path, Region]]] = {name: [] for name in tensors}
-        for rank, regions in all_held(tensors, mesh).items():
-            piece = path / files.piece_name(kind, rank, mesh.size)
-            if piece.name not in names:
-                raise torn(piece, "is missing from the manifest")
-            for name, region in regions.items():
+        for name, entry in tensors.items():
+            for rank, region in written_pieces(entry.layout, mesh):
+                piece = path / files.piece_name(kind, rank, mesh.size)
+                if piece.name not in names:
+                    raise torn(piece, "is missing from the manifest")
                 places[name].append((piece, region))
         placed[kind] = PlacedTensors(tensors, places)
     return mesh, placed
-
-
-def _describe_safetensors(path: Path, wanted: Collection[str]) -> Description:
-    if files.is_piece(path):
-        what = f"{path.name} holds one process's pieces of a checkpoint"
-        raise UserError(what, str(path), (f"name the folder: {path.parent}",))
-    try:
-        return Description(path, "safetensors", {MODEL: _place_file(path, wanted)})
-    except (SafetensorError, OSError, ValueError) as error:
-        raise damaged(path) from error
 
 
 def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
@@ -328,7 +307,7 @@ def fit_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]
 
 
 def is_extra(name: str) -> bool:
-    """Whether a name in a state dict is that of a module's extra state."""
+    """True if a name in a state dict is that of a module's extra state."""
     return name.rpartition(".")[2] == "_extra_state"
 
 

@@ -210,10 +210,16 @@ def verify(path: Path) -> None:
         UserError: a newer version of manyhands wrote it.
     """
     for name, entry in read_manifest(path)["files"].items():
+        file = path / name
         try:
-            _verify_file(path / name, entry["size"], entry["sha256"])
+            if not file.is_file():
+                raise torn(file, "is missing")
+            if (size := file.stat().st_size) != entry["size"]:
+                raise torn(file, f"has {size} bytes, expected {entry['size']}")
+            if (seen := digest(file)) != entry["sha256"]:
+                raise torn(file, f"has the SHA-256 {seen}, expected {entry['sha256']}")
         except OSError as error:
-            raise torn(path / name, f"can't be read: {error.strerror or error}") from error
+            raise torn(file, f"can't be read: {error.strerror or error}") from error
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -252,12 +258,3 @@ def torn(path: Path, what: str) -> TornCheckpointError:
 def damaged(path: Path) -> UserError:
     """The error for a file whose bytes can't be understood."""
     return UserError(f"{path.name} is damaged or not a checkpoint", str(path), ("copy or download the file again",))
-
-
-def _verify_file(file: Path, size: int, sha256: str) -> None:
-    if not file.is_file():
-        raise torn(file, "is missing")
-    if (found := file.stat().st_size) != size:
-        raise torn(file, f"has {found} bytes, expected {size}")
-    if (seen := digest(file)) != sha256:
-        raise torn(file, f"has the SHA-256 {seen}, expected {sha256}")

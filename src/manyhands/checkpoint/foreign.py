@@ -53,8 +53,9 @@ def read_foreign(path: Path) -> Snapshot:
     except TypeError:
         extra = None
     if extra is None or not any(isinstance(value, Tensor) for value in weights.values()):
-        hints = f"expected tensors by name, or a dict with one of {', '.join(_WRAPPERS)}; found {_shown(weights)}"
-        raise UserError(f"{path.name} contains no network weights", str(path), (hints,))
+        found = ", ".join(repr(key) for key in list(weights)[:6]) or "nothing"
+        hints = (f"expected tensors by name, or a dict with one of {', '.join(_WRAPPERS)}; found {found}",)
+        raise UserError(f"{path.name} contains no network weights", str(path), hints)
     model = {name: value.detach() for name, value in weights.items() if isinstance(value, Tensor)}
     if path.name.endswith(".safetensors"):
         return Snapshot(model, None, {"foreign": "safetensors"})
@@ -120,7 +121,11 @@ def _read(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise _unloadable(path) from error
     except Exception as error:  # torch's unpickler raises what its parts raise: struct.error, KeyError and others
-        if not _is_script(path):
+        # Beside BadZipFile, damaged names end in a ValueError and unknown versions in a NotImplementedError.
+        damage, script = (zipfile.BadZipFile, OSError, NotImplementedError, ValueError), False
+        with contextlib.suppress(*damage), zipfile.ZipFile(path) as archive:
+            script = any(name.endswith("/constants.pkl") for name in archive.namelist())
+        if not script:
             raise damaged(path) from error
         hints = ("if you trust the file: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pth')",)
         raise UserError(f"{path.name} is not loaded: TorchScript files contain code", str(path), hints) from error
@@ -128,14 +133,6 @@ def _read(path: Path) -> dict[str, Any]:
         what = f"{path.name} holds a {type(content).__name__}, not a network's weights"
         raise UserError(what, str(path), ("save model.state_dict() instead",))
     return content
-
-
-def _is_script(path: Path) -> bool:
-    # Beside BadZipFile, damaged names end in a ValueError and unknown versions in a NotImplementedError.
-    damage = zipfile.BadZipFile, OSError, NotImplementedError, ValueError
-    with contextlib.suppress(*damage), zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
-    return False
 
 
 def _unloadable(path: Path) -> UserError:
@@ -223,10 +220,6 @@ def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, A
     }
 
 
-def _shown(content: dict[Any, Any]) -> str:
-    return ", ".join(repr(key) for key in list(content)[:6]) or "nothing"
-
-
 def names_objects(path: Path) -> list[str]:
     """Names of the Python objects that a .pth or .pth.tar file asks for, beside tensors; empty where it is no pickle.
 
@@ -234,20 +227,17 @@ def names_objects(path: Path) -> list[str]:
     as "?".
     """
     try:
-        return list(dict.fromkeys(name for name in _asked_for(_pickle_of(path)) if not _HARMLESS.fullmatch(name)))
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                inner = next((name for name in archive.namelist() if name.endswith("data.pkl")), "")
+                with archive.open(inner) as file:
+                    content = file.read(_MOST_BYTES)
+        else:
+            with path.open("rb") as file:
+                content = file.read(_MOST_BYTES)
+        return list(dict.fromkeys(name for name in _asked_for(content) if not _HARMLESS.fullmatch(name)))
     except (ValueError, OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
         return []  # the bytes can't be understood as a pickle, which is the answer
-
-
-def _pickle_of(path: Path) -> bytes:
-    with path.open("rb") as file:
-        if not zipfile.is_zipfile(file):
-            file.seek(0)
-            return file.read(_MOST_BYTES)
-    with zipfile.ZipFile(path) as archive:
-        inner = next(name for name in [*archive.namelist(), ""] if name.endswith("data.pkl") or not name)
-        with archive.open(inner) as content:
-            return content.read(_MOST_BYTES)
 
 
 def _asked_for(content: bytes) -> Iterator[str]:

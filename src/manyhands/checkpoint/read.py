@@ -39,7 +39,6 @@ class StoredTensors(ABC):
     def __init__(self, described: Tensors) -> None:
         # each tensor's type and how it is cut where it is stored, in the order in which they were written
         self.described = described
-        self.stored_bytes = sum(entry.size_bytes for entry in described.values())  # of all values
 
     def names(self) -> list[str]:
         return list(self.described)

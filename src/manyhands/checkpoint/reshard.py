@@ -1,4 +1,4 @@
-"""Changes how a checkpoint is cut, tensor by tensor, without the network's code and on one process."""
+"""Changes how a checkpoint is sharded, tensor by tensor, without the network's code and on one process."""
 
 import os
 from collections.abc import Callable
@@ -7,20 +7,11 @@ from pathlib import Path
 import torch
 
 from manyhands.checkpoint import files
-from manyhands.checkpoint.describe import ALONE, MODEL, NetworkLayout, Region, TensorEntry
+from manyhands.checkpoint.describe import ALONE, KINDS, MODEL, NetworkLayout, Region, TensorEntry
 from manyhands.checkpoint.folders import commit, staging
 from manyhands.checkpoint.read import Source
 from manyhands.checkpoint.snapshot import EXTRA_STATE, unflatten
-from manyhands.checkpoint.write import (
-    Contents,
-    Files,
-    finish_pieces,
-    refuse_too_little_space,
-    save_error,
-    write_file_atomic,
-    write_full,
-    write_pieces,
-)
+from manyhands.checkpoint.write import Contents, Files, refuse_too_little_space, save_error
 from manyhands.core.errors import UserError
 from manyhands.core.files import replacing, sync
 from manyhands.core.plan_record import read_plan_record
@@ -49,10 +40,10 @@ def refuse_existing(target: Path) -> None:
 
 
 def reshard(source: Source, target: Path, network_layout: NetworkLayout) -> None:
-    """Writes a new checkpoint folder in which the network is cut in another way.
+    """Writes a new checkpoint folder in which the network is sharded in another way.
 
     Raises:
-        UserError: the target is there already, or the cut is of another network.
+        UserError: the target is there already, or the layout is of another network.
         SaveError: no room, or the disk fails; nothing is left behind.
     """
     contents = _contents(source, network_layout)
@@ -60,14 +51,14 @@ def reshard(source: Source, target: Path, network_layout: NetworkLayout) -> None
     def write(staged: Path) -> None:
         written: Files = {}
         for rank in range(network_layout.mesh.size):
-            written |= write_pieces(staged, contents, rank)
-        finish_pieces(staged, contents, written)
+            written |= contents.write_pieces(staged, rank)
+        contents.finish_pieces(staged, written)
 
-    _commit_folder(target, contents, write)
+    _commit(target, contents, write)
 
 
 def merge(source: Source, target: Path) -> None:
-    """Writes a checkpoint whole: a new folder, or the weights alone as one .safetensors, .pth or .pt file.
+    """Writes a checkpoint unsharded: a new folder, or the weights alone as one .safetensors, .pth or .pt file.
 
     A .pth file is put together in memory.
 
@@ -79,17 +70,17 @@ def merge(source: Source, target: Path) -> None:
     if target.name.endswith(_UNKNOWN):
         hints = ("end the name in .safetensors or .pth, or give a checkpoint folder's name without a suffix",)
         raise UserError(f"{target.name} has an unsupported file type", str(target), hints)
-    if target.name.endswith(SAFETENSORS):
-        _commit_file(target, contents, lambda file: write_file_atomic(file, contents, MODEL))
-    elif target.name.endswith(PICKLED):
-        _commit_file(target, contents, lambda file: _save_pickled(source, file))
-    else:
-        _commit_folder(target, contents, lambda staged: write_full(staged, contents))
 
+    def write(part: Path) -> None:
+        if target.name.endswith(SAFETENSORS):
+            contents.write_file(part, MODEL)
+        elif target.name.endswith(PICKLED):
+            tensors = {name: source.model.read(name) for name in source.model.names()}
+            torch.save(tensors | unflatten(source.state.get(EXTRA_STATE, {}), {}), part)
+        else:
+            contents.write_unsharded(part)
 
-def _save_pickled(source: Source, file: Path) -> None:
-    tensors = {name: source.model.read(name) for name in source.model.names()}
-    torch.save(tensors | unflatten(source.state.get(EXTRA_STATE, {}), {}), file)
+    _commit(target, contents, write)
 
 
 def is_single_file(target: Path) -> bool:
@@ -98,7 +89,7 @@ def is_single_file(target: Path) -> bool:
 
 
 def _contents(source: Source, network_layout: NetworkLayout) -> Contents:
-    """A source as it is to be written under a cut."""
+    """A source as it is written under a layout."""
     layouts, kinds = source.layouts(network_layout), source.kinds()
     tensors = {
         kind: {name: TensorEntry(entry.dtype, layouts[kind][name]) for name, entry in stored.described.items()}
@@ -114,30 +105,19 @@ def _contents(source: Source, network_layout: NetworkLayout) -> Contents:
     return Contents(source.step, network_layout.mesh, tensors, texts, fetch)
 
 
-def _commit_folder(target: Path, contents: Contents, write: Callable[[Path], None]) -> None:
+def _commit(target: Path, contents: Contents, write: Callable[[Path], None]) -> None:
+    """Writes a new folder or single file, which appears complete or not at all."""
+    single, above = is_single_file(target), target.absolute().parent
     refuse_existing(target)
     try:
-        refuse_too_little_space(target.absolute().parent, _size_bytes(contents, list(contents.tensors)))
-        with staging(target.absolute().parent, contents.step) as staged:
-            write(staged)
-            refuse_existing(target)
-            commit(staged, target.absolute())
-    except OSError as error:
-        raise save_error(target, error) from error
-
-
-def _commit_file(target: Path, contents: Contents, write: Callable[[Path], None]) -> None:
-    refuse_existing(target)
-    try:
-        refuse_too_little_space(target.absolute().parent, _size_bytes(contents, [MODEL]))
-        with replacing(target) as part:
+        refuse_too_little_space(above, contents.size_bytes([MODEL] if single else KINDS))
+        with replacing(target) if single else staging(above, contents.step) as part:
             write(part)
-            sync(part)
+            if single:
+                sync(part)
             refuse_existing(target)
-        sync(target.absolute().parent)
+            if not single:
+                commit(part, target.absolute())
+        sync(above)
     except OSError as error:
         raise save_error(target, error) from error
-
-
-def _size_bytes(contents: Contents, kinds: list[str]) -> int:
-    return sum(described.size_bytes for kind in kinds for described in contents.tensors[kind].values())

@@ -13,9 +13,7 @@ from manyhands.checkpoint.describe import BY_CODE, ElementType
 
 
 def torch_type(kind: ElementType) -> torch.dtype:
-    """A type as torch has it."""
-    dtype: torch.dtype = getattr(torch, kind.name)
-    return dtype
+    return getattr(torch, kind.name)
 
 
 def element_type(dtype: torch.dtype) -> ElementType:
@@ -31,13 +29,8 @@ class Spec:
     """A tensor that a file will hold."""
 
     name: str  # its key in the file
-    dtype: torch.dtype  # its type
-    shape: tuple[int, ...]  # its shape
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 def write_stream(path: Path, specs: Sequence[Spec], fetch: Callable[[str], Tensor]) -> None:
@@ -76,7 +69,7 @@ def _header(laid: Sequence[Spec], order: list[str]) -> bytes:
     for spec in laid:
         if spec.dtype not in CODES:
             raise TypeError(f"{spec.name} is {spec.dtype}, which a .safetensors file can't hold")
-        offsets = [position, position + spec.size_bytes]
+        offsets = [position, position + math.prod(spec.shape) * spec.dtype.itemsize]
         content[spec.name] = {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
         position = offsets[1]
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()

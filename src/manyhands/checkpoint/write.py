@@ -10,9 +10,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,8 +24,10 @@ from torch import Tensor
 from manyhands.checkpoint import files
 from manyhands.checkpoint.describe import (
     ALONE,
+    KINDS,
     MODEL,
     OPTIMIZER,
+    UNSHARDED_FILES,
     NetworkLayout,
     Region,
     TensorEntry,
@@ -88,7 +90,6 @@ def save_error(folder: Path, error: OSError) -> SaveError:
 
 
 T = TypeVar("T")
-
 # The narrower ones first.
 _ERRORS: dict[str, type[ManyhandsError]] = {
     kind.__name__: kind for kind in (NotFiniteError, SaveError, TornCheckpointError, UserError, RunError)
@@ -97,47 +98,33 @@ _ERRORS: dict[str, type[ManyhandsError]] = {
 
 @dataclass(frozen=True)
 class CheckpointGroup:
-    """The processes that save or load together."""
+    """The processes that save together."""
 
     rank: int = 0  # this process's, which is its place in the mesh too
     size: int = 1  # how many they are
     # gives every process's JSON data by rank, on every process; a collective
     gather: Callable[[Any], list[Any]] = lambda value: [value]
     device: str = "cpu"  # torch's name of the device that tensors are sent from and to
-    # who writes what is saved whole, rank 0 first; each with the ranks of its machine, of which it is the first
+    # who writes unsharded tensors, rank 0 first; each with the ranks of its machine, of which it is the first
     writers: Mapping[int, range] = field(default_factory=lambda: {0: range(1)})
 
-
-def together(peers: CheckpointGroup, work: Callable[[], T]) -> list[T]:
-    """All processes' results (JSON data); a collective. Raises ManyhandsError: that of the first that failed."""
-    own: Exception | None = None
-    result: Any = None
-    try:
-        result = work()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others must learn of it before it is raised
-        own = error
-    answers = peers.gather({"result": result} if own is None else {"error": _as_plain(own)})
-    failed = next((rank for rank, answer in enumerate(answers) if "error" in answer), None)
-    if failed is None:
-        return [answer["result"] for answer in answers]
-    if own is not None and failed == peers.rank:
-        raise own
-    raise _from_plain(answers[failed]["error"], failed) from own
-
-
-def send(tensor: Tensor, to: int, peers: CheckpointGroup) -> None:
-    """Sends a tensor's values; the other one calls `receive`."""
-    if tensor.numel():
-        dist.send(as_bytes(tensor).to(peers.device), dst=to)
-
-
-def receive(shape: tuple[int, ...], dtype: torch.dtype, source: int, peers: CheckpointGroup) -> Tensor:
-    """Receives the values of a tensor of known shape and type, as a CPU tensor."""
-    count = math.prod(shape) * dtype.itemsize
-    buffer = torch.empty(count, dtype=torch.uint8, device=peers.device)
-    if count:
-        dist.recv(buffer, src=source)
-    return buffer.cpu().view(dtype).reshape(shape)
+    def run(self, work: Callable[[], T]) -> list[T]:
+        """Returns all processes' results (JSON data); a collective. Raises the error of the first that failed."""
+        error: Exception | None = None
+        answer: dict[str, Any] = {}
+        try:
+            answer = {"result": work()}
+        except Exception as raised:  # noqa: BLE001 - whatever it is, the others must learn of it before it is raised
+            error, answer = raised, {"error": _as_plain(raised)}
+        answers = self.gather(answer)
+        failed = next((rank for rank, each in enumerate(answers) if "error" in each), None)
+        if failed is None:
+            return [each["result"] for each in answers]
+        if error is not None and failed == self.rank:
+            raise error
+        content = answers[failed]["error"]
+        where = f"rank {failed}: {content['where']}" if content["where"] else f"rank {failed}"
+        raise _ERRORS[content["kind"]](content["what"], where, tuple(content["hints"])) from error
 
 
 def _as_plain(error: Exception) -> dict[str, Any]:
@@ -147,84 +134,73 @@ def _as_plain(error: Exception) -> dict[str, Any]:
     return {"kind": RunError.__name__, "what": f"{type(error).__name__}: {error}", "where": "", "hints": []}
 
 
-def _from_plain(content: dict[str, Any], rank: int) -> ManyhandsError:
-    where = f"rank {rank}: {content['where']}" if content["where"] else f"rank {rank}"
-    return _ERRORS[content["kind"]](content["what"], where, tuple(content["hints"]))
-
-
-# (kind, name, region) -> the values there, in the shape of the region.
-Fetch = Callable[[str, str, Region], Tensor]
-Files = dict[str, Any]
-WHOLE_NAMES = {MODEL: files.MODEL, OPTIMIZER: files.OPTIMIZER}
+Files = dict[str, Any]  # entries of the manifest, by name
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint that is about to be written."""
+    """A checkpoint that is about to be written; the manifest is the last file of each."""
 
     step: int  # updates made so far
-    mesh: Mesh  # the processes that it is cut over
+    mesh: Mesh  # the processes that the tensors are sharded over
     tensors: Mapping[str, Tensors]  # by kind ("model", "optimizer") and name, in the order that readers are to see
     texts: Mapping[str, bytes]  # the plain data, by file name
-    fetch: Fetch  # gives a tensor's values in a region of its view
+    fetch: Callable[[str, str, Region], Tensor]  # gives the values of a kind's tensor in a region of its view
+
+    def size_bytes(self, kinds: Collection[str] = KINDS) -> int:
+        return sum(one.size_bytes for kind in kinds for one in self.tensors.get(kind, {}).values())
+
+    def write_pieces(self, staged: Path, rank: int) -> Files:
+        """Writes the files of one rank; returns their entries in the manifest."""
+        written: Files = {}
+        for kind, tensors in self.tensors.items():
+            if regions := first_held(tensors, self.mesh, rank):
+                file = staged / files.piece_name(kind, rank, self.mesh.size)
+                specs = [Spec(name, torch_type(tensors[name].dtype), size_of(one)) for name, one in regions.items()]
+                write_stream(file, specs, lambda name, of=(kind, regions): self.fetch(of[0], name, of[1][name]))
+                written[file.name] = _seal(file)
+        return written
+
+    def finish_pieces(self, staged: Path, written: Files) -> None:
+        """Writes the remaining files; `written` is what `write_pieces` returned for all ranks."""
+        pieces = {files.PIECES: files.json_text(describe_pieces(self.mesh, self.tensors))}
+        self._finish(staged, files.PIECES_FORMAT, pieces, written)
+
+    def write_unsharded(self, staged: Path) -> None:
+        """Writes all files of an unsharded checkpoint."""
+        written: Files = {}
+        for kind in self.tensors:
+            file = staged / UNSHARDED_FILES[kind]
+            self.write_file(file, kind)
+            written[file.name] = _seal(file)
+        self._finish(staged, files.FORMAT, {}, written)
+
+    def write_file(self, file: Path, kind: str) -> None:
+        """Writes the unsharded tensors of one kind, in their own names and shapes."""
+        tensors = self.tensors[kind]
+
+        def fetch(name: str) -> Tensor:
+            layout = tensors[name].layout
+            return self.fetch(kind, name, whole_region(layout.view)).reshape(layout.shape)
+
+        write_stream(file, unsharded_specs(tensors), fetch)
+
+    def _finish(self, staged: Path, form: int, texts: Mapping[str, bytes], written: Files) -> None:
+        entries: Files = {}
+        for name, text in {**texts, **self.texts}.items():
+            (staged / name).write_bytes(text)
+            entries[name] = _seal(staged / name)
+        try:
+            own = version("manyhands")
+        except PackageNotFoundError:
+            own = "unknown"
+        manifest = {"format": form, "step": self.step, "torch": torch.__version__, "manyhands": own}
+        (staged / files.MANIFEST).write_bytes(files.manifest_text({**manifest, "files": {**entries, **written}}))
+        sync(staged / files.MANIFEST)
 
 
-def write_pieces(staged: Path, contents: Contents, rank: int) -> Files:
-    """Writes the files of one rank; their entries in the manifest."""
-    written: Files = {}
-    for kind, tensors in contents.tensors.items():
-        regions = first_held(tensors, contents.mesh, rank)
-        if not regions:
-            continue
-        file = staged / files.piece_name(kind, rank, contents.mesh.size)
-
-        def fetch(name: str, kind: str = kind, regions: dict[str, Region] = regions) -> Tensor:
-            return contents.fetch(kind, name, regions[name])
-
-        specs = [Spec(name, torch_type(tensors[name].dtype), size_of(region)) for name, region in regions.items()]
-        write_stream(file, specs, fetch)
-        written[file.name] = _seal(file)
-    return written
-
-
-def finish_pieces(staged: Path, contents: Contents, written: Files) -> None:
-    """Writes what is written once, the manifest last; `written` is what `write_pieces` returned, of all ranks."""
-    texts = {files.PIECES: files.json_text(describe_pieces(contents.mesh, contents.tensors)), **contents.texts}
-    _write_manifest(staged, contents.step, {**_write_texts(staged, texts), **written}, files.PIECES_FORMAT)
-
-
-def write_full(staged: Path, contents: Contents) -> None:
-    """Writes a checkpoint whole, the manifest last."""
-    written = _write_texts(staged, contents.texts)
-    for kind in contents.tensors:
-        file = staged / WHOLE_NAMES[kind]
-        write_file_atomic(file, contents, kind)
-        written[file.name] = _seal(file)
-    _write_manifest(staged, contents.step, written, files.FORMAT)
-
-
-def write_file_atomic(file: Path, contents: Contents, kind: str) -> None:
-    """Writes the tensors of one kind into one file, in their own names and shapes."""
-    tensors = contents.tensors[kind]
-
-    def fetch(name: str) -> Tensor:
-        cut = tensors[name].layout
-        return contents.fetch(kind, name, whole_region(cut.view)).reshape(cut.shape)
-
-    write_stream(file, whole_specs(tensors), fetch)
-
-
-def whole_specs(tensors: Tensors) -> list[Spec]:
-    """Tensors as a file holds them whole."""
+def unsharded_specs(tensors: Tensors) -> list[Spec]:
     return [Spec(name, torch_type(described.dtype), described.layout.shape) for name, described in tensors.items()]
-
-
-def _write_texts(staged: Path, texts: Mapping[str, bytes]) -> Files:
-    written: Files = {}
-    for name, text in texts.items():
-        (staged / name).write_bytes(text)
-        written[name] = _seal(staged / name)
-    return written
 
 
 def _seal(file: Path) -> dict[str, Any]:
@@ -233,221 +209,199 @@ def _seal(file: Path) -> dict[str, Any]:
     return {"size": file.stat().st_size, "sha256": files.digest(file)}
 
 
-def _write_manifest(staged: Path, step: int, entries: dict[str, Any], number: int) -> None:
-    """Writes the manifest, the last file; `entries` are those of the other files by name, `number` the format."""
-    manifest = {"format": number, "step": step, "torch": torch.__version__, "manyhands": _own_version()}
-    (staged / files.MANIFEST).write_bytes(files.manifest_text({**manifest, "files": entries}))
-    sync(staged / files.MANIFEST)
-
-
-def _own_version() -> str:
-    try:
-        return version("manyhands")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-T = TypeVar("T")
-
 _BLOCK_BYTES = 4 << 20
 
 
 def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
-    """Commits folder/step-NNNNNNNN of a network that this process holds whole; see `save_full`."""
-    return save_full(folder, step, snapshot, NetworkLayout(ALONE, {}), CheckpointGroup())
+    """Commits folder/step-NNNNNNNN of a network that this process holds unsharded; see `CheckpointWriter`."""
+    return CheckpointWriter(folder, CheckpointGroup(), NetworkLayout(ALONE, {})).write(step, snapshot)
 
 
-def save_pieces(
-    folder: Path, step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: CheckpointGroup
-) -> Path:
-    """Commits folder/step-NNNNNNNN in pieces, each written by the process that holds it; a collective.
+class CheckpointWriter:
+    """Writes the checkpoints of one network, together with the processes that hold its other shards.
 
-    All processes, as many as the mesh has, share the folder's disk. The snapshot has this process's pieces, in the
-    shapes of `TensorLayout.local_shape`, and must not change until this returns; its state, and what its optimizer has
-    beside tensors, are taken from rank 0. Returns the committed folder; one of that step that is there and verifies is
-    left.
-
-    Raises:
-        UserError: the processes don't share the folder's disk.
-        RunError: a weight is NaN or infinite, or the processes hold different things; nothing is written.
-        SaveError: no room, or the disk of a process fails; nothing is left behind, training may go on.
+    Args:
+        folder: the checkpoints folder.
+        group: the processes, as many as the mesh of the layout has.
+        layout: how the network is sharded.
+        pieces: each process writes its own shards, to a disk that all share. Otherwise the group's writers write
+            unsharded tensors, each to a folder that it alone needs to see, and the others send their shards one by one:
+            no process holds more than its own share and one tensor.
     """
-    contents = _agreed_contents(step, snapshot, network_layout, peers)
-    target = folder / files.step_name(step)
-    if _where_it_is(target, contents, peers)[0]:
+
+    def __init__(self, folder: Path, group: CheckpointGroup, layout: NetworkLayout, *, pieces: bool = False) -> None:
+        self.folder, self.group, self.layout, self.pieces = folder, group, layout, pieces
+
+    def write(self, step: int, snapshot: Snapshot) -> Path:
+        """Commits folder/step-NNNNNNNN; a collective. A checkpoint of that step that is there and verifies is left.
+
+        The snapshot has this process's shards, in the shapes of `TensorLayout.local_shape`, and must not change until
+        this returns. With `pieces` its plain data is taken from rank 0.
+
+        Raises:
+            UserError: with `pieces`, the processes don't share the folder's disk.
+            RunError: a weight is NaN or infinite, or the processes hold different things; nothing is written.
+            SaveError: no room, or a disk fails (with `pieces` any process's, else rank 0's or this one's); nothing is
+                left behind there, training may go on.
+            TypeError: the state or the optimizer's state is not plain data.
+        """
+        contents = self._describe(step, snapshot)
+        target = self.folder / files.step_name(step)
+        there = self._run(lambda: self._is_there(target, contents))
+        writers = [0] if self.pieces else self.group.writers
+        if all(there[writer] for writer in writers):
+            return target
+        if self.pieces:
+            self._write_pieces(target, contents)
+        else:
+            self._write_unsharded(target, contents, writes=self.group.rank in writers and not there[self.group.rank])
         return target
-    with ExitStack() as stack:
-        staged = _shared_folder(stack, target, step, peers)
-        own = together(peers, _saving(folder, lambda: write_pieces(staged, contents, peers.rank)))
 
-        def finish() -> None:
-            if peers.rank == 0:
-                (staged / files.TOKEN).unlink()
-                finish_pieces(staged, contents, {name: entry for one in own for name, entry in one.items()})
-                commit(staged, target)
-                remember(target)
+    def _run(self, work: Callable[[], T]) -> list[T]:
+        """Does the same as the group's `run`; a disk's error becomes a SaveError."""
 
-        together(peers, _saving(folder, finish))
-    return target
+        def run() -> T:
+            try:
+                return work()
+            except OSError as error:
+                raise save_error(self.folder, error) from error
 
+        return self.group.run(run)
 
-def save_full(
-    folder: Path, step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: CheckpointGroup
-) -> Path:
-    """Commits folder/step-NNNNNNNN whole, with a manifest; writers write, the others send their pieces; a collective.
+    def _describe(self, step: int, snapshot: Snapshot) -> Contents:
+        """What this process holds, once it is sure that all hold shards of the same network."""
+        made: list[Contents] = []
 
-    Only writers need to see the folder, which may be another disk's for each. Tensors are sent and written one by one,
-    so no process holds more than its own share and one tensor. For the snapshot and what is returned see `save_pieces`.
+        def describe() -> str:
+            mesh = self.layout.mesh
+            if self.group.size != mesh.size:
+                raise RunError(f"{self.group.size} processes can't save tensors sharded over {mesh}")
+            refuse_non_finite(snapshot)
+            made.append(held_contents(step, snapshot, self.layout, self.group.rank))
+            tensors = {
+                kind: {name: [entry.dtype.name, entry.layout.as_plain()] for name, entry in named.items()}
+                for kind, named in made[0].tensors.items()
+            }
+            return hashlib.sha256(json.dumps([step, mesh.as_dict(), tensors]).encode()).hexdigest()
 
-    Raises:
-        RunError: a weight is NaN or infinite, or the processes hold different things; nothing is written.
-        SaveError: no room, or the disk fails, rank 0's or this process's own; nothing is left behind there, training
-            may go on.
-        TypeError: the state or the optimizer's state is not plain data.
-    """
-    contents = _agreed_contents(step, snapshot, network_layout, peers)
-    target = folder / files.step_name(step)
-    there = _where_it_is(target, contents, peers)
-    if all(there[writer] for writer in peers.writers):
-        return target
-    assembled = _assembled(contents, peers)
-    failed: list[OSError] = []
+        digests = self.group.run(describe)
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            raise RunError(f"ranks 0 and {other} hold pieces of different networks or steps", f"rank {other}")
+        return made[0]
 
-    def write() -> None:
-        _make_room(target, contents)
-        gathering = Contents(step, network_layout.mesh, contents.tensors, contents.texts, lambda *_: next(assembled))
-        with staging(folder, step) as staged:
-            write_full(staged, gathering)
-            commit(staged, target)
-        remember(target)
-
-    def take_part() -> None:
-        try:
-            if peers.rank in peers.writers and not there[peers.rank]:
-                write()
-        except OSError as error:
-            if peers.rank == 0:
-                raise
-            failed.append(error)  # a copy that can't be made costs that copy alone
-        finally:
-            # The others send all the same, also where a writer's disk is full.
-            for _ in assembled:
-                pass
-
-    together(peers, _saving(folder, take_part))
-    if failed:
-        raise save_error(folder, failed[0]) from failed[0]
-    return target
-
-
-def _agreed_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, peers: CheckpointGroup) -> Contents:
-    """What this process holds, once it is sure that all hold pieces of the same network."""
-    made: list[Contents] = []
-
-    def describe() -> str:
-        if peers.size != network_layout.mesh.size:
-            raise RunError(f"{peers.size} processes can't save tensors sharded over {network_layout.mesh}")
-        refuse_non_finite(snapshot)
-        made.append(held_contents(step, snapshot, network_layout, peers.rank))
-        plain = [step, network_layout.mesh.as_dict(), as_plain(made[0].tensors)]
-        return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
-
-    digests = together(peers, describe)
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is not None:
-        raise RunError(f"ranks 0 and {other} hold pieces of different networks or steps", f"rank {other}")
-    return made[0]
-
-
-def _where_it_is(target: Path, contents: Contents, peers: CheckpointGroup) -> list[bool]:
-    """By rank whether that one, a writer, has the checkpoint already; where rank 0 hasn't, there is room for it."""
-
-    def look() -> bool:
-        if peers.rank in peers.writers and verifies(target):
+    def _is_there(self, target: Path, contents: Contents) -> bool:
+        """True on a writer that has the checkpoint already; where rank 0 hasn't, there is room for it."""
+        if self.group.rank in self.group.writers and verifies(target):
             return True
-        if peers.rank == 0:
-            _make_room(target, contents)
+        if self.group.rank == 0:
+            self._make_room(contents)
         return False
 
-    return together(peers, _saving(target.parent, look))
+    def _make_room(self, contents: Contents) -> None:
+        """Makes the folder; an OSError where its disk has no room."""
+        make_folder(self.folder)
+        refuse_too_little_space(self.folder, contents.size_bytes())
 
+    def _write_pieces(self, target: Path, contents: Contents) -> None:
+        with ExitStack() as stack:
+            staged = self._shared_folder(stack, contents.step)
+            own = self._run(lambda: contents.write_pieces(staged, self.group.rank))
 
-def _make_room(target: Path, contents: Contents) -> None:
-    """Makes a checkpoint's folder's own folder; an OSError where it has no room."""
-    make_folder(target.parent)
-    sizes = [described.size_bytes for named in contents.tensors.values() for described in named.values()]
-    refuse_too_little_space(target.parent, sum(sizes))
+            def finish() -> None:
+                if self.group.rank == 0:
+                    (staged / files.TOKEN).unlink()
+                    contents.finish_pieces(staged, {name: entry for one in own for name, entry in one.items()})
+                    commit(staged, target)
+                    remember(target)
 
+            self._run(finish)
 
-def _shared_folder(stack: ExitStack, target: Path, step: int, peers: CheckpointGroup) -> Path:
-    """A staged folder that every process sees: rank 0 makes it with a token inside, the others look for that."""
+    def _shared_folder(self, stack: ExitStack, step: int) -> Path:
+        """A staged folder that every process sees: rank 0 makes it with a token inside, the others look for that."""
 
-    def stage() -> list[str]:
-        if peers.rank != 0:
-            return []
-        staged = stack.enter_context(staging(target.parent, step))
-        token = os.urandom(16).hex()
-        (staged / files.TOKEN).write_text(token)
-        return [staged.name, token]
+        def stage() -> list[str]:
+            if self.group.rank != 0:
+                return []
+            staged = stack.enter_context(staging(self.folder, step))
+            token = os.urandom(16).hex()
+            (staged / files.TOKEN).write_text(token)
+            return [staged.name, token]
 
-    name, token = together(peers, _saving(target.parent, stage))[0]
-    staged = target.parent / name
+        name, token = self._run(stage)[0]
+        staged = self.folder / name
 
-    def see() -> None:
-        file = staged / files.TOKEN
-        if not file.is_file() or file.read_text() != token:
-            what = f"rank {peers.rank} can't see rank 0's checkpoint folder"
-            hints = ("move --out to a disk that all machines share", "or save without checkpoint.pieces")
-            raise UserError(what, str(target.parent), hints)
+        def see() -> None:
+            file = staged / files.TOKEN
+            if not file.is_file() or file.read_text() != token:
+                what = f"rank {self.group.rank} can't see rank 0's checkpoint folder"
+                hints = ("move --out to a disk that all machines share", "or save without checkpoint.pieces")
+                raise UserError(what, str(self.folder), hints)
 
-    together(peers, _saving(target.parent, see))
-    return staged
+        self._run(see)
+        return staged
 
+    def _write_unsharded(self, target: Path, contents: Contents, *, writes: bool) -> None:
+        assembled = self._assembled(contents)
+        failed: list[OSError] = []
 
-def _saving(folder: Path, work: Callable[[], T]) -> Callable[[], T]:
-    """The same work; what the disk says becomes a SaveError."""
+        def take_part() -> None:
+            try:
+                if writes:
+                    self._make_room(contents)
+                    with staging(self.folder, contents.step) as staged:
+                        replace(contents, fetch=lambda *_: next(assembled)).write_unsharded(staged)
+                        commit(staged, target)
+                    remember(target)
+            except OSError as error:
+                if self.group.rank == 0:
+                    raise
+                failed.append(error)  # a copy that can't be made costs that copy alone
+            finally:
+                # The others send all the same, also where a writer's disk is full.
+                for _ in assembled:
+                    pass
 
-    def run() -> T:
-        try:
-            return work()
-        except OSError as error:
-            raise save_error(folder, error) from error
+        self._run(take_part)
+        if failed:
+            raise save_error(self.folder, failed[0]) from failed[0]
 
-    return run
+    def _assembled(self, contents: Contents) -> Iterator[Tensor]:
+        """On a writer each unsharded tensor in its view, in the order in which files are written; on others nothing.
 
+        One writer after the other is sent what nobody on its machine holds, or a neighbour has. No reference to a
+        tensor is kept while the next one is put together.
+        """
+        for kind, tensors in contents.tensors.items():
+            for spec in in_file_order(unsharded_specs(tensors)):
+                for writer, near in self.group.writers.items():
+                    regions = tensors[spec.name].layout.nearest(contents.mesh, near)
+                    if self.group.rank == writer:
+                        yield self._received(contents, kind, spec.name, regions)
+                    elif self.group.rank in regions:
+                        region = regions[self.group.rank]
+                        piece = contents.fetch(kind, spec.name, region)
+                        for block in _blocks(region, spec.dtype.itemsize):
+                            if (values := piece[slices(block, region)]).numel():
+                                dist.send(as_bytes(values).to(self.group.device), dst=writer)
 
-def _assembled(contents: Contents, peers: CheckpointGroup) -> Iterator[Tensor]:
-    """On a writer each whole tensor in its view, in the order in which files are written; on others nothing, but sends.
-
-    One writer after the other is sent what nobody on its machine holds, or a neighbour has. No reference to a tensor is
-    kept while the next one is put together.
-    """
-    for kind, tensors in contents.tensors.items():
-        for spec in in_file_order(whole_specs(tensors)):
-            for writer, near in peers.writers.items():
-                regions = tensors[spec.name].layout.nearest(contents.mesh, near)
-                if peers.rank == writer:
-                    yield _received(contents, kind, spec.name, regions, peers)
-                elif peers.rank in regions:
-                    region = regions[peers.rank]
-                    piece = contents.fetch(kind, spec.name, region)
-                    for block in _blocks(region, spec.dtype.itemsize):
-                        send(piece[slices(block, region)], writer, peers)
-
-
-def _received(contents: Contents, kind: str, name: str, regions: dict[int, Region], peers: CheckpointGroup) -> Tensor:
-    described = contents.tensors[kind][name]
-    if not described.layout.cuts and peers.rank in regions:
-        return contents.fetch(kind, name, regions[peers.rank])
-    dtype = torch_type(described.dtype)
-    assembled = torch.empty(described.layout.view, dtype=dtype)
-    for rank, region in regions.items():
-        if rank == peers.rank:
-            assembled[slices(region)] = contents.fetch(kind, name, region)
-            continue
-        for block in _blocks(region, dtype.itemsize):
-            assembled[slices(block)] = receive(size_of(block), dtype, rank, peers)
-    return assembled
+    def _received(self, contents: Contents, kind: str, name: str, regions: dict[int, Region]) -> Tensor:
+        described = contents.tensors[kind][name]
+        if not described.layout.cuts and self.group.rank in regions:
+            return contents.fetch(kind, name, regions[self.group.rank])
+        dtype = torch_type(described.dtype)
+        assembled = torch.empty(described.layout.view, dtype=dtype)
+        for rank, region in regions.items():
+            if rank == self.group.rank:
+                assembled[slices(region)] = contents.fetch(kind, name, region)
+                continue
+            for block in _blocks(region, dtype.itemsize):
+                count = math.prod(size_of(block)) * dtype.itemsize
+                buffer = torch.empty(count, dtype=torch.uint8, device=self.group.device)
+                if count:
+                    dist.recv(buffer, src=rank)
+                assembled[slices(block)] = buffer.cpu().view(dtype).reshape(size_of(block))
+        return assembled
 
 
 def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
@@ -516,11 +470,3 @@ def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayo
     raise RunError(
         what, name, ("use sgd or adamw, or don't shard: this optimizer's state can't be sharded like the parameters",)
     )
-
-
-def as_plain(tensors: Mapping[str, Tensors]) -> dict[str, Any]:
-    """Types and layouts as JSON data, to be compared between processes."""
-    return {
-        kind: {name: [described.dtype.name, described.layout.as_plain()] for name, described in named.items()}
-        for kind, named in tensors.items()
-    }

@@ -30,7 +30,7 @@ def doctor(
 
     Exits with code 3 if training would fail.
     """
-    from manyhands.run.resume import announce_reach
+    from manyhands.run.folder import announce_reach
 
     values, file = named(data, model)
     loaded = load(values, flags, file=file)

@@ -63,26 +63,23 @@ def _tensor_row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
 @checkpoint.command
 def merge(src: Source, dst: MergeTarget, /, *, which: Which = "best") -> int:
     """Write a checkpoint unsharded, as a folder or one file."""
-    from manyhands.run.registry import find_reference
-    from manyhands.run.tasks import rewrite_checkpoint
-
-    return _say_written(dst, rewrite_checkpoint(find_reference(src), dst, which=which))
+    return _rewrite(src, dst, None, which)
 
 
 @checkpoint.command
 def split(src: Source, dst: Target, /, *, plan: Plan, which: Which = "last") -> int:
     """Shard an unsharded checkpoint or file by a plan."""
-    from manyhands.run.registry import find_reference
-    from manyhands.run.tasks import rewrite_checkpoint
-
-    return _say_written(dst, rewrite_checkpoint(find_reference(src), dst, plan=plan, which=which))
+    return _rewrite(src, dst, plan, which)
 
 
 checkpoint.command(split, name="reshard", help="Reshard a checkpoint for another plan or number of processes.")
 
 
-def _say_written(dst: Path, notes: tuple[str, ...]) -> int:
-    for note in notes:
+def _rewrite(src: str, dst: Path, plan: Path | None, which: str) -> int:
+    from manyhands.run.registry import find_reference
+    from manyhands.run.tasks import rewrite_checkpoint
+
+    for note in rewrite_checkpoint(find_reference(src), dst, plan=plan, which=which):
         say(plain(note), "note")
     say(f"wrote {dst}")
     return 0
@@ -104,8 +101,8 @@ def pack(  # noqa: PLR0913 - one argument for each flag
 
     An interrupted pack resumes.
     """
-    from manyhands.run.pack import check_pack, request_of
-    from manyhands.run.pack import pack as make
+    from manyhands.run.disk import check_pack, request_of
+    from manyhands.run.disk import pack as make
 
     folder, to = folder.expanduser(), to and to.expanduser()
     request = None if check else request_of(folder, to, size, quality)
@@ -125,13 +122,8 @@ def pack(  # noqa: PLR0913 - one argument for each flag
     pictures, shards = len(found.names), len(found.shards)
     of_shards = f"{shards:,} {'shard' if shards == 1 else 'shards'}"
     counts = f"{pictures:,} pictures in {of_shards}, {size_text(found.size_bytes)}"
-    content: dict[str, Any] = {
-        "pack": str(found.folder),
-        "pictures": pictures,
-        "shards": shards,
-        "bytes": found.size_bytes,
-        "digest": found.digest,
-    }
+    content: dict[str, Any] = {"pack": str(found.folder), "pictures": pictures, "shards": shards}
+    content |= {"bytes": found.size_bytes, "digest": found.digest}
     if request:
         content |= {"made": bad is not None, "bad": bad or ()}
         how = " is up to date" if bad is None else f", in {time.perf_counter() - began:.1f} s"
@@ -155,7 +147,7 @@ def clean(
     as_json: Json = False,
 ) -> int:
     """List old copies, caches and leftovers with their sizes; remove them, and runs given by name, with --yes."""
-    from manyhands.run.clean import find_leftovers, remove
+    from manyhands.run.disk import find_leftovers, remove
 
     found, kept = find_leftovers(runs)
     total = sum(leftover.size_bytes for leftover in found)

@@ -91,10 +91,7 @@ Device = Annotated[
     str | None, Help("device type: cpu, cuda, npu …; default: the accelerator if there is one"), Key("cluster.device")
 ]
 Pretrained = Annotated[bool | None, Help("start from torchvision's pretrained weights"), Key("model.pretrained")]
-Compile = Annotated[
-    bool | None, Help("compile the network with torch.compile", "--compile"),
-    Key("train.compile")
-]  # fmt: skip
+Compile = Annotated[bool | None, Help("compile the network with torch.compile", "--compile"), Key("train.compile")]
 DebugRank = Annotated[
     Int | None,
     Help("rank to start under debugpy, which waits for VS Code to attach; prints the entry for launch.json"),

@@ -65,17 +65,13 @@ COMMANDS_ELSEWHERE = {
 }  # fmt: skip
 
 
-def _usual_groups(*_function: Any, **groups: Any) -> list[Any]:
-    return [*groups.values()]
-
-
 def make_app(command: str = "") -> cyclopts.App:
     """The application with all its commands; the page of help of `command` shows its function's docstring."""
     # Two searches of cyclopts take a third of a page's time and find nothing: no flag has its help from a docstring,
     # or a group of its own.
     private = cast(Any, _collection)
     private.extract_docstring_help = lambda _function: {}  # pyright: ignore[reportUnknownLambdaType]
-    private._resolve_groups_from_callable = _usual_groups
+    private._resolve_groups_from_callable = lambda *_function, **groups: [*groups.values()]  # pyright: ignore[reportUnknownLambdaType, reportUnknownVariableType]
     app = cyclopts.App(
         name="manyhands",
         help=HELP,

@@ -220,9 +220,8 @@ def _print_plan(shown: "Shown") -> None:
     for row in shown.rows:
         size = f"{row.parameter_mb:.2f}" if row.parameter_mb else ""
         # Text, not strings: a shape's brackets would be read as a style.
-        table.add_row(
-            *(Text(plain(cell)) for cell in (row.name, row.kind, row.strategy, row.piece, size, row.collectives))
-        )
+        cells = (row.name, row.kind, row.strategy, row.piece, size, row.collectives)
+        table.add_row(*(Text(plain(cell)) for cell in cells))
     wide(sys.stdout).print(table)
     for note in shown.notes:
         say(note)
@@ -234,8 +233,6 @@ def _verify(shown: "Shown") -> int:
     verification = run_by_agent(*shown.verification())["proofs"]["plan"]
     what = f"largest difference {verification['worst']:.1e} of the largest value, in {verification['where']}"
     words = "computes the same as one process" if verification["holds"] else "DOES NOT compute the same as one process"
-    show(
-        f"on {shown.plan.mesh.size} processes the plan {words}: {what} ({verification['compared']} tensors, float64)",
-        sys.stderr,
-    )
+    how = f"({verification['compared']} tensors, float64)"
+    show(f"on {shown.plan.mesh.size} processes the plan {words}: {what} {how}", sys.stderr)
     return EXIT_OK if verification["holds"] else EXIT_FAILED

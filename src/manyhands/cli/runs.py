@@ -25,9 +25,8 @@ def ps(*, as_json: Annotated[bool, Help("print one JSON array", "--json")] = Fal
     from manyhands.report.follow import as_object, look
     from manyhands.run.registry import headless, registry_folder, running
 
-    found = [(record, look(record)) for record in running()]
     left = [(record, replace(look(record), state=NO_LAUNCHER)) for record in headless()]
-    found += left
+    found = [*((record, look(record)) for record in running()), *left]
     if as_json:
         show_json([as_object(record, now) for record, now in found])
         return 0
@@ -98,7 +97,7 @@ def logs(
 
 def why(run: RunName, /, *, as_json: Json = False) -> int:
     """Explain why a run ended (rank, machine, step, file, and what to do), or show its progress."""
-    from manyhands.run.why import why as find_why
+    from manyhands.run.outcome import why as find_why
 
     found = find_why(run)
     answer(asdict(found), found.lines(), json=as_json)
@@ -109,13 +108,12 @@ def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, wit
     """Ask an active run to save and stop, and wait for its end."""
     from manyhands.checkpoint.saved import saved_step
     from manyhands.core.resuming import resume_command
-    from manyhands.run.registry import find_run, head_of_active
-    from manyhands.run.stop import stop_headless, stop_run
+    from manyhands.run.registry import find_run, head_of_active, stop_headless, stop_run
 
     folder = find_run(run, active=True)
     try:
-        headless = stop_headless(folder, say, now=now)
-        end = None if headless else stop_run(head_of_active(folder), say, now=now)
+        headless = stop_headless(folder, now=now)
+        end = None if headless else stop_run(head_of_active(folder), now=now)
     except KeyboardInterrupt:
         say("this command no longer waits; the run is still stopping")
         raise
@@ -150,7 +148,7 @@ def join(
     ] = None,
 ) -> int:
     """Add a machine to an active run. Run join on the machine that launched the run."""
-    from manyhands.run.join import join_here
+    from manyhands.run.launch import join_here
 
     if not host:
         raise UserError("no machine is named", "manyhands join", ("name the machine: --host n4",))

@@ -6,11 +6,7 @@ from manyhands.core.errors import UserError
 
 
 def require_system() -> None:
-    """Refuses a system without the file locks and process groups that a run relies on, before anything else fails.
-
-    Raises:
-        UserError: this is such a system: Windows.
-    """
+    """Raises UserError on a system without the file locks and process groups that a run relies on: Windows."""
     if find_spec("fcntl") is None:
         what = "manyhands runs on Linux, macOS and WSL2 on Windows, but this Python has no fcntl"
         raise UserError(what, hints=("run wsl --install in PowerShell, then install manyhands inside WSL",))

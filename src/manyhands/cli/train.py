@@ -111,7 +111,7 @@ def job_or_script(data: str | None, model: str | None, arguments: Sequence[str])
 
 def resume(name: RunName, /, *, flags: ResumeFlags = ResumeFlags(), run: RunFlags = RunFlags()) -> int:
     """Resume a stopped or failed run at the exact next sample, on any number of processes."""
-    from manyhands.run.resume import load_resumed
+    from manyhands.run.folder import load_resumed
 
     values = {"cluster.debug_rank": -1}
     for group in (flags, run):

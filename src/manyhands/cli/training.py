@@ -22,12 +22,9 @@ from manyhands.core.errors import UserError
 from manyhands.core.terminal import say, show, show_json
 from manyhands.report.changes import refuse_changes
 from manyhands.report.summary import result_lines, result_object
-from manyhands.run.folder import folder_to_be
+from manyhands.run.folder import announce_reach, folder_to_be
 from manyhands.run.outcome import Outcome
-from manyhands.run.resume import announce_reach
-from manyhands.run.script import check_script
-from manyhands.run.script import result_lines as script_lines
-from manyhands.run.train import check_names, place_of, train
+from manyhands.run.train import check_names, check_script, place_of, train
 
 
 def run_job(
@@ -35,14 +32,10 @@ def run_job(
 ) -> int:
     """Trains and prints the result, or describes the run under --dry-run; returns the exit code.
 
-    Args:
-        loaded: the job.
-        flags: --dry-run, --json and --quiet.
-        rendezvous: this machine among others that each start their own processes.
-        resume_hint: a finished run may be resumed under other options than it was trained by.
+    `rendezvous` is this machine among others that each start their own processes. With `resume_hint` a finished run may
+    be resumed under other options than it was trained by.
     """
-    job = loaded.job
-    script = job.run.script
+    job, script = loaded.job, loaded.job.run.script
     if script and resume_hint:
         hints = (f"start the script again: manyhands train {shlex.join([script[0], '--', *script[1:]])}",)
         raise UserError(f"{script[0]} is a script of your own, which manyhands can't resume", "manyhands resume", hints)
@@ -59,8 +52,7 @@ def run_job(
     if machines and not place_of(job).process_info:
         announce_reach(loaded)
         end_early()  # this machine may take no part, and a launcher that is detached is another process
-        from manyhands.run.join import Background
-        from manyhands.run.launch import launch
+        from manyhands.run.launch import Background, launch
 
         background = Background() if job.cluster.detach else None
         if background and background.elsewhere:
@@ -79,7 +71,9 @@ def _print_result(outcome: Outcome, job: Job, *, as_json: bool, quiet: bool) -> 
     if job.run.script and as_json:
         show_json({"run": str(outcome.folder.path), "status": outcome.status, "exit_code": outcome.exit_code})
     elif job.run.script:
-        show(script_lines(outcome.folder, job), sys.stderr)
+        path = outcome.folder.path
+        logs = f"logs   manyhands logs {shlex.quote(str(path))}"
+        show([f"{job.run.script[0]} finished", f"run    {path}", logs], sys.stderr)
     else:
         found = outcome.read()
         if not quiet or not as_json:

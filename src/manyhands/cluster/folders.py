@@ -36,11 +36,7 @@ def use_run_folder(path: Path) -> RunFolder:
 
 @contextlib.contextmanager
 def writing_into(path: Path) -> Generator[None]:
-    """Explains why a run folder can't be written.
-
-    Raises:
-        UserError: in place of an OSError.
-    """
+    """Explains why a run folder can't be written. Raises UserError: in place of an OSError."""
     try:
         yield
     except OSError as error:

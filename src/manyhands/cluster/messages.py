@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 from manyhands.core.files import parse_json
 
 # Both ends must be of one version. It grows with every change of a message.
-VERSION = 8
+VERSION = 9
 # What may stand in one line; a machine's whole code may be in a request, a run's records in an answer.
 LONGEST_LINE = 64 * 1024 * 1024
 HINTS = ("install the same version of manyhands on all machines",)
@@ -35,6 +35,18 @@ class Message:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         Message.kinds[cls.__name__] = cls
+
+
+@dataclass(frozen=True)
+class Alive(Message):
+    """A heartbeat, which the agent answers with another; `received` acknowledges messages by their number."""
+
+    received: int = 0
+
+
+@dataclass(frozen=True)
+class Reconnected(Alive):
+    """The first message over a new connection to the same agent; unacknowledged messages follow."""
 
 
 @dataclass(frozen=True)
@@ -180,42 +192,32 @@ def _typed(content: dict[str, Any]) -> Message:
         raise _first(str(name), error) from None
 
 
-class Unacknowledged:
-    """Messages sent that the peer may not have received, for sending them again over the next connection.
+class Lines:
+    """One end of a connection: splits what is received into messages, and keeps what is sent until it is acknowledged.
 
     Heartbeats acknowledge the other messages, by their number, and are not counted.
+
+    Attributes:
+        received: the number of messages received.
     """
 
     def __init__(self) -> None:
-        self.received = 0
-        self._sent = 0
-        self._lines: deque[bytes] = deque()
-
-    def add(self, line: bytes) -> None:
-        """Adds a line that is sent now."""
-        self._sent += 1
-        self._lines.append(line)
-
-    def acknowledge(self, count: int) -> None:
-        """Drops the messages that the peer has received, `count` of them since the start."""
-        while len(self._lines) > max(0, self._sent - count):
-            self._lines.popleft()
-
-    def lines(self) -> bytes:
-        """Returns all lines that may have been lost."""
-        return b"".join(self._lines)
-
-
-class Lines:
-    """Splits a byte stream into messages."""
-
-    def __init__(self) -> None:
+        self.received = self._sent = 0
+        self._unacknowledged: deque[bytes] = deque()
         self._rest = bytearray()
 
     @property
     def too_long(self) -> bool:
         """Whether a line is longer than any message."""
         return len(self._rest) > LONGEST_LINE
+
+    def add(self, message: Message, number: int = 0) -> bytes:
+        """Returns a message as the line to send now; see `encode`."""
+        line = encode(message, number)
+        if not isinstance(message, Alive):
+            self._sent += 1
+            self._unacknowledged.append(line)
+        return line
 
     def take(self, received: bytes) -> list[tuple[int, Message]]:
         """Adds bytes; returns the messages that are complete now, each with its number."""
@@ -224,4 +226,20 @@ class Lines:
             return []
         *lines, rest = bytes(self._rest).split(b"\n")
         self._rest = bytearray(rest)
-        return [found for line in lines if (found := decode(line))]
+        messages = [found for line in lines if (found := decode(line))]
+        for _, message in messages:
+            if isinstance(message, Alive):
+                self.acknowledge(message.received)
+            else:
+                self.received += 1
+        return messages
+
+    def acknowledge(self, count: int) -> None:
+        """Drops the messages that the peer has received, `count` of them since the start."""
+        while len(self._unacknowledged) > max(0, self._sent - count):
+            self._unacknowledged.popleft()
+
+    def reconnect(self) -> bytes:
+        """Drops an incomplete line of the last connection; returns all lines that may have been lost with it."""
+        self._rest.clear()
+        return b"".join(self._unacknowledged)

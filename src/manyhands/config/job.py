@@ -76,8 +76,7 @@ class TrainOptions(Options):
         "machines support it natively and a short measurement shows a speedup of at least 1.3, else fp32",
     )
     channels_last: bool | Literal["auto"] = option(
-        "auto",
-        "use the channels_last memory format; auto: if a short measurement shows a speedup of at least 1.05",
+        "auto", "use the channels_last memory format; auto: if a short measurement shows a speedup of at least 1.05"
     )
     compile: bool = option(False, "compile the network for training with torch.compile")
     norm_group: int | Literal["global", "local"] = option(
@@ -317,9 +316,7 @@ class RunOptions(Options):
         0.5, "seconds between progress records; requests to stop are checked at the same interval", gt=0.0, le=60.0
     )
     log_steps: int = option(
-        0,
-        "print a progress line at the first update of an epoch and every N updates; 0: at time intervals",
-        ge=0,
+        0, "print a progress line at the first update of an epoch and every N updates; 0: at time intervals", ge=0
     )
     report: bool = option(True, "write report.html at the end of the run")
     trace_steps: int = option(

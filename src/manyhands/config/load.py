@@ -4,10 +4,11 @@ Flags win over the environment, the environment over job.toml, job.toml over the
 the recipe over the defaults. All mistakes are reported at once, each with its source.
 """
 
+import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -98,8 +99,7 @@ def load_job(
         (_from_environment(os.environ if environment is None else environment), "environment"),
         ({key: value for key, value in flags.items() if value is not None}, "flag"),
     ]
-    values: Values = {}
-    origins: dict[str, str] = {}
+    values, origins = dict[str, Any](), dict[str, str]()
     for layer, name in layers:
         _overlay(values, origins, layer, name)
     name = str(values.get("data.name", ""))
@@ -211,24 +211,20 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def known_keys(section: type[BaseModel] = Job, prefix: str = "") -> Iterator[str]:
-    """All dotted keys of the job."""
-    for name, field in section.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from known_keys(inner, f"{prefix}{name}.")
-        else:
-            yield prefix + name
+@functools.cache
+def known_keys() -> Mapping[str, Any]:
+    """All dotted keys of the job, with the declared types of their values."""
+    sections = {name: cast(type[BaseModel], field.annotation).model_fields for name, field in Job.model_fields.items()}
+    return {f"{name}.{key}": field.annotation for name, fields in sections.items() for key, field in fields.items()}
 
 
 def _check(values: Values, origins: dict[str, str]) -> Job:
-    keys = list(known_keys())
+    keys = known_keys()
     # "flag" alone doesn't say which of many: --train.lr.
     origins = {key: f"flag --{key}" if origin == "flag" else origin for key, origin in origins.items()}
     problems = [_unknown(key, origins) for key in values if key not in keys]
-    problems += [
-        (f"{key} {what}", origins.get(key, "job"), "") for key in values if (what := _unusable(key, values[key]))
-    ]
+    unusable = {key: why for key, value in values.items() if (why := _unusable(key, value))}
+    problems += [(f"{key} {why}", origins.get(key, "job"), "") for key, why in unusable.items()]
     tree: dict[str, dict[str, Any]] = {}
     for key in filter(values.__contains__, keys):
         section, _, name = key.partition(".")
@@ -250,7 +246,7 @@ def meant_key(word: str) -> str:
     """The option that a name stands for: its last part, its name in other programs, or one spelled alike; else ""."""
     name = word.replace("-", "_").lower()
     last = name.rpartition(".")[2]
-    keys = list(known_keys())
+    keys = [*known_keys()]
     named = _ELSEWHERE | {key.rpartition(".")[2]: key for key in reversed(keys)}
     near = last if last in named else nearest(name, keys if "." in name else named)
     return named.get(near, near)
@@ -285,7 +281,7 @@ def _explained(error: ValidationError, origins: dict[str, str]) -> list[Problem]
     for number, item in enumerate(error.errors()):
         # The option; empty for what concerns several sections.
         key = ".".join(part for part in item["loc"][:2] if isinstance(part, str))
-        kinds, words = _kinds(_declared(key))
+        kinds, words = _kinds(known_keys().get(key))
         kinds = [] if item["type"] == "value_error" else kinds
         given = item.get("input")
         message = str(item["msg"]).removeprefix("Value error, ")
@@ -298,17 +294,9 @@ def _explained(error: ValidationError, origins: dict[str, str]) -> list[Problem]
     return list(problems.values())
 
 
-def _declared(key: str) -> Any:
-    section, _, name = key.partition(".")
-    inner = Job.model_fields[section].annotation if section in Job.model_fields else None
-    if not (isinstance(inner, type) and issubclass(inner, BaseModel)) or name not in inner.model_fields:
-        return None
-    return inner.model_fields[name].annotation
-
-
 def is_switch(key: str) -> bool:
     """True for an option that is true or false; a key without a section is one of train's."""
-    return _declared(key if "." in key else f"train.{key}") is bool
+    return known_keys().get(key if "." in key else f"train.{key}") is bool
 
 
 def _kinds(declared: Any) -> tuple[list[str], list[str]]:

@@ -16,14 +16,10 @@ from manyhands.core.user_code import code_digests, code_file
 def announce(
     words: Iterable[str], said_by: Path, record: TrainedNetwork | None, instead: str, *, compared: bool = True
 ) -> None:
-    """Prints which code a run is about to execute, and whether it has changed since training.
+    """Prints which code a run is about to execute, and with `compared` whether it has changed since training.
 
-    Args:
-        words: names in the run, such as net.py:Net; names that aren't code are skipped.
-        said_by: the folder or file that contains the names.
-        record: the digests of the code that was trained; None if unknown.
-        instead: how the user names the code on the command line.
-        compared: print whether the code has changed.
+    `said_by` is the folder or file that contains the names, of which those that aren't code are skipped; `record` has
+    the digests of the code that was trained, and `instead` is how the user names the code on the command line.
 
     Raises:
         UserError: the folder or the code is another user's.
@@ -41,11 +37,6 @@ def announce(
         if word not in known:
             trained = "; the version used in training is unknown"
         say(f"running code from {file}, as {said_by} requests{trained if compared else ''}")
-
-
-def announce_planned(word: str, plan: Path, instead: str) -> None:
-    """As `announce`, for code that a plan.json names: the digest of the graph detects changes."""
-    announce([word], plan, None, instead, compared=False)
 
 
 def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> None:

@@ -24,13 +24,10 @@ class Digest(NamedTuple):
 
 
 def download(url: str, into: Path, digest: Digest | None) -> str:
-    """Downloads a file.
+    """Downloads a file. Returns what went wrong, or an empty string.
 
     A user and a password in the URL (https://user:password@server/) are sent to that server as HTTP's basic
     authorization, and never shown.
-
-    Returns:
-        What went wrong, or an empty string.
     """
     try:
         parts = urllib.parse.urlsplit(url)

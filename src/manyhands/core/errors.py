@@ -17,17 +17,11 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(eq=False)
 class ManyhandsError(Exception):
-    """An error with hints for the user. Line breaks and terminal escapes are removed from all texts.
+    """An error with hints for the user. Line breaks and terminal escapes are removed from all texts."""
 
-    Attributes:
-        message: the error in one sentence.
-        where: the file, flag, host or rank of the error; empty if unknown.
-        hints: hints, one per line.
-    """
-
-    message: str
-    where: str = ""
-    hints: tuple[str, ...] = field(default=())
+    message: str  # the error in one sentence
+    where: str = ""  # the file, flag, host or rank of the error; empty if unknown
+    hints: tuple[str, ...] = field(default=())  # one per line
 
     exit_code = EXIT_FAILED
 

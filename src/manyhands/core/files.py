@@ -263,12 +263,7 @@ def replacing(path: Path) -> Generator[Path]:
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes a text file atomically, and makes its folder.
-
-    Args:
-        path: the file.
-        text: the content without its last line end.
-        durable: wait until the file is on the disk.
+    """Writes a text and a line end to a file atomically, and makes its folder; `durable` waits for the disk.
 
     Raises:
         OSError: the file can't be written; its earlier content is kept.

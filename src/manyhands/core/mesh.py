@@ -20,13 +20,9 @@ MOST_PROCESSES = 65_536
 
 @dataclass(frozen=True)
 class Mesh:
-    """The named axes of a mesh. The last axis varies fastest: with dp=2,tp=4, ranks 0 to 3 have the same index on dp.
+    """The named axes of a mesh. The last one varies fastest: with dp=2,tp=4, ranks 0 to 3 have the same index on dp."""
 
-    Attributes:
-        axes: (name, size) of each axis.
-    """
-
-    axes: tuple[tuple[str, int], ...]
+    axes: tuple[tuple[str, int], ...]  # (name, size) of each axis
 
     @property
     def size(self) -> int:
@@ -91,11 +87,7 @@ class Mesh:
 
 
 def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
-    """Parses "dp=2,tp=2".
-
-    Raises:
-        UserError: it is not a list of named sizes.
-    """
+    """Parses "dp=2,tp=2". Raises UserError: it is not a list of named sizes."""
     matches = [match for word in text.split(",") if (match := _AXIS.fullmatch(word.strip()))]
     count = text.count(",") + 1
     if len(matches) < count:
@@ -222,11 +214,7 @@ def unsharded(shape: tuple[int, ...], gradient_axes: tuple[int, ...] = ()) -> Te
 
 
 def layout_from_plain(content: Any, mesh: Mesh, where: str) -> TensorLayout:
-    """Reads what `as_plain` returned.
-
-    Raises:
-        UserError: it is no layout on this mesh.
-    """
+    """Reads what `as_plain` returned. Raises UserError: it is no layout on this mesh."""
     hints = ("create the plan or checkpoint again",)
     try:
         layout = _LAYOUT.validate_python(content)

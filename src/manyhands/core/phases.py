@@ -11,13 +11,10 @@ DATA, COMPUTE, COMMUNICATION, UPDATE, EVALUATION, SAVING, RECORDS, OTHER = range
 
 
 class PhaseClock:
-    """A stopwatch that never waits for a device. A change of phase costs a fraction of a microsecond.
-
-    Attributes:
-        spans: phase, start and end (`time.perf_counter`) of each span of time; None if they aren't recorded.
-    """
+    """A stopwatch that never waits for a device. A change of phase costs a fraction of a microsecond."""
 
     def __init__(self) -> None:
+        # phase, start and end (`time.perf_counter`) of each span of time; None if they aren't recorded
         self.spans: list[tuple[int, float, float]] | None = None
         self._seconds, self._taken, self._phase = [0.0] * len(PHASES), [0.0] * len(PHASES), OTHER
         self._since = self._computed = perf_counter()

@@ -65,11 +65,7 @@ class PlanRecord(BaseModel):
         return self.model_dump(exclude_unset=True, exclude=set(SPLIT))
 
     def mesh_and_layouts(self, where: str) -> tuple[Mesh, Mapping[str, TensorLayout]]:
-        """Returns the mesh and the layouts of the sharded tensors.
-
-        Raises:
-            UserError: one of them is invalid.
-        """
+        """Returns the mesh and the layouts of the sharded tensors. Raises UserError: one of them is invalid."""
         mesh = make_mesh(self.mesh, f"{where}, mesh")
         plain = (self.layouts or {}).items()
         return mesh, {name: layout_from_plain(layout, mesh, f"{where}, layouts, {name}") for name, layout in plain}
@@ -81,11 +77,7 @@ def write_plan_record(path: Path, record: PlanRecord) -> None:
 
 
 def read_plan_record(path: Path) -> PlanRecord:
-    """Reads a plan.json.
-
-    Raises:
-        UserError: the file is missing or not a plan; names the field.
-    """
+    """Reads a plan.json. Raises UserError: the file is missing or not a plan; names the field."""
     try:
         content = parse_json(read_bytes(path), once_each=True)
     except OSError as error:
@@ -96,11 +88,7 @@ def read_plan_record(path: Path) -> PlanRecord:
 
 
 def parse_plan_record(content: Any, where: str) -> PlanRecord:
-    """Validates what `as_plain` returned, or a user has edited.
-
-    Raises:
-        UserError: it is not a plan; names the field.
-    """
+    """Validates what `as_plain` returned, or a user has edited. Raises UserError: it is not a plan; names the field."""
     try:
         record = PlanRecord.model_validate(content)
     except ValidationError as error:

@@ -23,11 +23,7 @@ def percentage(share: float, digits: int = 1) -> str:
 
 
 def parse_memory(text: str, where: str = "--memory") -> int:
-    """Returns the bytes of "14GiB", "500 MB" or "1000000".
-
-    Raises:
-        UserError: the text is not a positive amount.
-    """
+    """Returns the bytes of "14GiB", "500 MB" or "1000000". Raises UserError: the text is not a positive amount."""
     number, unit = _split(text)
     size = _BYTES.get(unit.lower() or "b")
     if number <= 0 or size is None:

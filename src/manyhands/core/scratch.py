@@ -30,9 +30,7 @@ _SWEEP = 'read -r _; rm -rf -- "$0" || { sleep 1; exec rm -rf -- "$0"; }'
 def scratch(purpose: str, *, swept: bool = False) -> Generator[Path]:
     """Creates a folder that only this user can read, and removes it after the block.
 
-    Args:
-        purpose: a word in the folder's name.
-        swept: start a shell that removes the folder as soon as this process is killed.
+    With `swept`, a shell removes the folder as soon as this process is killed. The purpose is a word in its name.
     """
     for folder in abandoned():
         shutil.rmtree(folder, ignore_errors=True)

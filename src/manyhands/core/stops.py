@@ -23,8 +23,7 @@ def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
     A SIGHUP that is ignored (by `nohup`) stays ignored. Handlers installed outside Python stay, since they could not
     be restored.
 
-    Yields:
-        The previous handlers, which are restored after the block.
+    Yields the previous handlers, which are restored after the block.
     """
 
     def receive(number: int, frame: FrameType | None) -> Any:

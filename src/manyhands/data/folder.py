@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy
 
@@ -131,7 +132,7 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
     trained = [name for name in parts[0].classes if name in full[0]]
     empty = [name for name in parts[0].classes if name not in full[0]]
     if len(trained) < least:
-        raise _too_few_classes(parts[0].root, trained, empty)
+        _refuse_few_classes(parts[0].root, trained, empty)
     for part, there in zip(parts[1:], full[1:], strict=True):
         if unknown := sorted(there - {*parts[0].classes}):
             what = f"{part.folder}/ has class folders that {parts[0].folder}/ lacks ({len(unknown)}): "
@@ -174,10 +175,11 @@ def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -
         )
         raise UserError(f"{root} has no class folders{found}", str(root), hints)
     _check_names(root, classes)
-    walk = Walk(root, taken, unused, "" if root == top else f"{root.relative_to(top).as_posix()}/")
-    texts = walk.list_classes(classes)
-    labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), [text.count(0) for text in texts])
-    return Listing(root, classes, PictureNames.of_text(b"".join(texts)), labels), walk.entered
+    prefix = "" if root == top else f"{root.relative_to(top).as_posix()}/"
+    walk = Walk(root, taken | {os.path.realpath(top)}, unused, prefix)
+    names = walk.list_classes(classes)
+    labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), list(map(len, names)))
+    return Listing(root, classes, PictureNames(numpy.concatenate(names)), labels), walk.entered
 
 
 def _check_names(root: Path, classes: tuple[str, ...]) -> None:
@@ -212,7 +214,8 @@ def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
     Over all classes the evaluation part is `share` of the pictures, to the nearest whole one; each class gives its
     part to within one picture. A class of two or more keeps one for training at least.
     """
-    digests = _digests(listing.names)
+    names = listing.names.names
+    digests = numpy.fromiter((int.from_bytes(hashlib.sha256(name).digest()[:8]) for name in names), numpy.uint64)
     by_class = numpy.lexsort((digests, listing.labels))
     kept = numpy.zeros(len(listing), bool)
     seen = 0
@@ -226,16 +229,10 @@ def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
     return replace(train, notes=listing.notes), listing.part(numpy.flatnonzero(kept))
 
 
-def _too_few_classes(root: Path, full: list[str], empty: list[str]) -> UserError:
+def _refuse_few_classes(root: Path, full: list[str], empty: list[str]) -> NoReturn:
     if not empty:
         hints = ("add a folder for each further class beside the first; a classifier needs two classes or more",)
-        return UserError(f'{root} has only one class folder, "{full[0]}"', str(root), hints)
+        raise UserError(f'{root} has only one class folder, "{full[0]}"', str(root), hints)
     only = f'only one class folder of {root} has pictures, "{full[0]}"; ' if full else ""
     hints = (f"put pictures into {root / empty[0]}", f"supported formats: {', '.join(sorted(PICTURE_SUFFIXES))}")
-    return UserError(f'{only}the class folder "{empty[0]}" has no pictures', str(root / empty[0]), hints)
-
-
-def _digests(names: PictureNames) -> numpy.ndarray:
-    """Numbers by which names are in an order of chance, uint64 [n]."""
-    single = (name for block in names.blocks() for name in block[:-1].split(b"\0"))
-    return numpy.fromiter((int.from_bytes(hashlib.sha256(name).digest()[:8]) for name in single), numpy.uint64)
+    raise UserError(f'{only}the class folder "{empty[0]}" has no pictures', str(root / empty[0]), hints)

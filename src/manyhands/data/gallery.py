@@ -11,12 +11,13 @@ import json
 import os
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from PIL import Image
 from torch import Tensor
 
 from manyhands.core.errors import UserError
@@ -37,16 +38,11 @@ _BLOCK = 1024
 _MOST_THREADS = 8
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """A listing's pixels."""
-
-    images: Tensor  # uint8 [N, C, S, S]; black where a picture can't be read
-    corrupt: tuple[int, ...]  # the indices of those
-
-
 class _DiffersError(Exception):
     """A picture has another size, or colours where the set is grey."""
+
+
+Decoded = tuple[Tensor, tuple[int, ...]]  # uint8 [N, C, S, S], and the pictures that can't be read, which are black
 
 
 def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) -> Decoded | None:
@@ -56,43 +52,56 @@ def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) 
     can't be written.
     """
     pixels = cache_folder() / "decoded" / f"{_key(listing, 'pixels', channels, size, grey_only)}.npy"
-    report_file = pixels.with_suffix(".json")
-    with one_at_a_time(pixels):
-        report = _read_json(report_file)
-        if report is None or not (report["differs"] or pixels.is_file()):
-            report = _decode_all(listing, pixels, channels, size, grey_only)
-            _write_json(report_file, report)
+    report = _once(
+        pixels.with_suffix(".json"),
+        lambda report: report["differs"] or pixels.is_file(),
+        lambda: _decode_all(listing, pixels, channels, size, grey_only),
+    )
     if report["differs"]:
         return None
     # Copy on write, never written: torch takes no read-only arrays, and the pages stay shared.
-    return Decoded(torch.from_numpy(numpy.load(pixels, mmap_mode="c")), tuple(report["corrupt"]))
+    return torch.from_numpy(numpy.load(pixels, mmap_mode="c")), tuple(report["corrupt"])
 
 
 def find_corrupt_once(listing: Listing) -> tuple[int, ...]:
     """Decodes every picture to see which can't be read, or takes what this host knows already; their indices."""
-    report_file = cache_folder() / "decoded" / f"{_key(listing, 'corrupt')}.json"
-    with one_at_a_time(report_file):
-        report = _read_json(report_file)
-        if report is None:
-            readable = _in_threads(lambda index: _readable(listing, index), len(listing))
-            report = {"corrupt": [index for index, good in enumerate(readable) if not good]}
-            _write_json(report_file, report)
-    return tuple(report["corrupt"])
+
+    def make() -> dict[str, Any]:
+        readable = _in_threads(lambda index: _decoded(listing, index, 3) is not None, len(listing))
+        return {"corrupt": [index for index, good in enumerate(readable) if not good]}
+
+    file = cache_folder() / "decoded" / f"{_key(listing, 'corrupt')}.json"
+    return tuple(_once(file, lambda _: True, make)["corrupt"])
+
+
+def _once(file: Path, usable: Callable[[dict[str, Any]], bool], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The report in a file of the cache, made first unless this host has a usable one."""
+    with one_at_a_time(file):
+        report = read_object(file)
+        if not report or not isinstance(report.get("corrupt"), list) or not usable(report):
+            report = make()
+            with _committed(file) as part:
+                part.write_text(json.dumps(report), encoding="utf-8")
+    return report
 
 
 def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_only: bool) -> dict[str, Any]:
     """Writes the pixels in order, block by block (a mapped file would kill the process when the disk is full)."""
     corrupt: list[int] = []
 
-    def one(index: int) -> bytes | None:
-        return _pixels(listing, index, channels, size, grey_only)
+    def pixels(index: int) -> bytes | None:
+        """A picture's bytes, channel by channel; None where it can't be read."""
+        image = _decoded(listing, index, channels, grey_only=grey_only)
+        if image is not None and image.size != (size, size):
+            raise _DiffersError
+        return None if image is None else to_tensor(image).numpy().tobytes()
 
     try:
         with _committed(target) as part, part.open("wb") as file:
             shape = (len(listing), channels, size, size)
             header = {"descr": "|u1", "fortran_order": False, "shape": shape}
             numpy.lib.format.write_array_header_1_0(file, header)
-            for index, content in enumerate(_in_threads(one, len(listing))):
+            for index, content in enumerate(_in_threads(pixels, len(listing))):
                 if content is None:
                     corrupt.append(index)
                 file.write(content if content is not None else bytes(channels * size * size))
@@ -101,26 +110,14 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
     return {"differs": False, "corrupt": corrupt}
 
 
-def _pixels(listing: Listing, index: int, channels: int, size: int, grey_only: bool) -> bytes | None:
-    """A picture's bytes, channel by channel; None where it can't be read."""
+def _decoded(listing: Listing, index: int, channels: int, *, grey_only: bool = False) -> Image.Image | None:
     path, content = listing.path(index), listing.content(index)
     try:
         if grey_only and not probe(path, content).grey:
             raise _DiffersError
-        image = decode(path, channels, content)
+        return decode(path, channels, content)
     except CorruptImageError:
         return None
-    if image.size != (size, size):
-        raise _DiffersError
-    return to_tensor(image).numpy().tobytes()
-
-
-def _readable(listing: Listing, index: int) -> bool:
-    try:
-        decode(listing.path(index), 3, listing.content(index))
-    except CorruptImageError:
-        return False
-    return True
 
 
 def _in_threads(function: Callable[[int], Any], count: int) -> Iterator[Any]:
@@ -140,16 +137,6 @@ def _key(listing: Listing, *purpose: object) -> str:
     return digest.hexdigest()[:32]
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    report = read_object(path)
-    return report if report and isinstance(report.get("corrupt"), list) else None
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with _committed(path) as part:
-        part.write_text(json.dumps(content), encoding="utf-8")
-
-
 _PROBES = 32
 _SMALL = 64
 _USUAL_SIZE = 224
@@ -167,15 +154,14 @@ def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels
         parts, notes = of_pack(root)
         listings = divided(parts, options.validation)
     else:
-        listings, notes = listed_once(root, options.model_dump_json(), lambda: _listed(root, options))
+
+        def make() -> Listed:
+            parts, notes = with_pack(root, list_parts(root), options)
+            return divided(parts, options.validation), notes
+
+        listings, notes = listed_once(root, options.model_dump_json(), make)
     opened = _open(listings, root, options, title, usual)
     return replace(opened, notes=(*opened.notes, *notes))
-
-
-def _listed(root: Path, options: DataOptions) -> Listed:
-    """The pictures for training, for evaluation and, where there are some, for the end."""
-    parts, notes = with_pack(root, list_parts(root), options)
-    return divided(parts, options.validation), notes
 
 
 def open_whole_folder(root: Path, options: DataOptions) -> Splits:
@@ -194,34 +180,35 @@ def open_whole_folder(root: Path, options: DataOptions) -> Splits:
 def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title: str, usual: Pixels | None) -> Splits:
     size, channels, equal = _look(listings[0], options.channels)
     opened = _in_memory(listings, size, channels, options) if equal else None
-    if opened is None:
-        skipped = [find_corrupt_once(listing) if options.skip_corrupt else () for listing in listings]
-        sources: list[Source] = [_files(listing, bad) for listing, bad in zip(listings, skipped, strict=True)]
-        small = size <= _SMALL
-        augment = "crop-flip" if small else "resized-crop-flip"
-        pixels = photograph_pixels(size if small else _USUAL_SIZE, channels, augment)
+    sources, unreadable = list[Source](), list[str]()
+    for number, listing in enumerate(listings):
+        if opened:
+            images, corrupt = opened[number]
+        else:
+            images, corrupt = None, find_corrupt_once(listing) if options.skip_corrupt else ()
+        good = numpy.delete(numpy.arange(len(listing)), corrupt)
+        read = listing.part(good) if corrupt else listing
+        labels = torch.from_numpy(read.labels)
+        if images is None:
+            sources.append(ImageFiles(read.names.below(str(read.root)), labels, read.packed))
+        else:
+            sources.append(ImagesInMemory(images[good] if corrupt else images, labels))
+        unreadable += map(listing.path, corrupt)
+    if opened:
+        pixels = measured_pixels(opened[0][0], "crop-flip")
+    elif size <= _SMALL:
+        pixels = photograph_pixels(size, channels, "crop-flip")
     else:
-        skipped = [decoded.corrupt for decoded in opened]
-        sources = [_memory(listing, decoded) for listing, decoded in zip(listings, opened, strict=True)]
-        pixels = measured_pixels(opened[0].images, "crop-flip")
-    names = tuple(listing.path(i) for listing, bad in zip(listings, skipped, strict=True) for i in bad)
+        pixels = photograph_pixels(_USUAL_SIZE, channels, "resized-crop-flip")
+    names = tuple(unreadable)
     text = describe(title or root.resolve().name, sources[0], sources[1], str(root))
     text += f"; {len(names):,} unreadable pictures skipped" if names else ""
     notes = tuple(note for listing in listings for note in listing.notes)
     held_out = sources[2] if len(sources) > 2 else None
     text += f"; {len(held_out):,} more in {listings[2].folder}/ are held out" if held_out is not None else ""
     packed = listings[0].packed.pack.folder.name if listings[0].packed else ""
-    return Splits(
-        sources[0],
-        sources[1],
-        listings[0].classes,
-        text,
-        usual or pixels,
-        names,
-        notes,
-        held_out=held_out,
-        packed=packed,
-    )
+    train, test = sources[:2]
+    return Splits(train, test, listings[0].classes, text, usual or pixels, names, notes, packed, held_out)
 
 
 def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
@@ -250,28 +237,11 @@ def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options:
         decoded = decode_once(listing, channels, size, grey_only=grey_only)
         if decoded is None:
             return _in_memory(listings, size, 3, options) if grey_only else None
-        if decoded.corrupt and not options.skip_corrupt:
-            bad = decoded.corrupt[0]
+        if decoded[1] and not options.skip_corrupt:
+            bad = decoded[1][0]
             decode(listing.path(bad), channels, listing.content(bad))  # raises: it couldn't be read before
         opened.append(decoded)
     return opened
-
-
-def _memory(listing: Listing, decoded: Decoded) -> ImagesInMemory:
-    labels = torch.from_numpy(listing.labels)
-    if not decoded.corrupt:
-        return ImagesInMemory(decoded.images, labels)
-    good = _good(listing, decoded.corrupt)
-    return ImagesInMemory(decoded.images[good], labels[good])
-
-
-def _files(listing: Listing, corrupt: tuple[int, ...]) -> ImageFiles:
-    read = listing.part(_good(listing, corrupt)) if corrupt else listing
-    return ImageFiles(read.names.below(str(read.root)), torch.from_numpy(read.labels), read.packed)
-
-
-def _good(listing: Listing, corrupt: tuple[int, ...]) -> numpy.ndarray:
-    return numpy.delete(numpy.arange(len(listing)), corrupt)
 
 
 @contextlib.contextmanager

@@ -25,10 +25,6 @@ class CifarForm:
     key: str = "labels"  # of the labels in a pickle
     signs: tuple[str, ...] = ()  # files that together identify this form; the first of training if empty
 
-    def lies_in(self, folder: Path) -> bool:
-        """True for a folder that holds this form's files themselves."""
-        return all((folder / name).is_file() for name in self.signs or self.train[:1])
-
 
 @dataclass(frozen=True)
 class KnownSet:
@@ -48,6 +44,7 @@ class KnownSet:
 _DIGITS = tuple("0123456789")
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 _BINARY = tuple(f"{name}.bin" for name in _BATCHES)
+_BINARY_10 = ("cifar-10-batches-bin", "cifar-10-binary.tar.gz", _BINARY, "test_batch.bin", "batches.meta.txt")
 _PYTHON_100 = ("cifar-100-python", "cifar-100-python.tar.gz", ("train",), "test", "meta")
 _BINARY_100 = ("cifar-100-binary", "cifar-100-binary.tar.gz", ("train.bin",), "test.bin", "fine_label_names.txt")
 _CIFAR_URLS = ("https://www.cs.toronto.edu/~kriz/",)
@@ -63,9 +60,7 @@ KNOWN = {
         (("cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),),
         (
             CifarForm("cifar-10-batches-py", "cifar-10-python.tar.gz", _BATCHES, "test_batch", "batches.meta"),
-            CifarForm(
-                "cifar-10-batches-bin", "cifar-10-binary.tar.gz", _BINARY, "test_batch.bin", "batches.meta.txt", 1
-            ),
+            CifarForm(*_BINARY_10, label_bytes=1),
         ),
     ),
     "cifar100": KnownSet(
@@ -145,6 +140,10 @@ def is_published(name: str) -> bool:
     return any(name in names for names in _choice_names().values())
 
 
+_FOLDER = "name a folder of class folders, or a folder with train/ and val/"
+_OWN = "a function that returns (train, test): file.py:function"
+
+
 def find_choice(name: str) -> str:
     """The choice file for a word: by its names, by a prefix that ends in ":", or as an object or a folder."""
     choices = _choice_names()
@@ -159,22 +158,15 @@ def find_choice(name: str) -> str:
     if place.is_dir():
         return "imagefolder"
     if place.is_file() or "/" in name or "." in name:
-        raise _no_folder(name, place)
+        what, hints = f"there is no folder {name}", (_FOLDER, f"or {_OWN}")
+        if place.is_file():
+            what, hints = f"{name} is a file, not a folder", (_FOLDER, f"or read the file in {_OWN}")
+            if place.suffix in {".yaml", ".yml"}:
+                what = f"{name} is a YAML file, which manyhands doesn't read"
+                hints = ("write the job in TOML: manyhands train job.toml", f"or {_FOLDER}")
+        raise UserError(what, "data.name", hints)
     words = [word + "…" if word.endswith(":") else word for names in choices.values() for word in names]
     raise unknown_choice("data set", name, [*words, "a folder", "file.py:function"], "data.name")
-
-
-def _no_folder(name: str, place: Path) -> UserError:
-    """The error for a path that is neither a folder nor a known set's archive."""
-    folder = "name a folder of class folders, or a folder with train/ and val/"
-    own = "a function that returns (train, test): file.py:function"
-    if place.suffix in {".yaml", ".yml"} and place.is_file():
-        hints = ("write the job in TOML: manyhands train job.toml", f"or {folder}")
-        return UserError(f"{name} is a YAML file, which manyhands doesn't read", "data.name", hints)
-    if place.is_file():
-        hints = (folder, f"or read the file in {own}")
-        return UserError(f"{name} is a file, not a folder", "data.name", hints)
-    return UserError(f"there is no folder {name}", "data.name", (folder, f"or {own}"))
 
 
 def named(name: str) -> tuple[str, str] | None:
@@ -192,7 +184,7 @@ def cifar_files(folder: Path, name: str) -> tuple[CifarForm, Path] | None:
             for place in (above / form.folder, above / form.archive):
                 if place.exists():
                     return form, place
-            if form.lies_in(above):
+            if all((above / name).is_file() for name in form.signs or form.train[:1]):
                 return form, above
     return None
 

@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy
 
-from manyhands.core.files import one_at_a_time, parse_json, replacing
+from manyhands.core.files import one_at_a_time, parse_json, write_atomic
 from manyhands.core.scratch import of_this_start
 from manyhands.data.folder import Listing
 from manyhands.data.options import DataOptions
@@ -40,32 +39,26 @@ def is_divided_pack(folder: Path) -> bool:
 def of_pack(folder: Path) -> tuple[Parts, tuple[str, ...]]:
     """The listings of a pack without its folder, and notes for the user. Raises UserError: it was altered."""
     pack = open_pack(folder)
-    listings = [
-        Listing(
-            pack.folder / word,
-            pack.classes,
-            pack.names[start:stop],
-            pack.columns["label"][start:stop].astype(numpy.int64),
-            word,
-            packed=PackedRows(pack, numpy.arange(start, stop)),
-        )
-        for word, start, stop in pack.groups
-    ]
+    listings: list[Listing] = []
+    for word, start, stop in pack.groups:
+        labels, rows = pack.columns["label"][start:stop].astype(numpy.int64), numpy.arange(start, stop)
+        names, packed = pack.names[start:stop], PackedRows(pack, rows)
+        listings.append(Listing(pack.folder / word, pack.classes, names, labels, word, packed=packed))
     return tuple(listings), _notes(pack)
 
 
 def folder_state(listing: Listing) -> tuple[numpy.ndarray, numpy.ndarray]:
     """The sizes and times of a folder's files, int64 [n] each; -1 for what can't be read."""
-    found = numpy.fromiter(map(_state, map(listing.path, range(len(listing)))), numpy.dtype((numpy.int64, 2)))
+
+    def state(index: int) -> tuple[int, int]:
+        try:
+            found = os.stat(listing.path(index))  # noqa: PTH116 - a million of these
+        except OSError:
+            return -1, -1
+        return found.st_size, found.st_mtime_ns
+
+    found = numpy.fromiter(map(state, range(len(listing))), numpy.dtype((numpy.int64, 2)))
     return found[:, 0], found[:, 1]
-
-
-def _state(path: str) -> tuple[int, int]:
-    try:
-        state = os.stat(path)  # noqa: PTH116 - a million of these
-    except OSError:
-        return -1, -1
-    return state.st_size, state.st_mtime_ns
 
 
 def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
@@ -152,35 +145,26 @@ def listed_once(root: Path, purpose: str, make: Callable[[], Listed]) -> Listed:
 
 
 def _write(folder: Path, root: Path, made: Listed) -> None:
-    arrays: dict[int, numpy.ndarray] = {}  # by identity: the parts of one folder share their names
     listings: list[dict[str, object]] = []
-    for listing in made[0]:
-        names, packed = listing.names, listing.packed
-        columns = names.text, names.ends, names.rows, listing.labels, packed.rows if packed else None
-        arrays.update({id(column): column for column in columns if column is not None})
-        numbers = [None if column is None else id(column) for column in columns]
-        own = {"root": str(listing.root.relative_to(root)), "classes": listing.classes, "word": listing.word}
-        listings.append({**own, "notes": listing.notes, "arrays": numbers})
     folder.mkdir(exist_ok=True)
-    for number, array in arrays.items():
-        numpy.save(folder / f"{number}.npy", array)
-    with replacing(folder / _INDEX) as part:
-        part.write_text(json.dumps({"listings": listings, "notes": made[1]}), encoding="utf-8")
+    for number, listing in enumerate(made[0]):
+        columns = [listing.names.names, listing.labels, *([listing.packed.rows] if listing.packed else [])]
+        for column, array in enumerate(columns):
+            numpy.save(folder / f"{number}-{column}.npy", array)
+        own = {"root": str(listing.root.relative_to(root)), "classes": listing.classes, "word": listing.word}
+        listings.append({**own, "notes": listing.notes, "columns": len(columns)})
+    write_atomic(folder / _INDEX, json.dumps({"listings": listings, "notes": made[1]}))
 
 
 def _read(folder: Path, root: Path) -> Listed:
+    """Maps the arrays, copied where they are written to, which never happens: torch takes no read-only ones."""
     index = parse_json((folder / _INDEX).read_bytes())
-    is_packed = any(each["arrays"][-1] is not None for each in index["listings"])
-    pack = open_pack(place_of_pack(root)) if is_packed else None
+    pack = open_pack(place_of_pack(root)) if any(each["columns"] > 2 for each in index["listings"]) else None
     listings: list[Listing] = []
-    for each in index["listings"]:
-        text, ends, rows, labels, packed = (_array(folder, number) for number in each["arrays"])
-        names = PictureNames(text, ends, rows)
-        own = root / each["root"], tuple(each["classes"]), names, labels, each["word"], tuple(each["notes"])
-        listings.append(Listing(*own, PackedRows(pack, packed) if pack and packed is not None else None))
+    for number, each in enumerate(index["listings"]):
+        files = [folder / f"{number}-{column}.npy" for column in range(each["columns"])]
+        names, labels, *rows = (numpy.asarray(numpy.load(file, mmap_mode="c")) for file in files)
+        packed = PackedRows(pack, rows[0]) if pack and rows else None
+        own = root / each["root"], tuple(each["classes"]), PictureNames(names), labels, each["word"]
+        listings.append(Listing(*own, tuple(each["notes"]), packed))
     return tuple(listings), tuple(index["notes"])
-
-
-def _array(folder: Path, number: int | None) -> Any:
-    """A mapped array. It is copied where it is written to, which never happens: torch takes no read-only arrays."""
-    return None if number is None else numpy.asarray(numpy.load(folder / f"{number}.npy", mmap_mode="c"))

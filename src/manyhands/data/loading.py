@@ -21,7 +21,7 @@ from manyhands.core.errors import ManyhandsError, RunError
 from manyhands.core.machine import cores
 from manyhands.core.scratch import of_this_start
 from manyhands.data.child import begin_worker
-from manyhands.data.on_demand import Answer, CustomSamples, FileSamples, Request
+from manyhands.data.samples import Answer, CustomSamples, FileSamples, Request
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source
 from manyhands.data.transforms import Batch, Normalise, Pixels, augment, middle, set_channels
 

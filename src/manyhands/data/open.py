@@ -12,11 +12,11 @@ from manyhands.data.gallery import open_whole_folder
 from manyhands.data.known import CHOICES, find_choice, named
 from manyhands.data.layout import read_layout
 from manyhands.data.listed import is_divided_pack
-from manyhands.data.objects import splits_of_objects, splits_of_targets, splits_to_evaluate
 from manyhands.data.options import DataOptions
 from manyhands.data.packed import is_pack
 from manyhands.data.places import data_folder
 from manyhands.data.random import spread
+from manyhands.data.samples import splits_of_objects, splits_of_targets, splits_to_evaluate
 from manyhands.data.splits import Source, Splits, by_names, take
 from manyhands.data.transforms import Pixels
 

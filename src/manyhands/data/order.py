@@ -107,11 +107,20 @@ def shares_of_micro_batch(count: int, group: int, bounds: tuple[int, int], proce
 
 @functools.lru_cache(maxsize=64)
 def _micro_batches(batch_sharing: BatchSharing, count: int) -> tuple[tuple[Share, ...], ...]:
-    edges = group_edges(count, batch_sharing.group)
-    limit = batch_sharing.largest or count
-    return tuple(
-        _shares(batch_sharing, edges, start, stop) for start, stop in _micro_batch_bounds(edges, limit, batch_sharing)
-    )
+    """Micro-batches of whole groups, each of at most `largest` samples, shared among the processes."""
+    edges, limit = group_edges(count, batch_sharing.group), batch_sharing.largest or count
+    bounds = [edges[0]]
+    for first, last in itertools.pairwise(edges):
+        if last - first > limit:
+            raise UserError(
+                f"BatchNorm needs {last - first} samples per micro-batch, but train.micro_batch = "
+                f"{batch_sharing.micro_batch} on {batch_sharing.processes} process(es) gives only {limit}",
+                "train.micro_batch",
+                ("raise train.micro_batch", f"or lower the group size: --set train.norm_group={max(2, limit)}"),
+            )
+        if last - bounds[-1] > limit:
+            bounds.append(first)
+    return tuple(_shares(batch_sharing, edges, *each) for each in itertools.pairwise([*bounds, edges[-1]]))
 
 
 def sharing(count: int, group: int, bounds: tuple[int, int]) -> Callable[[int, int], Share]:
@@ -127,22 +136,6 @@ def group_edges(count: int, group: int) -> list[int]:
     """
     groups = math.ceil(count / group) if group else count
     return [count * number // groups for number in range(groups + 1)]
-
-
-def _micro_batch_bounds(edges: list[int], limit: int, batch_sharing: BatchSharing) -> list[tuple[int, int]]:
-    """Micro-batches of whole groups, each of at most `limit` samples."""
-    bounds = [edges[0]]
-    for first, last in itertools.pairwise(edges):
-        if last - first > limit:
-            raise UserError(
-                f"BatchNorm needs {last - first} samples per micro-batch, but train.micro_batch = "
-                f"{batch_sharing.micro_batch} on {batch_sharing.processes} process(es) gives only {limit}",
-                "train.micro_batch",
-                ("raise train.micro_batch", f"or lower the group size: --set train.norm_group={max(2, limit)}"),
-            )
-        if last - bounds[-1] > limit:
-            bounds.append(first)
-    return list(itertools.pairwise([*bounds, edges[-1]]))
 
 
 def _shares(batch_sharing: BatchSharing, edges: list[int], start: int, stop: int) -> tuple[Share, ...]:

@@ -16,6 +16,7 @@ import mmap
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -170,15 +171,21 @@ def open_pack(folder: Path) -> PackedSet:
     if content.get("format") != FORMAT:
         hints = ("use the version of manyhands that packed the folder, or pack the folder again: --replace",)
         raise UserError(f"format {content.get('format')} of the packed copy is not supported", str(folder), hints)
-    samples, state = _columns(folder / SAMPLES), _columns(folder / STATE)
+    read: list[Columns] = []
+    for name in (SAMPLES, STATE):
+        try:
+            read.append(read_columns(folder / name))
+        except (OSError, ValueError) as error:
+            raise altered(folder / name, str(error)) from error
+    samples, state = read
     if columns_digest(samples) != content.get("samples_sha256"):
         raise altered(folder / SAMPLES, "the checksum of the file doesn't match")
     columns = samples | {name: state[name] for name in _OF_STATE if name in state}
-    names = PictureNames.of_text(bytes(columns.pop("names", numpy.zeros(0))) + b"\0")
-    opened = {"folder": folder, "digest": head["digest"], "columns": columns, "names": names}
     try:
+        names = PictureNames(numpy.array(bytes(columns.pop("names", numpy.zeros(0))).split(b"\0")))
+        opened = {"folder": folder, "digest": head["digest"], "columns": columns, "names": names}
         pack = PackedSet.model_validate(content | opened)
-    except ValidationError as error:
+    except (ValidationError, MemoryError) as error:
         raise altered(folder / HEAD, "the index is incomplete") from error
     if not pack.is_consistent():
         raise altered(folder, f"{HEAD}, {SAMPLES} and {STATE} don't match each other")
@@ -196,13 +203,6 @@ def columns_digest(columns: Columns) -> str:
         digest.update(f"{name} {columns[name].dtype.str} {columns[name].shape}".encode())
         digest.update(columns[name].tobytes())
     return digest.hexdigest()
-
-
-def _columns(path: Path) -> Columns:
-    try:
-        return read_columns(path)
-    except (OSError, ValueError) as error:
-        raise altered(path, str(error)) from error
 
 
 def read_columns(path: Path) -> Columns:
@@ -225,14 +225,10 @@ def write_columns(file: IO[bytes], columns: Columns) -> None:
 
 def altered_shards(pack: PackedSet) -> list[str]:
     """Reads every shard; the names of those that aren't what was written."""
-    shards = [(pack.folder / entry.name, entry) for entry in pack.shards]
-    return [entry.name for path, entry in shards if not path.is_file() or file_digest(path) != entry.sha256]
-
-
-def file_digest(path: Path) -> str:
-    """The SHA-256 of a file; empty where it can't be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return ""
+    bad: list[str] = []
+    for entry in pack.shards:
+        digest = ""
+        with suppress(OSError), (pack.folder / entry.name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        bad += [entry.name] if digest != entry.sha256 else []
+    return bad

@@ -13,16 +13,14 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy
 from PIL import Image
 
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.files import one_at_a_time, read_object, replacing
+from manyhands.core.files import one_at_a_time, read_object, replacing, write_atomic
 from manyhands.core.seeds import derive, mix
 from manyhands.data.child import begin_worker
 from manyhands.data.decode import CorruptImageError, decode, is_grey, is_readable
@@ -46,6 +44,7 @@ from manyhands.data.packed import (
 )
 
 _TAR_BLOCK = 512
+_NO_SPACE = ("free disk space and run the same command again", "or choose another folder: --to")
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,7 @@ def write_shard(task: ShardTask) -> int:
             write_columns(file, columns | {"sha256": numpy.array(digest), "bytes": numpy.array(size_bytes)})
     except OSError as error:
         what = f"{task.target.name} can't be written: {error.strerror or error}"
-        hints = ("free disk space and run the same command again", "or choose another folder: --to")
-        raise UserError(what, str(task.target), hints) from error
+        raise UserError(what, str(task.target), _NO_SPACE) from error
     return size_bytes
 
 
@@ -94,21 +92,20 @@ def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
     rows: list[tuple[int, int, int, int, bool]] = []
     with part.open("wb") as file:
 
-        def put(content: bytes) -> int:
-            start = file.tell()
-            digest.update(content)
-            file.write(content)
-            return start
+        def put(*contents: bytes) -> None:
+            for content in contents:
+                digest.update(content)
+                file.write(content)
 
-        def add(name: str, content: bytes) -> int:
+        def add(name: str, content: bytes) -> None:
             info = tarfile.TarInfo(name)  # of no time and no user, so that equal pictures make equal shards
             info.size, info.mode = len(content), 0o644
-            put(info.tobuf(tarfile.USTAR_FORMAT))
-            return put(content + bytes(-len(content) % _TAR_BLOCK))
+            put(info.tobuf(tarfile.USTAR_FORMAT), content, bytes(-len(content) % _TAR_BLOCK))
 
         for number, member in enumerate(task.members, task.first):
             suffix, content, readable = packed_picture(member, task.size, task.quality)
-            start = add(f"{number:09}.{suffix}", content)
+            start = file.tell() + _TAR_BLOCK
+            add(f"{number:09}.{suffix}", content)
             add(f"{number:09}.cls", str(member.label).encode())
             rows.append((member.row, start, len(content), zlib.crc32(content), not readable))
         put(bytes(2 * _TAR_BLOCK))
@@ -195,11 +192,15 @@ class _Contents:
     times: numpy.ndarray
 
     def path(self, row: int) -> str:
+        return next(
+            self.listings[n].path(row - start) for n, (_, start, stop) in enumerate(self.groups()) if row < stop
+        )
+
+    def groups(self) -> Iterator[tuple[str, int, int]]:
+        start = 0
         for listing in self.listings:
-            if row < len(listing):
-                return listing.path(row)
-            row -= len(listing)
-        raise IndexError(row)
+            yield listing.word, start, start + len(listing)
+            start += len(listing)
 
     def member(self, row: int) -> PictureFile:
         return PictureFile(row, self.path(row), int(self.labels[row]), int(self.sizes[row]), int(self.times[row]))
@@ -216,13 +217,6 @@ def read_contents(root: Path) -> _Contents:
         hints = ("repair or remove the file or link, then run the same command again",)
         raise UserError("a picture can't be read", missing, hints)
     return contents
-
-
-def _ratio(contents: _Contents, request: PackRequest) -> float:
-    """The bytes of resized pictures relative to those of the files, by some pictures spread over the folder."""
-    chosen = [contents.member(row) for row in sorted(_shuffled(len(contents.sizes), "tried")[:_TRIED])]
-    packed = [len(packed_picture(member, request.size, request.quality)[1]) for member in chosen]
-    return sum(packed) / max(1, sum(member.size_bytes for member in chosen))
 
 
 def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
@@ -249,27 +243,21 @@ def make_pack(
 
     Raises ManyhandsError: there is another pack, a picture changed, a process died, or the disk can't be written.
     """
-    with _held(request.target):
-        if not replace and is_up_to_date(contents, request):
-            return open_pack(request.target), ()
-        _refuse_strange(request.target)
-        (request.target / HEAD).unlink(missing_ok=True)
-        tasks = _begin(contents, request)
-        missing = [task for task in tasks if written(task) is None]
-        for done, _ in enumerate(_write_all(missing, processes), 1 + len(tasks) - len(missing)):
-            progress(done, len(tasks))
-        bad = _finish(contents, request, tasks)
-    return open_pack(request.target), bad
-
-
-@contextmanager
-def _held(target: Path) -> Iterator[None]:
+    target = request.target
     try:
         with one_at_a_time(target / HEAD, ("choose a writable folder: --to",)):
-            yield
+            if not replace and is_up_to_date(contents, request):
+                return open_pack(target), ()
+            _refuse_strange(target)
+            (target / HEAD).unlink(missing_ok=True)
+            tasks = _begin(contents, request)
+            missing = [task for task in tasks if written(task) is None]
+            for done, _ in enumerate(_write_all(missing, processes), 1 + len(tasks) - len(missing)):
+                progress(done, len(tasks))
+            bad = _finish(contents, request, tasks)
     except OSError as error:
-        hints = ("free disk space and run the same command again", "or choose another folder: --to")
-        raise UserError(f"the packed copy can't be made: {error.strerror or error}", str(target), hints) from error
+        raise UserError(f"the packed copy can't be made: {error.strerror or error}", str(target), _NO_SPACE) from error
+    return open_pack(target), bad
 
 
 def _refuse_strange(target: Path) -> None:
@@ -288,25 +276,25 @@ def _is_ours(path: Path) -> bool:
 
 def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
     """What to write; leaves shards that an interrupted call for the same has written, and nothing else."""
-    key = _key(contents, request)
+    columns = {"labels": contents.labels, "sizes": contents.sizes, "times": contents.times, "names": _names(contents)}
+    made = {"format": FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
+    made |= {"decoding": DECODING} if request.size else {}
+    words = [listing.word for listing in contents.listings]
+    key = digest_of(made | {"words": words, "files": columns_digest(columns)})
     begun = read_object(request.target / _BEGUN)
     if begun is None or begun.get("key") != key or not isinstance(begun.get("ratio"), float):
         for path in (*filter(_is_ours, request.target.glob("*.tar")), *request.target.glob(".*.tar*")):
             path.unlink(missing_ok=True)
-        begun = {"key": key, "ratio": _ratio(contents, request) if request.size else 1.0}
-        _write_json(request.target / _BEGUN, begun)
+        ratio = 1.0
+        if request.size:  # of the resized pictures' bytes to the files', by some pictures spread over the folder
+            tried = [contents.member(row) for row in sorted(_shuffled(len(contents.sizes), "tried")[:_TRIED])]
+            packed = [len(packed_picture(member, request.size, request.quality)[1]) for member in tried]
+            ratio = sum(packed) / max(1, sum(member.size_bytes for member in tried))
+        begun = {"key": key, "ratio": ratio}
+        write_atomic(request.target / _BEGUN, json.dumps(begun))
     for path in request.target.glob(".*.part"):
         path.unlink(missing_ok=True)
     return list(_tasks(contents, request, begun["ratio"]))
-
-
-def _key(contents: _Contents, request: PackRequest) -> str:
-    columns = {"labels": contents.labels, "sizes": contents.sizes, "times": contents.times}
-    columns["names"] = _names(contents)
-    made = {"format": FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
-    made |= {"decoding": DECODING} if request.size else {}
-    words = [listing.word for listing in contents.listings]
-    return digest_of(made | {"words": words, "files": columns_digest(columns)})
 
 
 def _names(contents: _Contents) -> numpy.ndarray:
@@ -317,7 +305,7 @@ def _names(contents: _Contents) -> numpy.ndarray:
 
 def _tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[ShardTask]:
     """Cuts each group, in its random order, into shards of about equal size."""
-    for word, start, stop in _groups(contents):
+    for word, start, stop in contents.groups():
         order = start + numpy.array(_shuffled(stop - start, word), numpy.int64)
         upto = numpy.cumsum(contents.sizes[order] * ratio + _TAR_ADDS)
         count = min(len(order), max(1, round(float(upto[-1]) / request.shard_bytes)))
@@ -375,7 +363,7 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
     content = {
         "format": FORMAT,
         "classes": contents.listings[0].classes,
-        "groups": list(_groups(contents)),
+        "groups": list(contents.groups()),
         "size": request.size,
         "quality": request.quality,
         "order_seed": _SEED,
@@ -383,19 +371,8 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
         "samples_sha256": columns_digest(columns),
         **({"decoding": DECODING} if request.size else {}),
     }
-    _write_json(target / HEAD, {"digest": digest_of(content), "set": content})
+    head = {"digest": digest_of(content), "set": content}
+    write_atomic(target / HEAD, json.dumps(head, ensure_ascii=False, indent=1))
     for path in (target / _BEGUN, *(task.report_file for task in tasks)):
         path.unlink(missing_ok=True)
     return tuple(map(contents.path, sorted(bad)))
-
-
-def _groups(contents: _Contents) -> Iterator[tuple[str, int, int]]:
-    start = 0
-    for listing in contents.listings:
-        yield listing.word, start, start + len(listing)
-        start += len(listing)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with replacing(path) as part:
-        part.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")

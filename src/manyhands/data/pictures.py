@@ -82,7 +82,10 @@ def prepare(values: Tensor, pixels: Pixels, draws: SampleRng | None) -> Tensor:
         left, top, right, bottom = crop_box(values.shape[2], values.shape[1], draws)
         values = resized(values[:, top:bottom, left:right], pixels.size, pixels.size)
     else:
-        values = _shifted(_middle(values, pixels), pixels, draws)
+        values, margin = _middle(values, pixels), pixels.padding
+        left, top = (draws.below(draw, 2 * margin + 1) for draw in (DRAW_RIGHT, DRAW_DOWN))
+        values = padded(values, margin, reflects=pixels.reflects)
+        values = values[:, top : top + pixels.size, left : left + pixels.size]
     mirrors = pixels.flips and (draws.turn if pixels.alternates else draws.below(DRAW_MIRROR, 2))
     return values.flip(2) if mirrors else values
 
@@ -109,11 +112,3 @@ def _middle(values: Tensor, pixels: Pixels) -> Tensor:
     high, wide = (round(side * pixels.resized_to / shorter) for side in values.shape[1:])
     left, top = (wide - size) // 2, (high - size) // 2
     return resized(values, high, wide)[:, top : top + size, left : left + size]
-
-
-def _shifted(values: Tensor, pixels: Pixels, draws: SampleRng) -> Tensor:
-    """Moves by up to `pixels.padding` rows and columns."""
-    size, margin = values.shape[2], pixels.padding
-    left = draws.below(DRAW_RIGHT, 2 * margin + 1)
-    top = draws.below(DRAW_DOWN, 2 * margin + 1)
-    return padded(values, margin, reflects=pixels.reflects)[:, top : top + size, left : left + size]

@@ -19,7 +19,7 @@ import struct
 import tarfile
 import zlib
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -43,6 +43,10 @@ _MOST_CIFAR_BYTES = 1 << 29  # of one file; the largest published one has 150 MB
 _MOST_ARCHIVE_BYTES = 1 << 31  # of all files in an archive
 
 
+def _refuse(what: str, place: Path | str) -> NoReturn:
+    raise UserError(what, str(place), _HINTS)
+
+
 def read_idx(path: Path, dimensions: int) -> Tensor:
     """Reads an IDX file of bytes, plain or .gz: uint8 [N, H, W] for 3 dimensions, [N] for 1. Raises UserError."""
     try:
@@ -57,9 +61,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
         raise UserError(what, str(path), _HINTS) from error
     if len(content) != expected:
         found = "more" if len(content) > expected else f"{len(content):,}"
-        raise UserError(
-            f"{path.name}: expected {expected:,} values ({_times(shape)}), found {found}", str(path), _HINTS
-        )
+        _refuse(f"{path.name}: expected {expected:,} values ({_times(shape)}), found {found}", path)
     return torch.frombuffer(content, dtype=torch.uint8).view(shape)
 
 
@@ -68,19 +70,17 @@ def _read_idx_shape(file: IO[bytes] | gzip.GzipFile, path: Path, dimensions: int
     header = file.read(length)
     expected = struct.pack(">HBB", 0, _IDX_BYTES, dimensions)
     if header[:4] != expected:
-        what = f"{path.name}: expected an IDX file (first bytes {expected.hex(' ')}), found {header[:4].hex(' ')}"
-        raise UserError(what, str(path), _HINTS)
+        found = header[:4].hex(" ")
+        _refuse(f"{path.name}: expected an IDX file (first bytes {expected.hex(' ')}), found {found}", path)
     if len(header) < length:
-        what = f"{path.name}: expected a header of {length} bytes, found {len(header)}"
-        raise UserError(what, str(path), _HINTS)
+        _refuse(f"{path.name}: expected a header of {length} bytes, found {len(header)}", path)
     shape = struct.unpack(f">{dimensions}I", header[4:])
     values, stored = math.prod(shape), path.stat().st_size
     if not 0 < values <= _MOST_IDX_BYTES:
         what = f"{path.name}: expected 1 to {_MOST_IDX_BYTES:,} values, found {_times(shape)} in the header"
         raise UserError(what, str(path))
     if path.suffix == ".gz" and values > max(_LIKELY_BYTES, stored * _MOST_COMPRESSION):
-        what = f"{path.name}: the header says {values:,} values, too many for {stored:,} compressed bytes"
-        raise UserError(what, str(path), _HINTS)
+        _refuse(f"{path.name}: the header says {values:,} values, too many for {stored:,} compressed bytes", path)
     return shape
 
 
@@ -99,8 +99,8 @@ def read_mnist_split(images: Path, labels: Path, classes: int) -> ImagesInMemory
     """Reads pictures [N, H, W] and their labels [N]. Raises UserError: a file is wrong, or they don't match."""
     pictures, numbers = read_idx(images, 3), read_idx(labels, 1)
     if len(pictures) != len(numbers):
-        what = f"{images.name} holds {len(pictures):,} pictures and {labels.name} {len(numbers):,} labels"
-        raise UserError(what, str(images.parent), _HINTS)
+        counts = f"{len(pictures):,} pictures and {labels.name} {len(numbers):,} labels"
+        _refuse(f"{images.name} holds {counts}", images.parent)
     return ImagesInMemory(pictures.unsqueeze(1), check_labels(numbers, classes, str(labels)))
 
 
@@ -128,14 +128,14 @@ def read_cifar_files(place: Path, form: CifarForm) -> dict[str, bytes]:
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, ValueError) as error:
         raise UserError(f"{place.name} can't be read: {error}", str(place), _HINTS) from error
     if missing := [name for name in needed if name not in found]:
-        raise UserError(f"{place.name} has no {', '.join(missing)}", str(place), _HINTS)
+        _refuse(f"{place.name} has no {', '.join(missing)}", place)
     return found
 
 
 def _check_size(name: str, size: int, place: Path, most: int = _MOST_CIFAR_BYTES) -> None:
     """Raises UserError before memory or time is spent on a file that can't be CIFAR's, whatever its name."""
     if size > most:
-        raise UserError(f"{name} has {size:,} bytes, expected at most {most:,}", str(place), _HINTS)
+        _refuse(f"{name} has {size:,} bytes, expected at most {most:,}", place)
 
 
 def read_cifar_split(files: dict[str, bytes], names: tuple[str, ...], form: CifarForm, classes: int) -> ImagesInMemory:
@@ -152,16 +152,15 @@ def read_cifar_names(content: bytes, form: CifarForm) -> tuple[str, ...]:
         return tuple(content.decode("utf-8", "replace").split())
     names = _field(_read_pickle(content, form.names), form.key.removesuffix("s") + "_names", form.names)
     if not isinstance(names, list) or not all(isinstance(name, str | bytes) for name in names):
-        what = f"{form.names}: expected a list of class names, found {type(names).__name__}"
-        raise UserError(what, form.names, _HINTS)
+        _refuse(f"{form.names}: expected a list of class names, found {type(names).__name__}", form.names)
     return tuple(name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names)
 
 
 def _read_records(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, Tensor]:
     length = form.label_bytes + _CIFAR_PIXELS
     if not content or len(content) % length:
-        what = f"{file}: expected whole records of {length:,} bytes, found {len(content):,} bytes"
-        raise UserError(what + f" ({len(content) / length:,.3f} records)", file, _HINTS)
+        found = f"{len(content):,} bytes ({len(content) / length:,.3f} records)"
+        _refuse(f"{file}: expected whole records of {length:,} bytes, found {found}", file)
     records = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, length)
     return records[:, form.label_bytes :], records[:, form.label_bytes - 1]
 
@@ -180,9 +179,9 @@ def _read_batch(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, Ten
         what = f'{file}: expected "data" to be bytes [n, {_CIFAR_PIXELS:,}], row by row'
         raise UserError(what, file, _HINTS) from error
     if not isinstance(labels, list) or not all(type(label) is int and abs(label) < 1 << 31 for label in labels):
-        raise UserError(f'{file}: expected "{form.key}" to be a list of whole numbers', file, _HINTS)
+        _refuse(f'{file}: expected "{form.key}" to be a list of whole numbers', file)
     if len(labels) != len(images):
-        raise UserError(f"{file}: {len(images):,} pictures, but {len(labels):,} labels", file, _HINTS)
+        _refuse(f"{file}: {len(images):,} pictures, but {len(labels):,} labels", file)
     return images, torch.tensor(labels)
 
 
@@ -191,7 +190,7 @@ def _field(content: Any, key: str, file: str) -> Any:
     for word in (key, key.encode()):
         if isinstance(content, dict) and word in content:
             return content[word]
-    raise UserError(f'{file} has no "{key}"', file, _HINTS)
+    _refuse(f'{file} has no "{key}"', file)
 
 
 class _Inert:

@@ -244,11 +244,7 @@ def crop_box(width: int, height: int, draws: SampleRng) -> tuple[int, int, int, 
         if 0 < wide <= width and 0 < high <= height:
             left, top = draws.below(first + 2, width - wide + 1), draws.below(first + 3, height - high + 1)
             return left, top, left + wide, top + high
-    return _middle_box(width, height)
-
-
-def _middle_box(width: int, height: int) -> tuple[int, int, int, int]:
-    """The largest box in the middle whose ratio is between 3:4 and 4:3."""
+    # the largest box in the middle whose ratio is between 3:4 and 4:3
     wide, high = min(width, max(1, round(height * 4 / 3))), min(height, max(1, round(width * 4 / 3)))
     left, top = (width - wide) // 2, (height - high) // 2
     return left, top, left + wide, top + high

@@ -1,7 +1,7 @@
 """Names and walk of the files in class folders. No torch.
 
-Names of millions of files are held as two arrays, some 40 bytes each, which processes share if a file has them mapped.
-A string takes four times as much, and reading one copies its page of memory in each process.
+Names of millions of files are held as one array, each as long as the longest, which processes share if a file has it
+mapped. Strings take four times as much, and reading one copies its page of memory in each process.
 """
 
 import os
@@ -25,23 +25,15 @@ _BLOCK = 1 << 12
 class PictureNames(Sequence[str]):
     """Paths of pictures below a folder, in an order that is kept; two are equal where they name the same below it."""
 
-    text: numpy.ndarray  # uint8 [bytes], each name with a zero byte behind it
-    ends: numpy.ndarray  # int64 [names in text], where each ends, the zero included
-    rows: numpy.ndarray | None = None  # int64 [n], which of them are meant; None: all
+    names: numpy.ndarray  # bytes [n]
     root: str = ""  # what the names lie below; given before each
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "PictureNames":
-        return cls.of_text(b"".join(map(encoded, names)))
-
-    @classmethod
-    def of_text(cls, text: bytes | bytearray) -> "PictureNames":
-        """From names with a zero byte behind each."""
-        values = numpy.frombuffer(text, numpy.uint8)
-        return cls(values, numpy.flatnonzero(values == 0) + 1)
+        return cls(numpy.array([name.encode(errors="surrogateescape") for name in names], numpy.bytes_))
 
     def __len__(self) -> int:
-        return len(self.ends if self.rows is None else self.rows)
+        return len(self.names)
 
     @overload
     def __getitem__(self, place: int) -> str: ...
@@ -49,39 +41,24 @@ class PictureNames(Sequence[str]):
     def __getitem__(self, place: slice) -> "PictureNames": ...
     def __getitem__(self, place: int | slice) -> "str | PictureNames":
         if isinstance(place, slice):
-            return self.part(numpy.arange(len(self))[place])
-        row = range(len(self))[place] if self.rows is None else int(self.rows[place])
-        start = int(self.ends[row - 1]) if row else 0
-        name = self.text[start : int(self.ends[row]) - 1].tobytes().decode(errors="surrogateescape")
-        return os.path.join(self.root, name)  # noqa: PTH118 - a million of these
+            return PictureNames(self.names[place], self.root)
+        return os.path.join(self.root, self.names[place].decode(errors="surrogateescape"))  # noqa: PTH118 - a million
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, PictureNames):
-            return NotImplemented
-        return len(self) == len(other) and all(map(bytes.__eq__, self.blocks(), other.blocks()))
+        return numpy.array_equal(self.names, other.names) if isinstance(other, PictureNames) else NotImplemented
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def below(self, root: str) -> "PictureNames":
-        return PictureNames(self.text, self.ends, self.rows, root)
+        return PictureNames(self.names, root)
 
     def part(self, chosen: Sequence[int] | numpy.ndarray) -> "PictureNames":
-        rows = numpy.asarray(chosen, numpy.int64)
-        return PictureNames(self.text, self.ends, rows if self.rows is None else self.rows[rows], self.root)
+        return PictureNames(self.names[numpy.asarray(chosen, numpy.int64)], self.root)
 
     def blocks(self) -> Iterator[bytes]:
         """All names, without the folder, each with a zero byte behind it; some thousands at a time."""
         for first in range(0, len(self), _BLOCK):
-            last = min(first + _BLOCK, len(self))
-            rows = numpy.arange(first, last) if self.rows is None else self.rows[first:last]
-            starts = numpy.where(rows > 0, self.ends[rows - 1], 0)
-            lengths = self.ends[rows] - starts
-            before = numpy.cumsum(lengths) - lengths
-            yield self.text[numpy.repeat(starts - before, lengths) + numpy.arange(int(lengths.sum()))].tobytes()
-
-
-def encoded(name: str) -> bytes:
-    return name.encode(errors="surrogateescape") + b"\0"
+            yield b"".join(name + b"\0" for name in self.names[first : first + _BLOCK].tolist())
 
 
 def plain_form(name: str) -> str:
@@ -174,20 +151,19 @@ class Walk:
     """
 
     def __init__(self, root: Path, entered: Iterable[Identity], unused: Unused, prefix: str) -> None:
-        self.entered = {_identity(place) for place in (root.resolve(), *root.resolve().parents)} | set(entered)
+        self.entered = {os.path.realpath(place) for place in (root.resolve(), *root.resolve().parents)} | set(entered)
         self._root, self._unused, self._prefix = root, unused, prefix  # from the data set's root to this one
         self._links: deque[tuple[int, str]] = deque()  # to folders, with the numbers of their classes
 
-    def list_classes(self, folders: Sequence[str]) -> list[bytes]:
-        """Lists each class folder: sorted paths below the root, with "/" and a zero byte behind each.
-
-        Raises UserError: a folder can't be read.
-        """
-        found = [_text(self._enter(number, name)) for number, name in enumerate(folders)]
+    def list_classes(self, folders: Sequence[str]) -> list[numpy.ndarray]:
+        """Lists each class folder: sorted paths below the root, with "/". Raises UserError: a folder can't be read."""
+        found = [PictureNames.of(sorted(self._enter(number, name))).names for number, name in enumerate(folders)]
         while self._links:
             number, name = self._links.popleft()
             if self._is_new(name):
-                found[number] = _text([*PictureNames.of_text(found[number]), *self._enter(number, name)])
+                found[number] = PictureNames.of(
+                    sorted([*PictureNames(found[number]), *self._enter(number, name)])
+                ).names
         return found
 
     def _enter(self, number: int, name: str) -> list[str]:
@@ -212,7 +188,7 @@ class Walk:
 
     def _is_new(self, name: str) -> bool:
         """True the first time that a folder is reached; otherwise the link to it is counted as unused."""
-        here = _identity(self._root / name)
+        here = os.path.realpath(self._root / name)
         if here in self.entered:
             self._unused.add(self._prefix + name, _LINK)
             return False
@@ -224,7 +200,7 @@ def class_identities(root: Path, folders: Sequence[str]) -> set[Identity]:
     """The identities of class folders. Raises UserError: two are one folder."""
     homes: dict[Identity, str] = {}
     for name in folders:
-        here = _identity(root / name)
+        here = os.path.realpath(root / name)
         if here in homes:
             what = f'the class folders "{homes[here]}" and "{name}" are the same folder'
             raise UserError(what, str(root), ("remove the link to the folder",))
@@ -247,10 +223,6 @@ def holds_pictures(folder: Path, *, deep: bool = True, suffixes: frozenset[str] 
     return False
 
 
-def _text(names: list[str]) -> bytes:
-    return b"".join(map(encoded, sorted(names)))
-
-
 def _entries(folder: Path) -> list["os.DirEntry[str]"]:
     try:
         with os.scandir(folder) as entries:
@@ -261,17 +233,15 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
 
 
 def _kind(entry: "os.DirEntry[str]") -> str:
-    """The kind: "folder", "file", or special, such as a named pipe, which would be waited for without end.
+    """The kind: "folder", "file", a link to a folder that holds it, or special, such as a pipe, which would block.
 
     A link that leads nowhere counts as a file, so that a missing picture is named rather than forgotten.
     """
     try:
         if entry.is_dir():
-            return "folder"
+            place = Path(entry.path)
+            loops = entry.is_symlink() and place.resolve() in (place.parent.resolve() / place.name).parents
+            return _LINK if loops else "folder"
         return "file" if entry.is_file() or not stat.S_IFMT(entry.stat().st_mode) else _SPECIAL
     except OSError:
         return "file"
-
-
-def _identity(folder: Path) -> Identity:
-    return os.path.realpath(folder)

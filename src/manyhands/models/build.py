@@ -24,8 +24,8 @@ def describe(options: ModelOptions, size: int) -> ModelNeeds:
     if is_object_reference(options.name):
         return ModelNeeds()
     name, choice = _find(options, size)
-    needs = choice.needs(name, size, options.arguments, options.pretrained)
-    smaller = (each for each in _choices() if _max_size(each) < size <= _LARGE and name in each.names())
+    needs = _needs(name, choice, options, size)
+    smaller = (each for each in _choices() if _max_size(each) < size <= _LARGE and name in each.NAMES)
     if name == options.name and not options.pretrained and (small := next(smaller, None)):
         note = f"{name} for photographs, because pictures are {size} px; {small.PREFIX}{name} {small.DIFFERS}"
         needs.notes.append(note)
@@ -48,7 +48,11 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
             raise nothing_published(options.name)
         return build_user_model(options.name, options.arguments, classes, mesh)
     name, choice = _find(options, size)
-    _refuse_unsuitable(name, choice.needs(name, size, options.arguments, options.pretrained), channels, size)
+    needs = _needs(name, choice, options, size)
+    if needs.channels not in (None, channels):
+        raise UserError(f"{name} takes pictures of {needs.channels} channels, not {channels}", "model.name")
+    if needs.size not in (None, size):
+        raise UserError(f"{name} takes pictures of {needs.size} px, not {size}", "model.name")
     if not options.pretrained:
         return choice.build(name, channels=channels, size=size, num_classes=classes, arguments=options.arguments)
     if not hasattr(choice, "build_pretrained"):
@@ -61,7 +65,7 @@ def is_custom(name: str) -> bool:
     if is_object_reference(name):
         return False
     own = [choice for choice in _choices() if not getattr(choice, "TORCHVISION", False)]
-    return any(name in choice.names() for choice in own)
+    return any(name in choice.NAMES for choice in own)
 
 
 def resolve_model(options: ModelOptions, size: int) -> ModelOptions:
@@ -94,9 +98,9 @@ def _find(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
     asked = [named] if named else sorted(choices, key=place)
     for choice in asked:
         may = named or (options.pretrained and hasattr(choice, "build_pretrained")) or _max_size(choice) >= size
-        if may and name in choice.names():
+        if may and name in choice.NAMES:
             return name, choice
-    known = {prefix + word for choice in asked for word in choice.names()}
+    known = {prefix + word for choice in asked for word in choice.NAMES}
     raise unknown_choice("network", options.name, known, "model.name")
 
 
@@ -112,11 +116,13 @@ def _max_size(choice: ModuleType) -> float:
     return getattr(choice, "MAX_SIZE", float("inf"))
 
 
-def _refuse_unsuitable(name: str, needs: ModelNeeds, channels: int, size: int) -> None:
-    if needs.channels not in (None, channels):
-        raise UserError(f"{name} takes pictures of {needs.channels} channels, not {channels}", "model.name")
-    if needs.size not in (None, size):
-        raise UserError(f"{name} takes pictures of {needs.size} px, not {size}", "model.name")
+def _needs(name: str, choice: ModuleType, options: ModelOptions, size: int) -> ModelNeeds:
+    if hasattr(choice, "needs"):
+        return choice.needs(name, size, options.arguments, options.pretrained)
+    smallest = getattr(choice, "SMALLEST", 0)
+    if size >= smallest:
+        return ModelNeeds()
+    return ModelNeeds(size=smallest, notes=[f"{name} needs at least {smallest} px; pictures are enlarged to that"])
 
 
 def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int, mesh: Any = None) -> nn.Module:
@@ -133,7 +139,18 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
         return copy.deepcopy(found)
     if not callable(found):
         raise UserError(f"{reference} is a {type(found).__name__}, not a network", "model.name", _HINTS)
-    model = _call(found, reference, _with_mesh(found, reference, arguments, mesh), num_classes)
+    given = {**_mesh_argument(found, reference, arguments, mesh), **arguments}
+    if "num_classes" in inspect.signature(found).parameters:
+        given = {"num_classes": num_classes, **given}
+    try:
+        inspect.signature(found).bind(**given)
+    except TypeError as error:
+        raise refused(found, reference, given, error) from error
+    try:
+        model = found(**given)
+    except Exception as error:
+        where = users_line(error) or WHERE
+        raise UserError(f"{reference} failed: {type(error).__name__}: {error}", where) from error
     if not isinstance(model, nn.Module):
         raise UserError(f"{reference} returned a {type(model).__name__}, not a network", "model.name", _HINTS)
     return model
@@ -142,29 +159,14 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
 _HINTS = ("name a subclass of torch.nn.Module, an instance, or a function that returns an instance",)
 
 
-def _with_mesh(builder: Callable[..., Any], reference: str, arguments: dict[str, Any], mesh: Any) -> dict[str, Any]:
-    """The arguments, with the mesh where the builder has a parameter for it that the user has not given."""
+def _mesh_argument(builder: Callable[..., Any], reference: str, arguments: dict[str, Any], mesh: Any) -> dict[str, Any]:
+    """The mesh where the builder has a parameter for it that the user has not given."""
     parameter = inspect.signature(builder).parameters.get("mesh")
     if parameter is None or "mesh" in arguments:
-        return arguments
+        return {}
     if mesh is not None:
-        return {"mesh": mesh, **arguments}
+        return {"mesh": mesh}
     if parameter.default is not inspect.Parameter.empty:
-        return arguments
+        return {}
     hints = ("use --parallel hybrid --mesh dp=1,tp=2", "or give the parameter mesh a default")
     raise UserError(f"{reference} requires a mesh, but this parallel mode has none", "parallel.mode", hints)
-
-
-def _call(builder: Callable[..., Any], reference: str, arguments: dict[str, Any], num_classes: int) -> Any:
-    signature = inspect.signature(builder)
-    if "num_classes" in signature.parameters:
-        arguments = {"num_classes": num_classes, **arguments}
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise refused(builder, reference, arguments, error) from error
-    try:
-        return builder(**arguments)
-    except Exception as error:
-        where = users_line(error) or WHERE
-        raise UserError(f"{reference} failed: {type(error).__name__}: {error}", where) from error

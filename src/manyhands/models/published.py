@@ -34,7 +34,7 @@ def check_network(wanted: str, *, pretrained: bool) -> None:
     choices = [read_choice(CHOICES, word) for word in module_names(CHOICES)]
     of_prefix = [choice for choice in choices if choice.get("PREFIX") == prefix]
     for choice in of_prefix or choices:
-        names = choice["names"] or (published_names() if choice.get("TORCHVISION") else None)
+        names = choice["NAMES"] or (published_names() if choice.get("TORCHVISION") else None)
         if not names:  # they, or that torchvision isn't installed, are known where the file is imported
             return
         words = {prefix + name if of_prefix else name for name in names}

@@ -12,9 +12,9 @@ from manyhands.core.choices import load_choice
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.needs import Need
 from manyhands.core.world import World
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODES, USUAL_MODE, check_mode
-from manyhands.parallel.plain import gather_plain
 
 # Values of a tensor that are widened to 64 bits at a time: what stays in a processor's cache. A card is slow to be told
 # of many small pieces.
@@ -60,7 +60,8 @@ def follows_plan(mode: str) -> bool:
 def apply_mode(mode: str, model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
     """Has the network run under a mode over the world."""
     network: ParallelNetwork = load_choice(MODES, mode).apply(model, world, request)
-    network.endless = frozenset(name for name, one in model.named_buffers() if not bool(torch.isfinite(one).all()))
+    endless = {name for name, one in model.named_buffers() if not bool(torch.isfinite(one).all())}
+    network.traits.endless = frozenset(endless)
     return network
 
 
@@ -108,7 +109,9 @@ def compare_replicas(
     everybody = [torch.zeros_like(mine) for _ in range(world.size)]
     dist.all_gather(everybody, mine)
     for number, name in enumerate(named):
-        first = [network.first_holder(name, rank) if network else 0 for rank in range(world.size)]
+        layout = network.layouts.get(name) if network else None
+        mesh = network.layouts.mesh if network else None
+        first = [layout.first_holder(mesh, rank) if layout and mesh else 0 for rank in range(world.size)]
         different = [
             r for r, sums in enumerate(everybody) if not torch.equal(sums[number], everybody[first[r]][number])
         ]

@@ -63,10 +63,11 @@ class Gradients:
         self.network, self.world, self.precision = network, world, precision
         self.scaler = torch.amp.GradScaler(world.device.partition(":")[0]) if precision == "fp16" else None
         self.on_card = is_accelerator(world.device)
+        self.flat: list[Tensor] = []  # tensors [n] that hold all gradients of the update; see `finish_gradients`
         self.spoilt: Tensor | None = None  # 1.0 [] where the last update was left out on the card; see `unscale`
         self._begin, self._goes_with = torch.ones(()), (1.0, torch.float32, torch.device("cpu"))
         self._loss_fn = network.loss_fn(loss_fn, smoothing) if loss_fn else None
-        self._scale = network.gradient_scale * (1 if mean else network.replicas(world.size))
+        self._scale = network.traits.gradient_scale * (1 if mean else network.share.parts)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         return autocast(self.precision, self.world.device)
@@ -74,7 +75,7 @@ class Gradients:
     @contextlib.contextmanager
     def own_forward(self, *, last: bool) -> Iterator[None]:
         """Around a forward and `backward_of` of somebody else's; `last` as `backward_of` takes it."""
-        with contextlib.nullcontext() if last else self.network.no_sync(), self.autocast():
+        with _AS_IT_IS if last else self.network.traits.no_sync(), self.autocast():
             yield
 
     def not_forward(self) -> contextlib.AbstractContextManager[object]:
@@ -98,24 +99,25 @@ class Gradients:
         False makes gradients NaN, by which all processes hear of it.
         """
         assert self._loss_fn is not None
-        with _AS_IT_IS if last else self.network.no_sync():
-            inputs, labels = self.network.begin(part)
+        with _AS_IT_IS if last else self.network.traits.no_sync():
+            inputs, labels, count = self.network.begin(part)
             with self.autocast():
                 loss, logits, labels = self._loss_fn(self.network.call(inputs), labels)
-            result = MicroBatchResult(loss.detach(), logits.detach(), labels, self.network.counted(part, labels))
+            result = MicroBatchResult(loss.detach(), logits.detach(), labels, count)
             bad = on_result(result) is False
-            # Where processes compute a batch together, an empty share has part in others' gradients.
-            weight = self._scale / divisor if part.share.count or self.network.together else 0.0
-            weight = math.nan if bad else weight
-            self._backward(self.network.reach_all(loss) if last else loss, weight)
+            # If processes compute a batch together, an empty share takes part in the gradients of the others.
+            weight = self._scale / divisor if part.share.count or self.network.share.together else 0.0
+            self._backward(loss, math.nan if bad else weight, last=last)
         return result
 
     def backward_of(self, loss: Tensor, weight: float | Tensor = 1.0, *, last: bool = True) -> None:
         """Backward of a loss [] that somebody else has computed with `network.call`; its part in the global batch's."""
-        with contextlib.nullcontext() if last else self.network.no_sync():
-            self._backward(self.network.reach_all(loss) if last else loss, self._scale * weight)
+        with _AS_IT_IS if last else self.network.traits.no_sync():
+            self._backward(loss, self._scale * weight, last=last)
 
-    def _backward(self, loss: Tensor, weight: float | Tensor) -> None:
+    def _backward(self, loss: Tensor, weight: float | Tensor, *, last: bool) -> None:
+        if last and self.network.traits.reach_all:
+            loss = self.network.traits.reach_all(loss)
         if self.scaler or loss.ndim:
             loss = loss * (weight.to(loss.dtype) if isinstance(weight, Tensor) else weight)
             (self.scaler.scale(loss) if self.scaler else loss).backward()
@@ -137,7 +139,7 @@ class Gradients:
     def finish(self) -> None:
         """Waits for what backward has not put in place yet; after an update's last micro-batch."""
         before = CLOCK.to(COMMUNICATION)
-        self.network.finish_gradients()
+        self.flat = self.network.finish_gradients()
         CLOCK.to(before)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -156,7 +158,7 @@ class Gradients:
             self.spoilt = found[0]
         else:
             return
-        if self.network.together and not self.world.alone:
+        if self.network.share.together and not self.world.alone:
             for one in found or [torch.zeros((), device=self.world.device)]:
                 dist.all_reduce(one, dist.ReduceOp.MAX)
 
@@ -170,7 +172,7 @@ class Gradients:
 
         It comes before `step`, so that a process whose peer dies has either all of an update or nothing of it.
         """
-        self.network.finish_update(self.world.size)
+        self.network.finish_update()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Updates the parameters."""

@@ -1,207 +1,219 @@
-"""A network as one process holds it under a parallel mode: what may be asked of it, whatever the mode."""
+"""A network under a parallel mode, as one process runs it: the interface that training, evaluation and saving use."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.utils as nn_utils
 from torch import Tensor, nn
 
-from manyhands.core.mesh import Mesh, TensorLayout
+from manyhands.core.mesh import Mesh, TensorLayout, bounds
 from manyhands.core.shares import Share
-from manyhands.parallel.norm import NormGroups, norms_of
+from manyhands.core.world import World
+from manyhands.parallel.replicas.batch_norm import norms_of
 from manyhands.parallel.spread import full_tensor
 
 if TYPE_CHECKING:
-    from manyhands.parallel.grid import Grid
+    from manyhands.parallel.mesh.grid import Grid
     from manyhands.parallel.plan import Plan
 
-NothingToSync = contextlib.nullcontext
-
-# Of a network's output and labels int64 [n]: the sum [] of losses, and the logits [n, C].
+# From a network's output and labels int64 [n]: the sum [] of losses, and the logits [n, C].
 LossFn = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
-# The same, and the labels that the logits belong to.
+# The same, and the labels of the logits.
 LossFnWithLabels = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-@dataclass(slots=True)  # not frozen, which would take three times as long to make
+@dataclass(slots=True)  # not frozen: creation would take three times as long
 class MicroBatchShape:
-    """What a network on a mesh must know of a micro-batch before it begins."""
+    """A micro-batch over all processes."""
 
-    samples: int  # in this micro-batch, over all processes
-    batch: int  # samples in the whole update
-    share: Callable[[int, int], Share]  # what process number `index` of `parts` has of the micro-batch
-    seed: int = 0  # decides what its ops draw; equal on all processes
+    samples: int  # in this micro-batch
+    batch: int  # in the whole update
+    share: Callable[[int, int], Share]  # the share of process `index` of `parts`
+    seed: int = 0  # of the random numbers in ops; equal on all processes
 
 
-@dataclass(slots=True)  # not frozen, which would take three times as long to make
+@dataclass(slots=True)  # not frozen: creation would take three times as long
 class MicroBatch:
-    """What this process has of one forward and backward."""
+    """The samples of this process for one forward and backward pass."""
 
-    inputs: Tensor  # [n, …]; where the share is empty, one sample that counts for nothing
+    inputs: Tensor  # [n, …]; if the share is empty, one sample of weight zero
     labels: Tensor  # int64 [n]
-    share: Share  # which samples of the update these are
-    shape: MicroBatchShape  # the same over all processes
+    share: Share  # the samples of the update that these are
+    shape: MicroBatchShape  # the micro-batch over all processes
 
 
 def full_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:
-    """An update of one micro-batch on this process alone, whose samples are one group of BatchNorm."""
+    """An update of one micro-batch on this process alone, whose samples are one BatchNorm group."""
     count = len(labels)
     everything = Share(0, count, (), ())
     return MicroBatch(inputs, labels, everything, MicroBatchShape(count, count, lambda _parts, _index: everything))
 
 
-def _as_it_is(loss: Tensor) -> Tensor:
-    return loss
+@dataclass(frozen=True)
+class DataShare:
+    """How the processes share the samples of a micro-batch or of a block in evaluation."""
+
+    parts: int = 1  # processes that get different samples
+    index: int = 0  # this process's index among them
+    together: bool = False  # all processes compute each micro-batch together; False: each computes its own samples
+    most_parts: int = 1  # the most parts into which an op shards the samples
+    collective_forward: bool = False  # all processes must call forward equally often, also in evaluation
+
+    def of_block(self, block: range) -> list[int]:
+        """Returns this process's samples of a block; a block with fewer samples than parts repeats its first sample."""
+        filled = [*block, *[block.start] * (self.most_parts - len(block))]
+        edges = bounds(len(filled), self.parts)
+        return filled[edges[self.index] : edges[self.index + 1]]
 
 
 @dataclass
-class ParallelNetwork:
-    """A network as one process holds it under a mode: whole, or sharded by torch. `NetworkOnMesh` is of the others."""
+class ModeTraits:
+    """Properties of a network under a parallel mode."""
 
-    call: nn.Module  # the module to call in training; its backward averages gradients where the mode does so
-    inner: nn.Module  # the user's network under its own names, for evaluation and checkpoints
-    # what a process multiplies (its sum of losses / global batch) by, so that the gradients that come out are those of
-    # the mean loss over the global batch: the number of processes for modes that average
+    # the factor of (this process's sum of losses / global batch) that makes the gradients those of the mean loss over
+    # the global batch: the number of processes for modes that average
     gradient_scale: float = 1.0
-    # a context in which backward adds up gradients without averaging them, for accumulation
-    no_sync: Callable[[], AbstractContextManager[object]] = field(default=NothingToSync)
-    collective_forward: bool = False  # True when every process must call forward equally often, also in evaluation
-    replicated: bool = True  # True when all processes hold equal parameters, so that they can be compared
-    sharded: bool = False  # True when parameters are held as torch's own distributed tensors
-    # of the loss of an update's last micro-batch, the same loss, whose backward comes to every parameter, also to those
-    # that this micro-batch didn't use; for modes that wait for all
-    reach_all: Callable[[Tensor], Tensor] = field(default=_as_it_is)
-    endless: frozenset[str] = frozenset()  # names of buffers that held NaN or infinity from the start, and may
-    plan: "Plan | None" = None  # what it was split by; None where it wasn't
-    # where each entry of the state dict lies; empty where no process holds pieces
-    layouts: Mapping[str, TensorLayout] = field(default_factory=dict[str, TensorLayout])
-    outputs: int = 0  # how many classes it tells apart, where that is known from splitting it; else 0
-    most_parts: int = 1  # into how many parts some op shares out the samples of a micro-batch
-    draws: bool = False  # some op is known to draw random numbers in training
-    orders_sums: bool = False  # its averaging takes the order of its sums from the first backward pass
-    averages: str = ""  # how it averages gradients, and why so, in a sentence; empty where that isn't decided here
-    norms: NormGroups = field(init=False)  # what its BatchNorm layers are told of each micro-batch
+    # a context in which backward accumulates gradients without averaging them
+    no_sync: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    # connects the loss of an update's last micro-batch to all parameters, also unused ones; None: not needed
+    reach_all: Callable[[Tensor], Tensor] | None = None
+    sharded: bool = False  # parameters are torch's DTensors
+    orders_sums: bool = False  # the first backward pass determines the order of the sums
+    averages: str = ""  # how gradients are averaged, and why, in a sentence; empty if the mode has no choice
+    endless: frozenset[str] = frozenset()  # names of buffers that are not finite at the start
+    plan: "Plan | None" = None  # the plan by which the network is split
+    outputs: int = 0  # the number of classes that the network returns, if splitting it found that; else 0
+    draws: bool = False  # an op draws random numbers in training
 
-    # True where all processes compute each batch together, and not each its own samples with a network of its own.
-    together: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        self.norms = norms_of(self.inner)
+class Layouts(Mapping[str, TensorLayout]):
+    """The layout of each entry of the state dict, by name; empty if every process holds full tensors.
 
-    @property
-    def runs_alone(self) -> bool:
-        """True where this process holds all parameters, so that it can run `inner` without the others."""
-        return not self.sharded
+    Attributes:
+        mesh: the processes.
+        rank: this process's rank in the mesh.
+    """
 
-    @property
-    def evaluated(self) -> nn.Module:
-        """The module to call in evaluation."""
-        return self.inner if self.runs_alone else self.call
+    def __init__(self, mesh: Mesh, rank: int, layouts: Mapping[str, TensorLayout]) -> None:
+        self.mesh, self.rank, self._layouts = mesh, rank, layouts
 
-    @property
-    def mesh(self) -> Mesh:
-        """The processes that `layouts` speak of, and this one's `rank` among them."""
-        return Mesh((("dp", 1),))
+    def __getitem__(self, name: str) -> TensorLayout:
+        return self._layouts[name]
 
-    @property
-    def rank(self) -> int:
-        return 0
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layouts)
 
-    def replicas(self, size: int) -> int:
-        """How many of `size` processes are given different samples."""
-        return size
+    def __len__(self) -> int:
+        return len(self._layouts)
 
-    def replica(self, rank: int) -> int:
-        """The place among them of this process, number `rank`."""
-        return rank
 
-    def saves(self, rank: int) -> bool:
-        """Whether process number `rank` writes checkpoints."""
-        return rank == 0
+class ParallelNetwork:
+    """A network whose processes each compute their own samples; see `NetworkOnMesh` for the others.
 
-    def loss_fn(self, loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:  # noqa: ARG002 - of split classes
-        """The loss function for what `call` gives in training; `smoothing` is cross-entropy's."""
+    Args:
+        model: the user's network.
+        call: the module to call in training; None: the network itself.
+        world: the processes.
+        traits: properties under the mode.
+        share: how processes share the samples; None: each process of the world gets different ones.
+        layouts: the layouts of sharded tensors.
 
-        def with_labels(output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return *loss_fn(output, labels), labels
+    Attributes:
+        model: the user's network under its own names, for evaluation and checkpoints.
+        call: the module to call in training; its backward averages gradients if the mode does.
+        norms: the groups of the BatchNorm layers, set for each micro-batch.
+    """
 
-        return with_labels
+    def __init__(
+        self,
+        model: nn.Module,
+        call: nn.Module | None = None,
+        world: World | None = None,
+        traits: ModeTraits | None = None,
+        *,
+        share: DataShare | None = None,
+        layouts: Layouts | None = None,
+    ) -> None:
+        world = world or World()
+        self.model, self.call = model, model if call is None else call
+        self.traits, self.share = traits or ModeTraits(), share or DataShare(world.size, world.rank)
+        self.layouts = Layouts(Mesh((("dp", 1),)), 0, {}) if layouts is None else layouts
+        self.norms = norms_of(model)
 
-    def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Makes ready for a micro-batch; what `call` is to be given of it, and the labels."""
+    def loss_fn(self, loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:  # noqa: ARG002 - for split classes
+        """Returns the loss function for the output of `call` in training; `smoothing` is that of cross-entropy."""
+        return lambda output, labels: (*loss_fn(output, labels), labels)
+
+    def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor, int]:
+        """Prepares a micro-batch.
+
+        Returns:
+            The input of `call`, the labels of its output, and the number of samples whose loss this process reports.
+        """
         share = part.share
         self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, part.shape.batch)
-        return part.inputs, part.labels
+        return part.inputs, part.labels, share.count
 
-    def own_labels(self, labels: Tensor) -> Tensor:
-        """The labels of what `call` gives in training here, from those that `begin` gives; for a loss of the user's."""
-        return labels
+    def finish_gradients(self) -> list[Tensor]:
+        """Completes the gradients after an update's last backward pass; a collective.
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """All tensors whole, on the CPU, under the network's own names; a collective where processes hold pieces."""
-        state = {name: full_tensor(one) for name, one in self.inner.state_dict().items()}
-        return {name: one.detach().cpu().clone() if isinstance(one, Tensor) else one for name, one in state.items()}
-
-    def counted(self, part: MicroBatch, labels: Tensor) -> int:  # noqa: ARG002 - of those who compute the same loss
-        """Samples of a loss that this process reports, of `labels` that it has computed it for."""
-        return part.share.count
-
-    def finish_gradients(self) -> None:
-        """Waits for what backward has not put in place yet; after an update's last backward."""
-
-    def flat_gradients(self) -> list[Tensor]:
-        """All of this update's gradients in a few flat tensors [n], where they lie so; else empty."""
+        Returns:
+            Flat tensors [n] that hold all gradients; empty if they lie elsewhere.
+        """
         return []
 
-    def finish_update(self, size: int) -> None:
-        """Moves BatchNorm's running statistics by what `size` processes saw; a collective."""
-        self.norms.finish_update(size)
-
     def gradient_norm(self) -> Tensor:
-        """The 2-norm [] of all gradients of the whole network, whoever holds them; a collective unless all are here."""
+        """Returns the 2-norm [] of all gradients of the network; a collective if processes hold shards."""
         return full_tensor(
-            nn_utils.get_total_norm([one.grad for one in self.inner.parameters() if one.grad is not None])
+            nn_utils.get_total_norm([one.grad for one in self.model.parameters() if one.grad is not None])
         )
 
-    def first_holder(self, name: str, rank: int) -> int:  # noqa: ARG002 - of pieces
-        """The first process that must have the same of a tensor as process number `rank`."""
-        return 0
+    def finish_update(self) -> None:
+        """Updates BatchNorm's running statistics by the samples of all processes; a collective."""
+        self.norms.finish_update(self.share.parts)
 
-    def gather_rows(self, rows: Tensor, count: int) -> Tensor:  # noqa: ARG002 - where all compute a batch together
-        """All `count` samples' rows, of which each replica gives its own, in evaluation; a collective on a mesh."""
-        return rows
+    def evaluate(
+        self, inputs: Tensor, labels: Tensor, count: int, run: Callable[[nn.Module, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Evaluates a block of `count` samples; a collective on a mesh.
 
-    def gather_outputs(self, rows: Tensor, count: int) -> Tensor:  # noqa: ARG002
-        """All `count` samples' outputs from what `evaluated` gives here; a collective on a mesh."""
-        return rows
+        Args:
+            inputs: this process's samples of the block; on a mesh, those of `share.of_block`.
+            labels: their labels.
+            count: the number of samples in the block.
+            run: computes the outputs from the module to evaluate and inputs.
 
-    def piece(self, name: str, tensor: Tensor) -> Tensor:  # noqa: ARG002 - on a mesh, where names have layouts
-        """What this process holds of a whole tensor of the state dict."""
-        return tensor
+        Returns:
+            The outputs [count, C] and labels [count] of the block.
+        """
+        return run(self.model, inputs)[:count], labels
 
-    def release(self) -> None:
-        """Gives process groups and hooks back."""
+    def full_state_dict(self) -> dict[str, Any]:
+        """Returns the state dict with full tensors on the CPU; a collective if processes hold shards."""
+        state = {name: full_tensor(one) for name, one in self.model.state_dict().items()}
+        return {name: one.detach().cpu().clone() if isinstance(one, Tensor) else one for name, one in state.items()}
+
+    def close(self) -> None:
+        """Releases process groups, hooks and shared memory."""
 
 
 @dataclass(frozen=True)
 class ModeRequest:
-    """What a mode may need to know to apply itself."""
+    """The inputs of a mode."""
 
-    unused: bool = False  # True when some parameters may get no gradient
-    cross_entropy: bool = True  # the loss is plain cross-entropy, whose classes can be cut
-    # the user's own otherwise, whose classes can be cut where all of its small operators have rules
+    unused: bool = False  # some parameters may get no gradient
+    cross_entropy: bool = True  # the loss is plain cross-entropy, whose classes can be split
+    # the user's loss, whose classes can be split if all of its operators have rules
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    plan: "Plan | None" = None  # which part of each op's work each process does, for modes that follow one
-    # one sample, whose numbers don't matter, for modes that look into the network
-    picture: Tensor = field(default_factory=lambda: torch.zeros(0))
-    grid: "Grid | None" = None  # what the network was constructed with, for networks that their author has split
-    # names of the mesh's axes over which samples are shared; None: all that cut no parameter
-    samples: tuple[str, ...] | None = None
-    reduces: bool = True  # False where somebody else averages gradients, for the mode data
+    plan: "Plan | None" = None  # the sharding of each op, for modes that follow a plan
+    picture: Tensor = field(default_factory=lambda: torch.zeros(0))  # one sample, for modes that trace the network
+    grid: "Grid | None" = None  # the mesh that the network was constructed with, for networks sharded by hand
+    samples: tuple[str, ...] | None = None  # mesh axes that share samples; None: all that shard no parameter
+    reduces: bool = True  # False if a sync method averages gradients, for the mode data
     group: Any = None  # the processes that average in each update, for the mode data; None: all
-    shared_memory: bool = True  # these may do so through memory where all are on one machine, for the mode data
-    hook: Any = None  # what takes the place of a plain mean of gradients in DDP; None for that
+    shared_memory: bool = True  # average through shared memory within a machine, for the mode data
+    hook: Any = None  # replaces DDP's mean of gradients, for the mode data

@@ -1,198 +1,112 @@
-"""Applies a plan to a network, and a network whose tensors and samples are spread over a mesh."""
+"""Networks whose processes compute each micro-batch together on a mesh, and the network that follows a plan."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import override
 
-from manyhands.core.errors import UserError
-from manyhands.core.mesh import Mesh
-from manyhands.core.world import World
-from manyhands.parallel.execute import SplitNetwork, batch_axes, shard_tensor
-from manyhands.parallel.graph import INPUT, LOSS, Graph, Loop
-from manyhands.parallel.grid import Grid
+from manyhands.core.mesh import TensorLayout
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.placement import Extent, Layout, convert, gather_full
+from manyhands.parallel.mesh.reduce import Reducer, total_norm
 from manyhands.parallel.network import (
-    LossFn,
-    LossFnWithLabels,
+    DataShare,
+    Layouts,
     MicroBatch,
     MicroBatchShape,
-    ModeRequest,
+    ModeTraits,
     ParallelNetwork,
 )
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.placement import Extent, Layout, convert, gather_full
-from manyhands.parallel.plan import Plan
-from manyhands.parallel.reduce import Reducer, total_norm
-from manyhands.parallel.sharded_loss import WHOLE_CLASSES, SplitLoss, describe_loss
-from manyhands.parallel.strategy import resolve
-from manyhands.parallel.tracing import describe_network
-from manyhands.parallel.weights import cut_alike
 
 
-@dataclass(kw_only=True)
 class NetworkOnMesh(ParallelNetwork):
-    """See `ParallelNetwork`."""
+    """A network whose processes compute each micro-batch together.
 
-    grid: Grid  # the processes
-    reducer: Reducer  # sums gradients
-    input_axes: tuple[int, ...]  # numbers of the axes along which processes are given different samples
-    loss_axes: tuple[int, ...]  # numbers of the axes along which processes compute the loss of different samples
-    begin_micro_batch: Callable[[MicroBatchShape], None]  # is told of each micro-batch before it
-    move_statistics: Callable[[], None]  # moves BatchNorm's running statistics
-    # makes the loss function one for this network's outputs; None where they are as a whole network's
-    make_loss_fn: Callable[[LossFn, float], LossFnWithLabels] | None = None
-    # of the labels of a process's inputs, those of its outputs; None where they are the same
-    labels_of_outputs: Callable[[Tensor], Tensor] | None = None
-    whole_outputs: bool = True  # in evaluation each process gets the outputs of all samples; False: of its own
-    together: ClassVar[bool] = True
+    Args:
+        model: the user's network.
+        call: the module to call in training and evaluation.
+        grid: the processes.
+        layouts: the layout of each parameter and buffer.
+        axes: the mesh axes, by index, along which processes get different samples, and those along which they compute
+            the loss of different samples.
+        most_parts: the most parts into which an op shards the samples.
+        traits: properties under the mode.
+    """
 
-    @property
-    @override
-    def runs_alone(self) -> bool:
-        return False
+    full_outputs = False  # True if evaluation returns the outputs of all samples on each process
 
-    @property
-    @override
-    def mesh(self) -> Mesh:
-        return self.grid.mesh
+    def __init__(
+        self,
+        model: nn.Module,
+        call: nn.Module,
+        grid: Grid,
+        layouts: Mapping[str, TensorLayout],
+        axes: tuple[tuple[int, ...], tuple[int, ...]],
+        *,
+        most_parts: int,
+        traits: ModeTraits,
+    ) -> None:
+        input_axes, loss_axes = axes
+        self.grid, self.loss_axes = grid, loss_axes
+        self.reducer = Reducer(dict(model.named_parameters()), layouts, grid)
+        traits.no_sync = self.reducer.no_sync
+        parts, index = grid.parts(input_axes), grid.place(input_axes)
+        share = DataShare(parts, index, together=True, most_parts=most_parts, collective_forward=True)
+        super().__init__(model, call, traits=traits, share=share, layouts=Layouts(grid.mesh, grid.world.rank, layouts))
+        every = range(len(grid.mesh.axes))
+        self._input: Layout = tuple(0 if axis in input_axes else "R" for axis in every)
+        self._loss: Layout = tuple(0 if axis in loss_axes else "R" for axis in every)
+        self._everywhere: Layout = tuple("R" for _ in every)
+        # Of the processes that compute the loss of the same samples, one reports them.
+        self._reports = grid.first([axis for axis in every if axis not in loss_axes])
 
-    @property
-    @override
-    def rank(self) -> int:
-        return self.grid.world.rank
-
-    @override
-    def replicas(self, size: int) -> int:
-        return self.grid.parts(self.input_axes)
-
-    @override
-    def replica(self, rank: int) -> int:
-        return self.grid.place(self.input_axes)
-
-    @override
-    def saves(self, rank: int) -> bool:
-        return True
-
-    @override
-    def loss_fn(self, loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:
-        return self.make_loss_fn(loss_fn, smoothing) if self.make_loss_fn else super().loss_fn(loss_fn, smoothing)
+    @abstractmethod
+    def begin_micro_batch(self, shape: MicroBatchShape) -> None:
+        """Prepares the network for a micro-batch; all processes call it."""
 
     @override
-    def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
+    def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor, int]:
         self.begin_micro_batch(part.shape)
-        # What others hold of the same samples must fit, so a share of no samples is empty here.
-        return part.inputs[: part.share.count], part.labels[: part.share.count]
+        # A share without samples is empty here, because it must fit the shards on other processes.
+        inputs, labels = part.inputs[: part.share.count], part.labels[: part.share.count]
+        labels = self._converted(labels, self._loss, len(labels))
+        return inputs, labels, len(labels) if self._reports else 0
 
     @override
-    def own_labels(self, labels: Tensor) -> Tensor:
-        return self.labels_of_outputs(labels) if self.labels_of_outputs else labels
-
-    @override
-    def counted(self, part: MicroBatch, labels: Tensor) -> int:
-        return len(labels) if self.counts else 0
-
-    @property
-    def counts(self) -> bool:
-        """True on one of the processes that compute the loss of the same samples."""
-        axes = range(len(self.mesh.axes))
-        return self.grid.first([axis for axis in axes if axis not in self.loss_axes])
-
-    @override
-    def finish_gradients(self) -> None:
+    def finish_gradients(self) -> list[Tensor]:
         self.reducer.finish()
-
-    @override
-    def finish_update(self, size: int = 0) -> None:
-        self.move_statistics()
+        return []
 
     @override
     def gradient_norm(self) -> Tensor:
-        return total_norm(dict(self.inner.named_parameters()), self.layouts, self.grid)
+        return total_norm(dict(self.model.named_parameters()), self.layouts, self.grid)
 
     @override
-    def first_holder(self, name: str, rank: int) -> int:
-        return self.layouts[name].first_holder(self.mesh, rank) if name in self.layouts else 0
+    def evaluate(
+        self, inputs: Tensor, labels: Tensor, count: int, run: Callable[[nn.Module, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        filled = max(count, self.share.most_parts)
+        self.grid.batch = filled
+        labels = self._converted(labels, self._everywhere, filled)
+        outputs = run(self.call, inputs)
+        if not self.full_outputs:
+            outputs = self._converted(outputs, self._everywhere, filled)
+        return outputs[:count], labels[:count]
+
+    def _converted(self, rows: Tensor, target: Layout, count: int) -> Tensor:
+        """Converts rows from the layout of the input to another one, for `count` samples over all processes."""
+        return convert(rows, self._input, target, Extent((count,), 1), self.grid)
 
     @override
-    def gather_rows(self, rows: Tensor, count: int) -> Tensor:
-        self.grid.batch = count
-        axes = range(len(self.mesh.axes))
-        here: Layout = tuple(0 if axis in self.input_axes else "R" for axis in axes)
-        return convert(rows, here, ("R",) * len(axes), Extent((count,), 1), self.grid)
-
-    @override
-    def gather_outputs(self, rows: Tensor, count: int) -> Tensor:
-        return rows if self.whole_outputs else self.gather_rows(rows, count)
-
-    @override
-    def piece(self, name: str, tensor: Tensor) -> Tensor:
-        return shard_tensor(tensor, self.layouts[name], self.grid)
-
-    @override
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         return {
             name: gather_full(one.detach(), self.layouts[name], self.grid).cpu() if isinstance(one, Tensor) else one
-            for name, one in self.inner.state_dict().items()
+            for name, one in self.model.state_dict().items()
         }
 
     @override
-    def release(self) -> None:
+    def close(self) -> None:
         self.reducer.release()
         self.grid.release()
-
-
-def split(model: nn.Module, world: World, request: ModeRequest) -> NetworkOnMesh:
-    """Cuts a network, in training and equal on all processes, by a plan. Raises UserError: the plan doesn't fit."""
-    plan = request.plan
-    if plan is None:
-        raise UserError("this mode needs a plan", "parallel", ('--pin "fc=n@dp o@tp"', "or --parallel.plan plan.json"))
-    plan.mesh.check_size(world.size)
-    group_batch_norms(model)
-    graph = describe_network(model, request.picture)
-    sharded_loss = None if request.cross_entropy else _cut_loss(graph, request)
-    model.eval()
-    evaluated = describe_network(model, request.picture)
-    model.train()
-    cut_alike(graph.ops, evaluated.ops)
-    letters = resolve(plan, graph)
-    rest = {name: ("r",) * len(plan.mesh.axes) for name in evaluated.ops}
-    grid = Grid(plan.mesh, world)
-    network = SplitNetwork(model, graph, evaluated, {**rest, **letters}, grid).train()
-    reducer = Reducer(dict(model.named_parameters()), network.layouts, grid)
-    return NetworkOnMesh(
-        call=network,
-        inner=model,
-        no_sync=reducer.no_sync,
-        collective_forward=True,
-        grid=grid,
-        reducer=reducer,
-        layouts=network.layouts,
-        input_axes=batch_axes(letters[INPUT]),
-        loss_axes=batch_axes(letters[LOSS]),
-        begin_micro_batch=network.begin_micro_batch,
-        move_statistics=network.finish_update,
-        make_loss_fn=lambda loss_fn, smoothing: SplitLoss(network, loss_fn, smoothing, sharded_loss),
-        labels_of_outputs=SplitLoss(network).labels,
-        plan=Plan(
-            plan.mesh, plan.ops, plan.default, plan.pinned, network.layouts, {**plan.about, "notes": graph.notes}
-        ),
-        outputs=network.classes,
-        draws=network.draws,
-        most_parts=max(plan.mesh.parts(batch_axes(one)) for one in letters.values()),
-    )
-
-
-def _cut_loss(graph: Graph, request: ModeRequest) -> Graph | None:
-    """The loss of the user's own as a graph of its own; without one it sees all classes, for the reason kept."""
-    if not isinstance(graph.ops[LOSS].letters["o"], Loop):
-        return None
-    output = graph.ops[graph.ops[LOSS].sources[0]]
-    found: Graph | str = WHOLE_CLASSES
-    if request.loss is not None:
-        found = describe_loss(request.loss, output.extent.dims[1], output.dtype, request.picture.device)
-    if isinstance(found, Graph):
-        return found
-    graph.keep_classes(found)
-    return None

@@ -10,8 +10,8 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, TensorLayout, parse_mesh
 from manyhands.core.plan_record import FORMAT, PlanRecord, no_plan, parse_plan_record, read_plan_record
 from manyhands.core.world import World
+from manyhands.parallel.group.plain import broadcast_result
 from manyhands.parallel.options import ParallelOptions
-from manyhands.parallel.plain import broadcast_result
 
 # The name of the op that stands for what a network reads.
 INPUT = "input"

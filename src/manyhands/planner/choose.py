@@ -66,13 +66,17 @@ def pick_measured(seconds: dict[str, list[float]]) -> Pick:
         fastest = min(medians, key=lambda name: (medians[name], name))
         return Pick(fastest, f"{fastest} is chosen: data parallel can't run here", medians, {})
     gains = {name: _gain(base, values) for name, values in seconds.items() if name != DATA_PARALLEL}
-    beating = [name for name, (gain, error) in gains.items() if _beats(gain, error)]
-    if beating:
-        best = max(beating, key=lambda name: (gains[name][0], name))
-        gain, error = gains[best]
+    best = max(gains, key=lambda name: (_beats(*gains[name]), gains[name][0], name), default="")
+    if not best:
+        return Pick(DATA_PARALLEL, "data parallel is kept: no other plan was found", medians, gains)
+    gain, error = gains[best]
+    if _beats(gain, error):
         reason = f"{best} is chosen: measured {gain:.2f}x as fast as data parallel (± {error:.2f})"
         return Pick(best, reason, medians, gains)
-    return Pick(DATA_PARALLEL, _why_kept(gains), medians, gains)
+    found = (
+        f"measured {gain:.2f}x as fast (± {error:.2f}), {'slower than data parallel' if gain < 1 else 'within noise'}"
+    )
+    return Pick(DATA_PARALLEL, f"data parallel is kept: the best other plan, {best}, {found}", medians, gains)
 
 
 def _gain(base: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
@@ -85,15 +89,6 @@ def _gain(base: Sequence[float], values: Sequence[float]) -> tuple[float, float]
 
 def _beats(gain: float, error: float) -> bool:
     return gain >= LEAST_GAIN and gain - _STANDARD_ERRORS * error > 1
-
-
-def _why_kept(gains: dict[str, tuple[float, float]]) -> str:
-    if not gains:
-        return "data parallel is kept: no other plan was found"
-    best = max(gains, key=lambda name: (gains[name][0], name))
-    gain, error = gains[best]
-    slower = "slower than data parallel" if gain < 1 else "within noise"
-    return f"data parallel is kept: the best other plan, {best}, measured {gain:.2f}x as fast (± {error:.2f}), {slower}"
 
 
 def pick_predicted(predicted_seconds: dict[str, float], doubtful_seconds: Mapping[str, float] | None = None) -> Pick:

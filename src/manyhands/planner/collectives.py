@@ -9,11 +9,11 @@ import torch
 from manyhands.core.mesh import Mesh
 from manyhands.core.shares import Share
 from manyhands.data.order import BatchSharing, sharing
-from manyhands.parallel.execute import Letters, batch_axes, input_layouts, output_layouts, parameter_layouts
-from manyhands.parallel.graph import INPUT, LOSS, Graph, Op
-from manyhands.parallel.norm import GroupedNorm
-from manyhands.parallel.placement import Extent, Layout, messages, value_of
-from manyhands.parallel.reduce import bucket_names, summed_over
+from manyhands.parallel.mesh.placement import Extent, Layout, messages, value_of
+from manyhands.parallel.mesh.reduce import bucket_names, summed_over
+from manyhands.parallel.replicas.batch_norm import GroupedNorm
+from manyhands.parallel.split.execute import Letters, batch_axes, input_layouts, output_layouts, parameter_layouts
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Op
 from manyhands.planner.links import LinkSpeeds
 
 FORWARD, BACKWARD, GRADIENTS, STATISTICS = "forward", "backward", "gradients", "statistics"

@@ -1,19 +1,29 @@
-"""Converts a network to the planner's problem, and a sharding of its ops to a prediction."""
+"""Prices a network: seconds of its ops under any sharding, the planner's problem, and a prediction of a plan.
 
+Each op is measured once, with its data-parallel shard, and all other shardings are scaled by the operations and bytes
+of a process. So all choices of an op are based on the same measurement, and a network of 50 layers needs 50
+measurements, whatever the mesh.
+"""
+
+import copy
 import functools
 import itertools
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, fx
 
 from manyhands.core.mesh import Mesh
-from manyhands.parallel.execute import Letters, batch_axes, input_layouts, loops_of, output_layouts
-from manyhands.parallel.graph import LOSS, Graph, Op
-from manyhands.parallel.placement import Layout, steps_between
-from manyhands.parallel.reduce import BUCKET_BYTES
-from manyhands.parallel.strategy import refusal
+from manyhands.parallel.mesh.placement import Layout, Side, steps_between
+from manyhands.parallel.mesh.reduce import BUCKET_BYTES
+from manyhands.parallel.split.execute import Letters, batch_axes, input_layouts, loops_of, output_layouts
+from manyhands.parallel.split.graph import LOSS, Graph, Loop, Op, attribute
+from manyhands.parallel.split.strategy import refusal
 from manyhands.planner.collectives import (
     FORWARD,
     GRADIENTS,
@@ -25,8 +35,199 @@ from manyhands.planner.collectives import (
     real_axes,
 )
 from manyhands.planner.links import LinkSpeeds
-from manyhands.planner.problem import Edge, Matrix, OpChoice, Problem
-from manyhands.planner.work import Work, parameter_part, part
+from manyhands.planner.solve import Edge, Matrix, OpCost, Problem
+from manyhands.planner.timing import OpTimes
+from manyhands.sync.link_speeds import sent_bytes
+
+# A backward pass computes the gradient of what was read and that of the parameters.
+_BACKWARD = 2.0
+_LEAST_FACTOR, _MOST_FACTOR = 0.02, 50.0
+
+
+def part(sides: Sequence[Side], mesh: Mesh) -> float:
+    """Returns the fraction of a tensor's values on a process."""
+    return 1.0 / mesh.parts([axis for axis, side in enumerate(sides) if isinstance(side, int)])
+
+
+def values(op: Op, batch: int) -> float:
+    """Returns the values of an unsharded op's output."""
+    return sum(extent.values(batch) for extent in op.extents)
+
+
+def parameter_part(op: Op, name: str, letters: tuple[str, ...], mesh: Mesh) -> float:
+    """Returns the fraction of a parameter's values on a process."""
+    return 1.0 / mesh.parts([axis for axis, loop in enumerate(loops_of(op, letters)) if name in loop.cuts])
+
+
+def parameter_bytes(op: Op, letters: tuple[str, ...], mesh: Mesh) -> float:
+    """Returns the bytes of an op's parameters and buffers on a process."""
+    return sum(
+        parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
+        for name, tensor in op.parameters().items()
+    )
+
+
+def operations(op: Op, sources: list[Op], batch: int) -> float:
+    """Returns the additions and multiplications of the unsharded op in forward."""
+    if not op.extents:
+        return 0.0
+    given = values(op, batch)
+    weights = [tensor for tensor in op.parameters().values() if tensor.ndim > 1]
+    if op.kind in {"conv", "linear"} and weights:
+        return 2.0 * given * math.prod(weights[0].shape[1:])
+    summed = op.letters.get("i")
+    if op.kind == "matmul" and isinstance(summed, Loop):
+        return 2.0 * given * summed.length
+    if op.kind == "attention" and sources:
+        tokens, width = sources[0].extent.dims[-2:]
+        return given * (8.0 * width + 4.0 * tokens)
+    # A part that nobody looks into is taken for a fully connected layer over all of its parameters.
+    return given + 2.0 * batch * sum(tensor.numel() for tensor in weights) if op.kind == Op.kind else float(given)
+
+
+class Work:
+    """Seconds of a network's ops under any sharding, in an update of `batch` samples divided among `processes`."""
+
+    def __init__(self, graph: Graph, batch: int, processes: int, times: OpTimes) -> None:
+        self.batch, self.estimate = batch, times.estimate
+        self._graph, self._times, self._piece = graph, times, max(1, batch // processes)
+        self._factors: dict[str, float] = {}  # by signature
+        self._of_kind: dict[str, list[float]] = {}
+        # ops that failed when they ran by themselves, and so are priced by their size, with the reason
+        self.untimed: dict[str, str] = {}
+        # By name, since ops aren't hashable.
+        self.parameters = functools.cache(lambda name: graph.ops[name].parameters())
+        self.signature = functools.cache(self._signature)
+        self._operations = functools.cache(
+            lambda name: operations(graph.ops[name], self._sources(graph.ops[name]), batch)
+        )
+
+    def _sources(self, op: Op) -> list[Op]:
+        return [self._graph.ops[name] for name in op.sources]
+
+    def _signature(self, name: str) -> str:
+        """Returns a value that is equal for ops with the same cost under the same sharding."""
+        op = self._graph.ops[name]
+        reads = [(one.extents, one.trains) for one in self._sources(op)]
+        learns = [tensor.requires_grad for tensor in op.parameters().values()]
+        return repr((self._kernel(op), reads, learns, op.batchwise, op.letters))
+
+    def _kernel(self, op: Op) -> str:
+        """What is computed, for files that outlive this process: no addresses in it."""
+        target = getattr(op.node, "target", "")
+        name = repr(op.module) if op.module is not None else getattr(target, "__name__", str(target))
+        shapes = [tuple(tensor.shape) for tensor in op.parameters().values()]
+        reads = [tuple(extent.dims for extent in one.extents) for one in self._sources(op)]
+        return f"{op.kind} {name} {shapes} {reads} {op.dtype}"
+
+    def seconds(self, op: Op, letters: tuple[str, ...], mesh: Mesh) -> tuple[float, float]:
+        """Returns seconds of an op's forward and backward on one process in one update."""
+        if not op.extents or not op.sources:
+            return 0.0, 0.0
+        loops = loops_of(op, letters)
+        cut = mesh.parts([axis for axis, letter in enumerate(letters) if letter != "r"])
+        read = 0.0
+        for place, source in enumerate(self._sources(op)):
+            read += part([loop.inputs[place] for loop in loops], mesh) * values(source, self.batch) * source.item_bytes
+        given = part([loop.output for loop in loops], mesh) * values(op, self.batch)
+        moved = read + given * op.item_bytes + parameter_bytes(op, letters, mesh)
+        # An op is measured before anything is estimated, since rates follow from what was measured.
+        factor = self._factor(op)
+        forward = factor * self.estimate(self._operations(op.name) / cut, moved)
+        return forward, forward * self._backward(op)
+
+    def _backward(self, op: Op) -> float:
+        if not op.trains:
+            return 0.0
+        return _BACKWARD if any(one.trains for one in self._sources(op)) else _BACKWARD / 2
+
+    def _factor(self, op: Op) -> float:
+        """Returns the ratio of an op's measured time to the estimate; if it can't be timed, that of its kind."""
+        key = self.signature(op.name)
+        if key not in self._factors:
+            self._factors[key] = self._measured(op)
+        return self._factors[key]
+
+    def _measured(self, op: Op) -> float:
+        runs = _runner(op, self._graph, self._piece)
+        known = self._of_kind.setdefault(op.kind, [])
+        usual = statistics.median(known) if known else 1.0
+        if runs is None:
+            return usual
+        sources, directions = self._sources(op), 1 + self._backward(op)
+        work = operations(op, sources, self._piece)
+        held = sum(tensor.numel() * tensor.element_size() for tensor in op.parameters().values())
+        moved = held + self._piece / self.batch * sum(
+            values(one, self.batch) * one.item_bytes for one in [op, *sources]
+        )
+        before = self._times.measured
+        key = f"{self._piece} samples, {self._backward(op):.0f} backward: {self._kernel(op)}"
+        taken = self._times.seconds(key, runs, work * directions, moved * directions)
+        if key in self._times.failed:
+            self.untimed[op.name] = self._times.failed[key]
+        estimate = self.estimate(work, moved) * directions
+        if self._times.measured == before and taken == estimate:
+            return usual
+        known.append(min(_MOST_FACTOR, max(_LEAST_FACTOR, taken / max(estimate, 1e-12))))
+        return known[-1]
+
+
+def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], object]] | None:
+    """What makes a function that runs the op and its backward pass once; None where it can't run by itself."""
+    node = op.node
+    if node is None or node.op not in {"call_module", "call_function", "call_method"} or op.name == LOSS:
+        return None
+    givers = {one.node: one for one in graph.ops.values() if one.node is not None}
+    reads = [givers.get(source, graph.ops[next(iter(graph.ops))]) for source in node.all_input_nodes]
+    if any(len(one.extents) != 1 for one in reads):
+        return None
+    device = next((tensor.device for tensor in graph.parameters.values()), torch.device("cpu"))
+
+    def make() -> Callable[[], object]:
+        module = copy.deepcopy(op.module)
+        tensors = {source: _tensor(one, batch, device) for source, one in zip(node.all_input_nodes, reads, strict=True)}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: tensors[source])
+        return lambda: _once(module, node, args, kwargs, [*tensors.values()])
+
+    return make
+
+
+def _tensor(source: Op, batch: int, device: torch.device) -> Tensor:
+    """What an op may read: the network's own parameter or buffer, random numbers, or zeros, which index anything."""
+    if source.reads_attribute:
+        own = attribute(source.node).detach()
+        return own.requires_grad_() if source.trains and own.is_floating_point() else own
+    extent = source.extent
+    dims = (batch * extent.rows, *extent.dims[1:]) if extent.rows else extent.dims
+    if not source.dtype.is_floating_point:
+        return torch.zeros(dims, dtype=source.dtype, device=device)
+    return torch.randn(dims, dtype=source.dtype, device=device, requires_grad=source.trains)
+
+
+def _once(module: Any, node: fx.Node, args: Any, kwargs: Any, inputs: list[Tensor]) -> None:
+    with torch.random.fork_rng(devices=[]):
+        if module is not None:
+            result = module(*args, **kwargs)
+        elif node.op == "call_method":
+            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            function: Any = node.target
+            result = function(*args, **kwargs)
+    result = result[0] if isinstance(result, tuple) else result
+    wanted = [one for one in inputs if one.requires_grad]
+    wanted += [one for one in module.parameters() if one.requires_grad] if module is not None else []
+    if wanted and isinstance(result, Tensor) and result.requires_grad:
+        torch.autograd.grad(result, wanted, torch.ones_like(result), allow_unused=True)
+
+
+def piece_shape(op: Op, letters: tuple[str, ...], mesh: Mesh, batch: int) -> list[int]:
+    """Returns the shape of an op's output on the last process, which has the largest shards; [] if it is no tensor."""
+    if not op.extents:
+        return []
+    sides = [loop.output for loop in loops_of(op, letters)]
+    cuts = [[axis for axis, side in enumerate(sides) if side == dim] for dim in range(len(op.extent.dims))]
+    edges = [op.extent.edges(dim, mesh.parts(axes), batch) for dim, axes in enumerate(cuts)]
+    return [one[-1] - one[-2] for one in edges]
 
 
 @dataclass(frozen=True)
@@ -42,6 +243,9 @@ class Setting:
     # from time to time, the copies would drift apart
     repeat: bool = True
     memory_limit_bytes: float | None = None  # of a process
+    scale: float = 1.0  # how many times as long as the sum of its ops an update takes, where one was timed
+    # costs by op and letters, which the settings of a search share; what depends on another field is kept apart
+    known: dict[Any, Any] = field(default_factory=dict[Any, Any], compare=False, repr=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -73,55 +277,46 @@ class Prediction:
         }
 
 
-def op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpChoice:
+def op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
     """Returns the cost of an op on one process, without the conversions to its neighbours."""
-    mesh, work = setting.mesh, setting.work
+    key = "cost", setting.work.signature(op.name), _alike(letters, setting)
+    if key not in setting.known:
+        setting.known[key] = _op_cost(op, letters, setting)
+    return setting.known[key]
+
+
+def _op_cost(op: Op, letters: tuple[str, ...], setting: Setting) -> OpCost:
+    mesh, work, links, loops = setting.mesh, setting.work, setting.links, loops_of(op, letters)
     forward, backward = work.seconds(op, letters, mesh)
-    held, sent, (gradient, working) = _parameters(op, letters, setting)
-    saved = 0.0
-    if op.trains:
-        share = part([loop.output for loop in loops_of(op, letters)], mesh)
-        saved = share * op.item_bytes * sum(extent.values(work.batch) for extent in op.extents)
-    compute = forward + backward + work.update_seconds(held * (3 + 2 * setting.slots))
-    return OpChoice(
-        seconds=compute + _norm_seconds(op, letters, setting) + working,
-        gradient_seconds=gradient - working,
-        hideable_seconds=backward,
-        memory_bytes=held * (2 + setting.slots) + sent + saved,
-        compute_seconds=compute,
-    )
-
-
-def _parameters(op: Op, letters: tuple[str, ...], setting: Setting) -> tuple[float, float, tuple[float, float]]:
-    """Bytes of its parameters and of the gradients that are sent; the seconds of sending these, and cores' of them."""
-    mesh, loops = setting.mesh, loops_of(op, letters)
-    held = sent = seconds = working = 0.0
-    for name, tensor in setting.work.parameters(op).items():
+    held = sent = sending = working = 0.0  # bytes of parameters, of gradients sent; seconds of that, and of the cores
+    for name, tensor in work.parameters(op.name).items():
         if tensor.requires_grad:
             size = parameter_part(op, name, letters, mesh) * tensor.numel() * tensor.element_size()
             axes = real_axes([axis for axis, loop in enumerate(loops) if name in loop.partial], mesh)
             held += size
             sent += size if axes else 0.0
             buckets = size / BUCKET_BYTES if axes else 0.0
-            seconds += buckets * setting.links.seconds("all_reduce", axes, BUCKET_BYTES)
-            working += buckets * setting.links.work_seconds("all_reduce", axes, BUCKET_BYTES)
-    return held, sent, (seconds, working)
-
-
-def _norm_seconds(op: Op, letters: tuple[str, ...], setting: Setting) -> float:
-    layers = norms_of(op)
-    axes = real_axes(batch_axes(letters), setting.mesh)
-    shared = setting.share(setting.mesh.parts(axes), 0).shared_groups if axes and layers else ()
-    sizes = [16.0 * len(shared) * layer.num_features for layer in layers]
-    return sum(2 * setting.links.seconds("all_reduce", axes, size) for size in sizes) if shared else 0.0
+            sending += buckets * links.seconds("all_reduce", axes, BUCKET_BYTES)
+            working += buckets * links.work_seconds("all_reduce", axes, BUCKET_BYTES)
+    saved = part([loop.output for loop in loops], mesh) * op.item_bytes * values(op, work.batch) if op.trains else 0.0
+    layers, axes = norms_of(op), real_axes(batch_axes(letters), mesh)
+    shared = len(setting.share(mesh.parts(axes), 0).shared_groups) if axes and layers else 0
+    norms = sum(2 * links.seconds("all_reduce", axes, 16.0 * shared * layer.num_features) for layer in layers)
+    compute = setting.scale * (forward + backward + work.estimate(0.0, held * (3 + 2 * setting.slots)))
+    return OpCost(
+        seconds=compute + norms + working,
+        gradient_seconds=sending - working,
+        hideable_seconds=setting.scale * backward,
+        memory_bytes=held * (2 + setting.slots) + sent + saved,
+        compute_seconds=compute,
+    )
 
 
 def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
     """Predicts the cost of one update with this sharding for the process with the most work."""
     mesh, links = setting.mesh, setting.links
     sent = collectives(PlannedUpdate(graph, letters, mesh, setting.work.batch, setting.share, mesh.size - 1))
-    known: Known = {}
-    owns = [_own(op, letters[op.name], setting, known) for op in graph.ops.values()]
+    owns = [op_cost(op, letters[op.name], setting) for op in graph.ops.values()]
     gradients = sum(one.seconds(links) for one in sent if one.when == GRADIENTS)
     working = sum(one.work_seconds(links) for one in sent if one.when == GRADIENTS)
     hiding = setting.overlap * sum(own.hideable_seconds for own in owns)
@@ -132,9 +327,12 @@ def predict(graph: Graph, letters: Letters, setting: Setting) -> Prediction:
         gradient_seconds=working + max(0.0, gradients - working - hiding),
         memory_bytes=sum(own.memory_bytes for own in owns) + sum(one.values * one.item_bytes for one in moved),
         collectives=tuple(sent),
-        sent_bytes=sum(links.sent_bytes(one.kind, one.axes, one.whole_bytes(mesh)) for one in sent),
+        sent_bytes=sum(sent_bytes(one.kind, mesh.parts(one.axes), one.whole_bytes(mesh)) for one in sent),
         hiding_seconds=hiding,
     )
+
+
+Choices = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -143,7 +341,7 @@ class Sketch:
 
     problem: Problem  # as plain numbers
     groups: list[list[Op]]  # the ops of each node, which take the same letters
-    choices: list[list[tuple[str, ...]]]  # the letters that each choice of a node stands for
+    choices: list[Choices]  # the letters that each choice of a node stands for
 
     def letters(self, chosen: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
         """The letters of each op under an assignment."""
@@ -157,60 +355,44 @@ class Sketch:
 # Between these bytes and twice as many the line is drawn on which a conversion's seconds lie.
 _FEW_BYTES = float(1 << 20)
 Both = tuple[Layout, Layout]
-Known = dict[Any, Any]
 Fixed = Mapping[str, Mapping[int, str]]
 
 
-def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None, known: Known | None = None) -> Sketch:
-    """Creates the problem of sharding a network over a mesh.
+def sketch(graph: Graph, setting: Setting, fixed: Fixed | None = None) -> Sketch:
+    """Creates the problem of sharding a network over a mesh; `fixed` letters, by op and axis, are kept.
 
     A conversion for several readers of an op is sent once, but counted here for each reader, because costs are between
-    pairs; predictions count it once. `fixed` letters, by op and axis, are kept; `known` costs of ops are shared by a
-    search's sketches.
+    pairs; predictions count it once.
     """
     groups = list(graph.ties().values())
-    known = {} if known is None else known
-    made: Known = {}
-    rows = [_row(ops, setting, fixed or {}, known, made) for ops in groups]
-    choices, nodes = [taken for taken, _ in rows], [costs for _, costs in rows]
+    rows: dict[Any, tuple[Choices, list[OpCost]]] = {}  # those of ops that are alike are computed once
+    choices, nodes = list[Choices](), list[list[OpCost]]()
+    for ops in groups:
+        pinned = {(place, *own) for place, op in enumerate(ops) for own in (fixed or {}).get(op.name, {}).items()}
+        key = tuple((setting.work.signature(op.name), op.name == LOSS) for op in ops), frozenset(pinned)
+        if key not in rows:
+            taken = _choices(ops, setting, {axis: letter for _, axis, letter in pinned})
+            rows[key] = taken, [_choice_cost(ops, letters, setting) for letters in taken]
+        choices.append(rows[key][0])
+        nodes.append(rows[key][1])
     number = {op.name: node for node, ops in enumerate(groups) for op in ops}
     prices = _Conversions(setting)
     edges = [
-        Edge(number[giver.name], number[reader.name], *prices.between(giver, reader, place, taken))
+        Edge(a, b, *prices.between(giver, reader, place, choices[a], choices[b]))
         for giver, reader, place in graph.edges()
         if giver.extents
-        for taken in [(choices[number[giver.name]], choices[number[reader.name]])]
+        for a, b in [(number[giver.name], number[reader.name])]
     ]
     names = [ops[0].name for ops in groups]
     problem = Problem(nodes, edges, setting.memory_limit_bytes, setting.overlap, names)
     return Sketch(problem, groups, choices)
 
 
-def _row(
-    ops: list[Op], setting: Setting, fixed: Fixed, known: Known, made: Known
-) -> tuple[list[tuple[str, ...]], list[OpChoice]]:
-    """The choices of ops that take the same letters, and their costs; computed once for all that are alike (`made`)."""
-    pinned = [(place, *own) for place, op in enumerate(ops) for own in fixed.get(op.name, {}).items()]
-    key = tuple((setting.work.signature(op), op.name == LOSS) for op in ops), tuple(pinned)
-    if key not in made:
-        taken = _choices(ops, setting, fixed, known)
-        made[key] = taken, [_choice(ops, letters, setting, known) for letters in taken]
-    return made[key]
-
-
-def _own(op: Op, letters: tuple[str, ...], setting: Setting, known: Known) -> OpChoice:
-    key = "own", setting.work.signature(op), _alike(letters, setting)
-    if key not in known:
-        known[key] = op_cost(op, letters, setting)
-    return known[key]
-
-
-def _choices(ops: list[Op], setting: Setting, fixed: Fixed, known: Known) -> list[tuple[str, ...]]:
-    mesh = setting.mesh
+def _choices(ops: list[Op], setting: Setting, pinned: Mapping[int, str]) -> Choices:
+    """The letters that tied ops can take."""
     letters = [letter for letter in ops[0].allowed() if all(letter in op.allowed() for op in ops)]
-    pinned = {axis: letter for op in ops for axis, letter in fixed.get(op.name, {}).items()}
-    ways = [[pinned[axis]] if axis in pinned else letters for axis in range(len(mesh.axes))]
-    return [taken for taken in itertools.product(*ways) if all(_may(op, taken, setting, known) for op in ops)]
+    ways = [[pinned[axis]] if axis in pinned else letters for axis in range(len(setting.mesh.axes))]
+    return tuple(taken for taken in itertools.product(*ways) if all(_may(op, taken, setting) for op in ops))
 
 
 def _alike(letters: tuple[str, ...], setting: Setting) -> Any:
@@ -223,35 +405,27 @@ def _alike(letters: tuple[str, ...], setting: Setting) -> Any:
     return tuple(sorted(parts.items()))
 
 
-def _may(op: Op, letters: tuple[str, ...], setting: Setting, known: Known) -> bool:
-    key = "may", setting.work.signature(op), _alike(letters, setting)
-    if key not in known:
+def _may(op: Op, letters: tuple[str, ...], setting: Setting) -> bool:
+    key = "may", setting.work.signature(op.name), _alike(letters, setting)
+    if key not in setting.known:
         mesh = setting.mesh
         idle = mesh.parts(batch_axes(letters)) > setting.work.batch
         repeats = any(letter == "r" and mesh.sizes[axis] > 1 for axis, letter in enumerate(letters))
-        learns = any(tensor.requires_grad for tensor in setting.work.parameters(op).values())
+        learns = any(tensor.requires_grad for tensor in setting.work.parameters(op.name).values())
         must = not op.batchwise or op.allowed() == ["r"]
         drifts = repeats and learns and not setting.repeat and not must
-        known[key] = not idle and not drifts and not refusal(op, letters, mesh)
-    return known[key]
+        setting.known[key] = not idle and not drifts and not refusal(op, letters, mesh)
+    return setting.known[key]
 
 
-def _choice(ops: list[Op], letters: tuple[str, ...], setting: Setting, known: Known) -> OpChoice:
-    owns = [_own(op, letters, setting, known) for op in ops]
-    loss = sum(_loss_seconds(letters, setting) for op in ops if op.name == LOSS)
-    return OpChoice(
-        seconds=loss + sum(own.seconds for own in owns),
-        gradient_seconds=sum(own.gradient_seconds for own in owns),
-        hideable_seconds=sum(own.hideable_seconds for own in owns),
-        memory_bytes=sum(own.memory_bytes for own in owns),
-    )
-
-
-def _loss_seconds(letters: tuple[str, ...], setting: Setting) -> float:
-    mesh = setting.mesh
+def _choice_cost(ops: list[Op], letters: tuple[str, ...], setting: Setting) -> OpCost:
+    """The cost of tied ops, with the sums that the loss sends where classes are cut."""
+    mesh, loss = setting.mesh, 0.0
     axes = real_axes([axis for axis, letter in enumerate(letters) if letter == "o"], mesh)
-    rows = setting.work.batch / mesh.parts(batch_axes(letters))
-    return sum(setting.links.seconds("all_reduce", axes, 4.0 * count * rows) for count in (1, 3)) if axes else 0.0
+    if axes and any(op.name == LOSS for op in ops):
+        rows = setting.work.batch / mesh.parts(batch_axes(letters))
+        loss = sum(setting.links.seconds("all_reduce", axes, 4.0 * count * rows) for count in (1, 3))
+    return sum((op_cost(op, letters, setting) for op in ops), OpCost(loss))
 
 
 class _Conversions:
@@ -266,19 +440,17 @@ class _Conversions:
         self._layouts: dict[Any, tuple[Both, ...]] = {}
 
     def between(
-        self, giver: Op, reader: Op, place: int, taken: tuple[list[tuple[str, ...]], list[tuple[str, ...]]]
+        self, giver: Op, reader: Op, place: int, gives: Choices, reads: Choices
     ) -> tuple[Matrix, Matrix | None]:
         """Seconds of both directions and bytes of the conversion, [choice of giver, choice of reader]."""
-        size = float(giver.item_bytes * sum(extent.values(self._setting.work.batch) for extent in giver.extents))
-        given = self._sides(giver, taken[0], lambda letters: output_layouts(giver, letters), "given")
-        wanted = self._sides(reader, taken[1], lambda letters: input_layouts(reader, letters, place), place)
+        given = self._sides(giver, gives, lambda letters: output_layouts(giver, letters), "given")
+        wanted = self._sides(reader, reads, lambda letters: input_layouts(reader, letters, place), place)
+        size = float(giver.item_bytes * values(giver, self._setting.work.batch))
         return self._known_matrices(given, wanted, size, giver.trains and bool(reader.extents or reader.name == LOSS))
 
-    def _sides(
-        self, op: Op, taken: list[tuple[str, ...]], layouts: Callable[[tuple[str, ...]], Both], what: Any
-    ) -> tuple[Both, ...]:
-        """The layouts of all choices; ops that are alike share the list of these, which stays where it is."""
-        key = self._setting.work.signature(op), op.name == LOSS, id(taken), what
+    def _sides(self, op: Op, taken: Choices, layouts: Callable[[tuple[str, ...]], Both], what: Any) -> tuple[Both, ...]:
+        """The layouts of all choices; ops that are alike share them."""
+        key = self._setting.work.signature(op.name), op.name == LOSS, taken, what
         if key not in self._layouts:
             self._layouts[key] = tuple(layouts(letters) for letters in taken)
         return self._layouts[key]

@@ -1,7 +1,6 @@
 """Explains the choice of a plan: a table of the candidates, and a picture of the sharding."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,14 +35,6 @@ _MOST_LETTERED_DEVICES = 16
 _TOP, _MOST_WIDTH, _MOST_HEIGHT, _LEGEND_WIDTH = 30, 1920, 4500, 150
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One op of the chosen plan."""
-
-    name: str  # its path in the network
-    loops: Sequence[str]  # the letter for each axis of the mesh
-
-
 def candidates_table(candidates: "Sequence[PlanCandidate]", chosen: str, more: str = "") -> Table:
     """Formats the candidates as a table of at most 100 columns; `more` is text below the table."""
     caption = Text(more) if more else None
@@ -76,8 +67,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if seconds < _MANY_SECONDS else f"{seconds * 1e3:.0f}"
 
 
-def draw_plan(layers: Sequence[Layer], mesh: Mesh, file: Path) -> None:
-    """Draws layers × devices as a PNG: a colour for each letter, a stripe for each axis.
+def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> None:
+    """Draws layers × devices as a PNG, from letters by layer: a colour for each letter, a stripe for each axis.
 
     Raises:
         UserError: a layer doesn't have one letter for each axis.
@@ -86,22 +77,22 @@ def draw_plan(layers: Sequence[Layer], mesh: Mesh, file: Path) -> None:
     from PIL import Image, ImageColor, ImageDraw, ImageFont
 
     axes = len(mesh.axes)
-    for layer in layers:
-        if len(layer.loops) != axes:
-            raise UserError(f"{layer.name} has {len(layer.loops)} placements for the mesh {mesh}", "plan")
+    for name, loops in layers.items():
+        if len(loops) != axes:
+            raise UserError(f"{name} has {len(loops)} placements for the mesh {mesh}", "plan")
     letters = sorted(
-        {letter for layer in layers for letter in layer.loops}, key=lambda letter: (letter not in _WORDS, letter)
+        {letter for loops in layers.values() for letter in loops}, key=lambda letter: (letter not in _WORDS, letter)
     )
     more = iter(_MORE_COLOURS * len(letters))
     colours = {letter: ImageColor.getrgb(_COLOURS.get(letter) or next(more)) for letter in letters}
     named = len(layers) <= _MOST_NAMED_LAYERS
     font, small = ImageFont.load_default(12), ImageFont.load_default(10)
-    left = 12 + int(max((small.getlength(layer.name) for layer in layers), default=0)) if named else 12
+    left = 12 + int(max((small.getlength(name) for name in layers), default=0)) if named else 12
     row = max(2, min(20, _MOST_HEIGHT // max(1, len(layers))))
     width, height = min(_MOST_WIDTH, max(42 * mesh.size * axes, 300)), row * len(layers)
     picture = Image.new("RGB", (left + width + _LEGEND_WIDTH, _TOP + max(height, 20 * len(letters)) + 50), "white")
     if layers:
-        cells = np.array([[colours[letter] for letter in layer.loops] for layer in layers], np.uint8)
+        cells = np.array([[colours[letter] for letter in loops] for loops in layers.values()], np.uint8)
         stripes = np.arange(width) * mesh.size * axes // width % axes
         picture.paste(Image.fromarray(cells[:, stripes].repeat(row, axis=0)), (left, _TOP))
     draw = ImageDraw.Draw(picture)
@@ -117,11 +108,11 @@ def draw_plan(layers: Sequence[Layer], mesh: Mesh, file: Path) -> None:
         x, y = left + width + 16, _TOP + 20 * number
         draw.rectangle((x, y, x + 24, y + 12), colours[letter])
         draw.text((x + 32, y + 6), f"{letter}: {_WORDS.get(letter, 'cut')}", "black", font, "lm")
-    for number, layer in enumerate(layers if named else ()):
+    for number, (name, loops) in enumerate(layers.items() if named else ()):
         y = _TOP + row * number + row // 2
-        draw.text((left - 6, y), layer.name, "black", small, "rm")
+        draw.text((left - 6, y), name, "black", small, "rm")
         for device in range(mesh.size) if mesh.size <= _MOST_LETTERED_DEVICES else ():
-            for stripe, (letter, place) in enumerate(zip(layer.loops, mesh.coordinates(device), strict=True)):
+            for stripe, (letter, place) in enumerate(zip(loops, mesh.coordinates(device), strict=True)):
                 middle = left + width * (2 * (device * axes + stripe) + 1) // (2 * mesh.size * axes)
                 draw.text((middle, y), letter if letter == "r" else f"{letter}{place}", "white", small, "mm")
     with replacing(file) as part:

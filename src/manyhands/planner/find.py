@@ -11,18 +11,17 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
 from manyhands.core.quantities import short_time
 from manyhands.core.shares import check_batch
-from manyhands.parallel.execute import Letters, parameter_layouts
-from manyhands.parallel.graph import LOSS, Graph
 from manyhands.parallel.options import MODE_OF_PLANS, MODE_OF_SEARCHES, SEARCH, USUAL_MODE
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.strategy import concise, refusal, resolve, strategies
+from manyhands.parallel.split.execute import Letters, parameter_layouts
+from manyhands.parallel.split.graph import LOSS, Graph
+from manyhands.parallel.split.strategy import concise, refusal, resolve, strategies
 from manyhands.planner.choose import DATA_PARALLEL, LEAST_GAIN, LEAST_PREDICTED_GAIN, Pick, pick_predicted
 from manyhands.planner.collectives import data_shares, shares
-from manyhands.planner.cost import Known, Prediction, Setting, predict, sketch
+from manyhands.planner.cost import Prediction, Setting, Work, predict, sketch
 from manyhands.planner.links import LinkSpeeds, links_of
 from manyhands.planner.solve import solve_all, too_large
 from manyhands.planner.timing import OpTimes, Timing
-from manyhands.planner.work import Work
 
 YOURS, TRICK = "yours", "one weird trick"
 GAP = 0.001
@@ -87,9 +86,9 @@ class SearchResult:
     pick: Pick  # which one is to run, and why
     graph: Graph  # of the network
     request: SearchRequest  # what was wanted
-    notes: tuple[str, ...] = ()  # sentences on ops that could not be timed
-    spread: float = 0.0  # the share by which the times that predictions are made from varied
-    fewer: Callable[[int], PlanCandidate] | None = None  # prices data parallel on another number of processes
+    notes: tuple[str, ...]  # sentences on ops that could not be timed
+    spread: float  # the share by which the times that predictions are made from varied
+    fewer: Callable[[int], PlanCandidate]  # prices data parallel on another number of processes
 
     @property
     def chosen(self) -> PlanCandidate:
@@ -104,15 +103,12 @@ class SearchResult:
     def plan(self) -> Plan:
         return self.plan_of(self.chosen)
 
-    @property
-    def _mode(self) -> str:
-        return MODE_OF_SEARCHES if self.request.fill == SEARCH else MODE_OF_PLANS
-
     def plan_of(self, option: PlanCandidate) -> Plan:
         """Returns an option as the plan of a plan file."""
         default, ops = concise(option.letters, self.graph, option.mesh)
+        mode = MODE_OF_SEARCHES if self.request.fill == SEARCH else MODE_OF_PLANS
         about: dict[str, Any] = {
-            "mode": USUAL_MODE if option.name == DATA_PARALLEL else self._mode,
+            "mode": USUAL_MODE if option.name == DATA_PARALLEL else mode,
             "reason": self.pick.reason,
             "predicted": option.prediction.as_plain(),
             "graph": {"sha": digest(self.graph), "input": list(self.graph.input_shape), "samples": self.request.batch},
@@ -166,53 +162,114 @@ def find(
     measured time of one process's data-parallel update, scales the ops of all plans. Raises UserError: a pin doesn't
     fit, or no plan fits into memory.
     """
-    _check(request)
+    if request.world_size < 2:
+        raise UserError("a plan needs two or more processes", "--world-size", ("set --world-size 2 or higher",))
+    check_batch(request.batch, request.world_size)
+    if request.mesh is not None:
+        request.mesh.check_size(request.world_size, "--mesh")
     times = times or OpTimes(budget_s=0.0)
-    base, data_parallel = _prepared(graph, request, times, links, share)
-    options = [data_parallel(request.world_size), *_by_hand(graph, request, base, links)]
+    pricing = _Pricing(graph, request, times, links, share)
+    options = [pricing.data_parallel(request.world_size), *pricing.by_hand()]
     least_bytes = float("inf")
     if request.fill == SEARCH:
-        found, least_bytes = _searched(graph, request, base, links)
+        found, least_bytes = pricing.searched()
         options += found
     options = _distinct(options)
     spread = max(times.spread, share.spread if share else 0.0)
-    notes = tuple(_untimed(base.work.untimed))
+    notes = tuple(_untimed(pricing.base.work.untimed))
     pick = _pick(options, request, spread, least_bytes=least_bytes)
-    return SearchResult(tuple(options), pick, graph, request, notes, spread, data_parallel)
+    return SearchResult(tuple(options), pick, graph, request, notes, spread, pricing.data_parallel)
 
 
 def price(
     graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None = None
 ) -> PlanCandidate:
     """Predicts data parallel only, on one or more processes; the arguments are those of `find`."""
-    return _prepared(graph, request, times, links, share)[1](request.world_size)
+    return _Pricing(graph, request, times, links, share).data_parallel(request.world_size)
 
 
-def _prepared(
-    graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None
-) -> tuple[Setting, Callable[[int], PlanCandidate]]:
-    """What costs depend on, and what prices data parallel on a number of processes; both scaled by `share`."""
-    speeds = links(_data_mesh(request.world_size))
-    # Between processes of one machine without accelerators, sending takes time from computing, known or not.
-    known = all(link.work_s_per_byte for link in speeds.axes)
-    apart = request.accelerator or known or any(speeds.across)
-    base = Setting(
-        Work(graph, request.batch, request.world_size, times),
-        speeds,
-        shares(request.batch, request.norm_group),
-        slots=request.slots,
-        overlap=_OVERLAP_APART if apart else _OVERLAP_TOGETHER,
-        repeat=not request.accelerator,
-        memory_limit_bytes=request.memory_limit_bytes,
-    )
-    whole = replace(base, share=data_shares(request.batch, request.norm_group))
+class _Pricing:
+    """Prices plans for a request; the arguments are those of `find`."""
 
-    def data_parallel(processes: int) -> PlanCandidate:
-        return _priced(DATA_PARALLEL, graph, Plan(_data_mesh(processes)), whole, links, allowed=not request.pins)
+    def __init__(
+        self, graph: Graph, request: SearchRequest, times: OpTimes, links: LinksOf, share: Timing | None
+    ) -> None:
+        self._graph, self._request, self._links = graph, request, links
+        speeds = links(_data_mesh(request.world_size))
+        # Between processes of one machine without accelerators, sending takes time from computing, known or not.
+        known = all(link.work_s_per_byte for link in speeds.axes)
+        apart = request.accelerator or known or any(speeds.across)
+        self.base = Setting(
+            Work(graph, request.batch, request.world_size, times),
+            speeds,
+            shares(request.batch, request.norm_group),
+            slots=request.slots,
+            overlap=_OVERLAP_APART if apart else _OVERLAP_TOGETHER,
+            repeat=not request.accelerator,
+            memory_limit_bytes=request.memory_limit_bytes,
+        )
+        if share is not None and (compute_s := self.data_parallel(request.world_size).prediction.compute_seconds):
+            self.base = replace(self.base, scale=share.seconds / compute_s, known={})
 
-    if share is not None and (compute_s := data_parallel(request.world_size).prediction.compute_seconds):
-        base.work.scale = share.seconds / compute_s
-    return base, data_parallel
+    def data_parallel(self, processes: int) -> PlanCandidate:
+        """Prices data parallel on a number of processes, whose shares are those of the mode data."""
+        plan, share = Plan(_data_mesh(processes)), data_shares(self._request.batch, self._request.norm_group)
+        setting = replace(self._setting(plan.mesh), share=share, known={})
+        return self._option(DATA_PARALLEL, resolve(plan, self._graph, "pin"), setting, allowed=not self._request.pins)
+
+    def _setting(self, mesh: Mesh) -> Setting:
+        return replace(self.base, links=self._links(mesh))
+
+    def _option(self, name: str, letters: Letters, setting: Setting, *, allowed: bool = True) -> PlanCandidate:
+        prediction, limit = predict(self._graph, letters, setting), setting.memory_limit_bytes
+        fits = limit is None or prediction.memory_bytes <= limit
+        return PlanCandidate(name, setting.mesh, letters, prediction, fits, allowed)
+
+    def by_hand(self) -> list[PlanCandidate]:
+        """The user's pins with all else data parallel, and fully connected layers cut in turn by outputs and inputs."""
+        if self._request.pins:
+            plans = [Plan(mesh, dict(self._request.pins)) for mesh, _ in self._fitting()]
+            options = [
+                self._option(YOURS, resolve(plan, self._graph, "pin"), self._setting(plan.mesh)) for plan in plans
+            ]
+            return [min(options, key=lambda option: (not option.fits, option.prediction.seconds))]
+        mesh = _data_mesh(self._request.world_size)
+        letters = one_weird_trick(self._graph, mesh) if self._request.mesh is None else None
+        return [self._option(TRICK, letters, self._setting(mesh))] if letters else []
+
+    def searched(self) -> tuple[list[PlanCandidate], float]:
+        """The best plan on each mesh; and the least bytes that a plan takes, where none fits."""
+        settings = [(self._setting(mesh), fixed) for mesh, fixed in self._fitting()]
+        sketches = [sketch(self._graph, setting, fixed) for setting, fixed in settings]
+        answers, least_bytes = solve_all([one.problem for one in sketches], self._request.limit_s, GAP)
+        options = [
+            self._option("search", one.letters(answer.choices), setting)
+            for (setting, _), one, answer in zip(settings, sketches, answers, strict=True)
+            if answer is not None
+        ]
+        options.sort(key=lambda option: option.prediction.seconds)
+        return [replace(option, name=f"search {number}") for number, option in enumerate(options, 1)], least_bytes
+
+    def _fitting(self) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
+        """Meshes that the pins can be read on, with what they fix. Raises UserError: none; the last one's reason."""
+        request, graph, pins = self._request, self._graph, dict(self._request.pins or {})
+        meshes = [request.mesh] if request.mesh else factorisations(request.world_size, MOST_AXES)
+        found: list[tuple[Mesh, dict[str, dict[int, str]]]] = []
+        refused: UserError | None = None
+        for mesh in meshes:
+            # Larger axes are the major ones, and axes of equal size are alike.
+            if request.mesh is None and list(mesh.sizes) != sorted(mesh.sizes)[::-1]:
+                continue
+            plan = Plan(mesh, pins)
+            try:
+                resolve(plan, graph, "pin")
+            except UserError as error:
+                refused = error
+                continue
+            found.append((mesh, {name: letters for name, (_, letters) in strategies(plan, graph, "pin").items()}))
+        if not found and refused is not None:
+            raise refused
+        return found
 
 
 def _untimed(reasons: Mapping[str, str]) -> list[str]:
@@ -225,14 +282,6 @@ def _untimed(reasons: Mapping[str, str]) -> list[str]:
         f"estimated from the size ({reason})"
         for reason, alike in names.items()
     ]
-
-
-def _check(request: SearchRequest) -> None:
-    if request.world_size < 2:
-        raise UserError("a plan needs two or more processes", "--world-size", ("set --world-size 2 or higher",))
-    check_batch(request.batch, request.world_size)
-    if request.mesh is not None:
-        request.mesh.check_size(request.world_size, "--mesh")
 
 
 def _data_mesh(world_size: int) -> Mesh:
@@ -250,60 +299,6 @@ def factorisations(world_size: int, most_axes: int = 2) -> list[Mesh]:
         if math.prod(sizes) == world_size
     ]
     return found or [Mesh((("dp", 1),))]
-
-
-def _meshes(request: SearchRequest) -> list[Mesh]:
-    """The meshes to look at: larger axes are the major ones, and axes of equal size are alike."""
-    if request.mesh is not None:
-        return [request.mesh]
-    return [
-        mesh for mesh in factorisations(request.world_size, MOST_AXES) if list(mesh.sizes) == sorted(mesh.sizes)[::-1]
-    ]
-
-
-def _fitting(request: SearchRequest, graph: Graph) -> list[tuple[Mesh, dict[str, dict[int, str]]]]:
-    """Meshes that the pins can be read on, with what they fix. Raises UserError: none; the last one's reason."""
-    pins = dict(request.pins or {})
-    found: list[tuple[Mesh, dict[str, dict[int, str]]]] = []
-    refused: UserError | None = None
-    for mesh in _meshes(request):
-        plan = Plan(mesh, pins)
-        try:
-            resolve(plan, graph, "pin")
-        except UserError as error:
-            refused = error
-            continue
-        found.append((mesh, {name: letters for name, (_, letters) in strategies(plan, graph, "pin").items()}))
-    if not found and refused is not None:
-        raise refused
-    return found
-
-
-def _priced(
-    name: str, graph: Graph, plan: Plan, base: Setting, links: LinksOf, *, allowed: bool = True
-) -> PlanCandidate:
-    return _option(name, graph, resolve(plan, graph, "pin"), replace(base, links=links(plan.mesh)), allowed=allowed)
-
-
-def _option(name: str, graph: Graph, letters: Letters, setting: Setting, *, allowed: bool = True) -> PlanCandidate:
-    prediction = predict(graph, letters, setting)
-    limit = setting.memory_limit_bytes
-    return PlanCandidate(
-        name, setting.mesh, letters, prediction, limit is None or prediction.memory_bytes <= limit, allowed
-    )
-
-
-def _by_hand(graph: Graph, request: SearchRequest, base: Setting, links: LinksOf) -> list[PlanCandidate]:
-    """The user's pins with all else data parallel, and fully connected layers cut in turn by outputs and inputs."""
-    if request.pins:
-        meshes = _fitting(request, graph)
-        options = [_priced(YOURS, graph, Plan(mesh, dict(request.pins)), base, links) for mesh, _ in meshes]
-        return [min(options, key=lambda option: (not option.fits, option.prediction.seconds))]
-    if request.mesh is not None:
-        return []
-    mesh = _data_mesh(request.world_size)
-    letters = one_weird_trick(graph, mesh)
-    return [_option(TRICK, graph, letters, replace(base, links=links(mesh)))] if letters else []
 
 
 def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | None:
@@ -330,20 +325,6 @@ def one_weird_trick(graph: Graph, mesh: Mesh) -> dict[str, tuple[str, ...]] | No
         if wanted != "n" and op.tied == op.name and not refusal(op, taken, mesh):
             whole[op.name] = taken
     return {**letters, **whole} if whole else None
-
-
-def _searched(graph: Graph, request: SearchRequest, base: Setting, links: LinksOf) -> tuple[list[PlanCandidate], float]:
-    """The best plan on each mesh; and the least bytes that a plan takes, where none fits."""
-    settings = [(replace(base, links=links(mesh)), fixed) for mesh, fixed in _fitting(request, graph)]
-    known: Known = {}
-    sketches = [sketch(graph, setting, fixed, known) for setting, fixed in settings]
-    answers, least_bytes = solve_all([one.problem for one in sketches], request.limit_s, GAP)
-    options: list[PlanCandidate] = []
-    for (setting, _), one, answer in zip(settings, sketches, answers, strict=True):
-        if answer is not None:
-            options.append(_option("search", graph, one.letters(answer.choices), setting))
-    options.sort(key=lambda option: option.prediction.seconds)
-    return [replace(option, name=f"search {number}") for number, option in enumerate(options, 1)], least_bytes
 
 
 def _distinct(options: Sequence[PlanCandidate]) -> list[PlanCandidate]:
@@ -421,7 +402,10 @@ def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, 
     A larger number is preferred if it is predicted to be clearly faster. `seconds` is the time of an update with the
     selected plan, `spread` the relative variation of timings; smaller differences are ignored.
     """
-    repeating = _without_repeats(found.chosen)
+    sizes = enumerate(found.chosen.mesh.sizes)
+    every = found.chosen.letters.values()
+    # without the processes that repeat the computation of others
+    repeating = math.prod(size for axis, size in sizes if any(letters[axis] != "r" for letters in every))
     if repeating < found.request.world_size:
         copies = found.request.world_size // repeating
         return repeating, f"{found.chosen.name} repeats every computation on {copies} processes"
@@ -437,12 +421,3 @@ def enough(found: SearchResult, fewer: Sequence[PlanCandidate], seconds: float, 
 def _slowest(option: PlanCandidate, spread: float) -> float:
     """Returns the seconds of an update at the slow end of the timings."""
     return option.prediction.seconds + spread * option.prediction.compute_seconds
-
-
-def _without_repeats(option: PlanCandidate) -> int:
-    """Returns the number of processes without those that repeat the computation of others."""
-    left = 1
-    for axis, size in enumerate(option.mesh.sizes):
-        if any(letters[axis] != "r" for letters in option.letters.values()):
-            left *= size
-    return left

@@ -1,10 +1,10 @@
-"""Costs of collectives along the axes of a mesh, and timings of all-reduces between processes or threads."""
+"""Costs of collectives along the axes of a mesh, and the time in which an all-reduce occupies a core."""
 
 import datetime
 import functools
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,16 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.core.devices import wait_for
 from manyhands.core.mesh import Mesh
 from manyhands.sync.link_speeds import (
     BETWEEN_MACHINES,
     WITHIN_A_MACHINE,
     LinkSpeed,
-    Points,
     link_seconds,
     rounds,
-    sent_bytes,
     work_seconds,
 )
 
@@ -66,10 +63,6 @@ class LinkSpeeds:
             return 0.0
         return max(work_seconds(kind, processes, size_bytes, self.axes[axis]) for axis in axes)
 
-    def sent_bytes(self, kind: str, axes: Collection[int], size_bytes: float) -> float:
-        """Returns the bytes that a process sends in a collective."""
-        return sent_bytes(kind, self.mesh.parts(axes), size_bytes)
-
 
 def links_of(
     mesh: Mesh,
@@ -92,51 +85,6 @@ def links_of(
         across.append(per_machine is not None and size > 1 and (spanned > per_machine or per_machine % spanned != 0))
     across.reverse()
     return LinkSpeeds(mesh, tuple(between if far else within for far in across), tuple(across))
-
-
-SIZES_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
-_REPEATS = 3
-
-
-def measure_all_reduce(device: str = "cpu", sizes_bytes: Sequence[int] = SIZES_BYTES, budget_s: float = 20.0) -> Points:
-    """Times all-reduces of ascending sizes over all processes, which must call this together.
-
-    Each size is timed `_REPEATS` times; larger sizes are left out once the budget is used up, except the first.
-
-    Returns:
-        Points (bytes, seconds), the same on all processes: the median of the repeats on the slowest process.
-    """
-    began = time.perf_counter()
-    points: list[tuple[float, float]] = []
-    for size in sizes_bytes:
-        # The time left differs from process to process; the largest is the same for all, so all stop at one place.
-        used_s = _largest(time.perf_counter() - began, device)
-        if points and used_s > budget_s:
-            break
-        count = max(1, size // 4)
-        points.append((4.0 * count, _largest(_median_seconds(torch.zeros(count, device=device)), device)))
-    return tuple(points)
-
-
-def _largest(value: float, device: str) -> float:
-    largest = torch.tensor(value, dtype=torch.float64 if device != "mps" else torch.float32, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return float(largest)
-
-
-def _median_seconds(tensor: torch.Tensor) -> float:
-    taken: list[float] = []
-    for repeat in range(_REPEATS + 1):
-        # All begin together, or the first would count the others' delay.
-        signal = torch.zeros(1, device=tensor.device)
-        dist.all_reduce(signal)
-        signal.item()
-        start = time.perf_counter()
-        dist.all_reduce(tensor)
-        wait_for(str(tensor.device))
-        if repeat:
-            taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
 
 
 _PARTIES = 2

@@ -7,17 +7,17 @@ The same is done under a CPU quota, where a short repeat between two pauses seem
 
 import hashlib
 import json
-import math
 import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import platformdirs
 import torch
+from pydantic import BaseModel, Field, ValidationError
 
 from manyhands.core.devices import device_name, wait_for
 from manyhands.core.files import parse_json, read_bytes, replacing
@@ -56,27 +56,20 @@ def quickest(run: Callable[[], object], device: str, most: int, budget_s: float,
         elif busy:
             clock, factor = time.process_time, 1 / (1 + (threads - 1) * _EFFICIENCY)
             torch.set_num_threads(1)
+    taken, began = list[float](), time.perf_counter()
     try:
-        taken = sorted(_repeated(run, device, clock, most, budget_s))
+        while not taken or (len(taken) < most and time.perf_counter() - began < budget_s):
+            start = clock()
+            run()
+            wait_for(device)
+            taken.append(clock() - start)
     finally:
         torch.set_num_threads(threads)
+    taken.sort()
     near = taken[min(len(taken) - 1, max(1, len(taken) // 4))]
     # Waiting isn't in processor time, so what differs there is the work's own.
     usual = taken[0] if clock is time.perf_counter else statistics.median(taken)
     return Timing(usual * factor, near / taken[0] - 1 if taken[0] > 0 else 0.0)
-
-
-def _repeated(
-    run: Callable[[], object], device: str, clock: Callable[[], float], most: int, budget_s: float
-) -> list[float]:
-    taken: list[float] = []
-    began = time.perf_counter()
-    while not taken or (len(taken) < most and time.perf_counter() - began < budget_s):
-        start = clock()
-        run()
-        wait_for(device)
-        taken.append(clock() - start)
-    return taken
 
 
 class Others:
@@ -106,7 +99,6 @@ def _busy_seconds() -> float:
     return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
-FORMAT = "op-times/2"
 _REPEATS = 5
 _LONG_S = 0.1
 # Drivers, clocks and libraries change; what is older is measured anew.
@@ -116,24 +108,32 @@ _ASSUMED_RATES = {"cpu": (3e10, 8e9), "mps": (3e12, 1e11), "others": (2e13, 6e11
 _MATRIX, _COPIED_VALUES = 384, 1 << 21
 
 
-def environment(device: str) -> dict[str, str]:
+def environment(device: str, threads: int = 0) -> dict[str, str]:
     """Returns everything that affects the seconds of an op besides the op itself."""
     return {
         "torch": torch.__version__,
         "device": f"{torch.device(device).type} {device_name(device)}",
-        "threads": str(torch.get_num_threads()),
+        "threads": str(threads or torch.get_num_threads()),
         "cores": f"{cores():.3g}",
     }
 
 
-@dataclass(frozen=True)
-class OpTime:
+_Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+
+
+class OpTime(BaseModel):
     """The cached time of an op."""
 
-    seconds: float  # of the quickest repeat, forward and backward
-    spread: float  # the share by which the quickest quarter of the repeats differs
-    busy: float  # the share of this machine's processors that others took meanwhile
-    at: float  # when it was measured, seconds since 1970
+    seconds: _Number  # of the quickest repeat, forward and backward
+    spread: _Number = 0.0  # the share by which the quickest quarter of the repeats differs
+    busy: _Number = 0.0  # the share of this machine's processors that others took meanwhile
+    at: _Number = Field(default_factory=time.time)  # when it was measured, seconds since 1970
+
+
+class _TimesFile(BaseModel):
+    format: Literal["op-times/2"]
+    environment: dict[str, str]
+    times: dict[str, OpTime]
 
 
 class OpTimes:
@@ -142,7 +142,7 @@ class OpTimes:
     A key contains everything that affects the seconds: op, local shapes, dtype and memory format. There is one file per
     environment; concurrent writes are merged, and a damaged file is replaced. After the time budget is used up,
     seconds are estimated from operations and bytes. For a device that is not on this machine, given by its `rates`
-    (operations, bytes per second), nothing is measured or cached.
+    (operations, bytes per second), nothing is measured or cached. `threads`: those of a measurement, if not all.
     """
 
     def __init__(
@@ -151,10 +151,11 @@ class OpTimes:
         budget_s: float = 30.0,
         folder: Path | None = None,
         rates: tuple[float, float] | None = None,
+        threads: int = 0,
     ) -> None:
         self._device = torch.device(device)
         self._left_s = 0.0 if rates else budget_s
-        self._environment = environment(device)
+        self._environment = environment(device, threads)
         digest = hashlib.sha256(json.dumps(self._environment, sort_keys=True).encode()).hexdigest()[:16]
         self._file = (folder or platformdirs.user_cache_path("manyhands") / "planner") / f"ops-{digest}.json"
         self.notes: list[str] = []  # sentences on the files
@@ -179,11 +180,13 @@ class OpTimes:
         Estimates use additions and multiplications, and bytes read and written, in both directions.
         """
         if key not in self._seconds or self._is_stale(key):
-            taken = self._tried(key, make) if self._left_s > 0 and key not in self.failed else None
-            if taken is not None:
-                self._seconds[key] = self._fresh[key] = taken
-                self.measured += 1
-            elif key not in self._seconds:
+            if self._left_s > 0 and key not in self.failed:
+                try:
+                    self._seconds[key] = self._fresh[key] = self._measure(make)
+                    self.measured += 1
+                except Exception as error:  # noqa: BLE001 - outside its network an op may fail on random values
+                    self.failed[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            if key not in self._seconds:
                 self.estimated += 1
                 return self.estimate(operations, moved_bytes)
         self._used[key] = self._seconds[key]
@@ -195,7 +198,7 @@ class OpTimes:
 
     def keep(self, key: str, seconds: float) -> None:
         """Stores seconds that another process measured."""
-        self._seconds[key] = self._fresh[key] = OpTime(seconds, 0.0, 0.0, time.time())
+        self._seconds[key] = self._fresh[key] = OpTime(seconds=seconds)
 
     @property
     def spread(self) -> float:
@@ -224,14 +227,6 @@ class OpTimes:
             self._others = Others()
         return self._others.share()
 
-    def _tried(self, key: str, make: Callable[[], Callable[[], object]]) -> OpTime | None:
-        """What `_measure` gives; None where the op fails outside its network, on values that it never sees there."""
-        try:
-            return self._measure(make)
-        except Exception as error:  # noqa: BLE001 - an op that fails on random values is estimated, and the search continues
-            self.failed[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
-            return None
-
     def estimate(self, operations: float, moved_bytes: float) -> float:
         """Returns the roofline estimate, the longer of computing and memory access, at the measured rates."""
         if self._rates is None:
@@ -242,22 +237,31 @@ class OpTimes:
         """Adds the measurements to the file atomically."""
         if not self._fresh:
             return
-        times = {key: asdict(one) for key, one in (self._read() | self._fresh).items()}
-        content = {"format": FORMAT, "environment": self._environment, "times": times}
+        content = _TimesFile(format="op-times/2", environment=self._environment, times=self._read() | self._fresh)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self._file) as part:
-            part.write_text(json.dumps(content, indent=1, sort_keys=True), encoding="utf-8")
+            part.write_text(json.dumps(content.model_dump(), indent=1, sort_keys=True), encoding="utf-8")
         self._fresh = {}
 
     def _read(self) -> dict[str, OpTime]:
+        """The times in the file that aren't too old."""
         try:
-            content = parse_json(read_bytes(self._file), infinite=True)
-            return _checked(content, self._environment)
+            file = _TimesFile.model_validate(parse_json(read_bytes(self._file), infinite=True))
+            if file.environment != self._environment:
+                raise ValueError("another environment")
         except FileNotFoundError:
             return {}
+        except ValidationError as error:
+            place = error.errors()[0]["loc"]
+            return self._unreadable(f'"{place[1]}" has no time' if len(place) > 1 else "another format")
         except (OSError, ValueError) as error:
-            self.notes.append(f"the cache of op times {self._file} can't be read ({error}); measuring ops again")
-            return {}
+            return self._unreadable(error)
+        oldest = time.time() - MOST_DAYS * _DAY_S
+        return {key: one for key, one in file.times.items() if one.at >= oldest}
+
+    def _unreadable(self, why: object) -> dict[str, OpTime]:
+        self.notes.append(f"the cache of op times {self._file} can't be read ({why}); measuring ops again")
+        return {}
 
     def _measure(self, make: Callable[[], Callable[[], object]]) -> OpTime:
         busy = self._busy()
@@ -265,9 +269,9 @@ class OpTimes:
         run = make()
         run()
         wait_for(self._device)
-        found: Timing = quickest(run, str(self._device), _REPEATS, _LONG_S, busy=busy > BUSY)
+        found = quickest(run, str(self._device), _REPEATS, _LONG_S, busy=busy > BUSY)
         self._left_s -= time.perf_counter() - began
-        return OpTime(found.seconds, found.spread, self._busy(), time.time())
+        return OpTime(seconds=found.seconds, spread=found.spread, busy=self._busy())
 
     def _measured_rates(self) -> tuple[float, float]:
         """Of a matrix product and a copy; assumed ones where there is no budget at all."""
@@ -290,28 +294,3 @@ class OpTimes:
     def _copy(self) -> Callable[[], object]:
         source = torch.ones(_COPIED_VALUES, device=self._device)
         return source.clone
-
-
-def _checked(content: Any, environment: dict[str, str]) -> dict[str, OpTime]:
-    """The times in a file that aren't too old. Raises ValueError: it isn't such a file."""
-    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("environment") != environment:
-        raise ValueError("another format or environment")
-    times = content.get("times")
-    if not isinstance(times, dict):
-        raise ValueError("the times are missing")
-    found = {str(key): _op_time(value) for key, value in times.items()}
-    if wrong := [key for key, one in found.items() if one is None]:
-        raise ValueError(f'"{wrong[0]}" has no time')
-    oldest = time.time() - MOST_DAYS * _DAY_S
-    return {key: one for key, one in found.items() if one is not None and one.at >= oldest}
-
-
-def _op_time(value: Any) -> OpTime | None:
-    if not isinstance(value, dict):
-        return None
-    numbers: list[Any] = [value.get(name) for name in ("seconds", "spread", "busy", "at")]
-    return OpTime(*map(float, numbers)) if all(map(_is_number, numbers)) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0

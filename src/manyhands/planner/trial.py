@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from manyhands.data.order import BatchSharing, sharing
 from manyhands.parallel.apply import apply_mode, resolve_mode
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import LossFn, MicroBatch, MicroBatchShape, ModeRequest, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.on_mesh import split
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.plan import Plan
-from manyhands.parallel.rows import find_rows
+from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms
+from manyhands.parallel.split.execute import shard_tensor
+from manyhands.parallel.split.network import split
 from manyhands.planner.choose import time_in_turns
 from manyhands.planner.timing import BUSY, Others, Timing, quickest
 
@@ -75,7 +75,7 @@ class Runner:
         self._gradients = Gradients(
             self.network, world, case.loss_fn, smoothing=case.smoothing, precision=case.precision
         )
-        self._batch, self._parts = case.batch, _micro_batches(case, self.network, world)
+        self._batch, self._parts = case.batch, _micro_batches(case, self.network)
         self._optimizer = case.optimizer(self.model)
 
     def gradients(self) -> Tensor:
@@ -95,13 +95,13 @@ class Runner:
         self._gradients.step(self._optimizer)
 
 
-def _micro_batches(case: PlanCase, network: ParallelNetwork, world: World) -> list[MicroBatch]:
+def _micro_batches(case: PlanCase, network: ParallelNetwork) -> list[MicroBatch]:
     batch, group = case.batch, case.norm_group
-    batch_sharing = BatchSharing(network.replicas(world.size), case.micro_batch, group, aligned=not network.together)
+    batch_sharing = BatchSharing(network.share.parts, case.micro_batch, group, aligned=not network.share.together)
     samples, labels = case.samples()
     found: list[MicroBatch] = []
     for shares in batch_sharing.micro_batches(batch):
-        whole, mine = (shares[0].start, shares[-1].stop), shares[network.replica(world.rank)]
+        whole, mine = (shares[0].start, shares[-1].stop), shares[network.share.index]
         # A process with nothing to do takes part with a sample that counts for nothing.
         first = min(mine.start, batch - 1)
         rows = slice(first, max(mine.stop, first + 1))
@@ -113,22 +113,22 @@ def _micro_batches(case: PlanCase, network: ParallelNetwork, world: World) -> li
 def measure(case: PlanCase, plans: Mapping[str, Plan | None], world: World, rounds: int = 8) -> dict[str, list[float]]:
     """Times an update under each plan (None: data parallel) by round, on the slowest process; the same on all."""
     runners = {name: Runner(case, plan, world) for name, plan in plans.items()}
+
+    def slowest(name: str) -> float:
+        wait_for(world.device)
+        dist.barrier()
+        start = time.perf_counter()
+        runners[name].update()
+        wait_for(world.device)
+        taken = torch.tensor(time.perf_counter() - start, device=world.device)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        return float(taken)
+
     try:
-        return time_in_turns(list(plans), lambda name: _slowest(runners[name].update, world), rounds)
+        return time_in_turns(list(plans), slowest, rounds)
     finally:
         for runner in runners.values():
-            runner.network.release()
-
-
-def _slowest(update: Callable[[], None], world: World) -> float:
-    wait_for(world.device)
-    dist.barrier()
-    start = time.perf_counter()
-    update()
-    wait_for(world.device)
-    taken = torch.tensor(time.perf_counter() - start, device=world.device)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+            runner.network.close()
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Verification:
         return self.worst <= VERIFIED_WITHIN
 
     def as_plain(self) -> dict[str, Any]:
-        return {"worst": self.worst, "where": self.where, "compared": self.compared, "holds": self.holds}
+        return {**asdict(self), "holds": self.holds}
 
 
 def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
@@ -153,24 +153,19 @@ def verify(case: PlanCase, plan: Plan, world: World) -> Verification:
     Every process computes the unsharded update and compares its own shards; all get the same result. Dropout is
     disabled, because a sharded network draws other masks.
     """
-    exact = replace(
-        case,
-        make=lambda: _without_chance(case.make().double()),
-        picture=case.picture.double(),
-        precision="fp64",
-        micro_batch=0,
-    )
+    make, picture = lambda: _without_chance(case.make().double()), case.picture.double()
+    exact = replace(case, make=make, picture=picture, precision="fp64", micro_batch=0)
     alone, cut = Runner(exact, None, World(device=world.device)), Runner(exact, plan, world)
     try:
         expected, total = alone.gradients(), cut.gradients()
-        alone.network.finish_update(1)
-        cut.network.finish_update(world.size)
+        alone.network.finish_update()
+        cut.network.finish_update()
         dist.all_reduce(total)
         errors = {"loss": float((total - expected).abs() / expected.abs().clamp_min(1e-12))}
         errors |= _differences(alone.model, cut)
         return _worst(errors, world)
     finally:
-        cut.network.release()
+        cut.network.close()
 
 
 def _without_chance(model: nn.Module) -> nn.Module:
@@ -184,28 +179,29 @@ def _without_chance(model: nn.Module) -> nn.Module:
 
 def _differences(whole: nn.Module, cut: Runner) -> dict[str, float]:
     """Of each gradient and buffer, as a share of its largest value."""
-    expected = {name: one.grad for name, one in whole.named_parameters() if one.grad is not None}
-    found: dict[str, Tensor] = {name: one.grad for name, one in cut.model.named_parameters() if one.grad is not None}
+    expected, found = _gradients(whole), _gradients(cut.model)
     least = _NOISE * max((float(one.abs().max()) for one in expected.values() if one.numel()), default=1.0)
     moved = {name: one for name, one in whole.named_buffers() if one.is_floating_point()}
-    expected |= moved
     found |= {name: one for name, one in cut.model.named_buffers() if name in moved}
-    return {
-        name: _difference(tensor, cut.network.piece(name, tensor), found.get(name), least)
-        for name, tensor in expected.items()
-        if name in cut.network.layouts
-    }
+    errors, layouts = dict[str, float](), cut.network.layouts
+    for name, tensor in (expected | moved).items():
+        if name in layouts:
+            mine = shard_tensor(tensor, layouts[name], layouts.mesh, layouts.rank)
+            piece = found.get(name)
+            if piece is None or mine.shape != piece.shape:
+                errors[name] = math.inf
+            else:
+                scale = max(float(tensor.abs().max()), least) if mine.numel() else 1.0
+                errors[name] = float((mine - piece).abs().max()) / scale if mine.numel() else 0.0
+    return errors
 
 
-def _difference(whole: Tensor, mine: Tensor, piece: Tensor | None, least: float) -> float:
-    if piece is None or mine.shape != piece.shape:
-        return math.inf
-    return float((mine - piece).abs().max()) / max(float(whole.abs().max()), least) if mine.numel() else 0.0
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
 def _worst(errors: dict[str, float], world: World) -> Verification:
-    names = list(errors)
-    values = torch.tensor([errors[name] for name in names], dtype=torch.float64, device=world.device)
+    names, values = list(errors), torch.tensor(list(errors.values()), dtype=torch.float64, device=world.device)
     # What is no number must not lose against one.
     values = values.nan_to_num(nan=math.inf)
     dist.all_reduce(values, dist.ReduceOp.MAX)

@@ -97,9 +97,8 @@ def refuse_changes(
         hints = [*_train_longer(folder, job, found), f"to train from scratch, use --out {shlex.quote(str(another))}"]
         if [change.key for change in found] == [INITIAL_WEIGHTS]:
             hints.append('to return the finished run, pass checkpoint__resume="auto"')
-        raise UserError(
-            f"the run in {folder.path} has finished, but the job has changed: {_listed(found)}", "--out", tuple(hints)
-        )
+        what = f"the run in {folder.path} has finished, but the job has changed: {_listed(found)}"
+        raise UserError(what, "--out", tuple(hints))
     longer = any(
         change.key in {"train.max_steps", "train.batch"} or (change.key == "train.epochs" and change.new > change.old)
         for change in found
@@ -110,14 +109,11 @@ def refuse_changes(
 
 def refuse_idle(folder: RunFolder, found: list[Change], step: int, total: int) -> None:
     """Refuses changes after the last update. Raises UserError: one of them would affect the result."""
-    deciding = [change for change in found if change.decides]
-    if deciding:
-        raise UserError(
-            f"this run has made {step} updates and the job asks for {total}, so the changes would have no effect: "
-            f"{_listed(deciding)}",
-            str(folder.path),
-            ("increase --epochs to train longer", "or use another --out to train from scratch"),
-        )
+    if deciding := [change for change in found if change.decides]:
+        made = f"this run has made {step} updates and the job asks for {total}"
+        hints = ("increase --epochs to train longer", "or use another --out to train from scratch")
+        what = f"{made}, so the changes would have no effect: {_listed(deciding)}"
+        raise UserError(what, str(folder.path), hints)
 
 
 def _train_longer(folder: RunFolder, job: Job, found: list[Change]) -> list[str]:

@@ -145,11 +145,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def fonts_for(texts: Iterable[str]) -> tuple[list[str], str]:
-    """Selects fonts that have the letters of `texts`.
-
-    Returns:
-        Names of fonts, matplotlib's own first; and the letters that no font of this machine has.
-    """
+    """Names the fonts that have the letters of `texts`, matplotlib's own first; and the letters that no font has."""
     from matplotlib import font_manager
 
     missing = {letter for text in texts for letter in text if letter.isprintable() and not letter.isspace()}

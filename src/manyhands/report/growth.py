@@ -34,8 +34,8 @@ def growth_table(rows: Rows) -> Table:
         return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    heads = ("processes", "samples per process", "step ms", "compute", "images/s", "efficiency", "s per epoch")
-    for name in (*heads, "process-hours"):
+    speed = ("step ms", "compute", "images/s", "efficiency", "s per epoch")
+    for name in ("processes", "samples per process", *speed, "process-hours"):
         table.add_column(name, justify="right")
     table.add_column("gradients")
     for row in rows:

@@ -151,9 +151,7 @@ def _scores(run: RunData, evaluation: EvaluationMetrics | EvaluationDetail) -> s
 
 def shorten(text: str, width: int) -> str:
     """Cuts the middle out of a text that is too long."""
-    if len(text) <= width:
-        return text
-    return f"{text[: width // 2]}…{text[len(text) - (width - 1) // 2 :]}"
+    return text if len(text) <= width else f"{text[: width // 2]}…{text[len(text) - (width - 1) // 2 :]}"
 
 
 def duration(seconds: float) -> str:

@@ -109,10 +109,8 @@ def _slow_rank(run: RunData, ranks: Sequence[Seconds]) -> list[Improvement]:
     if not others_s > 0 or own_s[slowest] <= _SLOW * others_s:
         return []
     hint = _balanced_shares(run, own_s) or "stop other programs on its machine, or remove the machine"
-    what = (
-        f"rank {slowest}{_host(run, slowest)} takes {own_s[slowest] / others_s:.2f} times as long as the other ranks, "
-        f"which wait: {hint}"
-    )
+    rank, slower = f"rank {slowest}{_host(run, slowest)}", own_s[slowest] / others_s
+    what = f"{rank} takes {slower:.2f} times as long as the other ranks, which wait: {hint}"
     return [Improvement(what, (own_s[slowest] - others_s) / sum(ranks[slowest].values()))]
 
 

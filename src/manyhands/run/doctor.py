@@ -13,9 +13,9 @@ from manyhands.cluster.agents.assemble import assembled, prepare
 from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.ending import first_cause
 from manyhands.cluster.agents.machines import Machines
+from manyhands.cluster.agents.open_tunnels import StoreTunnel
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.ssh import reached_by
-from manyhands.cluster.agents.store_tunnel import StoreTunnel
 from manyhands.cluster.agents.supervise import Watch, supervise
 from manyhands.cluster.doctor.facts import gather
 from manyhands.cluster.doctor.findings import (
@@ -75,11 +75,7 @@ class Diagnosis:
 
 
 def diagnose(job: Job, say: Callable[[str], object] = lambda _line: None) -> Diagnosis:
-    """Examines the machines that the job names, or this machine.
-
-    Args:
-        job: what would run.
-        say: receives a sentence about the ports that are open meanwhile.
+    """Examines the machines that the job names, or this machine; `say` receives which ports are open meanwhile.
 
     Raises:
         UserError: the job's list of machines can't be read.
@@ -119,7 +115,7 @@ class Exposure:
 
 
 def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
-    """Lists the open ports of the machines that the job names, or of this machine; for the arguments see `diagnose`."""
+    """Lists the open ports of the machines that the job names, or of this machine; for `say` see `diagnose`."""
     machines = machines_of(job.cluster)
     if not machines:
         then = "train, fit and session open ports on loopback only, for users of this machine"
@@ -135,13 +131,13 @@ def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
     if len(hosts) == 1 or through_ssh or len(chosen) < len(hosts):
         then = "ports on loopback only, for users of the machines; traffic between machines goes through ssh"
         return Exposure(ports, why_not, (then,))
+    closed = "then closed to new connections (with NCCL or on systems other than Linux: until the run ends)"
+    each = f"for each process and group, open to every host during the rendezvous, {closed}"
     lines = (
         f"{hosts[0]}: the store, on loopback; other machines: a loopback port that ssh forwards to the store",
-        *(f"{host}: a free port of {address} ({interface}) for each process and group, open to every host during the "
-          "rendezvous, then closed to new connections (with NCCL or on systems other than Linux: until the run ends)"
-          for host, (interface, address) in chosen.items()),
+        *(f"{host}: a free port of {address} ({interface}) {each}" for host, (interface, address) in chosen.items()),
         "traffic between these addresses is not encrypted; use --interface ssh to encrypt all traffic",
-    )  # fmt: skip
+    )
     return Exposure(ports, why_not, lines)
 
 
@@ -213,13 +209,9 @@ def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) 
 
 
 def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
-    """Tests connections between the machines that answer, and records why other machines don't answer.
+    """Tests connections between the machines that answer, and records why others of `machines` don't answer.
 
-    Args:
-        job: what would run.
-        agents: the agents of the machines that answer.
-        machines: all machines.
-        measure: measure clocks and the speed of links too, which takes seconds.
+    With `measure` clocks and the speed of links are measured too, which takes seconds.
     """
     facts = agents.facts
     needs = _needs(job, machines, facts)
@@ -228,10 +220,10 @@ def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, me
     return survey
 
 
-def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[str], object]) -> AllReduceTest:
+def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[str], object]) -> AllReduceTest | None:
     """Runs an all-reduce with one process on each machine, unless a finding already says that it would fail."""
     if len(survey.hosts) < 2 or survey.errors or set(survey.chosen) != set(survey.hosts) or fails(examine(survey)):
-        return AllReduceTest("skipped")
+        return None
     with StoreTunnel(job.cluster) as way:
         try:
             orders = _orders(job, agents, survey, way)
@@ -258,14 +250,8 @@ def _orders(job: Job, agents: Machines, survey: Survey, way: StoreTunnel) -> dic
     folders = agents.ask_each(call(Agent.make_scratch), COLLECTIVE_S)
     limits = {"join_timeout_s": COLLECTIVE_S, "collective_timeout_s": COLLECTIVE_S, "threads": 1}
     quick = job.model_copy(update={"cluster": job.cluster.model_copy(update=limits)})
-    return {
-        machine.agent: orders_for(
-            quick,
-            "add-up",
-            folder,
-            Rendezvous((1,) * len(folders), number, *places.ends[machine]),
-            device=machine.device,
-            environment=machine.address.environment(),
-        )
-        for number, (machine, folder) in enumerate(folders.items())
-    }
+    orders = dict[AgentConnection, Orders]()
+    for number, (machine, folder) in enumerate(folders.items()):
+        met, variables = Rendezvous((1,) * len(folders), number, *places.ends[machine]), machine.address.environment()
+        orders[machine.agent] = orders_for(quick, "add-up", folder, met, device=machine.device, environment=variables)
+    return orders

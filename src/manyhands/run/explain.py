@@ -16,12 +16,7 @@ from manyhands.core.timeouts import time_limits
 from manyhands.core.world import ProcessInfo
 
 # Options as a `LaunchDecision` names them.
-OPTIONS = {
-    "-n": "cluster.processes",
-    "--init": "cluster.init",
-    "--rank": "cluster.rank",
-    "--world-size": "cluster.world_size",
-}
+OPTIONS = {"-n": "processes", "--init": "init", "--rank": "rank", "--world-size": "world_size"}
 # Training waits for a cluster file that is still being written; explain reports that it is.
 SHORT_S = 0.1
 # Those of the time limits that are printed for people; see core/timeouts.py.
@@ -54,16 +49,16 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
     variables = os.environ if environment is None else environment
     cluster, origins = loaded.job.cluster, loaded.origins
     found = participate(cluster.model_copy(update={"join_timeout_s": SHORT_S}), variables)
-    if found.process_info:
-        rows = _member(found.process_info, found.origins, variables)
-        many, index = found.process_info.size > 1, found.process_info.device_index
-        index = found.process_info.local_rank if index is None else index
+    if info := found.process_info:
+        rows, many = _member(info, found.origins, variables), info.size > 1
+        index = info.local_rank if info.device_index is None else info.device_index
     elif found.rendezvous:
         rows, many, index = _machine(found.rendezvous, found.origins), sum(found.rendezvous.sizes) != 1, None
     else:
         rows, many, index = _here(found), found.processes != 1, None
     # An option was given as the flag itself, in a file, or by a variable.
-    given = {flag: origins[key] for flag, key in OPTIONS.items() if origins.get(key, "flag") != "flag"}
+    by_option = {flag: origins.get(f"cluster.{name}", "flag") for flag, name in OPTIONS.items()}
+    given = {flag: origin for flag, origin in by_option.items() if origin != "flag"}
     rows = [row._replace(origin=given.get(row.origin, row.origin)) for row in rows]
     rows += [_device(loaded, index, found.origins.get("device", "")), _backend(loaded, many=many)]
     shares, origin = cluster.shares, origins.get("cluster.shares", "default")
@@ -84,9 +79,7 @@ def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] 
     """Writes the job's machines to a new file: a rank table if its name ends in .json, else a hostfile.
 
     The machines are those of the job's cluster file, its hosts or hostfile, or of the environment (PET_*, Slurm).
-
-    Returns:
-        Notes on values that the format doesn't support.
+    Returns notes on values that the format doesn't support.
 
     Raises:
         UserError: no machines are given, the format doesn't support them, or the file exists already.
@@ -109,12 +102,11 @@ def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] 
     try:
         with file.open("x", encoding="utf-8") as new:
             new.write(text)
-    except FileExistsError as error:
-        hints = ("choose another name, or remove the file first",)
-        raise UserError(f"{file} already exists", "--write", hints) from error
     except OSError as error:
-        hints = ("choose another folder",)
-        raise UserError(f"{file} can't be written: {error.strerror}", "--write", hints) from error
+        exists = isinstance(error, FileExistsError)
+        what = "already exists" if exists else f"can't be written: {error.strerror}"
+        hint = "choose another name, or remove the file first" if exists else "choose another folder"
+        raise UserError(f"{file} {what}", "--write", (hint,)) from error
     return notes
 
 

@@ -1,4 +1,4 @@
-"""The run folder of a launcher: opened, locked and removed, and followed while its run trains."""
+"""The run folder of a launcher: opened, locked and removed, followed while its run trains, and loaded to resume it."""
 
 import contextlib
 import fcntl
@@ -9,27 +9,38 @@ import shlex
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 from filelock import FileLock, Timeout
 
+from manyhands.checkpoint.folders import read_state
+from manyhands.checkpoint.trained import TrainedNetwork, find_record
 from manyhands.cluster.agents.claim import Term, claim, new_holder, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.folders import holds_run, use_run_folder, write_job, writing_into
 from manyhands.cluster.hosts.machines import machines_of
-from manyhands.config.job import Job
-from manyhands.config.load import read_toml
+from manyhands.config.job import ClusterOptions, Job
+from manyhands.config.load import LoadedJob, flatten, load_job, read_toml
+from manyhands.config.named_code import announce, refuse_other_users
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_USAGE, ManyhandsError, UserError
 from manyhands.core.files import free_name, private_files
+from manyhands.core.resuming import in_python, resume_command
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import ended_like_ctrl_c, request_stop
+from manyhands.core.terminal import say
 from manyhands.core.timeouts import MAKE_WAY_S
-from manyhands.run.registry import RUNS, headed_here, registered
+from manyhands.report.read import read_run
+from manyhands.run.registry import RUNS, find_reference, headed_here, registered, remembered_reach
 
 # Seconds between two looks, and how long a job file may be missing while it is replaced.
 POLL_S, REPLACING_S = 1.0, 0.05
+# Options whose values may be code of the user's, in this order.
+_MAY_NAME_CODE = (
+    "model.name", "data.name", "data.held_out", "train.loss", "train.optimizer", "train.schedule", "train.metrics",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -57,10 +68,7 @@ def run_folder(job: Job) -> Iterator[RunFolder]:
 
 
 def folder_to_be(job: Job) -> Path:
-    """Returns the folder that a run of this job would use if it started now.
-
-    By default the first of runs/<date>-<data>-<model>, …-2, …-3 that doesn't exist.
-    """
+    """Returns the folder of a run that starts now: by default the first free one of runs/<date>-<data>-<model>, …-2."""
     if job.run.out:
         return Path(job.run.out)
     names = (job.run.script[0], "script") if job.run.script else (job.data.name, job.model.name)
@@ -75,11 +83,7 @@ def folder_to_be(job: Job) -> Path:
 
 
 def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
-    """Opens a new or resumed run folder, writes the job into it, and locks it against other runs.
-
-    Raises:
-        UserError: it can't be used, or contains a run that the job doesn't resume.
-    """
+    """Opens a new or resumed run folder, writes the job into it, and locks it against other runs."""
     folder = use_run_folder(Path(job.run.out).expanduser()) if job.run.out else None
     while folder is None:
         path = folder_to_be(job)
@@ -126,10 +130,6 @@ class FolderWatch:
 
     A renamed folder gets a link in its old place, so that all processes write into the new one. A deleted folder is
     made again with the same small files and the run is asked to stop, so that it saves and can be resumed.
-
-    Args:
-        path: the run folder.
-        warn: receives a sentence about each change.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object]) -> None:
@@ -210,3 +210,64 @@ class FolderWatch:
             found = Path(f"/proc/self/fd/{self._descriptor}").readlink()
         holds = found != self._path and holds_run(found)
         return found if holds and os.path.samestat(found.stat(), os.fstat(self._descriptor)) else None
+
+
+def record_of(checkpoint: Path) -> TrainedNetwork | None:
+    """Returns what a checkpoint, or its run, records of the network. Raises UserError: the record is damaged."""
+    return find_record(checkpoint, read_state(checkpoint) if checkpoint.is_dir() else {})
+
+
+def load_resumed(name: str, flags: Mapping[str, Any]) -> LoadedJob:
+    """Loads the job of a run that is to be resumed, with the options that the user changes.
+
+    Raises:
+        UserError: there is no such run, it is active, it can't be read, or `announce_resumed` refuses it.
+    """
+    folder = RunFolder(find_reference(name))
+    if headed_here(folder.path):
+        raise already_running(folder)
+    read_run(folder.path)
+    loaded = load_job({"run.out": str(folder.path), "checkpoint.resume": "auto", **flags}, file=folder.job)
+    announce_resumed(folder, loaded)
+    return loaded
+
+
+def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
+    """Announces the code files that a resumed run executes because its own job.toml names them.
+
+    Raises:
+        UserError: the folder or the code is another user's, or only a program of the user's has the trained objects.
+    """
+    keys = {"data": "data.name", "network": "model.name"}
+    lost = [what for what in in_python(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
+    if lost:
+        longer = 'to train longer: here.epochs(20), or fit(…, epochs=20, checkpoint__resume="auto")'
+        hints = (f"to resume, run {resume_command(folder.path)}", longer)
+        what = f"this run can be resumed only by the Python program that creates its {' and '.join(lost)}"
+        raise UserError(what, str(folder.path), hints)
+    try:
+        record = find_record(folder.checkpoints / "any", {})
+    except UserError:
+        record = None  # it is written anew, and the announcement says what isn't known
+    values = flatten(loaded.job.model_dump())
+    for key in _MAY_NAME_CODE:
+        if loaded.origins.get(key) == str(folder.job):
+            words = [values[key]] if isinstance(values[key], str) else values[key]
+            announce(words, folder.path, record, f"--set {key}={{}}")
+
+
+def announce_reach(loaded: LoadedJob) -> None:
+    """Announces the command that reaches the machines, if a run's job.toml names it rather than the user.
+
+    Raises:
+        UserError: the file that names the command is another user's.
+    """
+    standard = ClusterOptions()
+    for name in ("ssh", "python"):
+        wanted, file = getattr(loaded.job.cluster, name), Path(loaded.origins.get(f"cluster.{name}", ""))
+        known = {getattr(standard, name), (remembered_reach(file.parent) or {}).get(name)}
+        if wanted in known or not file.is_file() or not machines_of(loaded.job.cluster):
+            continue
+        refuse_other_users(shlex.quote(wanted), file, file, f"--set cluster.{name}={shlex.quote(wanted)}")
+        if RunFolder(file.parent).ranks.is_dir():
+            say(f"connecting to the machines with {shlex.quote(wanted)}, as specified in {file}")

@@ -1,53 +1,58 @@
-"""Launches a job on several machines: starts agents over ssh, checks the machines, starts the workers, and watches."""
+"""Launches a job on several machines over ssh and watches them; detaches from the terminal, and takes join requests."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import replace
+import os
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.checkpoint.saved import saved_step
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.claim import run_id
-from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.machines import Machines
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.cluster.agents.ssh import copied_by
+from manyhands.cluster.agents.worker_start import attach_notice
 from manyhands.cluster.code_files import copied_code
+from manyhands.cluster.hosts.formats import hostfile
 from manyhands.cluster.hosts.inventory import Machine
-from manyhands.cluster.messages import call
+from manyhands.cluster.messages import Lines, Message, call, encode
 from manyhands.config.job import Job
-from manyhands.core.errors import UserError
-from manyhands.core.records import read_lines
+from manyhands.core.errors import ManyhandsError, RunError, UserError
+from manyhands.core.files import private_files
+from manyhands.core.resuming import resume_command
 from manyhands.core.run_folder import RunFolder
+from manyhands.core.stops import STOPS, handled
+from manyhands.core.terminal import show, show_json
 from manyhands.core.timeouts import COPY_S
 from manyhands.report.screen import Screen
 from manyhands.run.doctor import LISTENING, facts_wanted
 from manyhands.run.folder import run_folder
-from manyhands.run.join import join_listener
 from manyhands.run.logs import reach_of, read_places
 from manyhands.run.machines import Membership
 from manyhands.run.outcome import Outcome, conclude, ends_noted, note_replaced, starts_and_stops
-from manyhands.run.recovery import run_to_end
-from manyhands.run.registry import remember_reach
-from manyhands.run.script import shown
+from manyhands.run.recovery import Say, run_to_end
+from manyhands.run.registry import find_run, head_of_active, remember_reach
 from manyhands.run.start import Starts, check_machines
 from manyhands.run.train import check_names, watch_on
 
 NOT_BEGUN = "stopping before training has begun"
+# In the run folder.
+SOCKET, LOG = "head.sock", "head.log"
+# Receives how a request to join ended, and whether the machine takes part.
+Notify = Callable[[str, bool], object]
 
 
 def launch(
     job: Job, machines: Sequence[Machine], *, quiet: bool = False, begun: Callable[[Path], None] = lambda _run: None
 ) -> Outcome:
-    """Trains on several machines, the first of which has rank 0.
-
-    Args:
-        job: what to do.
-        machines: where to train.
-        quiet: no progress on standard error.
-        begun: called often with the run folder, once the run trains.
+    """Trains on several machines, the first of which has rank 0; `begun` is called often, once the run trains.
 
     Raises:
         ManyhandsError: a machine can't be used, or the run failed; the error describes the first cause.
@@ -77,7 +82,8 @@ def launch(
                 membership = stack.enter_context(closing(Membership(job, found, folder, screen.say)))
                 starts = stack.enter_context(Starts(job, membership, folder, receiver, screen.say))
                 _prepare(job, membership, starts, folder, screen)
-                show_news = shown(job, folder, screen, quiet=quiet)
+                watch = watch_on(job, folder, screen, quiet=quiet)
+                show_news = watch.on_tick
                 hear = stack.enter_context(join_listener(folder.path, membership.add, screen.say))
 
                 def on_tick() -> None:
@@ -92,12 +98,8 @@ def launch(
                         starts.copy.carry()
                     return membership.regroups()
 
-                watch = replace(
-                    watch_on(job, screen, on_tick),
-                    on_file=_RecordKeeper(receiver, screen, found.running[0].name),
-                    cut=starts.tunnels.ended,
-                    regroups=regroups,
-                )
+                watch.on_tick, watch.regroups, watch.cut = on_tick, regroups, starts.tunnels.ended
+                watch.on_file = _RecordKeeper(receiver, screen, found.running[0].name)
                 ending = run_to_end(job, folder, membership, starts.orders, watch, screen.say)
                 if starts.copy:
                     starts.copy.finish()
@@ -107,11 +109,7 @@ def launch(
 
 
 def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Screen) -> None:
-    """Accepts that machines don't answer, if `--elastic` allows a run with a checkpoint to resume without them.
-
-    Raises:
-        RunError: one that is needed doesn't answer.
-    """
+    """Raises RunError if a machine doesn't answer, unless a run with a checkpoint may resume without it."""
     resumes = job.cluster.recovers and saved_step(folder) is not None and job.checkpoint.resume == "auto"
     if not (resumes and len(machines.running) >= max(1, job.cluster.machines_wanted.start)):
         machines.require_all()
@@ -171,11 +169,7 @@ def _refuse_devices(job: Job, machines: Machines) -> None:
 
 
 def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None:
-    """Refuses a machine whose folder of this name is in use, or has checkpoints of another run.
-
-    Raises:
-        UserError: one has; its checkpoints would be taken for this run's.
-    """
+    """Raises UserError for a folder of this name that is in use, or has checkpoints of another run."""
     resumes = job.run.out and job.checkpoint.resume != "never"
     for machine in machines.running:
         name, answer, place = machine.name, machine.run_folder, machine.run_folder.folder
@@ -188,9 +182,8 @@ def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None
         if found and found != run_id(folder):
             copy = copied_by(machine.spec, place, str(folder.path))
             hints = ("choose another --out runs/NAME", f"or, to resume that run, copy it to a new folder: {copy}")
-            raise UserError(
-                f"the folder {place} on {name} belongs to a different run than {folder.path}", "--out", hints
-            )
+            what = f"the folder {place} on {name} belongs to a different run than {folder.path}"
+            raise UserError(what, "--out", hints)
         if not found and not resumes:
             hints = (
                 "choose another --out runs/NAME",
@@ -200,21 +193,13 @@ def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None
 
 
 def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) -> None:
-    """Refuses to restart a saved run from scratch because the first machine has no checkpoint.
-
-    Raises:
-        UserError: there is no checkpoint where rank 0 looks for one.
-    """
-    saved = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
-    first = machines.running[0]
-    if saved and job.checkpoint.resume == "auto" and not first.run_folder.checkpoints:
-        had = next((place.host for place in read_places(folder)), "")
-        raise UserError(
-            f"{first.name} has no checkpoint of {folder.path}; the last checkpoint is of step {saved[-1]}"
-            + (f" on {had}" if had else ""),
-            f"{first.name}:{first.run_folder.folder}/checkpoints",
-            ("list the machine with the checkpoint first", "or copy its run folder to rank 0", "or use a new --out"),
-        )
+    """Raises UserError for a saved run that would restart from scratch, since the first machine has no checkpoint."""
+    saved, first = saved_step(folder), machines.running[0]
+    if saved is not None and job.checkpoint.resume == "auto" and not first.run_folder.checkpoints:
+        had = next((f" on {place.host}" for place in read_places(folder)), "")
+        what = f"{first.name} has no checkpoint of {folder.path}; the last checkpoint is of step {saved}{had}"
+        hints = ("list the machine with the checkpoint first", "or copy its run folder to rank 0", "or use a new --out")
+        raise UserError(what, f"{first.name}:{first.run_folder.folder}/checkpoints", hints)
 
 
 def _share_code(machines: Machines, screen: Screen) -> dict[str, str]:
@@ -225,3 +210,178 @@ def _share_code(machines: Machines, screen: Screen) -> dict[str, str]:
     others = [machine for machine in machines.running if not machine.agent.here]
     machines.ask(dict.fromkeys(others, call(Agent.take_code, files)), COPY_S)
     return files
+
+
+@dataclass(frozen=True)
+class AskToJoin(Message):
+    """A request to add this machine, as a user writes it."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class JoinStatus(Message):
+    """The answer to it."""
+
+    text: str
+    takes_part: bool
+
+
+@contextmanager
+def join_listener(
+    folder: Path, on_request: Callable[[Machine, Notify], None], say: Say
+) -> Generator[Callable[[], None]]:
+    """Opens the socket while the block runs, and gives a function that is to be called often and never waits.
+
+    `on_request` is called with each requested machine and whom to notify; it raises ManyhandsError to refuse it.
+    """
+    path, clients = folder / SOCKET, dict[socket.socket, Lines]()
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        try:
+            path.unlink(missing_ok=True)
+            listener.setblocking(False)
+            with _short(path) as short:
+                listener.bind(short)
+            path.chmod(0o600)
+            listener.listen()
+        except OSError as error:
+            say(f"manyhands join can't add machines to this run: {error.strerror} ({path})", "WARNING")
+
+        def tick() -> None:
+            with suppress(OSError):  # there is no new client, or no more files can be opened now
+                while True:
+                    client = listener.accept()[0]
+                    client.setblocking(False)
+                    clients[client] = Lines()
+            for client in list(clients):
+                with suppress(BlockingIOError):
+                    _read(client, clients, on_request)
+
+        try:
+            yield tick
+        finally:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            for client in clients:
+                client.close()
+
+
+def _read(client: socket.socket, clients: dict[socket.socket, Lines], on_request: Callable[..., None]) -> None:
+    """Reads a client's request and forwards it."""
+
+    def notify(text: str, takes_part: bool) -> None:
+        with suppress(OSError):  # the client may have gone
+            client.sendall(encode(JoinStatus(text, takes_part)))
+        disconnect()
+
+    def disconnect() -> None:
+        clients.pop(client, None)
+        client.close()
+
+    try:
+        received = client.recv(1 << 16)
+    except ConnectionError:
+        received = b""
+    lines = clients[client]
+    requests = [message for _, message in lines.take(received) if isinstance(message, AskToJoin)]
+    if not requests:
+        if not received or lines.too_long:
+            disconnect()
+        return
+    try:
+        (machine,) = hostfile.read_list(requests[0].host, "--host").machines
+        on_request(machine, notify)
+    except ManyhandsError as error:
+        notify("; ".join([error.message, *error.hints]), False)
+    except ValueError:
+        notify("join adds one machine at a time", False)
+
+
+@contextmanager
+def _short(path: Path) -> Generator[str]:
+    """Gives a path of the socket that fits into the system's limit of about a hundred bytes."""
+    if len(os.fsencode(path)) < 100 or not Path("/proc/self/fd").is_dir():
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def join_here(run: str, host: str) -> str:
+    """Asks the launcher of a run, on this machine, to add another machine, and waits until that has joined.
+
+    Raises:
+        UserError: there is no such run, or it can't add machines.
+        RunError: the machine can't join; the error has the reason.
+    """
+    found = find_run(run, active=True)
+    folder = found.path
+    if not (folder / SOCKET).exists() and not (head := head_of_active(found)).here:
+        hints = (f"run this on {head.host}: manyhands join {shlex.quote(run)} --host {host}",)
+        raise UserError(f"{head.name} was launched from {head.host}", head.run, hints)
+    with socket.socket(socket.AF_UNIX) as head:
+        try:
+            with _short(folder / SOCKET) as short:
+                head.connect(short)
+        except OSError:
+            hints = ("name an active run that was started by manyhands launch",)
+            raise UserError("the launcher of the run does not answer", str(folder), hints) from None
+        head.sendall(encode(AskToJoin(host)))
+        lines = Lines()
+        while received := head.recv(1 << 16):
+            for _, message in lines.take(received):
+                if isinstance(message, JoinStatus):
+                    if message.takes_part:
+                        return message.text
+                    raise RunError(message.text, host)
+    raise RunError(f"the run ended before {host} joined", str(folder))
+
+
+class Background:
+    """Forks this process: the child, in which `elsewhere` is 0, launches the run; the parent, with its id, waits."""
+
+    def __init__(self) -> None:
+        self._heard, self._writer = os.pipe()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        # Signals that arrive before `wait` handles them are passed on then.
+        self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        self.elsewhere = os.fork()
+        if not self.elsewhere:
+            os.setsid()  # Ctrl-C and the end of the terminal don't reach this process
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.close(self._heard)
+            self._left = False
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
+
+    def leave(self, run: Path) -> None:
+        """Leaves the terminal and writes further messages into the run folder; a second call changes nothing."""
+        if self._left:
+            return
+        self._left = True
+        with private_files(), (run / LOG).open("ab") as log:
+            for number in (1, 2):
+                os.dup2(log.fileno(), number)
+        os.write(self._writer, os.fsencode(run))
+        os.close(self._writer)
+
+    def wait(self, *, as_json: bool) -> int:
+        """Waits until the run trains or has ended, and passes signals on to the launcher; returns the exit code."""
+        os.close(self._writer)
+        with handled(lambda number, _frame: os.kill(self.elsewhere, number)), os.fdopen(self._heard, "rb") as heard:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
+            run = Path(os.fsdecode(heard.read()))
+            if not run.name:
+                return os.waitstatus_to_exitcode(os.waitpid(self.elsewhere, 0)[1]) & 0xFF
+        if as_json:
+            show_json({"run": str(run), "status": "running", "pid": self.elsewhere, "log": str(run / LOG)})
+        else:
+            show([
+                f"{run} keeps training without this terminal; launcher log: {run / LOG}",
+                f"to stop: manyhands stop {run}",
+                f"to resume on another machine of the run, if this machine is lost: {resume_command(run)}",
+            ])  # fmt: skip
+        return 0

@@ -4,7 +4,7 @@ import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -92,18 +92,11 @@ def show_logs(
     say: Callable[[str], None],
     settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """Shows the output of the processes, with the rank before each line unless one rank is chosen.
+    """Shows the output of one rank, or of all with the rank before each line; other machines' over ssh.
 
-    Files on other machines are read over ssh.
-
-    Args:
-        folder: the run.
-        rank: the only process to show; None for all.
-        last: number of last lines to show of each; 0 for all.
-        follow: follow until the run ends.
-        show: receives the lines.
-        say: receives notes about logs that can't be shown.
-        settings: options of the cluster, by dotted key, that the user gives now.
+    `last` is the number of last lines of each, 0 for all. With `follow` the output is shown until the run ends. `show`
+    receives the lines, `say` notes about logs that can't be shown. `settings` are options of the cluster, by dotted
+    key, that the user gives now.
 
     Raises:
         UserError: there is no such rank.
@@ -111,10 +104,14 @@ def show_logs(
     """
     places, known = read_places(folder), _local_logs(folder)
     if rank is not None and known and rank not in known and not any(place.has(rank) for place in places):
-        hints = (f"choose one of the ranks {', '.join(map(str, known))}",)
+        hints = (f"choose one of the ranks {', '.join(map(str, sorted(known)))}",)
         raise UserError(f"there is no log of rank {rank}", str(folder.ranks), hints)
     prefix, head = "" if rank is not None else "rank {} | ", head_of(folder.path) if follow else None
-    with _remote_logs(folder, places, rank, say, settings or {}) as logs:
+    remote = [place for place in places if not place.local and (rank is None or place.has(rank))]
+    with ExitStack() as stack:
+        logs = dict[int, Log]()
+        if remote:
+            logs = stack.enter_context(_remote_logs(remote, rank, _ssh_options(folder, settings or {}, say), say))
         over = False
         while not over:
             # Checked before the files are read, so that nothing written before the end is missed.
@@ -135,37 +132,22 @@ def show_logs(
 
 @contextmanager
 def _remote_logs(
-    folder: RunFolder,
-    places: Sequence[LogPlace],
-    rank: int | None,
-    say: Callable[[str], None],
-    settings: Mapping[str, Any],
+    places: Sequence[LogPlace], rank: int | None, options: ClusterOptions, say: Callable[[str], None]
 ) -> Iterator[dict[int, Log]]:
     """Connects to the machines that have the wanted logs, and gives those that can be read, by rank."""
-    wanted = [place for place in places if not place.local and (rank is None or place.has(rank))]
-    if not wanted:
-        yield {}
-        return
-    options = _ssh_options(folder, settings, say)
-    machines = [place.machine for place in wanted]
-    with (
-        scratch("logs") as private,
-        assembled(machines, options, private, FactsWanted(only=("name",))) as agents,
-    ):
+    machines, wanted = [place.machine for place in places], FactsWanted(only=("name",))
+    with scratch("logs") as private, assembled(machines, options, private, wanted) as agents:
         if rank is not None:
             agents.require_all()
-        for place in wanted:
-            contact = agents.problems.get(place.machine.name)
-            if contact:
-                who = f"ranks {place.ranks[0]} to {sum(place.ranks) - 1}"
-                say(f"{contact.what}; the logs of {who} are in {place.folder}/ranks there")
-        links = {machine.name: machine.agent for machine in agents.running}
-        yield {
-            each: Log(f"{place.folder}/ranks/{each}.log", links[place.machine.name])
-            for place in wanted
-            for each in range(place.ranks[0], sum(place.ranks))
-            if place.machine.name in links and rank in (None, each)
-        }
+        found, links = dict[int, Log](), {machine.name: machine.agent for machine in agents.running}
+        for place in places:
+            ranks, where = range(place.ranks[0], sum(place.ranks)), f"{place.folder}/ranks"
+            if contact := agents.problems.get(place.machine.name):
+                say(f"{contact.what}; the logs of ranks {ranks.start} to {ranks.stop - 1} are in {where} there")
+            else:
+                link = links[place.machine.name]
+                found |= {each: Log(f"{where}/{each}.log", link) for each in ranks if rank in (None, each)}
+        yield found
 
 
 # Options of the cluster that are executed, here or on the machines that a run folder names.
@@ -197,8 +179,7 @@ def _ssh_options(folder: RunFolder, settings: Mapping[str, Any], say: Callable[[
 
 def _local_logs(folder: RunFolder) -> dict[int, Log]:
     """Returns the files on this machine, by rank."""
-    found = {int(path.stem): Log(str(path)) for path in folder.ranks.glob("*.log") if path.stem.isdecimal()}
-    return dict(sorted(found.items()))
+    return {int(path.stem): Log(str(path)) for path in folder.ranks.glob("*.log") if path.stem.isdecimal()}
 
 
 def read_places(folder: RunFolder) -> list[LogPlace]:

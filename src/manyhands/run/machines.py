@@ -35,7 +35,7 @@ from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILENT_S
 from manyhands.run.doctor import facts_wanted, known_of
-from manyhands.run.recovery import RestartHooks, failed_rank, from_outside, what_failed, worth_a_start
+from manyhands.run.recovery import RestartHooks, Say, failed_rank, from_outside, what_failed, worth_a_start
 
 # The pause between two contacts is this part of the time that a machine has been lost.
 PAUSE = 0.02
@@ -51,26 +51,19 @@ class RefusedError(ManyhandsError):
 class Membership(RestartHooks):
     """The machines of a launched run. No method waits.
 
-    Args:
-        job: what they do.
-        machines: all machines, with their states.
-        folder: the run folder here.
-        say: prints a sentence, with its log level.
-
     Attributes:
+        machines: all machines, with their states.
         code: files that a machine that joins is given.
         term: of this launcher; 0 if the run isn't detached.
         replaced_on: a machine that obeys another launcher.
     """
 
-    def __init__(self, job: Job, machines: Machines, folder: RunFolder, say: Callable[[str, str], object]) -> None:
+    def __init__(self, job: Job, machines: Machines, folder: RunFolder, say: Say) -> None:
         self.machines, self.code = machines, dict[str, str]()
         self.term, self.replaced_on = term_in(folder.ranks).head if job.cluster.detach else 0, ""
         self._job, self._folder, self._say = job, folder, say
         self._measured = 0  # bytes of metrics before the current start
         self._refused = dict[str, RunMachine]()
-
-    # Members.
 
     @property
     def connected(self) -> list[RunMachine]:
@@ -90,10 +83,8 @@ class Membership(RestartHooks):
     @property
     def ready(self) -> list[RunMachine]:
         """The machines that can join now."""
-        now = time.monotonic()
-        return [
-            machine for machine in self.machines.all if machine.state is MachineState.READY and now >= machine.until
-        ]
+        found = [machine for machine in self.machines.all if machine.state is MachineState.READY]
+        return [machine for machine in found if time.monotonic() >= machine.until]
 
     @property
     def joinable(self) -> list[RunMachine]:
@@ -180,22 +171,14 @@ class Membership(RestartHooks):
             return
         step, rank = saved_step(self._folder) or 0, failed_rank(ending)
         lost = [machine for machine in self.machines.running if machine.name in ending.lost]
-        for machine in lost or self._machines_of(rank):
+        by_rank = [machine for machine in self.machines.running for _ in range(machine.processes)]
+        for machine in lost or ([] if rank is None else by_rank[rank : rank + 1]):
             pause_s = machine.count_failure(step)
             if machine.agent.closed:
                 machine.lose(pause_s)
             elif pause_s and len(self.connected) > self._job.cluster.machines_wanted.start:
                 self._say(f"{machine.name} failed {machine.failures} times: excluded for {pause_s:.0f} s", "INFO")
                 machine.exclude(pause_s)
-
-    def _machines_of(self, rank: int | None) -> list[RunMachine]:
-        """Returns the machine that has a rank; nothing without a rank."""
-        first = 0
-        for machine in self.machines.running:
-            if rank is not None and first <= rank < first + machine.processes:
-                return [machine]
-            first += machine.processes
-        return []
 
     def take_in(self) -> list[RunMachine]:
         """Marks members whose connection has ended as lost, adds the ready machines at the end, and returns these."""
@@ -253,11 +236,21 @@ class Membership(RestartHooks):
         machine.asked = _post(machine.link, next(machine.contact))
 
     def _receive(self, machine: RunMachine) -> None:
-        """Takes the next answer of a machine that is contacted."""
-        if machine.asked and (answers := answer_to(machine.agent, *machine.asked)):
-            self._take_answer(machine, *answers)
-        elif time.monotonic() > machine.until:
-            raise TimeoutError(f"{machine.name} did not answer within {CONTACT_S:.0f} s")
+        """Takes the next answer of a machine that is contacted, and sends the next request."""
+        assert machine.asked
+        assert machine.contact
+        answers = answer_to(machine.agent, *machine.asked)
+        if not answers:
+            if time.monotonic() > machine.until:
+                raise TimeoutError(f"{machine.name} did not answer within {CONTACT_S:.0f} s")
+            return
+        if isinstance(answers[0], RunError):
+            raise answers[0]
+        try:
+            machine.asked = _post(machine.agent, machine.contact.send(answers[0]))
+        except StopIteration:
+            machine.contact = machine.asked = None
+            machine.state, machine.until = MachineState.READY, 0.0
 
     def _check(self, machine: RunMachine) -> None:
         """Raises TimeoutError if a ready machine is lost again."""
@@ -265,16 +258,6 @@ class Membership(RestartHooks):
         link.read()
         if link.closed or (not link.here and time.monotonic() - link.last_received > SILENT_S):
             raise TimeoutError(f"{machine.name} was lost again")
-
-    def _take_answer(self, machine: RunMachine, answer: Any) -> None:
-        if isinstance(answer, RunError):
-            raise answer
-        assert machine.contact
-        try:
-            machine.asked = _post(machine.agent, machine.contact.send(answer))
-        except StopIteration:
-            machine.contact = machine.asked = None
-            machine.state, machine.until = MachineState.READY, 0.0
 
     def _contact(self, machine: RunMachine, link: AgentConnection) -> Generator[Request[Any], Any, None]:
         """Yields the requests to a machine before it can join, and receives their answers."""
@@ -313,9 +296,8 @@ class Membership(RestartHooks):
     def _give_up(self, machine: RunMachine) -> None:
         """Contacts a machine again after a pause that grows; one that was just requested and never there is refused."""
         if machine.requested and machine.link and not machine.facts:
-            problem = explain_contact(
-                machine.spec, machine.link.close(), machine.link.log_tail(), self._job.cluster
-            )  # fmt: skip
+            code, link = machine.link.close(), machine.link
+            problem = explain_contact(machine.spec, code, link.log_tail(), self._job.cluster)
             self.refuse(machine, RefusedError(problem.what, hints=problem.hints))
             return
         excluded_until = machine.until if machine.state is MachineState.READY else 0.0

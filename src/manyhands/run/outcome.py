@@ -1,25 +1,36 @@
-"""How a run ends: the events that its launcher records, the report, and the exit code or error for the user."""
+"""How a run ends: the events that its launcher records, the report and exit code; and explanations from its records."""
 
+import itertools
+import re
 import shlex
 import signal
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.saved import kept_step, saved_step, unsaved
+from manyhands.cluster.agents.claim import Term, agents_work, term_in
 from manyhands.cluster.agents.ending import Ending, first_cause
-from manyhands.cluster.failures import as_error
+from manyhands.cluster.failures import as_error, users_place
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
-from manyhands.core.errors import EXIT_FAILED, EXIT_OK, EXIT_SAVED, ManyhandsError, RunError
-from manyhands.core.records import REPLACED, Event, Failure, append, read_lines, write_json
+from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError, RunError, shortened
+from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure, Running, append, read_lines, write_json
 from manyhands.core.resuming import names_resume, resume_command
 from manyhands.core.run_folder import RunFolder
-from manyhands.core.terminal import say
+from manyhands.core.terminal import plain, say
+from manyhands.report import summary
 from manyhands.report.read import RunData, read_run
-from manyhands.run.script import note_end
+from manyhands.report.summary import ago, duration
+from manyhands.report.time_shares import slow_rank
+from manyhands.run.logs import read_places
+from manyhands.run.registry import find_reference, head_of
+
+_SHOWN = 3
+_LONGEST = 300
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,7 @@ class Outcome:
     @property
     def exit_code(self) -> int:
         """For the shell."""
-        return EXIT_SAVED if self.status == "stopped" else EXIT_OK
+        return EXIT_SAVED if self.status == "stopped" else 0
 
     def read(self) -> RunData:
         """Reads the records of the run."""
@@ -43,15 +54,16 @@ class Outcome:
 def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
     """Records how a run ended, writes the report, and returns the outcome or raises the first cause.
 
-    Args:
-        job: the job of the run.
-        folder: the run folder.
-        ending: how its processes ended.
-        earlier: see `stop_saved`.
+    `earlier` is the number of events of `starts_and_stops` before this command.
     """
-    if job.run.script:
-        note_end(job, folder, ending)
-    if ending.ok and job.run.script:
+    if job.run.script and ending.interrupted:
+        note(folder, "stopped")
+        hints = (f"for its output: manyhands logs {shlex.quote(str(folder.path))}",)
+        error = ManyhandsError(f"{job.run.script[0]} was stopped", hints=hints)
+        error.exit_code = EXIT_INTERRUPTED
+        raise error
+    if job.run.script and ending.ok:
+        note(folder, "finished")
         return Outcome(folder, "finished")
     if ending.refused and not ending.ok:
         note_head(job, folder, ending.refused)
@@ -59,7 +71,7 @@ def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> O
     if ending.ok:
         statuses = {value["status"] for value in ending.returned.values()}
         status, error = "stopped" if "stopped" in statuses else "finished", None
-    elif ending.interrupted == 1 and not job.run.script and stop_saved(folder, earlier) is not None:
+    elif ending.interrupted == 1 and not job.run.script and _stop_saved(folder, earlier):
         status, error = "stopped", None
     else:
         status, error = "failed", _record_failure(job, folder, ending)
@@ -90,10 +102,17 @@ def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
     """Returns the first cause as an error for the user."""
     if ending.refused:
         return ending.refused
-    if cause := first_cause(ending):
-        return with_resume_hint(as_error(cause), folder)
-    where = str(folder.ranks / "agent.log")
-    return with_resume_hint(RunError(f"the agent that watches the processes failed: {ending.broken}", where), folder)
+    what, where = f"the agent that watches the processes failed: {ending.broken}", str(folder.ranks / "agent.log")
+    cause = first_cause(ending)
+    return with_resume_hint(as_error(cause) if cause else RunError(what, where), folder)
+
+
+def failure_here(folder: RunFolder, record: Failure) -> ManyhandsError:
+    """Records a failure of this process, which trains itself, and returns it as an error for the user."""
+    note_cause(folder, record)
+    if record.exit_code == EXIT_INTERRUPTED:
+        return interrupted(folder)
+    return with_resume_hint(as_error(record), folder)
 
 
 def with_resume_hint(error: ManyhandsError, folder: RunFolder) -> ManyhandsError:
@@ -125,7 +144,7 @@ def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> Man
     step = saved_step(folder)
     error = unsaved(folder.path, step, hung, idle=idle)
     kind = "stopped" if error.exit_code == EXIT_SAVED else "interrupted"
-    _note(folder, kind, error.message, step=step, data={"rankless": True})
+    note(folder, kind, error.message, step=step, data={"rankless": True})
     return error
 
 
@@ -135,33 +154,26 @@ def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder.events) if line.get("kind") in kinds]
 
 
-def stop_saved(folder: RunFolder, earlier: int = 0) -> int | None:
-    """Returns the step that a stop has saved, and records the stop; None if nothing was committed.
-
-    A process that is killed, or a machine that is lost, after the save does not affect the result.
-
-    Args:
-        folder: the run folder.
-        earlier: number of events of `starts_and_stops` that belong to earlier commands.
-    """
+def _stop_saved(folder: RunFolder, earlier: int) -> bool:
+    """Records a stop that has saved: what is killed or lost after the save does not affect the result."""
     last = [{}, *starts_and_stops(folder)[earlier:]][-1]
     step, saved = last.get("step"), saved_step(folder)
     if last.get("kind") not in {"stopping", "stopped"} or step is None or saved is None or saved < step:
-        return None
+        return False
     if last.get("kind") == "stopping":
-        _note(folder, "stopped", f"stopped and saved at step {step}", step=step)
-    return step
+        note(folder, "stopped", f"stopped and saved at step {step}", step=step)
+    return True
 
 
 def note_replaced(folder: RunFolder, message: str) -> None:
     """Records that another launcher has taken the run over; its further records are in that launcher's folder."""
-    _note(folder, REPLACED, message, step=saved_step(folder))
+    note(folder, REPLACED, message, step=saved_step(folder))
 
 
 def note_cause(folder: RunFolder, cause: Failure) -> None:
     """Records a first cause, in full if the failed process could not write its own record."""
     about = {"time": cause.time, "rank": cause.rank, "step": cause.step, "data": {"host": cause.host}}
-    _note(folder, "failed", cause.what, **about)
+    note(folder, "failed", cause.what, **about)
     with suppress(OSError):
         record = folder.failures / f"{cause.rank}.json"
         if not record.exists():
@@ -174,7 +186,7 @@ def note_head(job: Job, folder: RunFolder, error: Exception) -> None:
     what = error.message if known else f"{type(error).__name__}: {error}"
     where, hints = (error.where, [*error.hints]) if known else ("", [])
     host = where if where in {machine.name for machine in machines_of(job.cluster)} else ""
-    _note(folder, "failed", what, data={"rankless": True, "host": host, "where": where, "hints": hints})
+    note(folder, "failed", what, data={"rankless": True, "host": host, "where": where, "hints": hints})
 
 
 @contextmanager
@@ -194,7 +206,220 @@ def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
         raise
 
 
-def _note(folder: RunFolder, kind: str, message: str, **fields: Any) -> None:
+def note(folder: RunFolder, kind: str, message: str = "", **fields: Any) -> None:
     """Records an event; a full disk must not hide the error that the user sees anyway."""
     with suppress(OSError):
         append(folder.events, Event(**{"time": time.time(), "kind": kind, "message": message, **fields}))
+
+
+@dataclass(frozen=True)
+class Why:
+    """The state of a run and its first cause; unknown fields are empty."""
+
+    run: str  # the run folder
+    # "running", "finished", "stopped", "interrupted" (unsaved), "failed" or "killed" (without a record)
+    state: str
+    headline: str  # the progress, in a sentence
+    cause: str = ""  # the first cause, in a sentence
+    rank: int | None = None  # of the first cause; None if it was on no rank, or is unknown
+    host: str = ""  # its machine
+    step: int | None = None  # updates made by then
+    phase: str = ""  # of the update
+    file: str = ""  # where it was raised
+    others: str = ""  # what happened to the other processes
+    done: list[str] = field(default_factory=list[str])  # what was done automatically, and what else was noticed
+    do: list[str] = field(default_factory=list[str])  # what the user can do
+    machines: str = ""  # of an active run
+
+    def lines(self) -> list[str]:
+        """For people; the first cause comes first."""
+        named = [("why", self.cause), ("others", self.others), ("on", self.machines)]
+        rows = [self.headline, *(f"{name}: {text}" for name, text in named if text)]
+        return [*rows, *(f"done: {text}" for text in self.done), *(f"do: {text}" for text in self.do)]
+
+
+def why(word: str) -> Why:
+    """Explains the run that a word names.
+
+    Raises:
+        UserError: there is none, or its records can't be read.
+    """
+    run = read_run(find_reference(word))
+    return explained(run, head_of(run.folder.path))
+
+
+def explained(run: RunData, head: Running | None = None) -> Why:
+    """Explains a run from its records; `head` is its launcher, if one is active."""
+    state, folder, done = _state(run, head), str(run.folder.path), _done(run)
+    after = f"after {duration(summary.seconds(run))} of work, {_place(run)}"
+    now = f"{_place(run)}{_last_record(run)}"
+    match state:
+        case "running" if head:
+            where = "" if head.here else f" on {head.host}, unless that machine is down"
+            do = [f"to see the output of the processes: manyhands logs {folder} --follow"]
+            headline = f"{folder} is active{where}, {now}"
+            ranks = [(place.host, place.ranks[0], sum(place.ranks) - 1) for place in read_places(run.folder)]
+            on = ", ".join(f"{host} (rank{f's {one} to' if one < last else ''} {last})" for host, one, last in ranks)
+            return Why(folder, state, headline, machines=plain(on), done=done, do=do)
+        case "running":
+            headline = f"{folder} is active, {now}; the launcher is on another machine, or lost"
+            do = [f"to save and stop, run on the launching machine: manyhands stop {folder}"]
+            if term_in(run.folder.ranks) != Term():  # it is detached
+                take_over = f"to take over from a lost launcher: {resume_command(run.folder.path)}"
+                do = [take_over, f"to save and stop: manyhands stop {folder}"]
+            return Why(folder, state, headline, done=done, do=do)
+        case "finished":
+            return Why(folder, state, f"{folder} finished {after}", done=done)
+        case "stopped" | "interrupted":
+            return _stopped(run, state, after, done)
+        case "killed":
+            all_killed = "all processes were killed from outside, or the machine of the launcher went down"
+            look = "look for out-of-memory kills with dmesg | tail, and for a shutdown of the machine with last -x"
+            headline = f"{folder} ended without a record {after}{_last_record(run)}"
+            cause = f"no process recorded a reason: {all_killed}"
+            return Why(folder, state, headline, cause, done=done, do=[look, _resume_hint(run)])
+        case _:
+            return _failed(run, f"{folder} failed {after}", done, [_resume_hint(run)])
+
+
+def _stopped(run: RunData, state: str, after: str, done: list[str]) -> Why:
+    folder, do = str(run.folder.path), [_resume_hint(run)]
+    end = next(event for event in reversed(run.events) if event.kind == state)
+    how, cause = "was ended at once" if state == "interrupted" else "stopped", plain(end.message)
+    if state == "stopped" and not end.data.get("rankless"):
+        after += "; everything is saved"
+        cause = "the run was asked to stop (Ctrl-C, manyhands stop, a signal), or its launcher was lost"
+    last = next((event for event in reversed(run.events) if event.kind in {REPLACED, *summary.STARTS}), None)
+    if last and last.kind == REPLACED:
+        cause = plain(last.message)
+        do = [f"on the other launcher's machine, run manyhands why {folder}", *(f"or, here: {line}" for line in do)]
+    return Why(folder, state, f"{folder} {how} {after}", cause, done=done, do=do)
+
+
+def _failed(run: RunData, headline: str, done: list[str], do: list[str]) -> Why:
+    # Failures of earlier starts were recovered from; the last start may have ended without a record of its launcher.
+    last = itertools.takewhile(lambda event: event.kind not in summary.STARTS, reversed(run.events))
+    event = next((event for event in last if event.kind == "failed"), None)
+    if event and event.data.get("rankless"):
+        where, hints = plain(str(event.data.get("where", ""))), event.data.get("hints", event.data.get("mend", ()))
+        cause, host = _both_ends(event.message), plain(str(event.data.get("host", "")))
+        if where and where not in cause:
+            cause = f"machine {host}: {cause}" if host else f"{cause} ({where})"
+        do = [*(line for line in map(plain, map(str, hints)) if not names_resume(line)), *do]
+        return Why(str(run.folder.path), "failed", headline, cause, host=host, done=done, do=do)
+    first = _first(run, event)
+    if first.error == MACHINE_LOST:
+        cause, rank = f"machine {plain(first.host)}: {plain(first.what)}", None
+    else:
+        cause, rank = f"{_who(first)}: {shortened(plain(first.what), _LONGEST)}", first.rank
+    file = _file(first)
+    if first.consequence:
+        cause = f"no process recorded the first cause; the earliest failure is a consequence: {cause}"
+        do = ["look at the logs of all processes in ranks/, and at any machine without a log", *do]
+    elif file and file not in cause:
+        cause += f" ({file})"
+    do = [*(line for line in first.hints if not names_resume(line)), *do]
+    return Why(
+        str(run.folder.path), "failed", headline, cause, rank, first.host, first.step, first.phase, file,
+        _others(run, first), done, do,
+    )  # fmt: skip
+
+
+def _state(run: RunData, head: Running | None) -> str:
+    word = summary.status(run)
+    last = next((e.kind for e in reversed(run.events) if e.kind in {"interrupted", *summary.ENDS, *summary.STARTS}), "")
+    if (head or agents_work(run.folder.ranks)) and word != "finished":
+        return "running"
+    return last if last == "interrupted" else "killed" if word == "unfinished" else word
+
+
+def _first(run: RunData, event: Event | None) -> Failure:
+    """Returns the first cause as the launcher recorded it, or the first failure that is no consequence."""
+    same = [one for one in run.failures if event and (one.what, one.rank) == (event.message, event.rank)]
+    if same or not event:
+        return (same or run.failures)[0]
+    # The record of that rank's own end may be in place of the launcher's.
+    lost = re.match(r"(\S+) is lost: ", event.message)
+    host = lost[1] if lost else str(event.data.get("host", ""))
+    return Failure(
+        time=event.time, rank=event.rank, host=host, pid=0, step=event.step,
+        error=MACHINE_LOST if lost else "", what=event.message,
+    )  # fmt: skip
+
+
+def _others(run: RunData, first: Failure) -> str:
+    """Describes what happened to the other processes."""
+    rest = [one for one in run.failures if one is not first and one.rank != first.rank]
+    headline = "; ".join(
+        f"{_who(one)} {'ended after another rank failed' if one.consequence else 'failed too: ' + shortened(one.what)}"
+        for one in rest[:_SHOWN]
+    )
+    size = run.environment.get("processes")
+    unknown = size - 1 - len(rest) if isinstance(size, int) else 0
+    more = f"{len(rest) - _SHOWN} more processes ended or failed" if len(rest) > _SHOWN else ""
+    silent = f"{unknown} of {size} processes were ended before recording an error" if unknown > 0 else ""
+    return plain("; ".join(filter(None, (headline, more, silent))))
+
+
+def _done(run: RunData) -> list[str]:
+    """Describes restarts, skipped updates, replaced pictures, and slow or stalled ranks."""
+    found: list[str] = []
+    starts = [event for event in run.events if event.kind in {"restarted", "regrouped"}]
+    for event in starts[-_SHOWN:]:
+        # The machine as recorded then: ranks may have moved since.
+        at = f"{event.data['host']}, " if event.data.get("host") else ""
+        how = "restarted" if event.kind == "restarted" else "restarted with another machine"
+        found.append(f"{how} ({at}{ago(time.time() - event.time)}): {_both_ends(event.message)}")
+    if len(starts) > _SHOWN:
+        found.insert(0, f"{len(starts)} restarts in all; the last {_SHOWN}:")
+    found += [event.message for event in run.events if event.kind == "undone"][-_SHOWN:]
+    for kind, words in (("left-out", "skipped updates"), ("replaced", "replaced pictures")):
+        if events := run.counted(kind):
+            found.append(f"{len(events)} {words}; the last: {events[-1].message}")
+    found += filter(None, [slow_rank(run)])
+    for kind in ("slow", "stall"):
+        alike: dict[str, list[str]] = {}
+        for event in run.events:
+            if event.kind == kind:
+                alike.setdefault(re.sub(r"[\d.e+-]+ s|\d+%", "", event.message), []).append(event.message)
+        most = sorted(alike.values(), key=len, reverse=True)[:_SHOWN]
+        found += [f"{said[-1]}{f' ({len(said)} times)' if len(said) > 1 else ''}" for said in most]
+    return [plain(line) for line in found]
+
+
+def _both_ends(text: str) -> str:
+    """Shortens a long text in the middle: the last line of a traceback says most."""
+    text = plain(text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 3]} … {text[-_LONGEST * 2 // 3 :]}"
+
+
+def _resume_hint(run: RunData) -> str:
+    step = kept_step(run.folder)
+    if step is None:
+        if any(event.kind == "saved" for event in run.events):
+            return f"no checkpoint is left in {run.folder.checkpoints}: restore one from a copy, or use another --out"
+        return "nothing was saved: run the same command to start from scratch"
+    return f"resume from step {step}: {resume_command(run.folder.path)}"
+
+
+def _place(run: RunData) -> str:
+    return f"at step {run.steps[-1].step} of {run.steps[-1].total_steps}" if run.steps else "before its first update"
+
+
+def _last_record(run: RunData) -> str:
+    times = [record.time for record in (*run.steps[-1:], *run.evaluations[-1:], *run.events[-1:])]
+    return f"; last record {ago(time.time() - max(times))}" if times else ""
+
+
+def _who(failure: Failure) -> str:
+    step = f" at step {failure.step}" if failure.step is not None else ""
+    phase = f" ({failure.phase})" if failure.phase else ""
+    return f"rank {failure.rank}{failure.host and f' on {plain(failure.host)}'}{step}{phase}"
+
+
+def _file(failure: Failure) -> str:
+    """Returns the line of the user's code that raised a failure, or the file that it is about."""
+    if line := users_place(failure):
+        return plain(line)
+    where = failure.where.rpartition(", ")[0] or failure.where
+    return plain(where) if "/" in where and Path(where).suffix else ""

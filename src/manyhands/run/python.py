@@ -19,7 +19,7 @@ from manyhands.config.named_code import announce
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError, UserError
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
 from manyhands.core.resuming import OBJECTS
-from manyhands.core.run_folder import NOWHERE, RunFolder
+from manyhands.core.run_folder import NOWHERE
 from manyhands.core.stops import RECEIVED
 from manyhands.core.world import ProcessInfo
 from manyhands.report.changes import refuse_changes
@@ -27,9 +27,8 @@ from manyhands.report.page import write_report
 from manyhands.report.read import read_run
 from manyhands.report.summary import best_evaluation
 from manyhands.report.time_shares import samples_of_each
-from manyhands.run.folder import run_folder
+from manyhands.run.folder import record_of, run_folder
 from manyhands.run.outcome import Outcome, report_on
-from manyhands.run.resume import record_of
 from manyhands.run.tasks import list_pictures, resolve_checkpoint
 from manyhands.run.train import place_of, train, train_in_process
 from manyhands.train.objects import Objects, digest_objects, metric_words
@@ -94,8 +93,7 @@ class Run:
         return write_report(self.path)
 
 
-# A flag in a hint, with its value: what follows it, unless that is a word of the sentence.
-_FLAG = re.compile(
+_FLAG = re.compile(  # a flag in a hint, with its value: what follows it, unless that is a word of the sentence
     r"""(?<![\w-])(?:
         --set\ (?P<quote>['"]?)(?P<key>[\w.]+)=(?P<set>.+?)(?P=quote)(?=[,;:)]?(?:\s|$))
         |-(?P<name>n|-[a-z][\w-]*(?:\.[\w-]+)?)
@@ -133,6 +131,7 @@ def _hints_as_arguments() -> Iterator[None]:
         yield
     except ManyhandsError as error:
         error.where, error.hints = _as_arguments(error.where, ""), tuple(map(_as_arguments, error.hints))
+        error.message = re.sub(r"^-(n|-sync) \S+", lambda flag: _as_arguments(flag[0]), error.message)
         raise
 
 
@@ -188,17 +187,13 @@ def fit(  # noqa: PLR0913 - all but three are named
     if job is None and (model is None or train_set is None):
         what = "network" if model is None else "training set"
         raise UserError(f"fit has no {what}", "fit", ("call fit(model, train_set)", "or fit(job=…)"))
-    named = _options_of(model)
+    named = _options_of(model) | {"train.metrics": metric_words(metrics), "cluster.processes": processes}
+    named["run.out"] = str(out) if out else None
     if train_set is not None:
         named["data.name"] = str(train_set) if isinstance(train_set, str | Path) else OBJECTS
     functions = {"optimizer": optimizer, "loss": loss, "schedule": schedule}
     for name, value in functions.items():
         named[f"train.{name}"] = value if value is None or isinstance(value, str) else OBJECT
-    named |= {
-        "train.metrics": metric_words(metrics),
-        "cluster.processes": processes,
-        "run.out": str(out) if out else None,
-    }
     loaded = load_on(job, {**_flags(settings, "fit"), **named})
     if at_epoch_end is not None and not callable(at_epoch_end):
         raise UserError("at_epoch_end is not a function", "fit", ("such as at_epoch_end=lambda end: print(end.epoch)",))
@@ -211,8 +206,11 @@ def fit(  # noqa: PLR0913 - all but three are named
     objects.held_out_set = held_out_set
     if named.get("data.name") == OBJECTS:
         objects.train_set, objects.test_set = train_set, test_set
-    else:
-        _refuse_ignored_sets(test_set, held_out_set)
+    elif test_set is not None or held_out_set is not None:  # it would be ignored
+        test = "use the test split of the named data set, or data__validation=0.1 for a part of it"
+        held_out = 'pass a name or folder: data__held_out="./folder"'
+        word, hint = ("held_out_set", held_out) if test_set is None else ("test_set", test)
+        raise UserError(f"{word} needs a train_set that is a Dataset, not a name", word, (hint,))
     buffers: Any = getattr(loss, "buffers", tuple)
     measured = {f"metric {name}": one for name, one in (objects.metrics or {}).items()}
     objects.digests = digest_objects(**live, network=objects.model, loss_weights=tuple(buffers()), **measured)
@@ -243,7 +241,7 @@ def _train(job: Job, objects: Objects, processes: int | None, *, quiet: bool) ->
         hints = ("remove processes to train with this group", "or call fit before the group is created")
         raise UserError("fit can't start processes: this process is already in a process group", "fit", hints)
     if existing or not (processes is not None or job.cluster.processes):
-        return train_in_process(job, existing or _launched(job), quiet=quiet, objects=objects)
+        return train_in_process(job, _process_info(job), quiet=quiet, objects=objects)
     # A launcher's rank and size take precedence over the job's number of processes.
     elsewhere = place_of(job).process_info is None
     outcome = train(job, quiet=quiet, objects=objects)
@@ -260,8 +258,9 @@ def _options_of(model: Any) -> dict[str, Any]:
         return {"model.name": model}
     if isinstance(model, type) or not hasattr(model, "named_parameters"):
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        hints = ("pass a torch.nn.Module, such as nn.Linear(64, 10)",)
-        raise UserError(f"model is {kind}, not a network", "model", hints)
+        raise UserError(
+            f"model is {kind}, not a network", "model", ("pass a torch.nn.Module, such as nn.Linear(64, 10)",)
+        )
     # A float64 network receives its inputs unchanged, as in a session; one of several types keeps its types.
     double = {str(one.dtype) for one in model.parameters()} == {"torch.float64"}
     return {"model.name": type(model).__name__, **({"train.precision": "fp64"} if double else {})}
@@ -290,21 +289,6 @@ def _hints_for(name: str, value: Any) -> tuple[str, ...]:
     return (f"did you mean {argument}?" if key else "write options of other sections as section__name",)
 
 
-def _refuse_ignored_sets(test_set: Any, held_out_set: Any) -> None:
-    """Raises UserError for a set that would be ignored, since the training set is a name."""
-    for word, given, hint in (
-        ("test_set", test_set, "use the test split of the named data set, or data__validation=0.1 for a part of it"),
-        ("held_out_set", held_out_set, 'pass a name or folder: data__held_out="./folder"'),
-    ):
-        if given is not None:
-            raise UserError(f"{word} needs a train_set that is a Dataset, not a name", word, (hint,))
-
-
-def _launched(job: Job) -> ProcessInfo:
-    """Rank and size of this process as a launcher gave them, or alone."""
-    return place_of(job).process_info or ProcessInfo(device=job.cluster.device, backend=job.cluster.backend)
-
-
 def _existing_group(job: Job) -> ProcessInfo | None:
     """Rank and size in the process group that the script has created; a script without torch has none."""
     if "torch.distributed" not in sys.modules:
@@ -312,6 +296,12 @@ def _existing_group(job: Job) -> ProcessInfo | None:
     from manyhands.worker.own_process import existing_process_info
 
     return existing_process_info(job.cluster.device, job.cluster.backend)
+
+
+def _process_info(job: Job) -> ProcessInfo:
+    """Rank and size of this process in the script's group, or as a launcher gave them, or alone."""
+    launched = _existing_group(job) or place_of(job).process_info
+    return launched or ProcessInfo(device=job.cluster.device, backend=job.cluster.backend)
 
 
 @_hints_as_arguments()
@@ -398,11 +388,9 @@ def predict(
 
     if isinstance(pictures, str | Path) or not hasattr(pictures, "__iter__") or as_picture(pictures):
         pictures = [pictures]  # one picture, not a sequence of its channels
-    inputs = [
-        each
-        for picture in pictures
-        for each in (list_pictures([Path(picture)]) if isinstance(picture, str | Path) else [picture])
-    ]
+    inputs: list[Any] = []
+    for picture in pictures:
+        inputs += list_pictures([Path(picture)]) if isinstance(picture, str | Path) else [picture]
     return [one for one in guess(load(run, which, model=model), inputs) if not isinstance(one, str)]  # none is
 
 
@@ -467,17 +455,13 @@ def _session(job: JobLike, metrics: Any, out: str | Path | None, settings: dict[
             hints = (f"pass epochs too: session(schedule={resolved.train.schedule!r}, epochs=30)",)
             raise UserError("session has a schedule, but no number of epochs", "session", hints)
         program = os.path.basename(sys.argv[0]).replace(" ", "_")  # noqa: PTH119 - sys.argv[0] may be "-c"
-        process_info = _existing_group(resolved) or _launched(resolved)
+        process_info = _process_info(resolved)
         from manyhands.worker.own_process import opened
 
         functions: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
-        block: contextlib.AbstractContextManager[RunFolder | None] = contextlib.nullcontext()
-        if resolved.run.out:  # rank 0 keeps the run folder
-            block = contextlib.nullcontext(NOWHERE) if process_info.rank else run_folder(resolved)
-        with block as folder:
-            try:
-                with opened(resolved, process_info, program, folder, scheduled, functions) as here:
-                    yield here
-            finally:
-                if folder and not process_info.rank:
-                    report_on(resolved, folder)
+        with contextlib.ExitStack() as stack:
+            folder = NOWHERE if resolved.run.out else None
+            if resolved.run.out and not process_info.rank:  # rank 0 keeps the run folder
+                folder = stack.enter_context(run_folder(resolved))
+                stack.callback(report_on, resolved, folder)
+            yield stack.enter_context(opened(resolved, process_info, program, folder, scheduled, functions))

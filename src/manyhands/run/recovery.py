@@ -13,20 +13,12 @@ from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, RunError
-from manyhands.core.records import (
-    MACHINE_LOST,
-    PROCESS_ENDED,
-    Event,
-    Failure,
-    StepMetrics,
-    append,
-    read_lines,
-    write_json,
-)
+from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure, StepMetrics, read_lines, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import ALIKE_S, RESTART_S
 from manyhands.report.follow import end_of
 from manyhands.report.read import parse_metrics
+from manyhands.run.outcome import note
 
 # The same error at the same line so often within ALIKE_S would occur again after every restart.
 MOST_ALIKE = 3
@@ -34,6 +26,8 @@ MOST_ALIKE = 3
 MOST_IN_VAIN = 3
 # Updates over which the duration of an update is measured.
 _RECENT = 20
+# Prints a sentence, with its log level.
+Say = Callable[[str, str], object]
 
 
 class RestartHooks:
@@ -61,20 +55,11 @@ def run_to_end(
     machines: RestartHooks,
     orders: Callable[[Job, int], Mapping[AgentConnection, Orders]],
     watch: Watch,
-    say: Callable[[str, str], object],
+    say: Say,
 ) -> Ending:
-    """Starts the processes of a run, and again after each fault that a restart may fix.
+    """Starts the processes of a run, and again after each fault that a restart may fix; returns how the last one ended.
 
-    Args:
-        job: what to do.
-        folder: the run folder.
-        machines: where the processes run.
-        orders: prepares the start with this number, which may drop or add machines, and returns the machines' orders.
-        watch: what is called during supervision.
-        say: prints a sentence, with its log level.
-
-    Returns:
-        How the last start ended.
+    `orders` prepares the start with this number, which may drop or add machines, and returns the machines' orders.
     """
     policy, number, first_step = RestartPolicy(job, folder, say), 0, saved_step(folder)
     while True:
@@ -101,15 +86,9 @@ class Restart:
 
 
 class RestartPolicy:
-    """Decides after each start whether to restart.
+    """Decides after each start whether to restart."""
 
-    Args:
-        job: what to do.
-        folder: the run folder.
-        say: prints a sentence, with its log level.
-    """
-
-    def __init__(self, job: Job, folder: RunFolder, say: Callable[[str, str], object]) -> None:
+    def __init__(self, job: Job, folder: RunFolder, say: Say) -> None:
         self._folder, self._say = folder, say
         self._recovers, self._script = job.cluster.recovers, bool(job.run.script)
         self._began, self._saved = time.time(), saved_step(folder)
@@ -131,9 +110,9 @@ class RestartPolicy:
         if ending.refused:
             return None
         useless, too_few = self.count_fault(cause), machines.too_few()
-        if too_few or (useless and self._starts > 1):
-            self._say(too_few or useless, "WARNING")
         if useless or too_few:
+            if too_few or self._starts > 1:
+                self._say(too_few or useless, "WARNING")
             return None
         broken = f"the agent that watches the processes failed: {ending.broken}"
         return Restart("restarted", cause.what if cause else broken, cause)
@@ -155,7 +134,8 @@ class RestartPolicy:
         # Errors that manyhands explains itself, such as a loss that is not finite or a full disk, would occur again.
         if cause is not None and (cause.exit_code != EXIT_FAILED or cause.error == RunError.__name__):
             return "a restart would not fix this error"
-        if own and (self._script or not self._trained_since(began)):
+        lines = read_lines(self._folder.metrics) if own else ()
+        if own and (self._script or not any(line.get("time", 0.0) >= began for line in lines)):
             return "the run failed before its first update, so a restart would fail too"
         saved = saved_step(self._folder)
         this = (cause.error, cause.rank, saved or 0) if cause and own else None
@@ -173,9 +153,6 @@ class RestartPolicy:
         if self._in_vain >= MOST_IN_VAIN:
             return f"{MOST_IN_VAIN} starts in a row saved nothing new: not restarting"
         return ""
-
-    def _trained_since(self, began: float) -> bool:
-        return any(line.get("time", 0.0) >= began for line in read_lines(self._folder.metrics))
 
 
 def from_outside(cause: Failure | None) -> bool:
@@ -221,18 +198,9 @@ def _note(folder: RunFolder, restart: Restart, number: int, message: str, step: 
     """Records a restart, and moves the failed processes' records aside for those of the next start."""
     cause = restart.cause
     rank, at = (cause.rank, cause.time) if cause else (0, time.time())
+    host = cause.host if cause else ""
+    note(folder, restart.kind, message, time=at, rank=rank, step=step, data={"host": host})
     with suppress(OSError):
-        append(
-            folder.events,
-            Event(
-                time=at,
-                kind=restart.kind,
-                rank=rank,
-                step=step,
-                message=message,
-                data={"host": cause.host if cause else ""},
-            ),
-        )
         kept = folder.failures / f"start-{number}"
         for record in folder.failures.glob("*.json"):
             kept.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""This user's runs: the list of active ones, how their machines are reached, and lookup by the names that users type.
+"""This user's runs: the list of active ones, how their machines are reached, lookup by names, and requests to stop.
 
 The list and the ssh settings are in the user's state folder.
 """
@@ -7,6 +7,7 @@ import hashlib
 import os
 import platform
 import shlex
+import signal
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
@@ -17,19 +18,26 @@ import psutil
 from platformdirs import user_state_path
 from pydantic import Field
 
-from manyhands.cluster.agents.claim import agents_work
+from manyhands.cluster.agents.claim import Term, agents_here, agents_work, raise_term, term_in
 from manyhands.core.choices import did_you_mean
-from manyhands.core.errors import UserError
+from manyhands.core.errors import RunError, UserError
 from manyhands.core.files import read_object
-from manyhands.core.records import Record, Running, write_json
+from manyhands.core.records import Event, Record, Running, write_json
 from manyhands.core.resuming import resume_command
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import say
+from manyhands.core.timeouts import KILL_RUN_S
+from manyhands.report.follow import look
 from manyhands.report.read import RunData, newest_runs, no_run, parse, read_run
 
 RUNS = Path("runs")
 # Setting the clock moves the start times of all processes a little.
 _SAME_START_S = 2.0
+_POLL_S = 0.1
+# Two signals at once may arrive as one.
+_BETWEEN_SIGNALS_S = 0.5
+# A stop that takes longer is explained.
+_EXPLAIN_S = 2.0
 R = TypeVar("R", bound=Record)
 
 
@@ -67,14 +75,9 @@ def registered(run: Path, hosts: Iterable[str] = ()) -> Generator[None]:
     """Lists this process as the head of a run until the end of the block."""
     me, host = psutil.Process(), platform.node()
     record = Running(
-        time=time.time(),
-        pid=me.pid,
-        created=me.create_time(),
-        host=host,
-        run=str(run.resolve()),
-        hosts=list(hosts) or [host],
-        command=me.cmdline(),
-    )
+        time=time.time(), pid=me.pid, created=me.create_time(), host=host, run=str(run.resolve()),
+        hosts=list(hosts) or [host], command=me.cmdline(),
+    )  # fmt: skip
     _write(_path(record), record, "register this run for `manyhands ps`")
     try:
         yield
@@ -120,8 +123,7 @@ def headless() -> list[Running]:
 
 
 def _listed() -> tuple[list[Running], list[Running]]:
-    headed: list[Running] = []
-    left: list[Running] = []
+    headed, left = list[Running](), list[Running]()
     for path in registry_folder().glob("*.json"):
         if (record := _load(Running, path)) is None:
             continue
@@ -162,14 +164,11 @@ def is_running(record: Running) -> bool:
 
 def is_alive(record: Running) -> bool:
     """Returns True if the process that wrote the record still has its process id."""
-    try:
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # denied: the id was reused by another user's process
         process = psutil.Process(record.pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        same = abs(process.create_time() - record.created) < _SAME_START_S
-        return same or process.cmdline() == record.command
-    except (psutil.NoSuchProcess, psutil.AccessDenied):  # denied: the id was reused by another user's process
-        return False
+        same = abs(process.create_time() - record.created) < _SAME_START_S or process.cmdline() == record.command
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def signal_head(record: Running, number: int) -> None:
@@ -186,15 +185,13 @@ def _path(record: Running) -> Path:
 def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolder:
     """Returns the run named by a folder, its name, a part of the name, or "last".
 
-    Args:
-        word: as typed.
-        parts: a part of the name suffices; otherwise its beginning is required, where the word may be a data set's.
-        active: prefer active runs to ended ones.
+    Without `parts` the beginning of the name is required, where the word may be a data set's. With `active`, active
+    runs are preferred to ended ones.
 
     Raises:
         UserError: there is none, or there are several.
     """
-    working = {Path(record.run): None for record in (*running(), *headless())}
+    working = {Path(record.run): None for records in _listed() for record in records}
     for folder in (RunFolder(Path(word).expanduser()), RunFolder(RUNS / word)):
         if word and (folder.exists() or folder.path.resolve() in working):
             return folder
@@ -226,11 +223,7 @@ def named_by(word: str, names: Iterable[str], *, parts: bool = True) -> list[str
 
 
 def read_named(word: str) -> RunData | None:
-    """Reads the run of this name; None if there is none, so that the word may be a data set's.
-
-    Raises:
-        UserError: the run can't be read.
-    """
+    """Reads the run of this name; None if there is none. Raises UserError: it can't be read."""
     try:
         folder = find_run(word, parts=False)
     except UserError:
@@ -239,21 +232,13 @@ def read_named(word: str) -> RunData | None:
 
 
 def find_reference(word: str) -> Path:
-    """Returns a run's folder by any of its names, or the place itself of a checkpoint or file.
-
-    Raises:
-        UserError: nothing of that name is there, or several are.
-    """
+    """Returns a run's folder by any of its names, or a checkpoint or file itself; for the errors see `find_run`."""
     place = Path(word).expanduser()
     return place if place.exists() else find_run(word).path
 
 
 def find_start(word: str | None) -> str | None:
-    """Returns the value of --resume with a run's name replaced by its folder; "auto", "never" and paths stay.
-
-    Raises:
-        UserError: the word matches no run, or several runs.
-    """
+    """Returns the value of --resume with a run's name replaced by its folder; "auto", "never" and paths stay."""
     files = (".tar", ".pth", ".pt", ".ckpt", ".safetensors")
     if not word or word in {"auto", "never"} or "/" in word or word.endswith(files) or Path(word).exists():
         return word
@@ -270,14 +255,75 @@ def head_of_active(folder: RunFolder) -> Running:
         return head
     run = shlex.quote(str(folder.path))
     if agents_work(folder.ranks):
-        hints = (
+        what = "the launcher of the run is gone, but its processes still train"
+        hints = [
             f"to take over the run, see manyhands why {run}",
             f"or save and stop the processes: manyhands stop {run}",
-        )
-        raise UserError("the launcher of the run is gone, but its processes still train", str(folder.path), hints)
-    hints = (
-        f"to see how the run ended: manyhands why {run}",
-        f"to resume the run: {resume_command(folder.path)}",
-        "to list active runs: manyhands ps",
-    )
-    raise UserError("the run is not active", str(folder.path), hints)
+        ]
+    else:
+        what = "the run is not active"
+        hints = [f"to see how the run ended: manyhands why {run}", f"to resume the run: {resume_command(folder.path)}"]
+        hints.append("to list active runs: manyhands ps")
+    raise UserError(what, str(folder.path), tuple(hints))
+
+
+def stop_headless(folder: RunFolder, *, now: bool) -> bool:
+    """Stops a run with processes but no launcher on this machine; returns False for any other run.
+
+    All its processes, everywhere, save and exit. With `now`, local processes are killed without saving.
+    """
+    run, ranks, term = folder.path, folder.ranks, term_in(folder.ranks)
+    # The launcher of a run that isn't detached may be on another machine, unless it is known to be gone.
+    known_gone = term != Term() or run.resolve() in {Path(record.run) for record in headless()}
+    if not known_gone or headed_here(run) or not agents_work(ranks):
+        return False
+    how = "ending the processes" if now else "asked the processes"
+    say(f"{how} of {run}{'' if now else ' to save and stop'}; the launcher is not on this machine")
+    if term != Term():
+        raise_term(ranks, Term(term.head + 1))
+    # A suspended agent (SIGSTOP) has not noticed that its launcher is gone; its workers end with it.
+    for pid in agents_here(ranks):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL if now else signal.SIGCONT)
+    while agents_work(ranks):
+        time.sleep(_POLL_S)
+    return True
+
+
+def stop_run(record: Running, *, now: bool) -> Event | None:
+    """Asks a run to save and stop, or ends it at once, and waits; returns the event that ended it, if it wrote one.
+
+    Raises:
+        UserError: its launcher is on another machine.
+        RunError: it could not be ended.
+    """
+    if not record.here:
+        hints = (f"run this on {record.host}: manyhands stop {shlex.quote(record.name)}",)
+        raise UserError(f"{record.name} was launched from {record.host}", record.run, hints)
+    signal_head(record, signal.SIGTERM)
+    if now:
+        say(f"ending {record.name} (pid {record.pid}) without saving")
+        time.sleep(_BETWEEN_SIGNALS_S)
+        signal_head(record, signal.SIGINT)
+        if not _ends_within(KILL_RUN_S, record):
+            say(f"{record.name} did not end within {KILL_RUN_S:.0f} s: killing the run")
+            signal_head(record, signal.SIGKILL)
+            if not _ends_within(KILL_RUN_S, record):
+                raise RunError(f"{record.name} can't be ended", f"pid {record.pid}", (f"run kill -9 {record.pid}",))
+        return look(record).end
+    say(f"asked {record.name} (pid {record.pid}) to save and stop")
+    shown, wait_s = "", _EXPLAIN_S
+    while not _ends_within(wait_s, record):
+        stopping = look(record).state == "stopping"
+        words = "waiting for the last checkpoint" if stopping else "waiting for the current update"
+        if words != shown:
+            say(f"{words}; use --now to end the run at once")
+        shown, wait_s = words, _POLL_S
+    return look(record).end
+
+
+def _ends_within(limit_s: float, record: Running) -> bool:
+    until = time.monotonic() + limit_s
+    while (runs := is_running(record)) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+    return not runs

@@ -3,7 +3,7 @@
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from manyhands.checkpoint.saved import saved_step
@@ -12,10 +12,16 @@ from manyhands.cluster.agents.claim import Term, new_holder, raise_term, run_id
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed
 from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.mirror import Receiver, Sender, pieces_of
-from manyhands.cluster.agents.open_tunnels import NoTunnelError, TunnelRoutes, join_through_ssh
+from manyhands.cluster.agents.open_tunnels import (
+    NoTunnelError,
+    StorePlaces,
+    StoreTunnel,
+    TunnelRoutes,
+    join_through_ssh,
+    open_store,
+)
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.protocol import OpenRun, RunOpened
-from manyhands.cluster.agents.store_tunnel import StorePlaces, StoreTunnel, open_store
 from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.code_files import with_absolute_paths
 from manyhands.cluster.doctor.findings import examine
@@ -27,11 +33,11 @@ from manyhands.core.errors import EXIT_DOCTOR, RunError
 from manyhands.core.records import write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import COPY_S, OPEN_FOLDER_S, TAKE_OVER_S
-from manyhands.parallel.ports import loopback_interface
-from manyhands.parallel.tunnel_ends import VARIABLE
+from manyhands.parallel.group.ports import loopback_interface
+from manyhands.parallel.group.tunnel_ends import VARIABLE
 from manyhands.run.doctor import public_addresses, survey_agents
 from manyhands.run.machines import REPLACED, Membership, RefusedError, folder_on
-from manyhands.run.recovery import resumed
+from manyhands.run.recovery import Say, resumed
 
 # Interval between two transfers of records to their copy.
 CARRY_S = 0.4
@@ -46,26 +52,12 @@ class LostWorkError(RunError):
 class Starts(contextlib.ExitStack):
     """Prepares each start of a run; closed with the block, like the tunnels that it opens.
 
-    Args:
-        job: what to do.
-        membership: which machines take part.
-        folder: the run folder here.
-        receiver: writes the records that arrive.
-        say: prints a sentence, with its log level.
-
     Attributes:
         tunnels: those of this process, where it relays between machines.
         copy: sends the records to a second machine, if one has a disk of its own.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        membership: Membership,
-        folder: RunFolder,
-        receiver: Receiver,
-        say: Callable[[str, str], object],
-    ) -> None:
+    def __init__(self, job: Job, membership: Membership, folder: RunFolder, receiver: Receiver, say: Say) -> None:
         super().__init__()
         self._job, self._membership, self._machines = job, membership, membership.machines
         self._folder, self._receiver, self._say = folder, receiver, say
@@ -76,8 +68,6 @@ class Starts(contextlib.ExitStack):
         self._routes: TunnelRoutes | None = None  # of this start, where only ssh connects several machines
         self._first_saved: int | None = None  # the newest step that was saved before the first start
         self.copy: RecordsCopy | None = None
-
-    # The start itself.
 
     def orders(self, job: Job, number: int) -> dict[AgentConnection, Orders]:
         """Prepares a start, and returns the orders for each machine.
@@ -107,14 +97,10 @@ class Starts(contextlib.ExitStack):
         sizes, orders = tuple(machine.processes for machine in running), dict[AgentConnection, Orders]()
         for position, machine in enumerate(running):
             tunnels = self._routes.ends[machine.name].environment() if self._routes else {VARIABLE: ""}
+            rendezvous = Rendezvous(sizes, position, *places.ends[machine], machine.spec.devices)
+            environment, there = {**machine.address.environment(), **tunnels}, machine.run_folder.folder
             order = orders_for(
-                job,
-                "train",
-                machine.run_folder.folder,
-                Rendezvous(sizes, position, *places.ends[machine], machine.spec.devices),
-                device=machine.device,
-                environment={**machine.address.environment(), **tunnels},
-                generation=number,
+                job, "train", there, rendezvous, device=machine.device, environment=environment, generation=number
             )
             orders[machine.agent] = replace(order, term=term)
         return orders
@@ -152,9 +138,8 @@ class Starts(contextlib.ExitStack):
         try:
             addresses = check_machines(self._job, self._say, self._machines)
             if not (addresses or self._ssh_only or alone):
-                raise RunError(
-                    "the other machines are connected without ssh, but can reach this machine only through ssh"
-                )
+                what = "the other machines are connected without ssh, but can reach this machine only through ssh"
+                raise RunError(what)
         except RunError as error:
             others_lost = any(machine.agent.closed for machine in self._machines.running if machine not in joining)
             for machine in joining:
@@ -181,8 +166,6 @@ class Starts(contextlib.ExitStack):
             return True
         return False
 
-    # Addresses, tunnels and the store.
-
     def set_addresses(self, addresses: dict[RunMachine, Address]) -> None:
         """Notes where the machines reach each other; empty if only ssh connects them."""
         self._ssh_only = not addresses
@@ -202,8 +185,6 @@ class Starts(contextlib.ExitStack):
             machine.address = Address(loopback_interface(), self._routes.ends[machine.name].address)
         return open_store(self._machines)
 
-    # Run folders.
-
     @property
     def saved(self) -> int:
         """The newest step that is saved on any machine; -1 for none."""
@@ -212,10 +193,8 @@ class Starts(contextlib.ExitStack):
     def open_folders(self, *, output: bool, records: bool = True, anew: bool = False) -> None:
         """Opens the run folder on every machine, at the same place in its work folder.
 
-        Args:
-            output: the first machine sends what rank 0 prints, too.
-            records: it sends the records.
-            anew: it sends all of them, since those that are here may differ; they are kept aside.
+        The first machine sends the records if `records`, all of them if `anew`, since those that are here may differ;
+        they are kept aside. With `output` it sends what rank 0 prints, too.
 
         Raises:
             RunError: another launcher has taken over the run.
@@ -226,10 +205,9 @@ class Starts(contextlib.ExitStack):
                 machine: self._request(machine, token, records=records and not number, output=output, anew=anew)
                 for number, machine in enumerate(self._machines.running)
             }
-            opened = self._machines.ask(requests, TAKE_OVER_S if term else OPEN_FOLDER_S)
-        for machine, answer in opened.items():
-            machine.opened_folder = answer
-        highest = max(answer.term for answer in opened.values())
+            for machine, answer in self._machines.ask(requests, TAKE_OVER_S if term else OPEN_FOLDER_S).items():
+                machine.opened_folder = answer
+        highest = max(machine.run_folder.term for machine in self._machines.running)
         if highest > term > 0:
             if self._first_saved is not None:
                 raise RunError(REPLACED)
@@ -307,13 +285,7 @@ class Starts(contextlib.ExitStack):
 
 
 class RecordsCopy:
-    """Sends the records of the run folder here to one machine.
-
-    Args:
-        link: the connection to it.
-        folder: the run folder there.
-        sender: finds what is new here.
-    """
+    """Sends the records of the run folder here to a folder on one machine."""
 
     def __init__(self, link: AgentConnection, folder: str, sender: Sender) -> None:
         self._link, self._folder, self._sender, self._at = link, folder, sender, 0.0
@@ -333,7 +305,7 @@ class RecordsCopy:
                 self._link.ask(call(Agent.keep_records, self._folder, pieces), COPY_S)
 
 
-def check_machines(job: Job, say: Callable[[str, str], object], machines: Machines) -> dict[RunMachine, Address]:
+def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, Address]:
     """Runs the doctor's checks without measurements, and returns the addresses at which the machines reach each other.
 
     Returns:

@@ -20,16 +20,9 @@ NOT_HANDED_ON = ("submit.", "cluster.on", "cluster.processes", "cluster.hosts", 
 
 
 def submit(job: Job, job_file: Path | None, on: str, *, dry_run: bool) -> str:
-    """Submits a job.
+    """Submits a job to Slurm or Kubernetes and returns the scheduler's output; with `dry_run` the script or manifest.
 
-    Args:
-        job: what to do; its section `submit` has the resources.
-        job_file: the file that the user named, if any; on Slurm the processes read it too.
-        on: "slurm" or "kubernetes".
-        dry_run: only return the script or manifest.
-
-    Returns:
-        The script or manifest, or the output of the scheduler.
+    `job_file` is the file that the user named, if any; on Slurm the processes read it too.
 
     Raises:
         UserError: an option is missing, or the scheduler's program isn't here.

@@ -1,6 +1,7 @@
 """Tasks beside training: evaluate, predict; describe, merge or reshard checkpoints; search a plan, predict scaling.
 
-A task runs in this process, in the group that a launcher has formed, or on processes started here.
+A task runs in this process, in the group that a launcher has formed, or on processes started here. `reference` is a run
+folder, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file; `which` is "best" or "last", for a run folder.
 """
 
 import gc
@@ -28,9 +29,9 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say
 from manyhands.parallel.options import MODE_OF_PLANS, USUAL_MODE, ParallelOptions
+from manyhands.run.folder import record_of
 from manyhands.run.logs import read_places
 from manyhands.run.outcome import failure_of
-from manyhands.run.resume import record_of
 from manyhands.run.train import check_names, place_of
 
 if TYPE_CHECKING:
@@ -41,14 +42,9 @@ Guesses = list[tuple[str, float]]
 
 
 def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Evaluates a run's checkpoint, or a file, on the run's evaluation split or on the data that `flags` name.
+    """Evaluates a checkpoint on the run's evaluation split or on the data that `flags` name.
 
-    A plain folder of class folders is evaluated entirely.
-
-    Args:
-        reference: a run folder, a checkpoint, or a .pth.tar, .pth or .safetensors file.
-        which: "best" or "last", for a run folder.
-        flags: changes to the run's job, by dotted key.
+    `flags` are changes to the run's job, by dotted key. A plain folder of class folders is evaluated entirely.
 
     Returns:
         checkpoint, data, count, loss, top1, top5, per_class and confusion, as plain data; None on processes other than
@@ -89,19 +85,10 @@ def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
 def evaluate_job(
     job: Job, path: Path | None, *, given: Collection[str] = (), whole: bool = False
 ) -> dict[str, Any] | None:
-    """Evaluates a checkpoint on the processes that the job names.
+    """Evaluates a checkpoint, or without `path` the job's untrained network, on the processes that the job names.
 
-    Args:
-        job: the job.
-        path: the checkpoint; None for the untrained network of the job.
-        given: keys of the options that the user changed.
-        whole: evaluate all pictures of a plain folder.
-
-    Returns:
-        As `evaluate_run`.
-
-    Raises:
-        ManyhandsError: the evaluation failed.
+    `given` has the keys of the options that the user changed; with `whole` all pictures of a plain folder are
+    evaluated. For the result and errors see `evaluate_run`.
     """
     argument = {"checkpoint": str(path.resolve()) if path else "", "given": list(given), "whole": whole}
     found = _in_group_or_started(job, "evaluate", argument)
@@ -117,8 +104,7 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
     if not reference.exists():
         hints = ("name a run folder, a checkpoint, or a .pth.tar file",)
         raise UserError(f"there is no file or folder {reference}", "", hints)
-    run = run_of(reference)
-    if not run:
+    if not (run := run_of(reference)):
         if not flags.get("data.name"):
             hints = ("name data and network: manyhands eval FILE DATA MODEL",)
             raise UserError(f"{reference} is not in a run folder", "", hints)
@@ -144,7 +130,7 @@ def run_of(reference: Path) -> RunFolder | None:
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:
-    """Returns the checkpoint folder or file that a reference means, and names damaged ones that were skipped.
+    """Returns the checkpoint that a reference means, and names damaged ones that were skipped.
 
     Raises:
         UserError: there is none, or it is on another machine.
@@ -173,23 +159,16 @@ def predict_files(
     processes: int | None = None,
     device: str | None = None,
 ) -> Iterator[tuple[Path, Guesses | str]]:
-    """Yields the most likely classes of each picture, with their probabilities; needs the checkpoint only.
+    """Yields the most likely classes of each picture, with their probabilities, or why it can't be read.
 
-    A picture that can't be read gives a text that says why.
-
-    Args:
-        reference: a run folder, or a checkpoint.
-        pictures: files, and folders whose pictures are all predicted.
-        which: "best" or "last", for a run folder.
-        model: the network's name, if the run doesn't record it.
-        processes: number of processes that share the pictures; None: this one, or those of a launcher.
-        device: torch device; None: the CPU, or what several processes select automatically.
+    `pictures` are files, and folders whose pictures are all predicted. `model` is the network's name, if the run
+    doesn't record it. Without `processes` this process predicts, or those of a launcher; without `device` the CPU, or
+    what several processes select automatically.
 
     Raises:
         UserError: a picture is missing, or the checkpoint can't be used without more.
     """
-    files = list_pictures(pictures)
-    path = resolve_checkpoint(reference, which)
+    files, path = list_pictures(pictures), resolve_checkpoint(reference, which)
     record = record_of(path)
     if model is None and record:
         announce([record.name], path, record, "--model {}")
@@ -199,11 +178,11 @@ def predict_files(
         argument = {"checkpoint": str(path.resolve()), "pictures": named, "model": model}
         found = _in_group_or_started(job, "predict", argument)
         yield from zip(files, found["guesses"], strict=True) if found else ()
-        return
-    from manyhands.worker.own_process import guess_files
+    else:
+        from manyhands.worker.own_process import guess_files
 
-    device = "cpu" if job.cluster.device == "auto" else job.cluster.device
-    yield from zip(files, guess_files(path, files, model, device), strict=True)
+        device = "cpu" if job.cluster.device == "auto" else job.cluster.device
+        yield from zip(files, guess_files(path, files, model, device), strict=True)
 
 
 def list_pictures(named: Iterable[Path]) -> list[Path]:
@@ -218,10 +197,10 @@ def list_pictures(named: Iterable[Path]) -> list[Path]:
     found: list[Path] = []
     for path in named:
         if path.is_dir():
-            inside = sorted(
-                file for file in path.rglob("*") if file.suffix.lower() in PICTURE_SUFFIXES and file.is_file()
-            )
-            inside = [file for file in inside if not any(map(is_junk, file.relative_to(path).parts))]
+            named_so = sorted(file for file in path.rglob("*") if file.suffix.lower() in PICTURE_SUFFIXES)
+            inside = [
+                file for file in named_so if file.is_file() and not any(map(is_junk, file.relative_to(path).parts))
+            ]
             if not inside:
                 hints = (f"name a folder with pictures that end in {', '.join(sorted(PICTURE_SUFFIXES))}",)
                 raise UserError(f"there is no picture in {path}", str(path), hints)
@@ -235,10 +214,6 @@ def list_pictures(named: Iterable[Path]) -> list[Path]:
 
 def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
     """Describes a checkpoint: format, step, mesh, and the shape, dtype, sharding and size of each tensor.
-
-    Args:
-        reference: a run folder, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file.
-        which: "best" or "last", for a run folder.
 
     Raises:
         UserError: there is none, or it is damaged.
@@ -254,8 +229,7 @@ def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
 def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path | None = None) -> tuple[str, ...]:
     """Writes a checkpoint unsharded, as a new folder or one file of weights, or as a folder sharded by a plan.
 
-    Returns:
-        What was left out, as sentences.
+    Returns what was left out, as sentences.
 
     Raises:
         ManyhandsError: the target exists, the plan doesn't fit, the source is damaged, or the disk is full.
@@ -269,13 +243,9 @@ def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path 
 
 
 def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs a worker's task in this process, if a launcher made it one of a group, else on processes started here.
+    """Runs a worker's task in the group that a launcher formed, else on processes started here; returns its result.
 
-    Returns:
-        What the task returned; nothing on processes of a group other than the first.
-
-    Raises:
-        ManyhandsError: the task failed.
+    The result is empty on processes of a group other than the first.
     """
     process_info = place_of(job).process_info
     if process_info is None:
@@ -291,14 +261,9 @@ def _in_group_or_started(job: Job, task: Literal["evaluate", "predict"], argumen
 
 
 def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
-    """Runs a worker's task on the processes that the job names, on this machine, and deletes its run folder.
+    """Runs a worker's task on processes of this machine in a temporary run folder; returns what rank 0 returned.
 
-    Args:
-        job: the job of the task.
-        argument: "task", and what it needs besides the job; plain data.
-
-    Returns:
-        What the first process returned.
+    `argument` has the key "task", and what the task needs besides the job; plain data.
 
     Raises:
         ManyhandsError: the task failed.
@@ -322,40 +287,6 @@ def _private_folder() -> Iterator[RunFolder]:
         yield folder
 
 
-def search_plan(
-    job: Job, requested: Mapping[str, Any], out: Path, *, force: bool
-) -> "tuple[Planned, tuple[Path, Path]]":
-    """Searches the plan for a job and writes it to `out`, with a picture beside it; see `worker.plan_search`.
-
-    Raises:
-        ManyhandsError: the job or a request can't be satisfied, or timing failed.
-    """
-    check_names(job)
-    with _no_garbage_collection():
-        from manyhands.worker import plan_search
-
-        return plan_search.search_plan(job, requested, out, run_by_agent, force=force)
-
-
-def predict_growth(job: Job, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
-    """Predicts throughput, efficiency and cost of a job on several numbers of machines, and draws them to `out`.
-
-    Raises:
-        UserError: a request can't be satisfied, or the picture can't be written.
-    """
-    from manyhands.report.growth import draw_growth, refuse_file
-
-    if out is not None:
-        refuse_file(out, force=force)
-    with _no_garbage_collection():
-        from manyhands.worker import plan_growth
-
-        growth = plan_growth.predict_growth(job, requested)
-    if out is not None:
-        draw_growth(growth.rows, growth.title, out)
-    return growth
-
-
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """A search, and what it imports, make many small objects and keep nearly all."""
@@ -366,3 +297,37 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+@_no_garbage_collection()
+def search_plan(
+    job: Job, requested: Mapping[str, Any], out: Path, *, force: bool
+) -> "tuple[Planned, tuple[Path, Path]]":
+    """Searches the plan for a job and writes it to `out`, with a picture beside it; see `worker.plan_search`.
+
+    Raises:
+        ManyhandsError: the job or a request can't be satisfied, or timing failed.
+    """
+    check_names(job)
+    from manyhands.worker import plan_search
+
+    return plan_search.search_plan(job, requested, out, run_by_agent, force=force)
+
+
+@_no_garbage_collection()
+def predict_growth(job: Job, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
+    """Predicts throughput, efficiency and cost of a job on several numbers of machines, and draws them to `out`.
+
+    Raises:
+        UserError: a request can't be satisfied, or the picture can't be written.
+    """
+    from manyhands.report.growth import draw_growth, refuse_file
+
+    if out is not None:
+        refuse_file(out, force=force)
+    from manyhands.worker import plan_growth
+
+    growth = plan_growth.predict_growth(job, requested)
+    if out is not None:
+        draw_growth(growth.rows, growth.title, out)
+    return growth

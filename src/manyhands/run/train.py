@@ -1,4 +1,4 @@
-"""Starts a training run on this machine and watches it, or trains in this process as one of a group."""
+"""Starts a run on this machine, or a user's script, and watches it; or trains in this process as one of a group."""
 
 import os
 import sys
@@ -12,16 +12,18 @@ from typing import Any
 from manyhands.checkpoint.folders import resolve
 from manyhands.cluster.agents.assemble import open_here
 from manyhands.cluster.agents.connection import AgentConnection, close_all
-from manyhands.cluster.agents.debugger import attach_notice
 from manyhands.cluster.agents.early import FILES, FILES_EACH, end_early, raise_file_limit
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.supervise import Watch, supervise_once
+from manyhands.cluster.agents.worker_start import attach_notice
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
+from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.hosts.this_process import LaunchDecision, RankOutsideError, participate, refuse_unfollowed
 from manyhands.config.job import Job
+from manyhands.config.load import LoadedJob
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
-from manyhands.core.files import private_files
+from manyhands.core.files import private_files, write_all
 from manyhands.core.mesh import parse_mesh
 from manyhands.core.resuming import OBJECTS
 from manyhands.core.run_folder import NOWHERE, RunFolder
@@ -32,35 +34,24 @@ from manyhands.core.user_code import refuse_no_code
 from manyhands.core.world import ProcessInfo
 from manyhands.data.known import find_choice
 from manyhands.models.published import check_network
+from manyhands.parallel.group.ports import describe_exposure, listen
 from manyhands.parallel.options import check_mode
-from manyhands.parallel.ports import describe_exposure, listen
 from manyhands.report.screen import Screen
 from manyhands.run.folder import FolderWatch, run_folder
-from manyhands.run.outcome import (
-    Outcome,
-    conclude,
-    ends_noted,
-    interrupted,
-    note_cause,
-    report_on,
-    starts_and_stops,
-    with_resume_hint,
-)
+from manyhands.run.outcome import Outcome, conclude, ends_noted, failure_here, report_on, starts_and_stops
 from manyhands.run.recovery import RestartHooks, run_to_end
-from manyhands.run.script import shown, stopping
 from manyhands.sync.choose import check_method
 
 STOPPING = "stopping after the current update; press Ctrl-C again to end at once without saving"
+# The sections of a job that apply to a script.
+_SCRIPT_SECTIONS = ("cluster.", "run.")
 
 
 def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Rendezvous | None = None) -> Outcome:
     """Trains as the job says: starts processes here, or joins a group that a launcher formed.
 
-    Args:
-        job: what to do.
-        quiet: no progress on standard error.
-        objects: `train.objects.Objects` of a user of the Python interface.
-        rendezvous: this machine among others that each start their own processes; None: from flags and environment.
+    `objects` are a Python user's `train.objects.Objects`. `rendezvous` is this machine among others that each start
+    their own processes; None: from flags and environment.
 
     Raises:
         ManyhandsError: the run failed; the error describes the first cause.
@@ -89,15 +80,14 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
     with run_folder(job) as folder, private_folder as private:
         more, earlier = {"met": several, **_hand_over(objects, private)}, len(starts_and_stops(folder))
         with ends_noted(job, folder), closing(Screen(folder.path, quiet=quiet)) as screen:
-            watch = watch_on(job, screen, shown(job, folder, screen, quiet=quiet))
+            watch = watch_on(job, folder, screen, quiet=quiet)
             # With one command per machine no launcher watches all processes: none are restarted or evicted.
             watch.evicts &= not several
-            agents = list[AgentConnection]()
+            agents, there = list[AgentConnection](), str(folder.path.resolve())
 
             def orders(job: Job, number: int) -> dict[AgentConnection, Orders]:
                 if not agents or agents[-1].closed:
                     agents.append(open_here(folder.ranks / "agent.log"))
-                there = str(folder.path.resolve())
                 return {agents[-1]: orders_for(job, "train", there, rendezvous, generation=number, **more)}
 
             try:
@@ -142,15 +132,15 @@ def _refuse_missing(job: Job, objects: Any) -> None:
     if job.run.script:
         return
     if job.cluster.device.partition(":")[0] == "gpu":
-        hints = (
+        detect, choose = (
             "remove --device to detect the accelerator",
-            "or use --device cuda (NVIDIA, AMD), npu, xpu, mps or cpu",
+            "--device cuda (NVIDIA, AMD), npu, xpu, mps or cpu",
         )
-        raise UserError("there is no device type gpu", "cluster.device", hints)
+        raise UserError("there is no device type gpu", "cluster.device", (detect, f"or use {choose}"))
     check_names(job, data=job.data.name != OBJECTS, model=getattr(objects, "model", None) is None)
-    code = {"data.name": job.data.name, "model.name": job.model.name, "train.loss": job.train.loss}
-    for where, word in code.items():
-        refuse_no_code(word, where)
+    refuse_no_code(job.data.name, "data.name")
+    refuse_no_code(job.model.name, "model.name")
+    refuse_no_code(job.train.loss, "train.loss")
     weights = Path(job.model.weights).expanduser()
     resumed = job.run.out and RunFolder(Path(job.run.out).expanduser()).has_checkpoints()
     if not (resumed or weights.exists()):
@@ -204,21 +194,62 @@ def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
     return {"objects": str(path), "paths": [entry or str(Path.cwd()) for entry in sys.path]}
 
 
-def watch_on(job: Job, screen: Screen, on_tick: Callable[[], None]) -> Watch:
-    """Returns the callbacks by which supervision updates the screen and follows the run folder."""
-    folder = FolderWatch(screen.folder, lambda text: screen.say(text, "WARNING"))
+def watch_on(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> Watch:
+    """Returns the callbacks by which supervision follows the run folder, and shows progress or a script's output."""
+
+    def warn(text: str) -> None:
+        screen.say(text, "WARNING")
+
+    followed, script = FolderWatch(folder.path, warn), job.run.script
+    echo = ScriptOutput(folder.ranks / "0.log") if script and not quiet else None
 
     def tick() -> None:
-        folder.look()
-        on_tick()
+        followed.look()
+        screen.update()
+        if echo:
+            echo.show_new()
 
-    return Watch(
-        tick,
-        lambda: screen.say(stopping(job, STOPPING)),
-        lambda how: screen.say(how, "WARNING"),
-        stalls=not job.cluster.debugging,
-        evicts=job.cluster.recovers,
-    )
+    # A script may not save.
+    stopping = f"stopping {script[0]}; press Ctrl-C again to kill the script" if script else STOPPING
+    stalls, evicts = not job.cluster.debugging, job.cluster.recovers
+    return Watch(tick, lambda: screen.say(stopping), warn, stalls=stalls, evicts=evicts)
+
+
+class ScriptOutput:
+    """Copies the output of a script's rank 0 from its log file to standard output unchanged, from now on."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._shown = log.stat().st_size if log.is_file() else 0
+
+    def show_new(self) -> None:
+        if not self._log.is_file() or self._log.stat().st_size <= self._shown:
+            return
+        with self._log.open("rb") as file:
+            file.seek(self._shown)
+            new = file.read()
+        self._shown += len(new)
+        sys.stdout.flush()
+        write_all(sys.stdout.fileno(), new)
+
+
+def check_script(loaded: LoadedJob) -> None:
+    """Checks a script and its options before anything is started.
+
+    Raises:
+        UserError: there is no such script here, or an option was given that does not apply to scripts.
+    """
+    job, script = loaded.job, loaded.job.run.script[0]
+    given = [key for key, origin in loaded.origins.items() if origin == "flag" and not key.startswith(_SCRIPT_SECTIONS)]
+    if given:
+        hints = (f"put options of the script after --: manyhands train {script} -n 2 -- --its-own-option 3",)
+        raise UserError(f"{given[0]} has no effect on a script of your own", f"flag --{given[0]}", hints)
+    if not machines_of(job.cluster) and not Path(script).is_file():
+        raise UserError(f"there is no script {script}", str(Path.cwd()), ("write the path relative to this folder",))
+    if found := participate(job.cluster).process_info:
+        what = f"this process is already rank {found.rank} of {found.size}, as set by {found.started_by}"
+        hints = (f"start {script} without manyhands", f"or without a launcher: manyhands train {script} -n 2")
+        raise UserError(what, script, hints)
 
 
 def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, objects: Any) -> Outcome:
@@ -233,7 +264,14 @@ def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, object
         return Outcome(RunFolder(Path(result["folder"])), result["status"], is_main=False)
     with run_folder(job) as folder:
         screen, over = Screen(folder.path, quiet=quiet), threading.Event()
-        thread = threading.Thread(target=_draw, args=(screen, over), daemon=True)
+        on_tick = watch_on(job, folder, screen, quiet=quiet).on_tick
+
+        def draw() -> None:
+            while not over.wait(0.25):
+                with suppress(OSError):
+                    on_tick()
+
+        thread = threading.Thread(target=draw, daemon=True)
         thread.start()
         try:
             result = _take_part(job, process_info, folder, objects, say)
@@ -246,15 +284,6 @@ def train_in_process(job: Job, process_info: ProcessInfo, *, quiet: bool, object
         return Outcome(folder, result["status"])
 
 
-def _draw(screen: Screen, over: threading.Event) -> None:
-    """Draws the screen from the run folder while this process trains."""
-    folder = FolderWatch(screen.folder, lambda text: screen.say(text, "WARNING"))
-    while not over.wait(0.25):
-        folder.look()
-        with suppress(OSError):
-            screen.update()
-
-
 def _take_part(
     job: Job, process_info: ProcessInfo, folder: RunFolder, objects: Any, notify: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -263,9 +292,5 @@ def _take_part(
     try:
         return train_here(job, process_info, folder, {"live": objects}, notify)
     except Failed as failed:
-        if process_info.rank == 0:
-            note_cause(folder, failed.record)
-            if failed.record.exit_code == EXIT_INTERRUPTED:
-                raise interrupted(folder) from None
-        error = as_error(failed.record)
-        raise (error if process_info.rank else with_resume_hint(error, folder)) from failed.__cause__
+        cause = None if failed.record.exit_code == EXIT_INTERRUPTED else failed.__cause__
+        raise (as_error(failed.record) if process_info.rank else failure_here(folder, failed.record)) from cause

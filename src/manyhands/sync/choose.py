@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 from manyhands.core.choices import unknown_choice
 from manyhands.sync.costs import Cost, LinkCase
-from manyhands.sync.method import methods, synchronizes_every_update
-from manyhands.sync.options import AUTO, SyncOptions
+from manyhands.sync.options import AUTO, SyncOptions, methods, synchronizes_every_update
 
 # What every parallel mode does by itself; plans are priced with it.
 EXACT = next(name for name, method in methods().items() if method.EXACT and not method.NEEDS)

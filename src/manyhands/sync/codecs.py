@@ -5,8 +5,6 @@ feedback: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et
 Integers are of blocks that share one scale, so that a large value costs only its neighbours their precision.
 """
 
-from abc import ABC, abstractmethod
-
 import torch
 from torch import Tensor
 
@@ -20,23 +18,7 @@ _SMALLEST = 1e-35
 _BIAS = 136
 
 
-class Codec(ABC):
-    """Turns values into bytes and back; the same bytes give the same values everywhere."""
-
-    @abstractmethod
-    def bytes_of(self, count: int) -> int:
-        """Bytes for `count` values, a multiple of BLOCK."""
-
-    @abstractmethod
-    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Values [..., n] to uint8 [..., bytes_of(n)], and what of them is rounded away; n is a multiple of BLOCK."""
-
-    @abstractmethod
-    def decode(self, coded: Tensor, dtype: torch.dtype) -> Tensor:
-        """Back to [..., n] of a floating type."""
-
-
-class Plain(Codec):
+class Plain:
     """Values as they are."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -53,8 +35,8 @@ class Plain(Codec):
         return coded.view(self._dtype).to(dtype)
 
 
-class Integers(Codec):
-    """Whole numbers of 8 or 4 bits times a scale for each block of values, whose length divides BLOCK."""
+class Integers:
+    """Integers of 8 or 4 bits times a scale for each block of values, whose length divides BLOCK."""
 
     def __init__(self, bits: int, block: int = BLOCK) -> None:
         self._bits, self._block = bits, block
@@ -89,6 +71,12 @@ class Integers(Codec):
             whole = packed.view(torch.int8).to(torch.float32)
         factors = scales.contiguous().view(torch.bfloat16).to(torch.float32)
         return whole.unflatten(-1, (-1, self._block)).mul_(factors[..., None]).flatten(-2).to(dtype)
+
+
+# A codec turns values into bytes and back; the same bytes give the same values on every machine. `bytes_of(n)` is the
+# number of bytes for n values, a multiple of BLOCK. `encode` turns values [..., n] into uint8 [..., bytes_of(n)] and
+# the rounding errors; `decode` returns [..., n] of a floating type.
+Codec = Plain | Integers
 
 
 def codec_named(name: str, dtype: torch.dtype) -> Codec:

@@ -8,7 +8,6 @@ fastest and give equal bits on machines of one kind; elsewhere, all processes co
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from manyhands.core.seeds import mix
 from manyhands.sync.codecs import Integers, codec_named
 from manyhands.sync.costs import FACTOR_BITS, FACTOR_BLOCK, Matrix, rank_shapes
-from manyhands.sync.talk import ExchangeSteps, Residual, SyncGroup, mean_of
+from manyhands.sync.exchange import ExchangeSteps, Residual, SyncGroup, mean_of
 
 Multiply = Callable[[Tensor, Tensor, Tensor], object]
 
@@ -138,37 +137,21 @@ def _rounded(exact: Tensor, like: Tensor) -> Tensor:
     return exact.to(torch.float32).to(like.device, like.dtype)
 
 
-class Compressor(Protocol):
-    """A way of agreeing on the mean of vectors [n]."""
-
-    def average(self, values: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Tensor]]:
-        """The agreed mean [n], and what of the values it lacks [n], in whose memory it may lie."""
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """Tensors that the next exchange depends on, as they are between two exchanges."""
-        ...
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Takes back what `state` gave."""
-        ...
-
-
 class Rounded:
-    """Each value rounded by a codec, both on the way to who adds it up and on the way back."""
+    """Rounds each value by a codec, before the sum and after it."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self._codec = codec_named(name, dtype)
         self._sums: Tensor | None = None
 
     def average(self, values: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Tensor]]:
-        """See `Compressor`; what was kept back of the sums stays with whoever added them up."""
+        """Exchanges vectors [n]: returns the mean [n] and the residual [n]; that of the sums stays on this process."""
         averaged, residual = yield from mean_of(values, self._codec, peers, self._sums)
         self._sums = residual.sums
         return averaged, residual.own
 
     def state(self) -> dict[str, Tensor]:
-        """What was kept back of this process's part of the sums."""
+        """Returns the tensors on which the next exchange depends: the residual of this process's part of the sums."""
         return {} if self._sums is None else {"sums": self._sums}
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -295,6 +278,9 @@ class LowRank:
         pieces = sent.split([*thin, *(self._sizes[place] for place in self.ranks.rest)])
         shaped = [piece.view(-1, length) for piece, length in zip(pieces, lengths, strict=False)]
         return [*shaped, *pieces[len(shaped) :]]
+
+
+Compressor = Rounded | LowRank
 
 
 def compressor_named(

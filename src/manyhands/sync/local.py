@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from manyhands.core.phases import CLOCK, COMMUNICATION
-from manyhands.sync.buffers import Buffers, LocalGroup, add_vector, as_vector, dtype_of, write_vector
 from manyhands.sync.compress import Compressor
 from manyhands.sync.costs import Cost
-from manyhands.sync.synchronizer import Synchronizer
-from manyhands.sync.talk import AsyncExchange, SyncGroup
+from manyhands.sync.exchange import AsyncExchange, SyncGroup
+from manyhands.sync.synchronizer import Buffers, LocalGroup, Synchronizer, add_vector, as_vector, dtype_of, write_vector
 
 
 @dataclass

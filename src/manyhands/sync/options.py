@@ -1,11 +1,49 @@
-"""The [sync] section of a job: what all methods have in common, and the options of each method's own."""
+"""Sync methods by name, and the [sync] section of a job: common options and those of each method. No torch."""
 
-from typing import TYPE_CHECKING, Literal
+import functools
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import create_model
 
+from manyhands.core.choices import load_choice, module_names
+from manyhands.core.needs import Need, missing
 from manyhands.core.options import Options, option
-from manyhands.sync.method import methods
+
+METHODS = "manyhands.sync.methods"
+_LAST = 1000
+
+
+@functools.cache
+def methods() -> dict[str, Any]:
+    """The files of all methods by name, in the order in which `auto` prefers them."""
+    found = {name: load_choice(METHODS, name) for name in module_names(METHODS)}
+    return dict(sorted(found.items(), key=lambda one: getattr(one[1], "PRECEDENCE", _LAST)))
+
+
+def synchronizes_every_update(name: str) -> bool:
+    """True for methods without a pace."""
+    return bool(getattr(methods()[name], "EVERY_UPDATE", True))
+
+
+def exception_of(name: str) -> str:
+    """How a method makes results depend on the number of processes, in a sentence; empty if it doesn't."""
+    method = methods()[name]
+    if method.EXACT:
+        return ""
+    usual = f"Gradients are synchronized by {name} (sync.method = {name}): results depend on the number of processes."
+    return getattr(method, "EXCEPTION", usual)
+
+
+def refused(name: str, offers: "frozenset[Need] | set[Need]") -> Need | None:
+    """The first thing that a method needs and isn't offered; None where it can be taken."""
+    return missing(methods()[name].NEEDS, offers)
+
+
+def option_keys(name: str) -> list[str]:
+    """The options of a method's own, in the job's section `sync`."""
+    section = getattr(methods()[name], "Options", None)
+    return list(section.model_fields) if section else []
+
 
 # Has the link decide.
 AUTO = "auto"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,11 +17,10 @@ from torch import Tensor, nn
 from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.seeds import mix
-from manyhands.sync.buffers import Buffers, LocalGroup, dtype_of
 from manyhands.sync.compress import LowRank, compute_alike
 from manyhands.sync.costs import batches
-from manyhands.sync.synchronizer import Synchronizer
-from manyhands.sync.talk import CollectiveQueue, ExchangeSteps, SyncGroup
+from manyhands.sync.exchange import CollectiveQueue, ExchangeSteps, SyncGroup
+from manyhands.sync.synchronizer import Buffers, LocalGroup, Synchronizer, dtype_of
 
 # Between two looks at what has come.
 _LOOK_S = 1e-3
@@ -37,20 +37,32 @@ class _SentBatch:
     lost: Tensor  # what of this process's part rounding kept back
 
 
-class PowerSgd:
-    """Agrees on gradients while the backward pass goes on; what the factors lack is sent with the next gradients.
+class PowerSgd(Synchronizer):
+    """Averages gradients during the backward pass; what the factors lack is sent with the next gradients.
 
-    Batches of gradients leave as soon as the last pass of an update has come to them, and are the agreed ones before
-    the optimizer sees them, so that no update works with old ones. Not torch's own hook: with several buckets that
-    starts collectives in an order that differs between processes. Sources: Vogels, Karimireddy and Jaggi 2019,
-    arXiv:1905.13727; Zhang et al. 2023, arXiv:2306.08881.
+    Batches of gradients are sent as soon as an update's last backward pass has computed them, and are replaced by their
+    mean before the optimizer's step. torch's own hook starts collectives in different orders on different processes if
+    there are several buckets. Sources: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727; Zhang et al. 2023,
+    arXiv:2306.08881.
 
-    Making one is a collective. The parameters are all that are trained, in an order that is equal everywhere, best that
-    of the forward pass; those that are `rare` may get a gradient on no process. Where several processes of a machine
-    send as one they add up their factors first; `processes` are those of all machines, 0 for as many as peers.
+    Creation is a collective.
+
+    Args:
+        parameters: all trained parameters, in the same order on all processes, best that of the forward pass.
+        peers: the processes that exchange gradients.
+        rank: the rank of the approximation.
+        seed: of the first factors; equal on all processes.
+        rare: parameters that may get a gradient on no process.
+        machine: processes that add up their factors before the exchange; None if each sends its own.
+        processes: the number of processes on all machines; 0: that of the peers.
+        buffers: the network's buffers, averaged for evaluation and checkpoints.
+        own: see `Synchronizer`.
     """
 
-    def __init__(
+    reduces = False
+    local_statistics = True
+
+    def __init__(  # noqa: PLR0913 - most are named
         self,
         parameters: Sequence[nn.Parameter],
         peers: SyncGroup,
@@ -60,8 +72,11 @@ class PowerSgd:
         *,
         machine: LocalGroup | None = None,
         processes: int = 0,
+        buffers: Buffers | None = None,
+        own: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        # time that training stood still for agreed gradients; 0, since no exchange outlasts an update
+        self.own, self._buffers, self.timed = own, buffers or Buffers([], peers, machine), self
+        # seconds for which training waited for gradients; no exchange outlasts an update
         self.waited_s, self.exchange_s = 0.0, 0.0
         self._peers, self._rare, self._machine = peers, list(rare), machine
         self._weight = peers.size / (processes or peers.size)
@@ -69,8 +84,8 @@ class PowerSgd:
         shapes = [tuple(parameter.shape) for parameter in parameters]
         self._batches: list[_Batch] = []
         for number, places in enumerate(batches(shapes, rank)):
-            own, turn = [shapes[place] for place in places], number % 2
-            compressor = LowRank(own, rank, mix(seed + number), device, dtype, turn=turn)
+            sent, turn = [shapes[place] for place in places], number % 2
+            compressor = LowRank(sent, rank, mix(seed + number), device, dtype, turn=turn)
             self._batches.append(_Batch([parameters[place] for place in places], compressor, dtype))
         self._first = [batch.compressor.state() for batch in self._batches]
         # All processes multiply what their machines have agreed on.
@@ -88,17 +103,16 @@ class PowerSgd:
         self._thread = threading.Thread(target=self._serve, name="manyhands gradients", daemon=True)
         self._thread.start()
 
-    def expect(self) -> None:
-        """The next backward pass is the last one before `average`: gradients may leave as they come."""
+    def before_last_micro_batch(self) -> None:
         self._expecting, self._offered = True, 0
         for batch in self._batches:
             batch.expect()
         self._begun.put(True)
 
-    def average(self) -> None:
-        """Waits until the gradients are the agreed mean; a collective. Raises RuntimeError as a collective fails."""
+    def on_gradients(self) -> None:
+        """Waits until the gradients are the mean; a collective. Raises RuntimeError if a collective fails."""
         if not self._expecting:
-            self.expect()
+            self.before_last_micro_batch()
         self._offer(nothing_comes=True)
         self._expecting = False
         began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
@@ -112,26 +126,50 @@ class PowerSgd:
             if parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
 
-    def state(self) -> dict[str, Tensor]:
-        """What is held back, and the factors."""
-        state: dict[str, Tensor] = {}
+    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Returns residuals, factors and buffers."""
+        state = {"buffers": self._buffers.own()}
         for number, batch in enumerate(self._batches):
             state[f"{number}.held"] = batch.residual
             state |= {f"{number}.{name}": tensor for name, tensor in batch.compressor.state().items()}
-        return state
+        return state, {}
 
-    def load(self, state: dict[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:  # noqa: ARG002 - none here
+        self._buffers.write(tensors["buffers"])
         for number, batch in enumerate(self._batches):
             prefix = f"{number}."
-            own = {name[len(prefix) :]: one for name, one in state.items() if name.startswith(prefix)}
+            own = {name[len(prefix) :]: one for name, one in tensors.items() if name.startswith(prefix)}
             batch.residual.copy_(own.pop("held"))
             batch.compressor.load({name: one.to(batch.residual.device) for name, one in own.items()})
 
-    def forget(self) -> None:
-        """Begins anew between two updates: with nothing held back, and the first factors."""
+    def forget(self) -> str:
+        """Starts again between two updates, without residuals and with the first factors."""
         for batch, first in zip(self._batches, self._first, strict=True):
             batch.residual.zero_()
             batch.compressor.load(first)
+        return "the residual of earlier gradients is dropped too"
+
+    def begin(self) -> None:
+        self._buffers.begin()
+
+    def finish(self, step: int) -> None:
+        self._buffers.average(step)
+        self._buffers.write(self._buffers.averaged)
+
+    def average_buffers(self, step: int) -> None:
+        self._buffers.average(step)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        own = self._buffers.own()
+        self._buffers.write(self._buffers.averaged)
+        try:
+            yield
+        finally:
+            self._buffers.write(own)
+
+    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def close(self) -> None:
         """Leaves the parameters without hooks."""
@@ -265,57 +303,3 @@ class _Batch:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         self.compressor.end(self.residual, answer.sent, (answer.mean, answer.lost), gradients, between)
-
-
-class PowerSgdSynchronizer(Synchronizer):
-    """Gradients of low rank, in every update; BatchNorm's statistics when somebody looks at them."""
-
-    reduces = False
-    local_statistics = True
-
-    def __init__(self, power: PowerSgd, buffers: Buffers, own: Mapping[str, Any]) -> None:
-        self._power, self._buffers, self.own = power, buffers, own
-        self.timed = power
-
-    def before_last_micro_batch(self) -> None:
-        self._power.expect()
-
-    def on_gradients(self) -> None:
-        self._power.average()
-
-    def forget(self) -> str:
-        self._power.forget()
-        return "the residual of earlier gradients is dropped too"
-
-    def finish(self, step: int) -> None:
-        self._buffers.average(step)
-        self._buffers.write(self._buffers.averaged)
-
-    def average_buffers(self, step: int) -> None:
-        self._buffers.average(step)
-
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        own = self._buffers.own()
-        self._buffers.write(self._buffers.averaged)
-        try:
-            yield
-        finally:
-            self._buffers.write(own)
-
-    def replicas(self, model: nn.Module) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        return {**self._power.state(), "buffers": self._buffers.own()}, {}
-
-    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:  # noqa: ARG002 - none here
-        mine = dict(tensors)
-        self._buffers.write(mine.pop("buffers"))
-        self._power.load(mine)
-
-    def close(self) -> None:
-        self._power.close()
-
-    def begin(self) -> None:
-        self._buffers.begin()

@@ -17,12 +17,11 @@ from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.splits import Source
 from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups, refuse_other_networks
-from manyhands.parallel.grid import Grid
-from manyhands.parallel.marks import layouts_of
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.marks import layouts_of
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.norm import group_batch_norms, leave_batch_norms
-from manyhands.parallel.plain import broadcast_plain, gather_plain
-from manyhands.parallel.rows import find_rows
+from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms, leave_batch_norms
 from manyhands.sync.choose import BY_MODE, EXACT
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import ChosenSync, SyncRequest, select_sync
@@ -103,17 +102,17 @@ def build(parts: Parts) -> Trainer:
     warm_up(update, samples.train, min(trial.count, order.length))
     for module in parts.frozen:
         module.training = False
-    feed = Feed(order, sharing, samples.train, network.replica(world.rank), samples.pixels.augment)
+    feed = Feed(order, sharing, samples.train, network.share.index, samples.pixels.augment)
 
     def evaluate_on(loader: Loader, source: Source) -> Callable[..., Evaluation]:
         """Returns the function that evaluates the network under its mode, with the current shares at each call."""
         evaluator = Evaluator(loader, len(source), len(classes), job, world, network, parts.metrics)
-        return lambda asked=None: evaluator(network.evaluated, update.gradients.autocast(), asked, feed.sharing.shares)
+        return lambda asked=None: evaluator(update.gradients.autocast(), asked, feed.sharing.shares)
 
     def release() -> None:
         synchronizer.close()
         samples.close()
-        network.release()
+        network.close()
         under.restore_norms()
 
     test = None
@@ -208,7 +207,7 @@ def put_under_mode(
         )
     sample_s = time_sample(model, picture.expand(2, *picture.shape), world)
     network = apply_mode(parts.mode, model, world, sync.how)
-    network.draws |= trial.draws
+    network.traits.draws |= trial.draws
     return UnderMode(network, sync, trial, restore_norms, sample_s)
 
 
@@ -244,7 +243,7 @@ def _run_trial(parts: Parts, samples: DataSetup, probe: StepProbe) -> TrialResul
     layers = probe.network.norms.layers
     if parts.loss_fn is None and (world.alone or parts.job.sync.method == EXACT):
         # Nothing asks for more, and it isn't known how the user's own loop calls the network.
-        find_rows(probe.network.inner, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
+        find_rows(probe.network.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
         return TrialResult([], draws=False)
     try:
         classes = len(samples.classes) if parts.loss_fn else 0
@@ -312,7 +311,7 @@ def say_expected(sample_s: float, trainer: Trainer) -> None:
 
 def resume(trainer: Trainer, found: Resumable) -> None:
     """Restores the trainer from a checkpoint."""
-    names = [name for name, parameter in trainer.network.inner.named_parameters() if parameter.requires_grad]
+    names = [name for name, parameter in trainer.network.model.named_parameters() if parameter.requires_grad]
     where = str(found.path)
     if trainer.job.checkpoint.pth_tar:
         from manyhands.train.pth_tar import check_same_training

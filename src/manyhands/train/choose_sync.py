@@ -19,15 +19,15 @@ from manyhands.core.needs import FINITE_GRADIENTS, OWN_STATISTICS, Need
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.parallel.apply import offers_of
-from manyhands.parallel.close_listeners import closed_once_formed
+from manyhands.parallel.group.listeners import closed_once_formed
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.network import ModeRequest
 from manyhands.parallel.options import MODES, USUAL_MODE
-from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose
 from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.measure import measure_link, pass_seconds
-from manyhands.sync.method import methods, refused, synchronizes_every_update
+from manyhands.sync.options import methods, refused, synchronizes_every_update
 from manyhands.sync.synchronizer import Places, SyncContext, Synchronizer
 from manyhands.train.journal import RunContext
 from manyhands.train.monitors import CommunicationMonitor, Watcher

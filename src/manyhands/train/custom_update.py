@@ -18,8 +18,7 @@ from manyhands.core.phases import CLOCK, COMMUNICATION
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.order import Order
-from manyhands.parallel.network import MicroBatch
-from manyhands.parallel.plain import broadcast_plain
+from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.train.build import build
 from manyhands.train.feed import LoadedMicroBatch, UpdateShare
 from manyhands.train.loop import start_clocks
@@ -66,7 +65,7 @@ class CustomUpdate:
 
     def __init__(self, updater: Updater, update: UpdateShare, step: int) -> None:
         self._updater, self._update, self._step = updater, update, step
-        self._open: tuple[LoadedMicroBatch, MicroBatch, Tensor] | None = None
+        self._open: tuple[LoadedMicroBatch, Tensor, int] | None = None
         self._weights: list[Tensor] = []
         self._output: Tensor | None = None
         self._gradients, self.made, self.at_last = False, False, False
@@ -83,9 +82,8 @@ class CustomUpdate:
         for number, part in enumerate(parts):
             last = self.at_last = number == len(parts) - 1
             micro_batch = part.micro_batch(self._update.count, updater.pass_seed(self._step, number))
-            inputs, labels = updater.network.begin(micro_batch)
-            labels = updater.network.own_labels(labels)
-            self._open = part, micro_batch, labels
+            inputs, labels, reported = updater.network.begin(micro_batch)
+            self._open = part, labels, reported
             with updater.gradients.own_forward(last=last):
                 yield inputs, labels
             if self._open:
@@ -111,12 +109,11 @@ class CustomUpdate:
         if not self._open:
             raise UserError("session.backward was called twice for the same samples", "session.backward", _LOOP)
         updater = self._updater
-        part, micro_batch, labels = self._open
+        part, labels, reported = self._open
         self._open = None
         last = self.at_last
         self._refuse_changes()
-        rows = len(labels) if updater.network.together else part.share.count
-        reported = updater.network.counted(micro_batch, labels)
+        rows = len(labels) if updater.network.share.together else part.share.count
         detached = loss.detach()
         # Apple's devices know no float64.
         kind = torch.float32 if loss.device.type == "mps" else torch.float64
@@ -138,7 +135,7 @@ class CustomUpdate:
                 updater.measured.unguessed()
         self._add_gradients(loss, share, last=last)
         self._gradients, self._output = last, None
-        if not last or updater.gradients.scaler or updater.network.together:
+        if not last or updater.gradients.scaler or updater.network.share.together:
             found = ((one, one.grad) for one in updater.parameters)
             self._added = [(one, grad, grad._version) for one, grad in found if grad is not None]
         return detached * counts, counts
@@ -148,7 +145,7 @@ class CustomUpdate:
         updater = self._updater
         whole = self._whole() if last and self._weights else None
         # A sync method may send them as the last backward pass comes to them, so they are divided before it.
-        early = whole if updater.network.runs_alone else None
+        early = whole if not updater.network.share.collective_forward else None
         with updater.gradients.not_forward():
             if early is not None:
                 self._divide(early)

@@ -21,7 +21,6 @@ from manyhands.checkpoint.files import verify
 from manyhands.config.job import Job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.files import read_object
-from manyhands.core.mesh import bounds
 from manyhands.core.phases import CLOCK, EVALUATION
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
@@ -30,8 +29,8 @@ from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.order import dealt_blocks, evaluation_blocks
 from manyhands.models.outputs import main_and_auxiliary
+from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.plain import broadcast_plain
 from manyhands.train.metrics import CustomMetric, Evaluation, FigureSums
 from manyhands.train.recover import Resumable, find_state
 from manyhands.train.schedule import CustomScheduler
@@ -125,16 +124,13 @@ class Evaluator:
         self._views, self._log_probabilities = job.train.evaluate_views, job.train.loss == "nll"
         self.loader, self.length, self.classes, self.world = loader, length, classes, world
         self.blocks = evaluation_blocks(length, job.train.evaluate_batch)
-        self._collective_forward = network.collective_forward
-        # On a mesh all processes compute each block together.
-        self._together = network if network.together else None
+        self._network = network
         # Apple's devices know no float64.
         self._precise = torch.float32 if world.device == "mps" else torch.float64
         self._own = FigureSums(metrics, classes, world.device, self._precise) if metrics else None
 
     def __call__(
         self,
-        model: nn.Module,
         autocast: contextlib.AbstractContextManager[object],
         asked: Callable[[], object] | None = None,
         shares: Sequence[int] = (),
@@ -142,7 +138,6 @@ class Evaluator:
         """Evaluates; the network is left in the mode it was in.
 
         Args:
-            model: the network.
             autocast: the context of the forward passes.
             asked: returns True if this process was asked to stop; given on all processes, or on none.
             shares: each process's share of an update, in proportion to which blocks are assigned; empty if equal.
@@ -153,21 +148,19 @@ class Evaluator:
         """
         started = time.perf_counter()
         # Not inference_mode: what a sharded network's first pass sets up under it could never be trained.
-        with evaluating(model), torch.no_grad(), autocast:
-            counts = self._count(model, self._dealt(shares), StopRequest(self.world, asked) if asked else None)
+        with evaluating(self._network.call), torch.no_grad(), autocast:
+            counts = self._count(self._dealt(shares), StopRequest(self.world, asked) if asked else None)
         return self._sum_up(*counts, started)
 
     def _dealt(self, shares: Sequence[int]) -> list[list[int]]:
         """Numbers of the blocks that each process computes."""
-        if self._together:
+        if self._network.share.together:
             return [list(range(len(self.blocks)))] * self.world.size
         # Where all call the network equally often, a slow process's calls are the more, the more others have.
-        turns = not shares or self._collective_forward
+        turns = not shares or self._network.share.collective_forward
         return dealt_blocks(len(self.blocks), (1,) * self.world.size if turns else shares)
 
-    def _count(
-        self, model: nn.Module, dealt: list[list[int]], request: StopRequest | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _count(self, dealt: list[list[int]], request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns true and predicted class [2, length], top-5 hits and samples [2], and sums [k, blocks].
 
         The first sums are the losses, the others those of custom metrics.
@@ -183,21 +176,11 @@ class Evaluator:
         for place, (number, counted, batch) in enumerate(self._batches(mine, max(map(len, dealt)))):
             if request and place in asks:
                 request.check_stop(asks[place])
-            length, labels = len(self.blocks[number]), batch.labels
-            filled = max(length, self._together.most_parts) if self._together else length
-            if self._together:
-                labels = self._together.gather_rows(labels, filled)[:length]
-            logits = averaged(model, batch.images, self._views)
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            if self._views > 1 and self._log_probabilities:
-                logits = logits.log_softmax(1)
-            if self._together:
-                logits = self._together.gather_outputs(logits, filled)
-            logits = logits[:length]
+            block = self.blocks[number]
+            logits, labels = self._network.evaluate(batch.images, batch.labels, len(block), self._outputs)
             if not counted:
                 continue
             guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
-            block = self.blocks[number]
             pairs[:, block.start : block.stop] = torch.stack([labels, guesses[:, 0]])
             tallies += torch.stack([(guesses == labels[:, None]).any(1).sum(), labels.new_tensor(len(labels))])
             sums[0, number] = self._loss(logits, labels)
@@ -205,32 +188,32 @@ class Evaluator:
                 sums[1:, number] = self._own.of(logits, labels)
         return pairs, tallies, sums
 
+    def _outputs(self, model: nn.Module, images: Tensor) -> Tensor:
+        logits = averaged(model, images, self._views)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits.log_softmax(1) if self._views > 1 and self._log_probabilities else logits
+
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         function = F.nll_loss if self._log_probabilities else F.cross_entropy
         return function(logits.to(self._precise), labels, reduction="sum")
 
     def _batches(self, numbers: list[int], rounds: int) -> Iterator[tuple[int, bool, Any]]:
-        """Yields this process's blocks, then uncounted ones where all processes must call the network equally often."""
-        if self._together:
-            yield from self._shared_batches(self._together)
-            return
-        mine = [(number, True) for number in numbers]
-        if self._collective_forward:
+        """Yields this process's blocks: the number, whether it counts, and the samples.
+
+        If all processes must call the network equally often, blocks that don't count fill up to `rounds`. On a mesh,
+        each block has the samples that this process's part of the network reads, and rank 0 counts.
+        """
+        share, mine = self._network.share, [(number, True) for number in numbers]
+        if share.together:
+            mine = [(number, self.world.is_main) for number in numbers]
+        elif share.collective_forward:
             mine += [(0, False)] * (rounds - len(mine))
-        requests = (torch.arange(self.blocks[number].start, self.blocks[number].stop) for number, _ in mine)
+        blocks = (self.blocks[number] for number, _ in mine)
+        requests = (
+            torch.tensor(share.of_block(one)) if share.together else torch.arange(one.start, one.stop) for one in blocks
+        )
         for (number, counted), batch in zip(mine, self.loader.batches(0, requests), strict=True):
             yield number, counted, batch
-
-    def _shared_batches(self, network: ParallelNetwork) -> Iterator[tuple[int, bool, Any]]:
-        """Every block, of which this process has the samples that the network's input gives it; rank 0 counts."""
-        requests: list[Tensor] = []
-        for block in self.blocks:
-            # A block of fewer samples than some op shares out is filled up with its first one, which doesn't count.
-            filled = [*block, *[block.start] * (network.most_parts - len(block))]
-            cuts, place = bounds(len(filled), network.replicas(self.world.size)), network.replica(self.world.rank)
-            requests.append(torch.tensor(filled[cuts[place] : cuts[place + 1]]))
-        for number, batch in enumerate(self.loader.batches(0, iter(requests))):
-            yield number, self.world.is_main, batch
 
     def _sum_up(self, pairs: Tensor, tallies: Tensor, sums: Tensor, started: float) -> Evaluation:
         if not self.world.alone:

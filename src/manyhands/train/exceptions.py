@@ -1,17 +1,18 @@
 """Sentences for plan.json and the report on what makes a run depend on the number of processes."""
 
-from collections.abc import Iterable
-
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from manyhands.parallel.apply import normalises_in_groups
-from manyhands.sync.method import exception_of
+from manyhands.sync.options import exception_of
 from manyhands.train.trainer import Trainer
 
-# Of modules that drop whole branches of single samples: parts of their classes' names in torchvision, timm and others.
-_DROPS_BRANCHES = ("stochasticdepth", "droppath", "drop_path")
+# Kinds of random masks: parts of class names, in torchvision, timm and others, and attributes with a probability.
+_MASKS = {
+    "Dropout": (("dropout",), ("p",)),
+    "Stochastic depth": (("stochasticdepth", "droppath", "drop_path"), ("drop_prob", "p")),
+    "Attention dropout": (("attention",), ("dropout", "attention_dropout", "attn_dropout", "dropout_p")),
+}
 
 
 def exceptions(trainer: Trainer) -> list[str]:
@@ -22,7 +23,7 @@ def exceptions(trainer: Trainer) -> list[str]:
 
 
 def _of_norms(trainer: Trainer) -> list[str]:
-    modules = trainer.network.inner.modules()
+    modules = trainer.network.model.modules()
     if not any(isinstance(module, _BatchNorm) for module in modules):
         return []
     local = trainer.job.train.norm_group == "local" or trainer.synchronizer.local_statistics
@@ -45,36 +46,22 @@ def exception_of_buffers(names: list[str]) -> str:
 
 def _of_draws(trainer: Trainer) -> list[str]:
     """Random numbers: each process draws its own, so another number of processes gives samples other ones."""
-    found = [f"{kind} masks depend on the number of processes." for kind in _dropping(trainer.network.inner)]
-    if not found and trainer.network.draws:
+    modules = list(trainer.network.model.modules())
+    found = [
+        f"{kind} masks depend on the number of processes." for kind in _MASKS if any(_drops(m, kind) for m in modules)
+    ]
+    if not found and trainer.network.traits.draws:
         found.append("The network's random numbers in training depend on the number of processes.")
     return found
 
 
-def _dropping(network: nn.Module) -> Iterable[str]:
-    modules = list(network.modules())
-    if any(isinstance(module, _DropoutNd) and module.p > 0 for module in modules):
-        yield "Dropout"
-    if any(_drops_branches(module) for module in modules):
-        yield "Stochastic depth"
-    if any(_attention_dropout(module) > 0 for module in modules):
-        yield "Attention dropout"
-
-
-def _drops_branches(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    share = getattr(module, "drop_prob", getattr(module, "p", 0.0))
-    return any(word in name for word in _DROPS_BRANCHES) and isinstance(share, int | float) and share > 0
-
-
-def _attention_dropout(module: nn.Module) -> float:
-    """Returns the dropout probability of an attention module; 0 for other modules."""
-    if isinstance(module, nn.MultiheadAttention):
-        return module.dropout
-    if "attention" not in type(module).__name__.lower():
-        return 0.0
-    shares = [getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout", "dropout_p")]
-    return max((share for share in shares if isinstance(share, int | float)), default=0.0)
+def _drops(module: nn.Module, kind: str) -> bool:
+    words, attributes = _MASKS[kind]
+    classes = [one.__name__.lower() for one in type(module).__mro__]
+    values = [getattr(module, name, 0.0) for name in attributes]
+    return any(word in name for word in words for name in classes) and any(
+        isinstance(value, int | float) and value > 0 for value in values
+    )
 
 
 def _of_sync(trainer: Trainer) -> list[str]:

@@ -8,17 +8,17 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from manyhands.core.timeouts import HEARTBEAT_S, STALL, STALL_S
-from manyhands.parallel.heartbeat import HEARTBEAT_FILE, Heartbeat, leave_path
-from manyhands.parallel.shared_memory import SharedSums
+from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, leave_path
+from manyhands.parallel.replicas.shared_memory import SharedSums
 
-# A cut that has healed is told of where it took so long, and so many times as long as an update does usually.
+# A stall is reported if it takes this many seconds, and this many times the usual time of an update.
 _CUT_S, _CUT = 3.0, 3.0
 _KEPT, _ENOUGH = 20, 3
 # Where tcpi_bytes_acked and tcpi_bytes_received lie in Linux's struct tcp_info.
@@ -59,9 +59,8 @@ class HeartbeatWriter:
 
     def too_long(self, took_s: float) -> str:
         """Returns a message if a stall of `took_s` seconds is unusual, else an empty string."""
-        if took_s <= _CUT_S or len(self._updates_s) < _ENOUGH or took_s <= _CUT * (usual_s := self._usual_s()):
-            return ""
-        return stood_still(took_s, usual_s, linked=self.linked)
+        known = len(self._updates_s) >= _ENOUGH
+        return stall_message(took_s, self._usual_s(), linked=self.linked) if known and took_s > _CUT_S else ""
 
     def hung(self) -> str:
         """Returns a message if this process hangs; empty if it may still continue. Takes a second."""
@@ -127,18 +126,17 @@ def shut_connections() -> None:
 
     Listening sockets stay open, because gloo ends the process if accepting fails.
     """
-    with contextlib.suppress(OSError):
-        for link in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if str(link.readlink()).startswith("socket:"):
-                    with socket.socket(fileno=os.dup(int(link.name))) as connection:
-                        listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                        if connection.family in {socket.AF_INET, socket.AF_INET6} and not listens:
-                            connection.shutdown(socket.SHUT_RDWR)
+    for connection in _sockets():
+        with contextlib.suppress(OSError):
+            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if connection.family in {socket.AF_INET, socket.AF_INET6} and not listens:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
-def stood_still(took_s: float, usual_s: float, *, linked: bool = True) -> str:
-    """Returns the message about a stall; `linked`: several machines are involved."""
+def stall_message(took_s: float, usual_s: float, *, linked: bool = True) -> str:
+    """Returns the message about a stall, empty if it isn't unusual; `linked`: several machines are involved."""
+    if took_s <= max(_CUT_S, _CUT * usual_s):
+        return ""
     waited = "the network or another process" if linked else "another process"
     return f"training stalled for {took_s:.3g} s, waiting for {waited} (usual: {usual_s:.2g} s)"
 
@@ -155,17 +153,19 @@ def collectives_begun() -> int:
 def moved_bytes() -> int:
     """Returns the bytes that the connections of this process have sent (acknowledged) and received; 0 if unknown."""
     total = 0
-    with contextlib.suppress(OSError, AttributeError):
-        for link in Path("/proc/self/fd").iterdir():
-            total += _moved_by(link)
+    for connection in _sockets():
+        with contextlib.suppress(OSError, AttributeError):
+            found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            if len(found) >= _INFO_BYTES:
+                total += sum(struct.unpack_from("=QQ", found, _ACKED_AT))
     return total
 
 
-def _moved_by(link: Path) -> int:
+def _sockets() -> Iterator[socket.socket]:
+    """Yields each socket of this process, on systems that list them."""
     with contextlib.suppress(OSError):
-        if str(link.readlink()).startswith("socket:"):
-            with socket.socket(fileno=os.dup(int(link.name))) as connection:
-                found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            if len(found) >= _INFO_BYTES:
-                return sum(struct.unpack_from("=QQ", found, _ACKED_AT))
-    return 0
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(link.readlink()).startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(link.name))) as connection:
+                        yield connection

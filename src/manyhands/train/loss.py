@@ -22,7 +22,7 @@ from manyhands.core.seeds import derive
 from manyhands.core.world import World
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.gradients import summed_over_samples
-from manyhands.parallel.plain import broadcast_plain
+from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.train.draws import drawing
 from manyhands.train.objects import brought
 
@@ -97,21 +97,18 @@ def _of_function(function: Any) -> LossFn:
 
 def _settings_of(function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
     """Returns the torch function of a loss and its settings; None for an unknown loss."""
-    if type(function) is nn.CrossEntropyLoss:
-        return F.cross_entropy, _fields(function, "weight", "ignore_index", "reduction", "label_smoothing")
-    if type(function) is nn.NLLLoss:
-        return F.nll_loss, _fields(function, "weight", "ignore_index", "reduction")
+    for kind, known, names in (
+        (nn.CrossEntropyLoss, F.cross_entropy, ("weight", "ignore_index", "reduction", "label_smoothing")),
+        (nn.NLLLoss, F.nll_loss, ("weight", "ignore_index", "reduction")),
+    ):
+        if type(function) is kind:
+            return known, {name: getattr(function, name) for name in names}
     settings: dict[str, Any] = {}
     if isinstance(function, functools.partial) and not function.args:
         function, settings = function.func, dict(function.keywords)
     # By identity: a callable of the user's own may have no hash.
     known = function is F.cross_entropy or function is F.nll_loss
-    known = known and not settings.keys() & {"size_average", "reduce"}
-    return (function, settings) if known else None
-
-
-def _fields(module: nn.Module, *names: str) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in names}
+    return (function, settings) if known and not settings.keys() & {"size_average", "reduce"} else None
 
 
 def _taken_apart(function: Callable[..., Tensor], settings: dict[str, Any]) -> LossFn:
@@ -122,7 +119,9 @@ def _taken_apart(function: Callable[..., Tensor], settings: dict[str, Any]) -> L
     others = {name: value for name, value in settings.items() if name not in {"weight", "reduction"}}
 
     def add_up(output: Tensor, labels: Tensor) -> Tensor:
-        beside = None if weight is None else _beside(output, weight)
+        # torch accepts weights of double precision only with such outputs.
+        kind = torch.float64 if output.dtype == torch.float64 else torch.float32
+        beside = None if weight is None else weight.to(output.device, kind)
         return function(output, labels, weight=beside, reduction="sum", **others)
 
     def weigh(labels: Tensor) -> Tensor:
@@ -134,11 +133,6 @@ def _taken_apart(function: Callable[..., Tensor], settings: dict[str, Any]) -> L
 
     mean = reduction == "mean" and (weight is not None or ignored >= 0)
     return LossFn(add_up, weigh if mean else None, is_sum=reduction == "sum")
-
-
-def _beside(tensor: Tensor, weight: Tensor) -> Tensor:
-    """Returns the weights on a tensor's device, in a precision that torch accepts with the tensor."""
-    return weight.to(tensor.device, torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
 
 def summed(function: Function, output: Tensor, labels: Tensor) -> Tensor:
@@ -166,12 +160,7 @@ BETTER_LOSS = 'pass torch.nn.CrossEntropyLoss(weight=…) itself, or return one 
 def verify_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype: torch.dtype) -> LossFn:
     """Checks how a custom loss adds up over samples; adds a sentence for plan.json if it doesn't. A collective.
 
-    Args:
-        loss_fn: the loss function.
-        outputs: the number of outputs of the network.
-        classes: the number of classes.
-        world: the processes; the result of rank 0 is used.
-        dtype: the dtype of outputs.
+    Rank 0's result is used. Tested on random outputs [n, `outputs`] of `dtype` and labels below `classes`.
     """
     if loss_fn.own is None:
         return loss_fn
@@ -189,12 +178,12 @@ def _try(own: Function, outputs: int, classes: int, device: str, dtype: torch.dt
     failed = ""
     with drawing(derive(0, "loss"), device.partition(":")[0]):
         generator = torch.Generator().manual_seed(derive(0, "made-up"))
-        for make in (_log_probabilities, _probabilities):
+        for make in (Tensor.log_softmax, Tensor.softmax):
             found: set[str] = set()
             try:
-                function = _copied(own)
+                function = copy.deepcopy(own) if isinstance(own, nn.Module) else own  # which a test would change
                 for labels in _labels(classes, rows, generator):
-                    values = make(torch.randn(len(labels), outputs, generator=generator))
+                    values = make(torch.randn(len(labels), outputs, generator=generator), 1)
                     found |= _ways(function, values.to(device, dtype), labels.to(device))
             except Exception as error:  # noqa: BLE001 - the user's own code, of values that it may not be made for
                 failed = failed or f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -208,26 +197,13 @@ def _try(own: Function, outputs: int, classes: int, device: str, dtype: torch.dt
     return NEITHER, f"Can't check that the loss is a mean over samples ({failed})."
 
 
-def _copied(own: Function) -> Function:
-    """Returns a copy of the loss, so that a test does not change it; raises an exception if it can't be copied."""
-    return copy.deepcopy(own) if isinstance(own, nn.Module) else own
-
-
 def _labels(classes: int, rows: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Yields labels int64 [up to rows] that together contain each class, sorted and shuffled."""
-    mixed = torch.randperm(classes, generator=generator)
-    for some in mixed.split(max(2, rows // 2)):
-        twice = some.repeat(-(-max(8, 2 * len(some)) // len(some)))[: max(8, 2 * len(some))]
+    for some in torch.randperm(classes, generator=generator).split(max(2, rows // 2)):
+        count = max(8, 2 * len(some))
+        twice = some.repeat(-(-count // len(some)))[:count]
         yield twice.sort().values
         yield twice[torch.randperm(len(twice), generator=generator)]
-
-
-def _log_probabilities(values: Tensor) -> Tensor:
-    return values.log_softmax(1)
-
-
-def _probabilities(values: Tensor) -> Tensor:
-    return values.softmax(1)
 
 
 def _ways(function: Function, values: Tensor, labels: Tensor) -> set[str]:
@@ -246,15 +222,10 @@ def _ways(function: Function, values: Tensor, labels: Tensor) -> set[str]:
     edges = [0, max(2, first), max(4, second), count]
     parts = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
     gradients = [_gradient(function, values[part], labels[part]) for part in parts]
-    means = torch.cat([each * (len(each) / count) for each in gradients])
     limit = ROUNDING * float(whole.abs().max())
-    if _near(means, whole, limit):
-        return {MEAN}
-    return {SUM} if _near(torch.cat(gradients), whole, limit) else {NEITHER}
-
-
-def _near(one: Tensor, other: Tensor, limit: float) -> bool:
-    return bool(((one - other).abs() <= limit).all())  # not a number is far from all
+    ways = {MEAN: [each * (len(each) / count) for each in gradients], SUM: gradients}
+    near = (way for way, parts in ways.items() if bool(((torch.cat(parts) - whole).abs() <= limit).all()))
+    return {next(near, NEITHER)}
 
 
 def _gradient(function: Function, values: Tensor, labels: Tensor) -> Tensor:

@@ -40,16 +40,17 @@ class CustomMetric:
             UserError: the custom function returns something else.
         """
         value: Any = (self.own.update if self._adds_up else self.own)(logits, labels)
-        given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         if self._adds_up:
-            if not isinstance(value, Tensor):
-                hints = (
-                    "return sums over the samples from update(outputs, labels), and the metric from compute(sums)",
-                    "don't keep state in the object, because manyhands adds sums over processes",
-                )
-                raise UserError(f"update of the metric {self.name} returned {given}, not a tensor", _WHERE, hints)
-            return value.to(dtype).flatten()
+            if isinstance(value, Tensor):
+                return value.to(dtype).flatten()
+            hints = (
+                "return sums over the samples from update(outputs, labels), and the metric from compute(sums)",
+                "don't keep state in the object, because manyhands adds sums over processes",
+            )
+            what = f"update of the metric {self.name} returned a {type(value).__name__}, not a tensor"
+            raise UserError(what, _WHERE, hints)
         if not isinstance(value, Tensor) or value.shape != labels.shape:
+            given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             hints = ("return one value per sample, [n]; the metric is their mean",)
             raise UserError(f"the metric {self.name} returned {given} for {len(labels)} samples", _WHERE, hints)
         return value.to(dtype).sum()[None]
@@ -64,11 +65,7 @@ class CustomMetric:
             raise UserError(what, _WHERE, ("return one number from compute(sums)",)) from error
 
     def figure(self, sums: Tensor, count: int) -> float:
-        """Returns the metric from sums [k] over `count` samples.
-
-        Raises:
-            UserError: the metric is not a finite number.
-        """
+        """Returns the metric from sums [k] over `count` samples. Raises UserError: it is not a finite number."""
         figure = self.number(sums, count)
         if not math.isfinite(figure):
             hints = ("return a finite number, such as 0 for a division by 0: torch.nan_to_num", "or remove this metric")
@@ -77,12 +74,11 @@ class CustomMetric:
 
 
 class FigureSums:
-    """The sums of all metrics of an evaluation; each metric is first tested on random outputs.
+    """The `width` sums of all metrics of an evaluation; each metric is first tested on random outputs.
 
     Args:
         metrics: the custom metrics.
         outputs: the minimum number of outputs of the network.
-        classes: the number of classes.
         device: the device of evaluations.
         dtype: the dtype of sums.
 
@@ -97,11 +93,7 @@ class FigureSums:
         labels = (torch.arange(_TRIED) % outputs).to(device)
         with torch.inference_mode():
             self._widths = [len(_tried(metric, logits, labels, dtype)) for metric in metrics]
-
-    @property
-    def width(self) -> int:
-        """The number of sums."""
-        return sum(self._widths)
+        self.width = sum(self._widths)
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Returns all sums [width] of logits [n, C] and labels int64 [n]."""
@@ -153,8 +145,8 @@ def make_metrics(
         kind, _, name = word.rpartition(":")
         if kind != OBJECT:
             own = load_object(word, _WHERE)
-        elif name in (given or {}):
-            own = (given or {})[name]
+        elif given and name in given:
+            own = given[name]
         elif live_only:
             continue
         else:

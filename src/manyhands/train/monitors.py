@@ -14,13 +14,11 @@ from manyhands.sync.choose import EXACT, choose, words_of
 from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.options import SyncOptions
 from manyhands.sync.synchronizer import Synchronizer, Timed
-from manyhands.train.heartbeat import stood_still
+from manyhands.train.heartbeat import stall_message
 from manyhands.train.journal import Journal
 
 # A process is slow that takes so many times as long as the others' median, in so many agreements one after the other.
 _SLOW, _TIMES = 1.3, 3
-# A stall is reported if it takes this long, and this many times the usual time.
-_STALL_S, _STALL = 3.0, 3.0
 
 
 @dataclass
@@ -47,9 +45,7 @@ class Watcher:
     def mine(self, seconds: float, steps: int) -> list[float]:
         """Returns numbers to sum over all processes: the seconds per step and of the last exchange, by rank.
 
-        Args:
-            seconds: the time since the last status round.
-            steps: the number of steps in that time.
+        `seconds` and `steps` count since the last status round.
         """
         waited_s, self._waited_s = self.timed.waited_s - self._waited_s, self.timed.waited_s
         self._stood_s = waited_s
@@ -72,19 +68,13 @@ class Watcher:
         return self.cost
 
     def name_a_stall(self, waited_s: float, step: int, journal: Journal) -> None:
-        """Reports a stall that is much longer than usual, such as after a network failure.
-
-        Args:
-            waited_s: the seconds that this process waited in the status round.
-            step: the number of updates.
-            journal: records the stall.
-        """
+        """Reports a stall that is much longer than usual; `waited_s`: the wait of this process in the status round."""
         stood_s = self._stood_s + waited_s
         # The first time counts how unequally processes have started.
         usual_s = statistics.median(self._stalls_s) if self._stalls_s else stood_s
         self._stalls_s = [*self._stalls_s[-4:], stood_s]
-        if stood_s > max(_STALL_S, _STALL * usual_s):
-            journal.event("stall", stood_still(stood_s, usual_s, linked=len({*self.hosts}) > 1), step, seconds=stood_s)
+        if message := stall_message(stood_s, usual_s, linked=len({*self.hosts}) > 1):
+            journal.event("stall", message, step, seconds=stood_s)
 
     def _name_the_slow(self, speeds: list[float], step: int, journal: Journal) -> None:
         slowest = max(range(len(speeds)), key=speeds.__getitem__)
@@ -95,12 +85,11 @@ class Watcher:
         self._slow.append(slowest)
         if len(self._slow) >= _TIMES and set(self._slow[-_TIMES:]) == {slowest} and slowest not in self._reported:
             self._reported.add(slowest)
-            what = (
-                f"rank {slowest} on {self.hosts[slowest]} takes {speeds[slowest]:.3g} s a step, "
-                f"the other ranks {usual_s:.3g} s"
+            message = (
+                f"rank {slowest} on {self.hosts[slowest]} takes {speeds[slowest]:.3g} s a step, the other ranks "
+                f"{usual_s:.3g} s, so the other ranks are idle {1 - usual_s / speeds[slowest]:.0%} of the time"
             )
-            lost = 1 - usual_s / speeds[slowest]
-            journal.event("slow", f"{what}, so the other ranks are idle {lost:.0%} of the time", step, rank=slowest)
+            journal.event("slow", message, step, rank=slowest)
 
 
 # Less than this share of the time isn't worth a line.
@@ -135,12 +124,7 @@ class CommunicationMonitor:
     _reported: bool = field(default=False, init=False)
 
     def mine(self, seconds: float, steps: int) -> list[float]:
-        """Returns numbers to sum over all processes: the seconds of waiting, and all seconds.
-
-        Args:
-            seconds: the time since the last status round.
-            steps: the number of steps in that time.
-        """
+        """Returns numbers to sum over all processes, as `Watcher.mine`: the seconds of waiting, and all seconds."""
         before, self._own_s = self._own_s, time.thread_time()
         busy_s = self.compute_s * steps if self.compute_s else self._own_s - before
         return [max(0.0, seconds - busy_s - self.waited_for_data_s()), seconds]

@@ -21,7 +21,7 @@ from manyhands.data.transforms import Pixels
 from manyhands.models.build import build_model, describe, resolve_model
 from manyhands.models.outputs import INITIALIZATION_SAMPLES, InitializedFromData
 from manyhands.parallel.apply import takes_mesh
-from manyhands.parallel.grid import Grid
+from manyhands.parallel.mesh.grid import Grid
 from manyhands.train.data_setup import DataSetup, make_loader
 from manyhands.train.journal import Journal, RunContext
 from manyhands.train.objects import Objects

@@ -24,19 +24,6 @@ _WHERE = "train.optimizer"
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 
-def own_maker(options: TrainOptions, given: MakeOptimizer | None) -> MakeOptimizer | None:
-    """Returns the custom optimizer function, from Python or from a file; None if the job names a built-in optimizer.
-
-    Raises:
-        UserError: the file has no such function, or the Python object is not available.
-    """
-    make: Any = brought(_WHERE, options.optimizer, given)
-    if make is not None and not callable(make):
-        hints = ("name a function of the parameters that returns a torch.optim.Optimizer",)
-        raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, hints)
-    return cast(MakeOptimizer | None, make)
-
-
 def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     """Creates the custom optimizer of a network's trainable parameters and stores each group's learning rate.
 
@@ -53,10 +40,9 @@ def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     if needed is not None and needed.default is inspect.Parameter.empty:
         what = f"{kind} needs a closure that computes the loss again, which manyhands doesn't support"
         raise UserError(what, _WHERE, ("choose an optimizer whose step() needs no closure",))
-    known = {id(parameter) for parameter in parameters}
-    if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
-        raise UserError(f"{kind} has a parameter that isn't a trainable parameter of the network", _WHERE)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held - {id(parameter) for parameter in parameters}:
+        raise UserError(f"{kind} has a parameter that isn't a trainable parameter of the network", _WHERE)
     left_out = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in held]
     if left_out:
         hints = ("pass all parameters to the optimizer", "or freeze the parameter: parameter.requires_grad = False")
@@ -115,41 +101,62 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get(_OF_PEAK, 1.0) * group.get(OF_LR, 1.0)
 
 
-def restore_own(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Restores the state of a custom optimizer by parameter name.
+def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Restores the state of an optimizer by parameter name; state of other parameters is ignored.
+
+    State that wasn't saved (of a parameter that was frozen, for example) or belongs to another optimizer is reset.
 
     Args:
-        saved: the state, as for `restore_optimizer`.
-        model: the network.
-        optimizer: the new optimizer.
+        saved: a state dict by names, with full tensors, or pieces if the network is split by a plan.
+        model: the network, under any mode.
+        optimizer: the optimizer of its parameters.
 
     Returns:
-        A sentence if the state is reset, else an empty string.
+        A sentence if saved state is not used, else an empty string.
     """
-    groups, entries = saved.get("param_groups", []), saved["state"]
-    kind = type(optimizer).__name__
-    if entries and (not groups or (set(groups[0]) ^ set(optimizer.param_groups[0])) - _OF_SCHEDULERS):
+    entries, groups, custom = saved["state"], saved.get("param_groups", []), is_custom(optimizer)
+    kind, others = type(optimizer).__name__, set[str]()
+    if custom and entries and (not groups or (set(groups[0]) ^ set(optimizer.param_groups[0])) - _OF_SCHEDULERS):
         return f"the state of {kind} is reset: the saved state is of another optimizer"
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {
-        number: {key: _like(value, parameter) for key, value in entries[names[id(parameter)]].items()}
-        for number, parameter in enumerate(order)
-        if names[id(parameter)] in entries
-    }
+    state = dict[int, dict[str, Any]]()
+    for number, parameter in enumerate(order):
+        found = entries.get(names[id(parameter)], {})
+        if not custom:
+            fresh = start_state(optimizer, parameter)
+            found = {key: value for key, value in found.items() if value is not None}
+            if _fits(found, fresh):
+                found = {key: torch.as_tensor(value, dtype=fresh[key].dtype) for key, value in found.items()}
+            else:
+                others |= found.keys() if fresh else set()
+                found = fresh
+        if found:
+            state[number] = {key: _placed(value, parameter) for key, value in found.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-    for number, saved_entries in state.items():
+    for number, values in state.items():
         live = optimizer.state[order[number]]
         # torch turns all but the count of steps into the parameter's type, which isn't what was saved (NAdam).
-        live.update({key: live[key].to(one.dtype) for key, one in saved_entries.items() if isinstance(one, Tensor)})
-    _start_momentum(optimizer)
-    return ""
+        live.update({key: live[key].to(one.dtype) for key, one in values.items() if isinstance(one, Tensor)})
+    if custom:
+        _start_momentum(optimizer)
+    if not others:
+        return ""
+    named = ", ".join(sorted(others))
+    return f"the state of {kind.lower()} is reset: the saved state is of another optimizer ({named})"
 
 
-def _like(value: Any, parameter: Tensor) -> Any:
-    """A saved tensor in the layout of its parameter, where it has the parameter's shape."""
+def _fits(found: dict[str, Any], fresh: dict[str, Tensor]) -> bool:
+    return found.keys() == fresh.keys() and all(
+        isinstance(value, Tensor | int | float) and torch.as_tensor(value).shape == fresh[key].shape
+        for key, value in found.items()
+    )
+
+
+def _placed(value: Any, parameter: Tensor) -> Any:
+    """A copy of a saved tensor, in the layout of its parameter if it has the parameter's shape."""
     if isinstance(value, Tensor) and is_spread(parameter) and value.shape == parameter.shape:
-        return spread_like(value.to(parameter.device), parameter)
+        return value if is_spread(value) else spread_like(value.to(parameter.device), parameter)
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -219,18 +226,22 @@ def make_optimizer(
         options: the train section.
         sharded: True if the mode shards parameters.
         own: the custom function from Python; it overrides the name in the options.
+
+    Raises:
+        UserError: the custom function is missing, or its optimizer isn't supported.
     """
-    if make := own_maker(options, own):
-        return make_custom(make, model)
-    groups = _groups(model, options)
+    if (make := brought(_WHERE, options.optimizer, own)) is not None:
+        if not callable(make):
+            hints = ("name a function of the parameters that returns a torch.optim.Optimizer",)
+            raise UserError(f"{options.optimizer} is a {type(make).__name__}, not a function", _WHERE, hints)
+        return make_custom(cast(MakeOptimizer, make), model)
+    groups, rate, momentum = _groups(model, options), options.lr, options.momentum
     # torch's fused kernels update all tensors in one call; sharded tensors take the ordinary path.
     fused = None if sharded else True
-    optimizer: torch.optim.Optimizer
     if options.optimizer == "adamw":
-        optimizer = AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)
+        optimizer: torch.optim.Optimizer = AdamW(groups, lr=rate, betas=options.betas, fused=fused)
     else:
-        nesterov = options.nesterov and options.momentum > 0
-        optimizer = SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=nesterov, fused=fused)
+        optimizer = SGD(groups, lr=rate, momentum=momentum, nesterov=options.nesterov and momentum > 0, fused=fused)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = start_state(optimizer, parameter)

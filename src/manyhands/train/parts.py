@@ -21,16 +21,16 @@ from manyhands.core.mesh import TensorLayout, parse_mesh
 from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.terminal import plain
 from manyhands.core.world import World
-from manyhands.data.objects import has_targets
 from manyhands.data.order import Order
+from manyhands.data.samples import has_targets
 from manyhands.data.splits import Splits, describe_samples
 from manyhands.models.build import resolve_model
 from manyhands.parallel.apply import follows_plan, one_process, resolve_mode, takes_mesh
-from manyhands.parallel.grid import Grid
-from manyhands.parallel.marks import layouts_of
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.marks import layouts_of
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODE_OF_PLANS, USUAL_MODE
-from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.parallel.plan import Plan, read_plan, shared_plan
 from manyhands.train.choose_sync import check_combination
 from manyhands.train.data_setup import DataSetup, class_names, name_outputs, open_splits, pixels_for
@@ -136,7 +136,7 @@ class Parts(RunContext):
             metrics=make_metrics(job.train.metrics, brought.metrics),
             make_model=model_of,
             make_optimizer=lambda model, network: make_optimizer(
-                model, job.train, sharded=network.sharded, own=brought.optimizer
+                model, job.train, sharded=network.traits.sharded, own=brought.optimizer
             ),
             make_schedule=lambda optimizer, steps: make_schedule(optimizer, job.train, steps, brought.schedule),
             name_outputs=functools.partial(_name_outputs, journal),
@@ -289,14 +289,15 @@ def _name_outputs(
     Raises:
         UserError: the network has too few outputs.
     """
-    if network.outputs and network.outputs < len(classes):
+    outputs = network.traits.outputs
+    if outputs and outputs < len(classes):
         hints = (f"add outputs: --set model.num_classes={len(classes)}",)
-        raise UserError(f"the network has {network.outputs} outputs for {len(classes)} classes", "model.name", hints)
-    if network.averages:
-        journal.event("averaging", network.averages, 0)
-    for note in network.plan.about.get("notes", []) if network.plan else ():
+        raise UserError(f"the network has {outputs} outputs for {len(classes)} classes", "model.name", hints)
+    if network.traits.averages:
+        journal.event("averaging", network.traits.averages, 0)
+    for note in network.traits.plan.about.get("notes", []) if network.traits.plan else ():
         journal.event("note", note)
-    outputs = max(trial.outputs, network.outputs)
+    outputs = max(trial.outputs, outputs)
     if outputs > len(classes):
         message = f"the network has {outputs:,} outputs for {len(classes):,} classes; extra outputs count as wrong"
         journal.event("note", message)
@@ -334,7 +335,7 @@ def _may_differ(trainer: Trainer) -> bool:
     Machines of one kind aren't measured: a passing difference would change the bits from run to run.
     """
     world = trainer.world
-    able = trainer.run.mode == USUAL_MODE and not trainer.network.together and not trainer.synchronizer.local_statistics
+    able = trainer.run.mode == USUAL_MODE and not trainer.synchronizer.local_statistics
     if not able or world.local_size == world.size:
         return False
     kinds = gather_plain(f"{device_name(world.device)}, {cores():.3g} cores", world)

@@ -27,17 +27,13 @@ def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
     """
     phase, trainer.heartbeats.phase = trainer.heartbeats.phase, "save"
     trainer.synchronizer.average_buffers(trainer.progress.step)
-    if trainer.network.sharded or trainer.world.is_main:
+    if trainer.network.traits.sharded or trainer.world.is_main:
         with trainer.synchronizer.averaged():
-            snapshot = capture(
-                trainer.network, trainer.update.optimizer, trainer.progress, {}, keep=trainer.world.is_main
-            )
+            keep, optimizer = trainer.world.is_main, trainer.update.optimizer
+            snapshot = capture(trainer.network, optimizer, trainer.progress, {}, keep=keep)
         if trainer.world.is_main:
-            _write(
-                trainer,
-                as_main(snapshot, trainer.job.train, trainer.progress, trainer.feed.order.steps_per_epoch),
-                best,
-            )
+            steps_per_epoch = trainer.feed.order.steps_per_epoch
+            _write(trainer, as_main(snapshot, trainer.job.train, trainer.progress, steps_per_epoch), best)
     trainer.status_round.reset(trainer.progress.step)
     trainer.heartbeats.phase = phase
 
@@ -72,40 +68,25 @@ def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
     """
     if not job.checkpoint.pth_tar or snapshot.state.get("foreign") != "imagenet-main":
         return
-    options = job.train
-    asked = {
-        "-a": job.model.name.removeprefix("torchvision:"),
-        "--lr": options.lr,
-        "--momentum": options.momentum,
-        "--weight-decay": options.weight_decay,
-        "--train.nesterov": options.nesterov,
-        "--train.step-epochs": options.step_epochs,
-        "--train.step-factor": options.step_factor,
+    options, group = job.train, (snapshot.optimizer or {}).get("param_groups", [{}])[0]
+    scheduler = snapshot.state.get("scheduler", {})
+    # By the flag that sets it here: what the file has, where it isn't too old, and the job's.
+    settings = {
+        "-a": (snapshot.state.get("arch"), job.model.name.removeprefix("torchvision:")),
+        "--lr": (next(iter(scheduler.get("base_lrs", [])), group.get("initial_lr")), options.lr),
+        "--momentum": (group.get("momentum"), options.momentum),
+        "--weight-decay": (group.get("weight_decay"), options.weight_decay),
+        "--train.nesterov": (group.get("nesterov"), options.nesterov),
+        "--train.step-epochs": (scheduler.get("step_size"), options.step_epochs),
+        "--train.step-factor": (scheduler.get("gamma"), options.step_factor),
     }
-    found = _of_file(snapshot)
-    wrong = {flag: found[flag] for flag, value in asked.items() if flag in found and _differ(found[flag], value)}
+    wrong = {flag: both for flag, both in settings.items() if both[0] is not None and _differ(*both)}
     if wrong:
-        differing = ", ".join(f"{flag} {value}, not {asked[flag]}" for flag, value in wrong.items())
-        hints = "resume with " + " ".join(f"{flag} {str(value).lower()}" for flag, value in wrong.items())
+        differing = ", ".join(f"{flag} {value}, not {asked}" for flag, (value, asked) in wrong.items())
+        hints = "resume with " + " ".join(f"{flag} {str(value).lower()}" for flag, (value, _) in wrong.items())
         raise UserError(
             f"{Path(where).name} was trained with {differing}", where, (hints, "or use `manyhands train --resume`")
         )
-
-
-def _of_file(snapshot: Snapshot) -> dict[str, Any]:
-    """What main.py's file says of its training, by the flag that says it here; an old file says less."""
-    group = (snapshot.optimizer or {}).get("param_groups", [{}])[0]
-    scheduler = snapshot.state.get("scheduler", {})
-    said = {
-        "-a": snapshot.state.get("arch"),
-        "--lr": next(iter(scheduler.get("base_lrs", [])), group.get("initial_lr")),
-        "--momentum": group.get("momentum"),
-        "--weight-decay": group.get("weight_decay"),
-        "--train.nesterov": group.get("nesterov"),
-        "--train.step-epochs": scheduler.get("step_size"),
-        "--train.step-factor": scheduler.get("gamma"),
-    }
-    return {flag: value for flag, value in said.items() if value is not None}
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -115,42 +96,34 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _write(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
-    folder, job = Path(trainer.job.checkpoint.pth_tar).expanduser(), trainer.job
+    folder, arch = Path(trainer.job.checkpoint.pth_tar).expanduser(), trainer.job.model.name
+    prefix = "module." if trainer.world.device.startswith("cuda") else ""
+    record = trainer.folder.path / WRITTEN
+    written = dict[str, Any](read_object(record) or {})
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        arch = job.model.name.removeprefix("torchvision:")
-        _make_room(folder / CHECKPOINT, trainer)
-        prefix = "module." if trainer.world.device.startswith("cuda") else ""
-        written = [write_foreign(folder / CHECKPOINT, snapshot, arch, prefix)]
-        if best:
-            _make_room(folder / BEST, trainer)
-            with replacing(folder / BEST) as part:
-                shutil.copyfile(written[0], part)
-            written.append(folder / BEST)
-        _remember(trainer, written)
+        for path in (folder / CHECKPOINT, folder / BEST)[: 1 + best]:
+            _make_room(path, trainer, written)
+            if path.name == CHECKPOINT:
+                write_foreign(path, snapshot, arch.removeprefix("torchvision:"), prefix)
+            else:
+                with replacing(path) as part:
+                    shutil.copyfile(folder / CHECKPOINT, part)
+            written[str(path.resolve())] = _identity(path)
+        write_json(record, written)
     except OSError as error:
         said = f"{error.filename or folder}: {error.strerror or error}"
         trainer.journal.event("warning", f"main.py's files can't be written: {said}", trainer.progress.step)
 
 
-def _make_room(path: Path, trainer: Trainer) -> None:
-    """Keeps a file that this run neither wrote nor went on from under another name, and says so."""
+def _make_room(path: Path, trainer: Trainer, written: dict[str, Any]) -> None:
+    """Renames a file that this run neither wrote nor resumed from, with a note."""
     if not path.exists() or path.resolve() == Path(trainer.job.checkpoint.resume).expanduser().resolve():
         return
-    if _recall(trainer).get(str(path.resolve())) == _identity(path):
-        return
-    aside = free_name(path.parent, path.name.removesuffix(".pth.tar"), ".pth.tar")
-    path.rename(aside)
-    trainer.journal.event("note", f"{path.name} existed before this run and was renamed to {aside.name}")
-
-
-def _remember(trainer: Trainer, written: list[Path]) -> None:
-    known = {str(path.resolve()): _identity(path) for path in written}
-    write_json(trainer.folder.path / WRITTEN, {**_recall(trainer), **known})
-
-
-def _recall(trainer: Trainer) -> dict[str, Any]:
-    return read_object(trainer.folder.path / WRITTEN) or {}
+    if written.get(str(path.resolve())) != _identity(path):
+        aside = free_name(path.parent, path.name.removesuffix(".pth.tar"), ".pth.tar")
+        path.rename(aside)
+        trainer.journal.event("note", f"{path.name} existed before this run and was renamed to {aside.name}")
 
 
 def _identity(path: Path) -> list[int]:

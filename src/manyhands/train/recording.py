@@ -7,7 +7,7 @@ from manyhands.core.phases import CLOCK, PHASES
 from manyhands.core.quantities import percentage
 from manyhands.core.records import PhaseMetrics, StepMetrics
 from manyhands.core.run_folder import NOWHERE
-from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.data_setup import check_bad_pictures, some_pictures
 from manyhands.train.objects import EpochEnd
 from manyhands.train.optimize import largest_rate
@@ -45,7 +45,7 @@ def record_status(trainer: Trainer, status: Status) -> None:
             top1=status.top1,
             learning_rate=largest_rate(trainer.update.optimizer),
             images_per_s=status.samples / status.seconds,
-            samples=status.samples,
+            samples=round(status.samples),
             data_share=status.data_share,
             saved_step=progress.saved_step,
             epoch_loss=epoch_loss,
@@ -53,11 +53,11 @@ def record_status(trainer: Trainer, status: Status) -> None:
             asked=trainer.due.line(),
         )
     )
-    own = f"loss={status.custom_loss:.4f} acc={percentage(status.own_top1)}" if status.own_samples else "loss=- acc=-"
+    own = f"loss={status.own.loss:.4f} acc={percentage(status.own.top1)}" if status.own.samples else "loss=- acc=-"
     of_epoch = f" epoch_loss={epoch_loss:.4f}" if epoch_loss is not None else ""
     place = f"epoch={(progress.step - 1) // steps_per_epoch + 1} step={progress.step}/{trainer.due.total_steps}"
     trainer.journal.line(
-        f"rank={trainer.world.rank} {place} {own} samples={status.own_samples} all_loss={status.loss:.4f}{of_epoch}"
+        f"rank={trainer.world.rank} {place} {own} samples={status.own.samples} all_loss={status.loss:.4f}{of_epoch}"
     )
 
 

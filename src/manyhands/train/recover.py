@@ -19,7 +19,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import compare_replicas
-from manyhands.parallel.plain import broadcast_plain, broadcast_tensors
+from manyhands.parallel.group.plain import broadcast_plain, broadcast_tensors
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,8 @@ class Resumable:
 def find_state(job: Job, folder: RunFolder, world: World, *, in_pieces: bool = False) -> Resumable | None:
     """Returns the state that the job resumes from, or None for a new run; the same on all processes.
 
-    Rank 0 decides. A process on a machine with other files receives the state of rank 0.
-
-    Args:
-        job: names the checkpoint.
-        folder: the run folder.
-        world: the processes.
-        in_pieces: each process reads its own shards later, if all processes see the checkpoint.
+    Rank 0 decides. A process on a machine with other files receives the state of rank 0. With `in_pieces`, each process
+    reads its own shards later, if all processes see the checkpoint.
 
     Raises:
         UserError: the state is missing, damaged, or contains code.
@@ -54,12 +49,9 @@ def find_state(job: Job, folder: RunFolder, world: World, *, in_pieces: bool = F
     identity = torch.tensor([_identity(found)], device=world.device)
     if compare_replicas({"checkpoint": identity}, world) is None:
         return found
-    return _share(_whole(found), world)
-
-
-def _whole(found: Resumable | None) -> Resumable | None:
-    """What was found with its tensors in memory, to be sent to processes that don't see the files."""
-    return replace(found, snapshot=found.source.snapshot(), source=None) if found and found.source else found
+    if found and found.source:  # its tensors are sent to processes that don't see the files
+        found = replace(found, snapshot=found.source.snapshot(), source=None)
+    return _share(found, world)
 
 
 def _open(path: Path, passed_over: tuple[str, ...], *, in_pieces: bool) -> Resumable:
@@ -101,17 +93,13 @@ def _find(job: Job, folder: RunFolder, *, in_pieces: bool) -> Resumable | None:
         saved = None if path else saved_step(folder)
         if saved is not None:
             hints = ("restore checkpoints/ from a copy or from rank 0's machine", "or start a new run: --out DIR")
-            raise UserError(
-                f"step {saved} was saved, but the run has no checkpoint now", str(folder.checkpoints), hints
-            )
+            what = f"step {saved} was saved, but the run has no checkpoint now"
+            raise UserError(what, str(folder.checkpoints), hints)
         return _open(path, tuple(passed_over), in_pieces=in_pieces) if path else None
     reference = Path(resume).expanduser()
     if not reference.exists():
-        raise UserError(
-            f"{resume} doesn't exist",
-            "--resume",
-            ("choose auto, never, a run folder, a checkpoint folder or a weights file",),
-        )
+        hints = ("choose auto, never, a run folder, a checkpoint folder or a weights file",)
+        raise UserError(f"{resume} doesn't exist", "--resume", hints)
     path = resolve(reference, "last")
     if path.is_dir():
         passed_over = () if path == reference else tuple(newest(path.parent)[1])
@@ -162,29 +150,20 @@ def check_position(
     if state.get("job") == digest:
         return
     if state.get("step_in_epoch", 0):
-        raise UserError(
-            "the checkpoint is from the middle of an epoch, but train.batch, train.seed or the data changed",
-            where,
-            ("restore the batch, seed and data", "or resume from a checkpoint at the end of an epoch"),
-        )
+        what = "the checkpoint is from the middle of an epoch, but train.batch, train.seed or the data changed"
+        hints = ("restore the batch, seed and data", "or resume from a checkpoint at the end of an epoch")
+        raise UserError(what, where, hints)
     state["step"] = int(state.get("epoch", 0)) * steps_per_epoch
 
 
 def refuse_later_checkpoints(folder: Path, step: int) -> None:
-    """Refuses to resume before later checkpoints, which would be preferred to every new checkpoint.
+    """Refuses to resume at `step` before later checkpoints, which would be preferred to every new checkpoint.
 
-    Args:
-        folder: the checkpoints folder of the run.
-        step: the step to resume from, in updates of this job.
-
-    Raises:
-        UserError: there is a later checkpoint, because the run goes back or its batch was changed.
+    Raises UserError: there is a later checkpoint, because the run goes back or its batch was changed.
     """
     later = [path for path in files.step_folders(folder) if (files.step_of(path) or 0) > step]
     path = newest(folder)[0] if later else None
     if path in later:  # those that are torn are passed over by everybody
-        raise UserError(
-            f"the run would resume from step {step}, but its folder has a later checkpoint, {path.name}",
-            str(folder),
-            ("resume in another folder: --out NEW --resume CHECKPOINT", "or restore the earlier train.batch"),
-        )
+        what = f"the run would resume from step {step}, but its folder has a later checkpoint, {path.name}"
+        hints = ("resume in another folder: --out NEW --resume CHECKPOINT", "or restore the earlier train.batch")
+        raise UserError(what, str(folder), hints)

@@ -7,6 +7,7 @@ split is compared entirely.
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -18,8 +19,8 @@ from torch.utils.data import TensorDataset
 from manyhands.checkpoint.trained import INITIAL_WEIGHTS, TRAINABLE, TrainedNetwork, noted_trained_on
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
-from manyhands.data.on_demand import read_own, restored_generators, seed_generators
 from manyhands.data.random import spread
+from manyhands.data.samples import read_own, restored_generators, seed_generators
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples
 from manyhands.data.walk import lookalike_difference
 from manyhands.parallel.apply import compare_replicas
@@ -84,19 +85,22 @@ def split_names(splits: Splits) -> Iterator[tuple[str, Source]]:
         yield HELD_OUT if source is splits.held_out else word, source
 
 
-def class_changes(old: Sequence[str], new: Sequence[str]) -> str:
-    """Describes how class names or their order differ; empty if they are equal, or unknown on one side.
+def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> None:
+    """Raises UserError if the checkpoint's class names or their order changed: outputs would change their meaning.
 
-    A class named like its number has no known name.
+    A class named like its number has no known name, and nothing is compared where one side knows no names.
     """
     then, now = map(_known_names, (old, new))
     if not then or not now or then == now:
-        return ""
+        return
     gone, added = [name for name in then if name not in now], [name for name in now if name not in then]
-    if not gone and not added:
-        return f"the order of the classes changed from {_quoted(then)} to {_quoted(now)}"
     found = [f"{_quoted(names)} {word}" for names, word in ((gone, "removed"), (added, "added")) if names]
-    return f"the classes of the data changed: {', '.join(found)}"
+    changes = f"the classes of the data changed: {', '.join(found)}"
+    if not found:
+        changes = f"the order of the classes changed from {_quoted(then)} to {_quoted(now)}"
+    alike = [difference for name in new if name not in old and (difference := lookalike_difference(name, old))]
+    hints = (*alike[:3], "undo the change of the class names", "or start a new run in another folder: --out NEW")
+    raise UserError(f"{changes}, so the network's outputs would change their meaning", where, hints)
 
 
 def _known_names(names: Sequence[str]) -> list[str]:
@@ -111,18 +115,6 @@ def _quoted(names: Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names[:5]) + (" …" if len(names) > 5 else "")
 
 
-def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> None:
-    """Refuses to resume with class names that differ from the checkpoint's, because outputs would change their meaning.
-
-    Raises:
-        UserError: the names or their order changed.
-    """
-    if changes := class_changes(old, new):
-        alike = [difference for name in new if name not in old and (difference := lookalike_difference(name, old))]
-        hints = (*alike[:3], "undo the change of the class names", "or start a new run in another folder: --out NEW")
-        raise UserError(f"{changes}, so the network's outputs would change their meaning", where, hints)
-
-
 def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[str] = (), *, contents: bool) -> str:
     """Names the data sets whose labels, number of samples or, with `contents`, samples changed; empty if none did.
 
@@ -131,19 +123,14 @@ def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[st
     found = list[str]()
     for name in then.changed(now.digests):
         word, _, kind = name.rpartition(" ")
-        counts = [each.samples.get(word, 0 if word == HELD_OUT else -1) for each in (then, now)]
-        if word.startswith("metric ") or name not in then.digests or kind not in {"data", "samples", "pictures"}:
+        if word.startswith("metric ") or name not in then.digests or (words and word not in words):
             continue
-        if words and word not in words:
-            continue
-        if kind != "data":
-            found += [name] if contents else []
-        elif -1 in counts:
-            found.append(f"{name} (labels or number of samples)")
-        else:
-            found.append(
-                f"{name} ({'labels' if counts[0] == counts[1] else f'{counts[1]:,} samples, was {counts[0]:,}'})"
-            )
+        if kind in {"samples", "pictures"} and contents:
+            found.append(name)
+        elif kind == "data":
+            before, after = (each.samples.get(word, 0 if word == HELD_OUT else -1) for each in (then, now))
+            what = "labels" if before == after else f"{after:,} samples, was {before:,}"
+            found.append(f"{name} ({'labels or number of samples' if -1 in (before, after) else what})")
     return ", ".join(found)
 
 
@@ -196,15 +183,10 @@ def _of_files(source: ImageFiles) -> Iterator[bytes]:
     yield sizes.tobytes()
     count = max(1, min(len(paths), MOST_BYTES * len(paths) // max(1, int(sizes.sum()))))
     for index in spread(count, len(paths)).tolist():
-        # Unreadable files are reported when they are needed.
+        # A file that can't be read is reported when it is needed.
         if 0 < sizes[index] <= MOST_BYTES:
             content = source.content(index)
-            yield _read(paths[index]) if content is None else content
-
-
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:  # noqa: PTH123
-        return file.read()
+            yield Path(paths[index]).read_bytes() if content is None else content
 
 
 def _size(path: str) -> int:

@@ -9,24 +9,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from manyhands.checkpoint.write import NotFiniteError, SaveError
 from manyhands.core.records import read_lines
 from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.world import World
-from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.train.journal import Journal
-
-SAVED, NOT_SAVED, NOT_FINITE = "saved", "not saved", "not finite"
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
     """The result of a save."""
 
-    word: str = SAVED  # SAVED, NOT_SAVED or NOT_FINITE
-    what: str = ""  # the disk's words, where it wasn't saved; else the checkpoint's name
+    error: str = ""  # why nothing was saved; empty if it was
+    finite: bool = True  # False if nothing was saved because of a NaN or an infinity
     digests: dict[str, str] = field(default_factory=dict[str, str])  # of the files that hold tensors, by name
 
 
@@ -50,60 +50,53 @@ class Saver:
         self.has_run, self.saves = False, 0
         self.writers: Mapping[int, range] = {0: range(1)}
         self.interval: SaveInterval | None = None
-        self._thread: threading.Thread | None = None
-        self._outcome: SaveOutcome | None = None
-        self._error: Exception | None = None
+        self._written: Future[SaveOutcome] | None = None
 
     def begin(self, step: int, write: Callable[[], SaveOutcome] | None, *, beside: bool = True) -> None:
         """Starts a save, in the background or blocking; `write` is None on processes that don't write."""
-        self.step, self._outcome, self._error, self.wrote_s = step, None, None, 0.0
-        if write is not None and beside:
-            self._thread = threading.Thread(target=self._run, args=(write,), name="saving", daemon=True)
-            self._thread.start()
-        elif write is not None:
-            self._run(write)
+        self.step, self.wrote_s, self._written = step, 0.0, None
+        if write is None:
+            return
+        written = self._written = Future[SaveOutcome]()
+        if beside:
+            threading.Thread(target=self._run, args=(write, written), name="saving", daemon=True).start()
+        else:
+            self._run(write, written)
             self.wrote_s = 0.0
 
     @property
     def done(self) -> bool:
         """True if this process has finished writing."""
-        return self._outcome is not None or self._error is not None
+        return self._written is not None and self._written.done()
 
     def wait(self) -> None:
         """Waits until this process has finished writing or failed; not a collective."""
-        if self._thread:
-            self._thread.join()
+        if self._written:
+            futures.wait([self._written])
 
     def end(self) -> SaveOutcome | None:
         """Waits and returns the result; None if this process doesn't write. Raises unexpected exceptions."""
-        self.wait()
-        self.step = self._thread = None
-        if self._error:
-            raise self._error
-        return self._outcome
+        written, self._written, self.step = self._written, None, None
+        return written.result() if written else None
 
-    def _run(self, write: Callable[[], SaveOutcome]) -> None:
+    def _run(self, write: Callable[[], SaveOutcome], written: "Future[SaveOutcome]") -> None:
         began_s = time.perf_counter()
         try:
-            self._outcome = write()
-        except SaveError as error:
-            self._outcome = SaveOutcome(NOT_SAVED, error.message)
-        except NotFiniteError:
-            self._outcome = SaveOutcome(NOT_FINITE)
+            outcome = write()
+        except (SaveError, NotFiniteError) as error:
+            outcome = SaveOutcome(error.message, finite=isinstance(error, SaveError))
         except Exception as error:  # noqa: BLE001 - raised again where the result of the save is asked for
-            self._error = error
+            written.set_exception(error)
+            return
         self.wrote_s = time.perf_counter() - began_s
+        written.set_result(outcome)
 
 
 def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int, range]:
     """Returns the ranks that write checkpoints, each with the ranks of its machine, the same everywhere; a collective.
 
-    These are rank 0 and the first rank of each machine that doesn't see the disk of rank 0.
-
-    Args:
-        folder: the run folder.
-        world: the processes.
-        in_pieces: each process writes its own shards, which requires a shared disk.
+    These are rank 0 and the first rank of a machine that doesn't see the disk of rank 0. With `in_pieces`, each process
+    writes its own shards, which requires a shared disk.
     """
     if world.local_size == world.size or in_pieces or folder is NOWHERE:
         return {0: range(world.local_size)}
@@ -128,9 +121,9 @@ def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int,
 FIRST_S, SHORTEST_S, LONGEST_S = 10.0, 10.0, 1800.0
 # Saves may take this part of the time, or come once in so many seconds, however seldom failures are expected.
 SHARE, USUAL_S = 0.01, 60.0
-# Before a run has seen failures one a day is expected of each machine: rented and private ones are ended, put to sleep
-# or run full. It is a guess, on the side that saves too often: Llama 3's machines of 8 cards lasted 264 days each
-# (419 failures in 54 days of 16,384 cards; arXiv:2407.21783, section 3.3.4). It weighs as much as an hour of training.
+# Before a run has seen failures, one per machine and day is expected, a guess that rather saves too often: Llama 3's
+# machines of 8 cards lasted 264 days each (419 failures in 54 days of 16,384 cards; arXiv:2407.21783, section 3.3.4).
+# It weighs as much as an hour of training.
 EXPECTED_S, WEIGHT_S = 86_400.0, 3600.0
 # Saves whose median counts; rounds of training that say what is usual, and how many are enough.
 _SAVES, _ROUNDS, _ENOUGH = 9, 20, 3
@@ -161,9 +154,8 @@ def seen_failures(folder: RunFolder) -> tuple[int, float]:
 
     A failure without lost work counts too, because the next one may lose work.
     """
-    failures, trained_s = 0, 0.0
+    failures, trained_s, last_s = 0, 0.0, 0.0
     began_s: float | None = None
-    last_s = 0.0
     # This start comes after an end, if there was a word of one.
     for line in itertools.chain(read_lines(folder.events), ({"kind": "resumed"},)):
         kind, at_s = line.get("kind"), float(line.get("time", last_s))
@@ -192,7 +184,7 @@ class SaveInterval:
         self._usual_s: deque[float] = deque(maxlen=_ROUNDS)
         self._saves_s: deque[float] = deque(maxlen=_SAVES)
 
-    def trained(self, seconds: float, samples: int, *, saving: bool) -> None:
+    def trained(self, seconds: float, samples: float, *, saving: bool) -> None:
         """Records the training time of some samples, which may be longer during a save."""
         if samples and not saving:
             self._usual_s.append(seconds / samples)
@@ -209,10 +201,9 @@ class SaveInterval:
     def record(self, seconds: float, journal: Journal, step: int) -> None:
         """Records the interval, and again after a large change; reports it once, when it takes effect."""
         save_s, fails_s = statistics.median(self._saves_s), self._between_failures_s()
-        seen = f"{self.failures} so far" if self.failures else "none so far"
         message = (
             f"saving a checkpoint every {seconds:.0f} s, because a save delays training by {save_s:.2g} s and "
-            f"a failure is expected every {fails_s / 3600:.2g} h ({seen})"
+            f"a failure is expected every {fails_s / 3600:.2g} h ({self.failures or 'none'} so far)"
         )
         if not self._reported_s or max(seconds / self._reported_s, self._reported_s / seconds) >= _REPORT_RATIO:
             self._reported_s = seconds

@@ -9,12 +9,13 @@ from typing import Any
 from filelock import FileLock
 
 from manyhands.checkpoint import files
+from manyhands.checkpoint.describe import NetworkLayout
 from manyhands.checkpoint.files import TornCheckpointError, read_manifest
 from manyhands.checkpoint.folders import prune, remove_step
 from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot
 from manyhands.checkpoint.trained import STATE_KEY
-from manyhands.checkpoint.write import SaveError
+from manyhands.checkpoint.write import CheckpointGroup, CheckpointWriter, SaveError
 from manyhands.checkpoint.write import save as commit
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.machine import memory
@@ -23,12 +24,13 @@ from manyhands.core.resuming import resume_command
 from manyhands.core.run_folder import NOWHERE
 from manyhands.core.world import World
 from manyhands.parallel.apply import checksums
-from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.diagnose import explain_lost
+from manyhands.train.optimize import restore_optimizer
 from manyhands.train.recover import training_digest
-from manyhands.train.saver import NOT_FINITE, SAVED, SaveOutcome
+from manyhands.train.saver import SaveOutcome
 from manyhands.train.schedule import CustomScheduler
-from manyhands.train.state import capture, named_optimizer, peers_of, restore_optimizer, save_sharded, split_state
+from manyhands.train.state import capture, named_optimizer, split_state
 from manyhands.train.trainer import Trainer
 
 
@@ -36,43 +38,37 @@ from manyhands.train.trainer import Trainer
 def save(trainer: Trainer) -> None:
     """Starts writing a checkpoint, in the background where possible; a collective. `finish_save` returns its result."""
     finish_save(trainer)
-    network, progress, started = trainer.network, trainer.progress, time.perf_counter()
+    network, saver, step, started = trainer.network, trainer.saver, trainer.progress.step, time.perf_counter()
     trainer.heartbeats.phase = "save"
     extra = _beside_the_network(trainer)
-    trainer.synchronizer.average_buffers(progress.step)
+    trainer.synchronizer.average_buffers(step)
     save_rank_state(trainer)
-    writes = network.saves(trainer.world.rank) or trainer.world.rank in trainer.saver.writers
+    writes = trainer.world.is_main or bool(network.layouts) or trainer.world.rank in trainer.saver.writers
     write, beside = None, not network.layouts
-    if writes or not network.runs_alone:
+    if writes or network.share.collective_forward:
         with trainer.synchronizer.averaged():
-            snapshot = capture(network, trainer.update.optimizer, progress, extra, keep=writes)
-        # What is saved says of itself that it is.
-        snapshot.state["saved_step"] = progress.step
+            snapshot = capture(network, trainer.update.optimizer, trainer.progress, extra, keep=writes)
         beside = beside and memory()[1] > sum(tensor.nbytes for tensor in snapshot.model.values())
-        write = functools.partial(_write, trainer, snapshot, progress.step, progress.best_step) if writes else None
-    trainer.saver.saves += 1
-    trainer.saver.waited_s = time.perf_counter() - started
-    trainer.saver.begin(progress.step, write, beside=beside)
+        write = functools.partial(_write, trainer, snapshot, step, trainer.progress.best_step) if writes else None
+    saver.saves += 1
+    saver.waited_s = time.perf_counter() - started
+    saver.begin(step, write, beside=beside)
     trainer.status_round.saved()
-    trainer.saver.stalled_s = time.perf_counter() - started
-    trainer.status_round.leave_out(trainer.saver.stalled_s)
+    saver.stalled_s = time.perf_counter() - started
+    trainer.status_round.leave_out(saver.stalled_s)
     if network.layouts:
         finish_save(trainer)
     trainer.heartbeats.phase = "train"
 
 
 @CLOCK.within(SAVING)
-def finish_save(trainer: Trainer, *, written: int | None = None) -> None:
+def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
     """Waits for the save in progress, if any, and handles its result; a collective.
 
-    After a disk error, the run continues without this checkpoint, with a warning.
-
-    Args:
-        trainer: the trainer.
-        written: the number of processes that have finished writing; given to avoid waiting.
+    After a disk error, the run continues without this checkpoint, with a warning. With `written`, the number of
+    processes that have finished writing, it does not wait.
     """
-    saver, started = trainer.saver, time.perf_counter()
-    step = saver.step
+    saver, step, started = trainer.saver, trainer.saver.step, time.perf_counter()
     if step is None or written not in {None, len(trainer.saver.writers)}:
         return
     # Where all have written, nobody has a reason to come late: whoever does stands still.
@@ -81,15 +77,16 @@ def finish_save(trainer: Trainer, *, written: int | None = None) -> None:
     answers = gather_plain(own and asdict(own), trainer.world)
     trainer.heartbeats.phase = phase
     outcomes = {rank: SaveOutcome(**answers[rank]) for rank in trainer.saver.writers}
-    if any(outcome.word == NOT_FINITE for outcome in outcomes.values()):
+    if not all(outcome.finite for outcome in outcomes.values()):
         raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
-    if outcomes[0].word == SAVED:
+    if not outcomes[0].error:
         trainer.progress.saved_step = step
-        prune_rank_states(trainer)
+        if trainer.synchronizer.own:  # states of deleted checkpoints
+            _prune(trainer, _rank_states(trainer.folder.checkpoints, trainer.world), trainer.progress.best_step)
     for rank, outcome in outcomes.items():
-        if outcome.word != SAVED:
+        if outcome.error:
             which = f"checkpoint copy on rank {rank}'s machine" if rank else "checkpoint"
-            trainer.journal.event("warning", f"the {which} was not saved at step {step}: {outcome.what}", step)
+            trainer.journal.event("warning", f"the {which} was not saved at step {step}: {outcome.error}", step)
     _compare(trainer, step, outcomes)
     took_s = time.perf_counter() - started
     trainer.status_round.leave_out(took_s)
@@ -98,7 +95,7 @@ def finish_save(trainer: Trainer, *, written: int | None = None) -> None:
 
 def _compare(trainer: Trainer, step: int, outcomes: dict[int, SaveOutcome]) -> None:
     """Reports copies of a checkpoint that differ, and checks the replicas to name the rank and tensor."""
-    copies = {rank: outcome.digests for rank, outcome in outcomes.items() if outcome.word == SAVED}
+    copies = {rank: outcome.digests for rank, outcome in outcomes.items() if not outcome.error}
     for rank, digests in copies.items():
         other = [name for name, digest in copies.get(0, digests).items() if digests.get(name) != digest]
         if other:
@@ -114,12 +111,10 @@ def rescue(trainer: Trainer) -> bool:
     Impossible if the network is sharded, or if processes have state of their own.
     """
     network, progress = trainer.network, trainer.progress
-    held_alone = network.sharded or network.layouts or trainer.synchronizer.own
-    # A scheduler of somebody else's has moved on with an update's beginning.
-    partial_update = trainer.update.partial_update
-    between = partial_update.in_pieces or (
-        partial_update.begun and isinstance(trainer.update.set_rates, CustomScheduler)
-    )
+    held_alone = network.traits.sharded or network.layouts or trainer.synchronizer.own
+    # A torch scheduler has made its step at the beginning of an update.
+    partial_update, scheduled = trainer.update.partial_update, isinstance(trainer.update.set_rates, CustomScheduler)
+    between = partial_update.in_pieces or (partial_update.begun and scheduled)
     if held_alone or between or not progress.step or trainer.folder is NOWHERE:
         return False
     partial_update.undo()
@@ -128,7 +123,6 @@ def rescue(trainer: Trainer) -> bool:
     folder = trainer.folder.checkpoints
     folder.mkdir(parents=True, exist_ok=True)
     snapshot = capture(network, trainer.update.optimizer, progress, _beside_the_network(trainer))
-    snapshot.state["saved_step"] = progress.step
     with FileLock(trainer.folder.ranks / "rescue.lock", mode=0o600):  # a second one finds that it is done
         path = commit(folder, progress.step, snapshot)
     trainer.journal.event("saved", path.name, progress.step)
@@ -138,6 +132,7 @@ def rescue(trainer: Trainer) -> bool:
 def _beside_the_network(trainer: Trainer) -> dict[str, Any]:
     """What a checkpoint holds beside the network, its optimizer and how far they have come."""
     extra: dict[str, Any] = {
+        "saved_step": trainer.progress.step,
         "job": training_digest(trainer.job, trainer.feed.order.length),
         "classes": list(trainer.trained.classes),
         "model": trainer.job.model.name,
@@ -150,8 +145,8 @@ def _beside_the_network(trainer: Trainer) -> dict[str, Any]:
         extra["shares"] = list(trainer.feed.sharing.shares) or [1] * trainer.feed.sharing.processes
     if trainer.update.gradients.scaler:
         extra["scaler"] = trainer.update.gradients.scaler.state_dict()
-    if isinstance(trainer.update.set_rates, CustomScheduler):
-        extra["schedule"] = trainer.update.set_rates.saved()
+    if isinstance(trainer.update.set_rates, CustomScheduler) and (state := trainer.update.set_rates.saved()):
+        extra["schedule"] = state
     return extra
 
 
@@ -164,11 +159,9 @@ def save_last(trainer: Trainer) -> None:
     save(trainer)
     finish_save(trainer)
     if trainer.progress.saved_step != trainer.progress.step:
-        raise RunError(
-            f"step {trainer.progress.step} could not be saved; the last warning gives the reason",
-            str(trainer.folder.checkpoints),
-            (f"free disk space, then resume from the last checkpoint: {resume_command(trainer.folder.path)}",),
-        )
+        what = f"step {trainer.progress.step} could not be saved; the last warning gives the reason"
+        hint = f"free disk space, then resume from the last checkpoint: {resume_command(trainer.folder.path)}"
+        raise RunError(what, str(trainer.folder.checkpoints), (hint,))
 
 
 def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
@@ -189,25 +182,31 @@ def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> S
 
 def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
     """Writes the checkpoint, and deletes what it makes superfluous; reads nothing that training changes meanwhile."""
-    folder, network, started = trainer.folder.checkpoints, trainer.network, time.perf_counter()
+    folder, network, world, started = trainer.folder.checkpoints, trainer.network, trainer.world, time.perf_counter()
     if network.layouts:
-        peers = peers_of(trainer.world, trainer.saver.writers)
-        path = save_sharded(folder, step, snapshot, network, peers, pieces=trainer.job.checkpoint.pieces)
+        gather = functools.partial(gather_plain, world=world)
+        group = CheckpointGroup(world.rank, world.size, gather, world.device, trainer.saver.writers)
+        layout = NetworkLayout(network.layouts.mesh, network.layouts)
+        path = CheckpointWriter(folder, group, layout, pieces=trainer.job.checkpoint.pieces).write(step, snapshot)
     else:
         path = commit(folder, step, snapshot)
-    if trainer.world.rank not in trainer.saver.writers:  # gave its pieces; the checkpoint lies on other machines
-        return SaveOutcome(SAVED, path.name)
-    best = folder / f"step-{best_step:08d}"
-    prune(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)
+    if world.rank not in trainer.saver.writers:  # gave its pieces; the checkpoint lies on other machines
+        return SaveOutcome()
+    _prune(trainer, folder, best_step)
     waited_s, seconds = trainer.saver.waited_s, time.perf_counter() - started
     trainer.journal.event("saved", path.name, step, seconds=seconds, waited=waited_s)
     entries = read_manifest(path)["files"]
     # A sync method may leave each process an optimizer's state of its own.
     alike = (files.MODEL,) if trainer.synchronizer.own else (files.MODEL, files.OPTIMIZER)
-    return SaveOutcome(SAVED, path.name, {name: entries[name]["sha256"] for name in alike if name in entries})
+    return SaveOutcome(digests={name: entries[name]["sha256"] for name in alike if name in entries})
 
 
-def rank_states_folder(checkpoints: Path, world: World) -> Path:
+def _prune(trainer: Trainer, folder: Path, best_step: int) -> None:
+    best = folder / f"step-{best_step:08d}"
+    prune(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)
+
+
+def _rank_states(checkpoints: Path, world: World) -> Path:
     """Returns the folder for the synchronization state of this process."""
     return checkpoints / f"rank-{world.rank:05d}-of-{world.size:05d}"
 
@@ -218,13 +217,13 @@ def save_rank_state(trainer: Trainer) -> None:
     if own is None:
         return
     tensors, numbers = own
-    step, folder = trainer.progress.step, rank_states_folder(trainer.folder.checkpoints, trainer.world)
+    step, folder = trainer.progress.step, _rank_states(trainer.folder.checkpoints, trainer.world)
     state: dict[str, Any] = {"belongs_to": _belongs_to(trainer), "numbers": numbers, "own": trainer.synchronizer.own}
     if trainer.update.gradients.scaler:
         state["scaler"] = trainer.update.gradients.scaler.state_dict()
     content = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    endless = frozenset({"buffers"} if trainer.network.endless else set[str]())
-    optimizer = named_optimizer(trainer.network.inner, trainer.update.optimizer)
+    endless = frozenset({"buffers"} if trainer.network.traits.endless else set[str]())
+    optimizer = named_optimizer(trainer.network.model, trainer.update.optimizer)
     said = ""
     try:
         remove_step(folder, step)  # of an earlier attempt, whose steps may have gone otherwise
@@ -236,35 +235,25 @@ def save_rank_state(trainer: Trainer) -> None:
             trainer.journal.event("warning", f"rank {rank} could not save its synchronization state: {word}", step)
 
 
-def prune_rank_states(trainer: Trainer) -> None:
-    """Deletes the synchronization states of deleted checkpoints, after a newer one has been committed."""
-    if trainer.synchronizer.own:
-        folder = rank_states_folder(trainer.folder.checkpoints, trainer.world)
-        best = folder / f"step-{trainer.progress.best_step:08d}"
-        prune(folder, trainer.job.checkpoint.keep, best if best.is_dir() else None)
-
-
 def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
-    """Restores the synchronization state of each process, if all processes find theirs; a collective.
+    """Restores the synchronization state of each process after the network, if all find theirs; a collective.
 
-    Args:
-        trainer: the trainer, whose network and progress are restored already.
-        checkpoint: the checkpoint folder, which may be on another machine.
+    `checkpoint` may be a folder on another machine.
     """
     if not trainer.synchronizer.own:
         return
     trainer.synchronizer.begin()
     found, said = _find(trainer, checkpoint)
-    words = gather_plain(said, trainer.world)
+    words, step = gather_plain(said, trainer.world), trainer.progress.step
     missing = [rank for rank, word in enumerate(words) if word]
     if missing or not found:
         what = f"resuming without the synchronization state of rank {missing[0]}: {words[missing[0]]}"
-        trainer.journal.event("warning", what, trainer.progress.step)
+        trainer.journal.event("warning", what, step)
         return
     trainer.synchronizer.load(found.model, {key: int(value) for key, value in found.state["numbers"].items()})
-    anew = restore_optimizer(found.optimizer or {"state": {}}, trainer.network, trainer.update.optimizer)
+    anew = restore_optimizer(found.optimizer or {"state": {}}, trainer.network.model, trainer.update.optimizer)
     if anew:
-        trainer.journal.event("warning", anew, trainer.progress.step)
+        trainer.journal.event("warning", anew, step)
     if trainer.update.gradients.scaler and "scaler" in found.state:
         trainer.update.gradients.scaler.load_state_dict(found.state["scaler"])
 
@@ -272,11 +261,12 @@ def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
 def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
     """Returns the synchronization state of this process at a checkpoint, or the reason why it can't be used."""
     # The run's own folder, and the one that it resumes from, which may belong to another run.
-    folders = [rank_states_folder(folder, trainer.world) for folder in (trainer.folder.checkpoints, checkpoint.parent)]
-    path = next((folder / checkpoint.name for folder in folders if (folder / checkpoint.name).is_dir()), None)
-    belongs_to, own = _belongs_to(trainer), trainer.synchronizer.own
+    folders = (trainer.folder.checkpoints, checkpoint.parent)
+    paths = [_rank_states(folder, trainer.world) / checkpoint.name for folder in folders]
+    belongs_to, now = _belongs_to(trainer), trainer.synchronizer.own
+    path = next((one for one in paths if one.is_dir()), None)
     if path is None:
-        return None, f"{folders[0] / checkpoint.name} doesn't exist"
+        return None, f"{paths[0]} doesn't exist"
     try:
         found = load(path)
     except (UserError, OSError) as error:
@@ -284,14 +274,12 @@ def _find(trainer: Trainer, checkpoint: Path) -> tuple[Snapshot | None, str]:
     if found.state.get("belongs_to") != belongs_to:
         return None, f"{path} belongs to another checkpoint"
     before = found.state.get("own", {})
-    changed = [
-        f"{key} changed from {before.get(key)} to {value}" for key, value in own.items() if before.get(key) != value
-    ]
+    changed = [f"{key} changed from {before.get(key)} to {one}" for key, one in now.items() if before.get(key) != one]
     return found, f"{path} has other settings: {'; '.join(changed)}" if changed else ""
 
 
 def _belongs_to(trainer: Trainer) -> list[Any]:
     """Identifies a checkpoint among those of the same step: checksums of the synchronized network."""
     with trainer.synchronizer.averaged():
-        sums = checksums(list(split_state(trainer.network.inner)[0].values())).sum(0).tolist()
+        sums = checksums(list(split_state(trainer.network.model)[0].values())).sum(0).tolist()
     return [trainer.progress.step, *sums]

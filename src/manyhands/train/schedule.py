@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.config.job import TrainOptions
@@ -20,8 +19,6 @@ from manyhands.train.objects import brought
 from manyhands.train.optimize import learning_rate, set_learning_rate, with_own_rate
 
 _KINDS: dict[str, Any] = {"list": list, "tuple": tuple, "dict": dict}
-_COUNTED = {"base_lrs", "last_epoch", "_step_count", "_last_lr"}  # by each scheduler
-_INNER = "_schedulers"  # those that one is made of
 
 
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
@@ -46,10 +43,11 @@ def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     """Restores a scheduler from the result of `scheduler_state`; other attributes keep their initial values.
 
     Raises:
-        Exception: the state belongs to another scheduler; see `reading_of`.
+        Exception: the state can't be read; see `reading_of`.
     """
     given = {name: from_plain_data(value) for name, value in state.items()}
-    _refuse_state_of_another(scheduler, given)
+    if not isinstance(given.get("last_epoch", 0), int):
+        raise ValueError(f"last_epoch is {str(given['last_epoch'])[:60]}")
     scheduler.load_state_dict({**scheduler.state_dict(), **given})
     # The optimizer has made steps, in another process: else torch warns of a scheduler that comes first.
     scheduler.optimizer.__dict__["_opt_called"] = True
@@ -64,43 +62,6 @@ def reading_of(where: str) -> Generator[None]:
         what = f"the scheduler's state in the checkpoint can't be restored: {type(error).__name__}: {error}"
         hints = ("remove this checkpoint to resume from the previous one", "or start a new run in another folder")
         raise UserError(what, where, hints) from error
-
-
-def _refuse_state_of_another(scheduler: LRScheduler, given: Mapping[str, Any]) -> None:
-    made, own = scheduler_state(scheduler), not type(scheduler).__module__.startswith("torch.")
-    # What one of the user's own keeps besides may change its kind as it likes.
-    kinds = {name: value for name, value in made.items() if name != _INNER and (name in _COUNTED or not own)}
-    refuse_other_kinds(given, kinds, lambda name: name not in made and hasattr(scheduler, name))
-    if _INNER in made and _INNER in given:
-        for one, state in zip(getattr(scheduler, _INNER), given[_INNER], strict=True):
-            _refuse_state_of_another(one, state)
-
-
-def refuse_other_kinds(found: Mapping[str, Any], made: Mapping[str, Any], taken: Callable[[str], bool]) -> None:
-    """Raises ValueError if a value has another type than the existing value of the same name.
-
-    Args:
-        found: the new values.
-        made: the existing values, as plain data.
-        taken: returns True for a further name that is allowed.
-    """
-    for name, value in found.items():
-        if not _fits(value, from_plain_data(made[name])) if name in made else taken(name):
-            raise ValueError(f"{name} is {str(value)[:60]}")
-
-
-def _fits(value: Any, made: Any) -> bool:
-    """True if a value has the same type as another one, also within lists and dicts."""
-    if isinstance(made, list | tuple):
-        alike = isinstance(value, list | tuple) and len(value) == len(made)
-        return alike and all(map(_fits, value, made))
-    if isinstance(made, dict):
-        return (
-            isinstance(value, dict)
-            and value.keys() == made.keys()
-            and all(_fits(value[key], made[key]) for key in made)
-        )
-    return made is None or isinstance(value, str if isinstance(made, str) else int | float)
 
 
 def as_plain_data(value: Any) -> Any:
@@ -132,8 +93,6 @@ def _is_constant(value: Any) -> bool:
 # Sets the learning rates for an update, by its number, counted from 0.
 SetRates = Callable[[int], None]
 _WHERE = "train.schedule"
-_OF_OPTIMIZER = "optimizer"
-_NOTHING = inspect.Parameter("nothing", inspect.Parameter.POSITIONAL_ONLY)
 
 
 def make_schedule(
@@ -186,21 +145,19 @@ def _asked_for(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[b
         )
         raise UserError(f"the schedule is a {kind}, not a function", _WHERE, hints)
     try:
-        first, *others = list(inspect.signature(function).parameters.values()) or [_NOTHING]
+        parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # of what is written in C it isn't always known
         return False, {}
-    if first is _NOTHING:
+    if not parameters:
         raise UserError("the schedule has no parameter", _WHERE, ("pass a function: lambda step: 0.99 ** step",))
+    first, *others = parameters
     known = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
-    needed = [
-        one.name for one in others if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    missing = [name for name in needed if name not in known]
-    if missing:
-        hints = ("use only the further parameters total_steps and steps_per_epoch",)
-        raise UserError(f"the schedule has an unknown parameter: {missing[0]}", _WHERE, hints)
-    names = {one.name for one in others}
-    return first.name == _OF_OPTIMIZER, {name: value for name, value in known.items() if name in names}
+    for one in others:
+        required = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        if required and one.name not in known:
+            hints = ("use only the further parameters total_steps and steps_per_epoch",)
+            raise UserError(f"the schedule has an unknown parameter: {one.name}", _WHERE, hints)
+    return first.name == "optimizer", {one.name: known[one.name] for one in others if one.name in known}
 
 
 def _part(value: Any, step: int) -> float:
@@ -219,7 +176,9 @@ def _part(value: Any, step: int) -> float:
 class CustomScheduler:
     """A torch scheduler, stepped before each update except the first, or after each evaluation if it needs the loss.
 
-    A resumed run restores its saved state; if it was created differently (for a longer run), it repeats all steps.
+    A resumed run repeats all steps of torch's own schedulers, so that a longer run has the rates of its new length. The
+    state of ReduceLROnPlateau and of other classes, which may depend on more than the step, is saved; a class that was
+    created differently (for a longer run) repeats all steps too.
 
     Attributes:
         waits: True if it needs the loss of an evaluation, as ReduceLROnPlateau does.
@@ -238,7 +197,7 @@ class CustomScheduler:
         if self.waits and self._scheduler.mode != "min":
             raise UserError(f'{kind} monitors the loss, but has mode="max"', _WHERE, ('set mode="min"',))
         self._optimizer, self._made = optimizer, 0
-        self._as_made = self._now()
+        self._as_made = self._now() if self.waits or not _follows_steps(scheduler) else None
 
     def __call__(self, step: int) -> None:
         if self.waits:
@@ -258,7 +217,9 @@ class CustomScheduler:
             self._scheduler.step(loss)
 
     def saved(self) -> str:
-        """Returns its state as JSON data."""
+        """Returns its state as JSON data; empty for a scheduler that repeats its steps."""
+        if self._as_made is None:
+            return ""
         return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._now()})
 
     def resume(self, saved: str, step: int) -> None:
@@ -267,20 +228,19 @@ class CustomScheduler:
         Raises:
             Exception: the state is invalid; see `reading_of`.
         """
-        found = _SavedScheduler.model_validate(json.loads(saved))
-        before, now = found.as_made, found.now
-        changed, made = _changed(before.state, now.state), self._as_made["state"]
-        alike = all(made.get(name) == one for name, one in before.state.items() if name not in changed)
-        if found.kind != self._kind or not (self.waits or (alike and found.made == max(0, step - 1))):
+        if (made := self._as_made) is None:
+            return
+        found = json.loads(saved)
+        before, now = found["as_made"], found["now"]
+        changed = _changed(before["state"], now["state"])
+        alike = all(made["state"].get(name) == one for name, one in before["state"].items() if name not in changed)
+        if found["kind"] != self._kind or not (self.waits or (alike and found["made"] == max(0, step - 1))):
             return
         restore_scheduler(self._scheduler, changed)
-        if not self.waits or before.groups == self._as_made["groups"]:
-            places = zip(self._optimizer.param_groups, self._as_made["groups"], before.groups, now.groups, strict=True)
-            for live, kept, *both in places:
-                values = {name: from_plain_data(one) for name, one in _changed(*both).items()}
-                refuse_other_kinds(values, kept, live.__contains__)
-                live.update(values)
-        self._made = found.made
+        if not self.waits or before["groups"] == made["groups"]:
+            for live, *both in zip(self._optimizer.param_groups, before["groups"], now["groups"], strict=True):
+                live.update({name: from_plain_data(one) for name, one in _changed(*both).items()})
+        self._made = int(found["made"])
 
     def _now(self) -> dict[str, Any]:
         groups = [
@@ -295,18 +255,11 @@ class CustomScheduler:
             self._made += 1
 
 
-class _SavedPlace(BaseModel):
-    state: dict[str, Any]
-    groups: list[dict[str, Any]]
-
-
-class _SavedScheduler(BaseModel):
-    """What `CustomScheduler.saved` gives."""
-
-    kind: str
-    made: int
-    as_made: _SavedPlace
-    now: _SavedPlace
+def _follows_steps(scheduler: Any) -> bool:
+    """True for schedulers of torch, made only of such."""
+    return type(scheduler).__module__.startswith("torch.") and all(
+        map(_follows_steps, getattr(scheduler, "_schedulers", ()))
+    )
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

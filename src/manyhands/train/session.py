@@ -22,13 +22,13 @@ from manyhands.core.phases import CLOCK, EVALUATION
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
-from manyhands.data.objects import has_targets, splits_to_evaluate
 from manyhands.data.open import resolve_pixels
 from manyhands.data.options import DataOptions
+from manyhands.data.samples import has_targets, splits_to_evaluate
 from manyhands.data.splits import ImagesInMemory, check_labels
 from manyhands.models.outputs import main_and_auxiliary
-from manyhands.parallel.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.gradients import autocast
+from manyhands.parallel.group.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.custom_update import (
     SESSION,
@@ -266,20 +266,20 @@ class Session(Subgroup):
     ) -> Evaluation:
         """Evaluates a model, counting each sample once; a collective. Results of the prepared model are recorded."""
         own = self._trainer
-        trainer = own if own and model in (own.network.call, own.network.inner) else None
-        network = trainer.network if trainer else ParallelNetwork(model, model)
+        trainer = own if own and model in (own.network.call, own.network.model) else None
+        network = trainer.network if trainer else ParallelNetwork(model)
         precision = (trainer.job if trainer else self.job).train.precision
-        outputs = classes or network.outputs or self._count_outputs(network, test_set)
+        outputs = classes or network.traits.outputs or self._count_outputs(network, test_set)
         words = dict.fromkeys((*self.job.train.metrics, *(metric_words(metrics) or ())))
         given = {**self._metrics, **(metrics if isinstance(metrics, Mapping) else {})}
-        loader = self._test_loader(test_set, network.inner, outputs)
+        loader = self._test_loader(test_set, network.model, outputs)
         started = time.perf_counter()
         try:
             custom = make_metrics(words, given)
             evaluator = Evaluator(loader, len(test_set), outputs, self.job, self.world, network, custom)
             shares = own.feed.sharing.shares if own else ()
             with agreed(trainer) if trainer else contextlib.nullcontext():
-                found = evaluator(network.evaluated, autocast(precision, self.world.device), shares=shares)
+                found = evaluator(autocast(precision, self.world.device), shares=shares)
         finally:
             loader.close()
         if trainer and self._folder:
@@ -355,10 +355,11 @@ class Session(Subgroup):
         return make_loader(job, splits.train, pixels, self.world, train=False, classes=classes)
 
     def _count_outputs(self, network: ParallelNetwork, data: Any) -> int:
-        loader = self._test_loader(data, network.inner)
+        loader = self._test_loader(data, network.model)
         batch = next(iter(loader.batches(0, [torch.arange(1)])))
-        with evaluating(network.evaluated), torch.no_grad():
-            count = main_and_auxiliary(network.evaluated(batch.images))[0].shape[1]
+        evaluated = network.call if network.share.together else network.model
+        with evaluating(evaluated), torch.no_grad():
+            count = main_and_auxiliary(evaluated(batch.images))[0].shape[1]
         loader.close()
         return count
 

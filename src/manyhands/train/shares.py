@@ -20,10 +20,10 @@ from manyhands.core.machine import memory
 from manyhands.core.shares import Share, check_batch
 from manyhands.data.order import ALIGNED_SHARE_LIMIT, BatchSharing, Order, group_edges
 from manyhands.parallel.apply import normalises_in_groups
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.norm import GroupedNorm
 from manyhands.parallel.options import USUAL_MODE
-from manyhands.parallel.plain import broadcast_plain, gather_plain
+from manyhands.parallel.replicas.batch_norm import GroupedNorm
 from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.journal import RunContext
 from manyhands.train.recover import Resumable
@@ -56,11 +56,11 @@ def order_and_sharing(
         most: the largest micro-batch at the start of the run; 0 if unknown.
     """
     job, mode = run.job, run.mode
-    options, replicas = job.train, network.replicas(run.world.size)
+    options, replicas = job.train, network.share.parts
     check_batch(options.batch, replicas)
     batch, group = min(options.batch, samples), 0
     # A network without BatchNorm has no groups that a pass would have to hold whole.
-    layers = any(isinstance(module, GroupedNorm) for module in network.inner.modules())
+    layers = any(isinstance(module, GroupedNorm) for module in network.model.modules())
     grouped = not own and normalises_in_groups(mode) and layers
     if isinstance(options.norm_group, int) and grouped:
         group = options.norm_group
@@ -72,7 +72,7 @@ def order_and_sharing(
         raise UserError(f"cluster.shares can't be used: {why}", _WHERE, hints)
     shares = () if why and job.cluster.shares == MACHINES else _shares(run, replicas, previous)
     order = Order(samples, batch, options.seed, options.drop_last)
-    sharing = BatchSharing(replicas, options.micro_batch, group, aligned=not network.together, shares=shares)
+    sharing = BatchSharing(replicas, options.micro_batch, group, aligned=not network.share.together, shares=shares)
     within = sharing.within(most, batch)
     if within.micro_batch != sharing.micro_batch:
         run.journal.event("note", _passes_message(within, most, batch), 0)
@@ -112,7 +112,7 @@ def _shares(run: RunContext, replicas: int, previous: list[int] | None) -> tuple
 
 def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> str:
     """Returns why the mode or the sync method doesn't support the shares of the job; empty if it does."""
-    if network.together:
+    if network.share.together:
         return f"--parallel {mode} splits each batch into equal parts"
     if job.cluster.shares in {"auto", MACHINES} and mode != USUAL_MODE:
         return f"with --parallel {mode}, each layer waits for all processes, so their speed can't be measured"
@@ -137,7 +137,7 @@ def largest_pass(found: Resumable | None) -> int:
 
 def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, network: ParallelNetwork) -> None:
     """Raises UserError if a micro-batch has fewer samples than an op has shards, because ops fail on empty input."""
-    parts, counts = network.most_parts, {min(order.batch, order.length)}
+    parts, counts = network.share.most_parts, {min(order.batch, order.length)}
     if not order.drop_last:
         counts.add(order.length - (order.steps_per_epoch - 1) * order.batch)
     for count in counts:

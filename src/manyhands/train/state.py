@@ -1,7 +1,6 @@
 """The progress of a run, and the conversion of network and optimizer to a snapshot and back."""
 
 import copy
-import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,15 +12,12 @@ from torch import Tensor, nn
 
 from manyhands.checkpoint.describe import OPTIMIZER, NetworkLayout, is_extra
 from manyhands.checkpoint.read import Source, in_memory
-from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten, plain_extra_state, unflatten
-from manyhands.checkpoint.write import CheckpointGroup, save_full, save_pieces
+from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten_optimizer, plain_extra_state, unflatten
 from manyhands.config.job import BY_TOP1
 from manyhands.core.errors import UserError
-from manyhands.core.world import World
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.plain import gather_plain
-from manyhands.parallel.spread import full_tensor, is_spread, spread_like
-from manyhands.train.optimize import is_custom, restore_own, start_state
+from manyhands.parallel.spread import full_tensor
+from manyhands.train.optimize import restore_optimizer
 
 
 @dataclass
@@ -40,10 +36,8 @@ class Progress:
 
     def improves(self, by: str, figure: float) -> bool:
         """Records an evaluation and returns True if it is the best so far; starts over if train.best has changed."""
-        best = self.best_figure if by == self.best_by else None
-        if math.isnan(figure) or (
-            best is not None and (figure <= best if by.startswith("highest") else figure >= best)
-        ):
+        best, sign = self.best_figure if by == self.best_by else None, 1 if by.startswith("highest") else -1
+        if math.isnan(figure) or (best is not None and sign * figure <= sign * best):
             return False
         self.best_figure, self.best_by, self.best_step = figure, by, self.step
         return True
@@ -68,16 +62,19 @@ def capture(
 
     A collective for sharded networks; processes without `keep` get no tensors.
     """
-    tensors, other = split_state(network.inner)
-    if network.sharded:
-        model, optimizer_state = _gathered(network.inner, optimizer, keep=keep)
+    tensors, other = split_state(network.model)
+    if network.traits.sharded:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        # What FSDP has sharded is gathered one tensor after another.
+        full, optimizer_state = copied(get_state_dict(network.model, optimizer), keep=keep)
+        model = {name: one for name, one in full.items() if isinstance(one, Tensor)}
+        optimizer_state = optimizer_state if keep else {}
     else:
-        model = copied(tensors)
-        optimizer_state = named_optimizer(network.inner, optimizer)
+        model, optimizer_state = copied(tensors), named_optimizer(network.model, optimizer)
     best = {"step": progress.best_step if progress.best_step >= 0 else None, "figure": progress.best_figure}
-    return Snapshot(
-        model, optimizer_state, copied({**asdict(progress), "best": best, **extra, **other}), network.endless
-    )
+    state = copied({**asdict(progress), "best": best, **extra, **other})
+    return Snapshot(model, optimizer_state, state, network.traits.endless)
 
 
 def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -106,28 +103,12 @@ def copied(value: Any, *, keep: bool = True) -> Any:
     return copy.deepcopy(value)
 
 
-def _gathered(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What FSDP has spread, whole on the CPU, one tensor after another; a collective. Empty for who doesn't keep it."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
-    tensors, state = copied(get_state_dict(model, optimizer), keep=keep)
-    return ({name: one for name, one in tensors.items() if isinstance(one, Tensor)}, state) if keep else ({}, {})
-
-
 def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns an optimizer's state by parameter name, independent of groups and layouts."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {names[id(parameter)]: copied(values) for parameter, values in optimizer.state.items()}
-    groups = [
-        {
-            **copied({k: v for k, v in group.items() if k != "params"}),
-            "params": [names[id(p)] for p in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
-    return {"state": state, "param_groups": groups}
+    groups = [{**group, "params": [names[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
+    return {"state": state, "param_groups": copied(groups)}
 
 
 def restore(
@@ -158,31 +139,25 @@ def restore(
     if network.layouts:
         live = {name: layout.shape for name, layout in network.layouts.items()}
         snapshot = snapshot if source else fitted(snapshot, live)
-        opened = source or _in_memory(snapshot)
+        branches, tensors = flatten_optimizer(snapshot.optimizer or {})
+        saved = in_memory(tensors) if snapshot.optimizer else None
+        opened = source or Source(Path(), "whole", in_memory(snapshot.model), saved, branches, snapshot.state)
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
-        if extra := _known(extra_state(snapshot, where), network.inner.state_dict(), snapshot.notes):
-            network.inner.load_state_dict(extra, strict=False)
+        if extra := _known(extra_state(snapshot, where), network.model.state_dict(), snapshot.notes):
+            network.model.load_state_dict(extra, strict=False)
         return progress, restore_pieces(opened, network, optimizer)
     # Our own optimizer state goes by the parameters' names.
     renames = optimizer is None or bool(snapshot.state.get("foreign"))
-    if network.sharded:
+    if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        state = fit_snapshot(snapshot, network.inner, where, renames=renames)
-        set_model_state_dict(network.inner, state, options=StateDictOptions(full_state_dict=True, strict=False))
+        state = fit_snapshot(snapshot, network.model, where, renames=renames)
+        set_model_state_dict(network.model, state, options=StateDictOptions(full_state_dict=True, strict=False))
     else:
-        load_snapshot(snapshot, network.inner, where, renames=renames)
+        load_snapshot(snapshot, network.model, where, renames=renames)
     if optimizer and snapshot.optimizer:
-        return progress, restore_optimizer(snapshot.optimizer, network, optimizer)
+        return progress, restore_optimizer(snapshot.optimizer, network.model, optimizer)
     return progress, ""
-
-
-def _in_memory(snapshot: Snapshot) -> Source:
-    """A snapshot as a source to read pieces from."""
-    tensors: dict[str, Tensor] = {}
-    branches = {key: flatten(value, key, tensors) for key, value in (snapshot.optimizer or {}).items()}
-    optimizer = in_memory(tensors) if snapshot.optimizer else None
-    return Source(Path(), "whole", in_memory(snapshot.model), optimizer, branches, snapshot.state)
 
 
 def load_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> None:
@@ -198,9 +173,8 @@ def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: b
 
     `renames`: names may differ as in `fit_names`. Raises UserError: the snapshot belongs to another network.
     """
-    live, fit = model.state_dict(), snapshot
-    if renames:
-        fit = fitted(snapshot, live)
+    live = model.state_dict()
+    fit = fitted(snapshot, live) if renames else snapshot
     saved = _known({**fit.model, **extra_state(fit, where)}, live, snapshot.notes)
     live = {name: one for name, one in live.items() if isinstance(one, Tensor) or name in saved}
     shapes, others = [
@@ -244,109 +218,22 @@ def check_shapes(
         own = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
         shown = (f"compare with the names in the file: {own}",) if names and saved.keys() != live.keys() else ()
         more = f" … and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(
-            f"the checkpoint belongs to another network: {'; '.join(problems[:3])}{more}",
-            where,
-            (*shown, "use the network of the checkpoint", "or start a new run in another folder: --out DIR"),
-        )
-
-
-def peers_of(world: World, writers: Mapping[int, range]) -> CheckpointGroup:
-    """Returns the processes of a run as a group for saving."""
-    return CheckpointGroup(world.rank, world.size, functools.partial(gather_plain, world=world), world.device, writers)
-
-
-def network_layout_of(network: ParallelNetwork) -> NetworkLayout:
-    """Returns the layouts of a network's tensors."""
-    return NetworkLayout(network.mesh, network.layouts)
-
-
-def save_sharded(
-    folder: Path, step: int, snapshot: Snapshot, network: ParallelNetwork, peers: CheckpointGroup, *, pieces: bool
-) -> Path:
-    """Commits a checkpoint of a sharded network; a collective.
-
-    Args:
-        folder: the checkpoints folder.
-        step: the number of updates so far.
-        snapshot: this process's shards.
-        network: the sharded network.
-        peers: the processes.
-        pieces: each process writes its own shards; else each writer writes the full tensors.
-
-    Raises:
-        RunError: it could not be saved (`SaveError` for disk errors); raised on all processes.
-    """
-    save = save_pieces if pieces else save_full
-    return save(folder, step, snapshot, network_layout_of(network), peers)
+        hints = (*shown, "use the network of the checkpoint", "or start a new run in another folder: --out DIR")
+        raise UserError(f"the checkpoint belongs to another network: {'; '.join(problems[:3])}{more}", where, hints)
 
 
 def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None) -> str:
     """Reads this process's shards of a checkpoint into the network and its optimizer, tensor by tensor.
 
-    Args:
-        source: the checkpoint, of the same network.
-        network: the sharded network.
-        optimizer: the optimizer to restore, or None.
-
-    Returns:
-        The note of `restore_optimizer`.
+    Returns the note of `restore_optimizer`; without an optimizer, only the network is restored.
     """
+    mesh, rank = network.layouts.mesh, network.layouts.rank
     with torch.no_grad():
-        for name, tensor in network.inner.state_dict().items():
+        for name, tensor in network.model.state_dict().items():
             if isinstance(tensor, Tensor):  # extra state is restored with the rest
-                tensor.copy_(source.model.piece(name, network.layouts[name], network.mesh, network.rank))
+                tensor.copy_(source.model.piece(name, network.layouts[name], mesh, rank))
     if optimizer is None or source.optimizer is None:
         return ""
-    layouts = source.layouts(network_layout_of(network))[OPTIMIZER]
-    stored = source.optimizer
-    tensors = {name: stored.piece(name, layouts[name], network.mesh, network.rank) for name in stored.names()}
-    return restore_optimizer(unflatten(source.branches, tensors), network, optimizer)
-
-
-def restore_optimizer(saved: dict[str, Any], network: ParallelNetwork, optimizer: torch.optim.Optimizer) -> str:
-    """Restores the state of an optimizer by parameter name; state of other parameters is ignored.
-
-    State that wasn't saved (of a parameter that was frozen, for example) or belongs to another optimizer is reset.
-
-    Args:
-        saved: a state dict by names, with full tensors, or shards if the network is sharded.
-        network: the network, under any mode.
-        optimizer: the optimizer of its parameters.
-
-    Returns:
-        A sentence if saved state is not used, else an empty string.
-    """
-    if is_custom(optimizer):
-        return restore_own(saved, network.inner, optimizer)
-    others: set[str] = set()
-    for name, parameter in network.inner.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        fresh = start_state(optimizer, parameter)
-        found = {key: value for key, value in saved["state"].get(name, {}).items() if value is not None}
-        if _fits(found, fresh):
-            optimizer.state[parameter] = {
-                key: _like(torch.as_tensor(value), parameter, fresh[key]) for key, value in found.items()
-            }
-        else:
-            optimizer.state[parameter] = fresh
-            others |= found.keys() if fresh else set()
-    if not others:
-        return ""
-    kind = type(optimizer).__name__.lower()
-    return f"the state of {kind} is reset: the saved state is of another optimizer ({', '.join(sorted(others))})"
-
-
-def _fits(found: dict[str, Any], fresh: dict[str, Tensor]) -> bool:
-    return found.keys() == fresh.keys() and all(
-        isinstance(value, Tensor | int | float) and torch.as_tensor(value).shape == fresh[key].shape
-        for key, value in found.items()
-    )
-
-
-def _like(value: Tensor, parameter: Tensor, fresh: Tensor) -> Tensor:
-    """A saved optimizer tensor on the device, in the dtype and layout of one that starts."""
-    if is_spread(parameter) and is_spread(fresh):
-        return spread_like(value.to(fresh.device, fresh.dtype), parameter)
-    return fresh.copy_(value)
+    layouts, stored = source.layouts(NetworkLayout(mesh, network.layouts))[OPTIMIZER], source.optimizer
+    tensors = {name: stored.piece(name, layouts[name], mesh, rank) for name in stored.names()}
+    return restore_optimizer(unflatten(source.branches, tensors), network.model, optimizer)

@@ -4,66 +4,91 @@ One small collective about every half second (run.log_every_s) is used for all o
 stops all processes at the same step, and the records cover all processes.
 """
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
 
 from manyhands.core.phases import CLOCK, COMMUNICATION, COMPUTE, RECORDS
 from manyhands.core.world import World
-from manyhands.train.step import StepSums
+from manyhands.train.feed import StepSums
 
 MOST_STEPS = 1000
-# No slow link is waited for longer: who asks a run to stop, or looks at its screen, waits as long.
+# The longest interval on a slow link, since requests to stop and the screen wait for it.
 LONGEST_S = 10.0
-# In long epochs what the time goes to is told so often, and in long runs once in a twentieth of their time.
+# Seconds by phase are recorded this often in long epochs, and once in a twentieth of the time of long runs.
 REPORT_S, REPORT_SHARE = 30.0, 1 / 20
 
 
-@dataclass(frozen=True)
-class Status:
-    """The result of a status round over all processes."""
+@dataclass
+class StatusSums:
+    """Measurements and requests since the last round: of one process, or added up over all."""
 
-    stop: bool  # somebody was asked to stop
-    save: bool  # it is time for a checkpoint
-    written: int  # processes that have written their part of the save that goes on
-    report_time: bool  # it is time to record what the time goes to
-    loss: float  # mean over the samples since the last round
-    top1: float  # share of them guessed right
-    samples: int  # how many they were, over all processes
-    seconds: float  # since the last round, by rank 0's clock
-    data_share: float  # part of that time that rank 0 waited for data
-    extra: list[float]  # sums over all processes of what `extra` gave
-    waited_s: float  # how long this process stood still for the round
-    own_samples: int  # of the samples, those of this process
-    custom_loss: float  # mean over them; not a number where there are none
-    own_top1: float  # share of them guessed right
-    replaced: int  # pictures, over all processes, that couldn't be read
+    loss_sum: float  # of the losses of the samples; not a number after a loss or gradient that wasn't finite
+    correct: float  # samples predicted correctly
+    samples: float
+    stop: float  # processes that were asked to stop
+    save: float  # above 0 if it is time for a checkpoint
+    written: float  # processes that have written their part of the save in progress
+    report_time: float  # above 0 if it is time to record the seconds by phase
+    elapsed_s: float
+    replaced: float  # pictures that couldn't be read
+    extra: list[float]  # what the monitor adds up; empty without one
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; 0 without samples."""
+        return self.loss_sum / max(1, self.samples)
+
+    @property
+    def top1(self) -> float:
+        """The share of samples predicted correctly; 0 without samples."""
+        return self.correct / max(1, self.samples)
+
+    def to_vector(self) -> list[float]:
+        """Returns the numbers to add up."""
+        *numbers, extra = vars(self).values()
+        return [*map(float, numbers), *extra]
+
+    @classmethod
+    def from_vector(cls, vector: list[float]) -> "StatusSums":
+        """Creates the sums from the result of `to_vector`, added up or not."""
+        count = len(fields(cls)) - 1
+        return cls(*vector[:count], extra=vector[count:])
+
+
+@dataclass
+class Status(StatusSums):
+    """The result of a status round: the sums over all processes."""
+
+    own: StatusSums  # of this process
+    seconds: float  # since the last round, by this process's clock
+    data_share: float  # part of that time that this process waited for data
+    waited_s: float  # time that this process waited in the round
 
 
 @dataclass
 class EpochMean:
     """Loss and accuracy over the samples of one epoch, over all processes."""
 
-    whole: bool = True  # False where the run goes on in the middle of the epoch, whose mean is then not known
+    whole: bool = True  # False if the run resumed within the epoch, whose mean is then unknown
     _loss: float = 0.0
     _correct: float = 0.0
-    _samples: int = 0
+    _samples: float = 0.0
 
     def add(self, status: Status) -> None:
         """Counts the samples of one status."""
-        self._loss += status.loss * status.samples
-        self._correct += status.top1 * status.samples
+        self._loss += status.loss_sum
+        self._correct += status.correct
         self._samples += status.samples
 
     def take(self) -> tuple[float | None, float | None]:
         """Returns mean loss and accuracy of the epoch, None if unknown, and starts the next epoch."""
         known = self.whole and self._samples > 0
         found = (self._loss / self._samples, self._correct / self._samples) if known else (None, None)
-        self.whole, self._loss, self._correct, self._samples = True, 0.0, 0.0, 0
+        self.whole, self._loss, self._correct, self._samples = True, 0.0, 0.0, 0.0
         return found
 
 
@@ -117,47 +142,33 @@ class StatusRound:
             replaced: the number of unreadable pictures on this process.
         """
         now = time.perf_counter()
-        more = extra(now - self._last, step - self._last_step) if extra else []
+        took_s, steps = now - self._last, step - self._last_step
+        more = extra(took_s, steps) if extra else []
         if self._world.device != "cpu":
             CLOCK.to(COMPUTE)  # an accelerator finishes its updates before it tells what it measured
-        custom_loss, own_correct, own_samples = measured.take()
+        sums = measured.take()
         CLOCK.to(RECORDS)
-        main = self._world.rank == 0
-        save = main and now - self._saved > self.save_every_s
-        report_time = main and now - self._reported > max(REPORT_S, REPORT_SHARE * (now - self._began))
-        flags = [float(flag) for flag in (stop, save, written, report_time)]
-        mine = [custom_loss, own_correct, own_samples, *flags, now - self._last, float(replaced), *more]
+        save = self._world.is_main and now - self._saved > self.save_every_s
+        report_every_s = max(REPORT_S, REPORT_SHARE * (now - self._began))
+        report_time = self._world.is_main and now - self._reported > report_every_s
+        own = StatusSums(*sums, stop, save, written, report_time, took_s, replaced, more)
         # Apple's devices know no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64
-        total = torch.tensor(mine, dtype=kind, device=self._world.device)
+        vector = torch.tensor(own.to_vector(), dtype=kind, device=self._world.device)
         began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
         if not self._world.alone:
-            dist.all_reduce(total)
-        loss, correct, count, stops, saves, writers, reports, seconds_sum, bad, *summed = total.tolist()
+            dist.all_reduce(vector)
+        total = StatusSums.from_vector(vector.tolist())
         CLOCK.to(before)
         waited_s = time.perf_counter() - began_s
-        self._reported = now if reports else self._reported
-        mean_s = seconds_sum / self._world.size / max(1, step - self._last_step)
-        wanted = step + min(MOST_STEPS, max(1, round(self._every_s / max(mean_s, 1e-6))))
-        free, latest = -(-wanted // self.multiple) * self.multiple, step + round(LONGEST_S / max(mean_s, 1e-6))
-        self._next_step = min(free, max(wanted, latest))
-        status = Status(
-            stop=stops > 0,
-            save=saves > 0,
-            written=round(writers),
-            report_time=reports > 0,
-            loss=loss / max(1, count),
-            top1=correct / max(1, count),
-            samples=int(count),
-            seconds=max(now - self._last, 1e-9),
-            data_share=min(1.0, self.waiting_s / max(now - self._last, 1e-9)),
-            extra=summed,
-            waited_s=waited_s,
-            own_samples=own_samples,
-            custom_loss=custom_loss / own_samples if own_samples else math.nan,
-            own_top1=own_correct / max(1, own_samples),
-            replaced=round(bad),
-        )
+        self._reported = now if total.report_time else self._reported
+        mean_s = max(total.elapsed_s / self._world.size / max(1, steps), 1e-6)
+        wanted = step + min(MOST_STEPS, max(1, round(self._every_s / mean_s)))
+        free = -(-wanted // self.multiple) * self.multiple
+        self._next_step = min(free, max(wanted, step + round(LONGEST_S / mean_s)))
+        seconds = max(took_s, 1e-9)
+        data_share = min(1.0, self.waiting_s / seconds)
+        status = Status(**vars(total), own=own, seconds=seconds, data_share=data_share, waited_s=waited_s)
         self.reset(step)
         return status
 

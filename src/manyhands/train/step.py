@@ -17,7 +17,7 @@ from manyhands.core.seeds import derive, mix
 from manyhands.core.world import World
 from manyhands.parallel.gradients import Gradients, MicroBatchResult, all_finite
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.parallel.norm import forget_seen
+from manyhands.parallel.replicas.batch_norm import forget_seen
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import values_by_rank
 from manyhands.train.diagnose import HINTS, explain_loss, is_finite, kind_of
@@ -51,7 +51,7 @@ class PartialUpdate:
         # The module and the key of each: modules may replace a buffer instead of writing into it.
         self._places = {
             f"{prefix}.{key}".lstrip("."): (module, key)
-            for prefix, module in network.inner.named_modules()
+            for prefix, module in network.model.named_modules()
             for key, one in module._buffers.items()
             if one is not None and id(one) not in ours
         }
@@ -121,8 +121,8 @@ class Updater:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         own = {id(p) for p in self.parameters}
         # Gradients of parameters that the optimizer wasn't given are neither cleared nor unscaled.
-        self._others = [p for p in network.inner.parameters() if id(p) not in own]
-        idle = {id(p) for name, p in network.inner.named_parameters() if name in unused}
+        self._others = [p for p in network.model.parameters() if id(p) not in own]
+        idle = {id(p) for name, p in network.model.named_parameters() if name in unused}
         self._used = [p for p in self.parameters if id(p) not in idle]
         smoothing, precision = options.label_smoothing, options.precision
         self.gradients = Gradients(
@@ -133,12 +133,12 @@ class Updater:
         self._shared_buffers: list[str] = []
         if not world.alone and not self.synchronizer.local_statistics:
             sharing = {name for name, layout in network.layouts.items() if layout.cuts}
-            shared = network.inner.state_dict().keys() - sharing
+            shared = network.model.state_dict().keys() - sharing
             self._shared_buffers = [name for name in self.partial_update.buffers if name in shared]
         self._differing = torch.zeros(len(self._shared_buffers), dtype=torch.int32, device=world.device)
         # Seeding the others' generators costs a small network a fiftieth of its update.
         by_us = loss_fn is not None and not loss_fn.own and type(optimizer).__module__.startswith("manyhands.")
-        self._torch_alone = by_us and uses_torch_rng_alone(network.inner)
+        self._torch_alone = by_us and uses_torch_rng_alone(network.model)
         # Accelerators report later, fp16's scaler has its own rules, and a custom loop may read the gradients.
         self._leaves_out = self.device == "cpu" and loss_fn is not None and self.gradients.scaler is None
         self._bad: LoadedMicroBatch | None = None
@@ -241,7 +241,7 @@ class Updater:
         if loss_fn.is_sum or weigh is None:
             return 1.0 if loss_fn.is_sum else float(update.count)
         mine = torch.stack([weigh(part.batch.labels[: part.share.count]) for part in update.micro_batches]).sum()
-        alike = self.world.size // self.network.replicas(self.world.size)
+        alike = self.world.size // self.network.share.parts
         return something(self.synchronizer.added_up(mine, self.world) / alike)
 
     def _measure(
@@ -279,7 +279,7 @@ class Updater:
         """Clips by the whole network's norm; False where a gradient isn't finite and the update is to be left out."""
         checked = self.gradients.scaler is None and self.gradients.spoilt is None
         # Pieces are looked at before the others are asked; of what torch shards a norm alone is known.
-        asked, together = self.options.clip or self.network.sharded, self.network.together
+        asked, together = self.options.clip or self.network.traits.sharded, self.network.share.together
         if checked and (together or not asked) and not self._is_well(self._finite(), update, step):
             return False
         if not asked:
@@ -300,7 +300,7 @@ class Updater:
         """Returns True if the update is valid; raises if it is invalid and can't be skipped on all processes."""
         if not self._leaves_out:
             if not finite:
-                raise explain_gradient(self, update, step, alone=self.network.together or self.loss_fn is None)
+                raise explain_gradient(self, update, step, alone=self.network.share.together or self.loss_fn is None)
         elif finite and self._bad:  # what isn't finite has not come through to the gradients
             raise explain_loss(self.network, self._bad, self.world, step)
         return finite
@@ -314,7 +314,7 @@ class Updater:
             row = f"; the last {last} updates were skipped" if last > 1 else ""
             raise RunError(f"{error.message}{row}", error.where, error.hints)
         self.measured.back(self._mark)
-        forget_seen(self.network.inner)
+        forget_seen(self.network.model)
         self.partial_update.undo()
         self.partial_update.end()
         also = self.synchronizer.forget()
@@ -324,10 +324,10 @@ class Updater:
 
     def _finite(self) -> bool:
         """Whether all gradients are: a glance at flat ones is enough, unless a loop of the user's may replace them."""
-        flat = self.network.flat_gradients() if self.loss_fn else []
+        flat = self.gradients.flat if self.loss_fn else []
         finite = bool(flat) and all_finite(flat)
         finite = finite or all_finite([one.grad for one in self.parameters if one.grad is not None])
-        if self.network.together and self._leaves_out and not self.world.alone:
+        if self.network.share.together and self._leaves_out and not self.world.alone:
             finite_everywhere = torch.tensor(float(finite))
             dist.all_reduce(finite_everywhere, dist.ReduceOp.MIN)
             return bool(finite_everywhere)
@@ -361,7 +361,7 @@ def explain_left_out(
     if losses:
         what, where, hints = losses[0]
         return RunError(what, where, tuple(hints))
-    if network.sharded and not closely:  # torch would add what is computed once more to the next update
+    if network.traits.sharded and not closely:  # torch would add what is computed once more to the next update
         return RunError("a gradient is not finite", f"step {step}", HINTS)
     return explain_gradient(updater, update, step)
 
@@ -371,10 +371,10 @@ def explain_gradient(updater: Updater, update: UpdateShare, step: int, *, alone:
 
     `alone`: only this process calls it, because the other processes may not have that parameter.
     """
-    if updater.loss_fn and not updater.network.together:
+    if updater.loss_fn and not updater.network.share.together:
         updater.optimizer.zero_grad(set_to_none=True)
         updater.add_gradients(update, step, averages=False)
-    found = ((name, one.grad) for name, one in updater.network.inner.named_parameters())
+    found = ((name, one.grad) for name, one in updater.network.model.named_parameters())
     mine = next((f"the gradient of {n} is {kind_of(g)}" for n, g in found if g is not None and not is_finite(g)), "")
     everybody: dict[int, str] = {updater.world.rank: mine}
     if not alone:

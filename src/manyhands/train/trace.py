@@ -15,17 +15,14 @@ from torch.profiler import profile, schedule
 from manyhands.core.files import write_atomic
 from manyhands.core.phases import CLOCK, OTHER, PHASES
 from manyhands.core.scratch import scratch
-from manyhands.parallel.plain import gather_plain
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.feed import UpdateShare
 from manyhands.train.recording import record_time
 from manyhands.train.trainer import Trainer
 
-# Updates before those that are traced: the first ones start everything.
-_WARM_UP = 5
-# What more processes did would be too much to look at.
-_MOST_RANKS = 16
-# Of a process's numbers in the trace: its own, and those of its devices.
-_NUMBERS = 100
+_WARM_UP = 5  # updates before those that are traced
+_MOST_RANKS = 16  # processes that are shown
+_NUMBERS = 100  # of a process in the trace: its own, and those of its devices
 _KEPT = ("name", "ph", "ts", "dur", "tid", "cat", "id", "bp")
 
 
@@ -39,7 +36,8 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
     steps, made = trainer.job.run.trace_steps, 0
     CLOCK.spans = []
     plan = schedule(wait=0, warmup=_WARM_UP, active=steps, repeat=1)
-    with scratch("trace") as folder, profile(schedule=plan, on_trace_ready=_exporter(folder / "own.json")) as profiler:
+    with scratch("trace") as folder, profile(schedule=plan) as profiler:
+        profiler.on_trace_ready = lambda _: profiler.export_chrome_trace(str(folder / "own.json"))
         while made < _WARM_UP + steps and not trainer.due.over():
             for update in epoch():
                 trainer.update(update, trainer.progress.step)
@@ -58,12 +56,11 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
     everybody = gather_plain(packed, trainer.world)
     if trainer.world.is_main:
         events = [event for one in everybody for event in json.loads(zlib.decompress(base64.b64decode(one)))]
-        trainer.journal.file(lambda: write_atomic(trainer.folder.trace, json.dumps(_aligned(events))))
+        began_us = min((event["ts"] for event in events if "ts" in event), default=0.0)
+        moved = [{**event, "ts": event["ts"] - began_us} if "ts" in event else event for event in events]
+        text = json.dumps({"traceEvents": moved, "displayTimeUnit": "ms"})
+        trainer.journal.file(lambda: write_atomic(trainer.folder.trace, text))
     CLOCK.take()  # the profiler's own time is nobody's
-
-
-def _exporter(file: Path) -> Callable[[profile], None]:
-    return lambda profiler: profiler.export_chrome_trace(str(file))
 
 
 def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
@@ -100,10 +97,3 @@ def _phases(pid: int, began_us: float) -> Iterator[dict[str, Any]]:
         if begin_us >= began_us:
             took_us = (end_s - begin_s) * 1e6
             yield {"name": PHASES[phase], "ph": "X", "pid": pid, "tid": 0, "ts": begin_us, "dur": took_us}
-
-
-def _aligned(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """All processes' events from time 0 on."""
-    began_us = min((event["ts"] for event in events if "ts" in event), default=0.0)
-    moved = [{**event, "ts": event["ts"] - began_us} if "ts" in event else event for event in events]
-    return {"traceEvents": moved, "displayTimeUnit": "ms"}

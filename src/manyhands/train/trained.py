@@ -18,19 +18,19 @@ from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.run_folder import NOWHERE
 from manyhands.core.world import World
 from manyhands.data.decode import CorruptImageError, to_mode
-from manyhands.data.on_demand import as_picture
 from manyhands.data.open import resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.pictures import prepare, read_picture, to_tensor
+from manyhands.data.samples import as_picture
 from manyhands.data.splits import Source, by_names
 from manyhands.data.transforms import Normalise, Pixels
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.apply import apply_mode, follows_plan, one_process, resolve_mode, takes_mesh
 from manyhands.parallel.gradients import autocast
-from manyhands.parallel.grid import Grid
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
+from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.options import MODES
-from manyhands.parallel.plain import broadcast_plain, gather_plain
 from manyhands.parallel.plan import Plan, read_plan, shared_plan
 from manyhands.train.data_setup import (
     check_labels,
@@ -74,9 +74,7 @@ class Subject:
         mesh that the network's code takes; without a `request` of a parallel mode each process has the entire network.
         """
         model = make_model(self.job, self.pixels, self.num_classes, world, objects, Journal(NOWHERE, rank=-1), grid)
-        network = (
-            apply_mode(self.job.parallel.mode, model, world, request) if request else ParallelNetwork(model, model)
-        )
+        network = apply_mode(self.job.parallel.mode, model, world, request) if request else ParallelNetwork(model)
         if found:
             restore(found.snapshot, network, None, where=where, source=found.source)
         return network
@@ -150,7 +148,7 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
     subject = subject_of(Job(), record, pixels_of(record.pictures))
     world = World(device=device)
     grid = _grid_of_one(record.axes, world) if record.axes else None
-    network = subject.build(world, objects, Resumable(snapshot, path), where, grid).inner
+    network = subject.build(world, objects, Resumable(snapshot, path), where, grid).model
     note_trained_on(network, record.pictures, record.classes)
     dtype = torch.float64 if record.double else torch.float32
     return Trained(network.eval(), Transform(subject.pixels, device, dtype), record.classes)
@@ -308,10 +306,10 @@ def evaluate_checkpoint(
     metrics = make_metrics(job.train.metrics, objects.metrics, live_only=True)
     try:
         evaluator = Evaluator(loader, len(source), len(classes), job, world, network, metrics)
-        return as_plain(evaluator(network.call, autocast(job.train.precision, world.device)), classes)
+        return as_plain(evaluator(autocast(job.train.precision, world.device)), classes)
     finally:
         loader.close()
-        network.release()
+        network.close()
 
 
 def _subject(

@@ -197,8 +197,8 @@ class Trainer:
 
     def verify_replicas(self) -> None:
         """Raises RunError if the network of a process differs from rank 0's."""
-        if self.network.replicated and not self.world.alone:
-            named = self.synchronizer.replicas(self.network.inner)
+        if not self.network.traits.sharded and not self.world.alone:
+            named = self.synchronizer.replicas(self.network.model)
             check_replicas(named, self.world, self.progress.step, self.network)
 
 

@@ -28,10 +28,9 @@ from manyhands.data.loading import Loader
 from manyhands.data.places import own_folder
 from manyhands.data.transforms import Batch
 from manyhands.parallel.gradients import Gradients, MicroBatchResult
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import LossFn, ParallelNetwork, full_batch
-from manyhands.parallel.norm import NormGroups
-from manyhands.parallel.plain import gather_plain
-from manyhands.parallel.rows import set_rows_per_sample, watching
+from manyhands.parallel.replicas.batch_norm import NormGroups, set_rows_per_sample, watching
 from manyhands.train.draws import drawing
 from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.step import Updater
@@ -55,7 +54,7 @@ class StepProbe:
         self, network: nn.Module | ParallelNetwork, loss_fn: LossFn | None, options: TrainOptions, world: World
     ) -> None:
         if isinstance(network, nn.Module):
-            network, world = ParallelNetwork(network, network), World(device=world.device)
+            network, world = ParallelNetwork(network), World(device=world.device)
         self.network, self.options = network, options
         smoothing, precision = options.label_smoothing, options.precision
         self.gradients = Gradients(network, world, loss_fn, smoothing=smoothing, precision=precision)
@@ -84,7 +83,7 @@ def run_trial(probe: StepProbe, loader: Loader, classes: int, count: int) -> Tri
     Raises:
         UserError: the network's output doesn't fit the data.
     """
-    model, batch = probe.network.inner, first_samples(loader, count)
+    model, batch = probe.network.model, first_samples(loader, count)
     seed, device = derive(probe.options.seed, "rehearse"), batch.labels.device.type
 
     def check(found: MicroBatchResult) -> None:
@@ -157,7 +156,7 @@ def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tup
     # Of a pass of micro_batch it is known that it fits into memory.
     count = min(share, MOST_TIMED, probe.options.micro_batch or share)
     batch = first_samples(loader, count)
-    trained = [parameter for parameter in probe.network.inner.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in probe.network.model.parameters() if parameter.requires_grad]
     # Copies are moved: even a step of no length would spoil parameters where a gradient overflows.
     copies = [parameter.detach().clone() for parameter in trained]
     optimizer = torch.optim.SGD(copies, lr=0.0, momentum=0.9)
@@ -193,7 +192,7 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
     DDP orders its buckets by the gradients' arrival in the first pass and rebuilds them before the second; with three
     or more processes another order adds numbers up differently in their last bits (two add up alike in any order).
     """
-    if update.world.size < 3 or not update.network.orders_sums:
+    if update.world.size < 3 or not update.network.traits.orders_sums:
         return
     probe = StepProbe(update.network, update.loss_fn or sum_of_outputs, update.options, update.world)
     with restored(update.network), torch.random.fork_rng(devices=[]):
@@ -223,7 +222,7 @@ def first_samples(loader: Loader, count: int) -> Batch:
 @contextmanager
 def restored(network: ParallelNetwork) -> Iterator[None]:
     """Restores the buffers and gradients of a network afterwards."""
-    model = network.inner
+    model = network.model
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:
         yield
@@ -270,7 +269,7 @@ def compile_updates(trainer: Trainer) -> None:
     Runs the passes of one update before training, so that compilation is not reported as a stall.
     """
     network, update, feed, release = trainer.network, trainer.update, trainer.feed, trainer.release
-    calls, count = _CompiledCalls(network.inner, network.norms), min(feed.order.batch, feed.order.length)
+    calls, count = _CompiledCalls(network.model, network.norms), min(feed.order.batch, feed.order.length)
     world, began = trainer.world, time.monotonic()
     gradients = StepProbe(network, update.loss_fn, update.options, world).gradients
     if not network.norms.shared_sizes:
@@ -279,7 +278,7 @@ def compile_updates(trainer: Trainer) -> None:
     seed = derive(update.options.seed, "compile")
     with restored(network), drawing(seed, world.device.partition(":")[0]):
         for shares in feed.sharing.micro_batches(count):
-            share = shares[network.replica(world.rank)]
+            share = shares[network.share.index]
             batch = first_samples(feed.loader, max(1, share.count))
             loaded = LoadedMicroBatch(share, batch, (shares[0].start, shares[-1].stop), feed.sharing.group)
             gradients.forward_backward(loaded.micro_batch(count, 0), count, last=False)
@@ -290,7 +289,7 @@ def compile_updates(trainer: Trainer) -> None:
     trainer.journal.event("note", message)
 
     def release_both() -> None:
-        network.inner._compiled_call_impl = None
+        network.model._compiled_call_impl = None
         release()
 
     trainer.release = release_both

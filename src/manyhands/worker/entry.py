@@ -12,9 +12,8 @@ from typing import Any
 
 from manyhands.checkpoint.options import CheckpointOptions
 from manyhands.cluster.agents.claim import set_aside
-from manyhands.cluster.agents.debugger import wait_for_editor
 from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.agents.own_output import take_orders
+from manyhands.cluster.agents.worker_start import take_orders, wait_for_editor
 from manyhands.cluster.failures import Failed
 from manyhands.cluster.hosts.this_process import worker_process_info
 from manyhands.config.job import Job
@@ -23,7 +22,7 @@ from manyhands.core.errors import EXIT_FAILED
 from manyhands.core.files import private_files
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel.heartbeat import HEARTBEAT_FILE, rescue_path
+from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, rescue_path
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.train.journal import Journal, RunContext
 from manyhands.worker.member import MET, OUR_HEAD, GroupMember, Say, share_folder, shared_options
@@ -36,15 +35,12 @@ NUMBERS = 10_000
 
 
 def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
-    """Entry point of a process that an agent of manyhands started.
+    """Entry point of a process that an agent of manyhands started; returns what the task returned, as plain data.
 
     Args:
         orders: the task.
         scratch: the agent's folder for records.
         agent: the process id of the agent.
-
-    Returns:
-        What the task returned, as plain data.
     """
     argument = {**take_orders(orders, scratch, agent), "generation": orders.generation}
     job = Job.model_validate(argument["job"])
@@ -57,17 +53,13 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     notify = terminal.say
     if argument.get("met"):
         process_info = replace(process_info, started_by=MET)
-        notify = _note_in_folder(folder) if process_info.local_rank == 0 else terminal.say
+        # The launcher on this machine shows the records of the run folder.
+        notify = functools.partial(Journal(folder, 0).event, "note") if process_info.local_rank == 0 else terminal.say
     try:
         with private_files():
             return task(job, process_info, folder, argument, notify)
     except Failed as failed:
         raise SystemExit(failed.record.exit_code) from None
-
-
-def _note_in_folder(folder: RunFolder) -> Say:
-    """Sends the run folder to the launcher on this machine, which shows its records."""
-    return functools.partial(Journal(folder, 0).event, "note")
 
 
 def train_here(
@@ -133,7 +125,7 @@ def _join_and_build(mine: GroupMember, job: Job, argument: dict[str, Any], say: 
 
 def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
     """Returns the job with rank 0's checkpoint.resume, because rank 0 reads the state and sends it to the others."""
-    from manyhands.parallel.plain import broadcast_plain
+    from manyhands.parallel.group.plain import broadcast_plain
 
     own = job.checkpoint.resume
     said = broadcast_plain(own, world)
@@ -144,7 +136,7 @@ def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
 
 def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) -> Any:
     from manyhands.parallel.apply import follows_plan, resolve_mode
-    from manyhands.parallel.plain import gather_plain
+    from manyhands.parallel.group.plain import gather_plain
     from manyhands.train.build import build
     from manyhands.train.choose_sync import check_combination
     from manyhands.train.objects import Objects
@@ -169,8 +161,15 @@ def _build(job: Job, folder: RunFolder, world: Any, argument: dict[str, Any]) ->
         precision, announced = _resolve_precision(job, folder, world, mode, objects or Objects())
         job = precision.job
     followed, about = None, dict[str, Any]()
-    if follows_plan(mode):
-        mode, followed, about = _follow(job, folder, world, mode, objects or Objects())
+    if follows_plan(mode) and not world.alone and job.parallel.searches:
+        from manyhands.worker.plan_search import decide
+
+        followed, about = decide(job, world, folder, objects or Objects())
+        mode = mode if followed else USUAL_MODE
+    elif follows_plan(mode):
+        from manyhands.parallel.plan import shared_plan
+
+        followed = shared_plan(job.parallel, world)
     splits = precision.splits if precision else None
     trainer = build(Parts.from_job(job, folder, world, mode, objects, followed, splits, header=not announced))
     trainer.saver.writers = writers_of(folder, world, in_pieces=job.checkpoint.pieces and bool(trainer.network.layouts))
@@ -187,7 +186,7 @@ def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objec
     """`ResolvedPrecision`, and whether a measurement was announced, before which the header was recorded."""
     from manyhands.train.data_setup import class_names
     from manyhands.train.parts import record_setup
-    from manyhands.worker.precision import resolve_precision
+    from manyhands.train.precision import resolve_precision
 
     announced, run = list[str](), RunContext(job, folder, world, Journal(folder, world.rank), mode)
 
@@ -198,18 +197,6 @@ def _resolve_precision(job: Job, folder: RunFolder, world: Any, mode: str, objec
         announced.append(text)
 
     return resolve_precision(job, folder, world, mode, objects, say=announce), bool(announced)
-
-
-def _follow(job: Job, folder: RunFolder, world: Any, mode: str, objects: Any) -> tuple[str, Any, dict[str, Any]]:
-    """Returns the mode and plan of the processes, and fields about the choice for plan.json."""
-    if world.alone or not job.parallel.searches:
-        from manyhands.parallel.plan import shared_plan
-
-        return mode, shared_plan(job.parallel, world), {}
-    from manyhands.worker.plan_choice import decide
-
-    decision = decide(job, world, folder, objects)
-    return (mode if decision.plan else USUAL_MODE), decision.plan, decision.about
 
 
 def load_objects(argument: dict[str, Any]) -> Any:
@@ -240,7 +227,6 @@ def _predict(_job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
 
 
 def _try_plans(job: Job, world: Any, argument: dict[str, Any]) -> dict[str, Any]:
-    """Times plans, verifies one, or measures the link between the processes."""
     from manyhands.worker.plan_trials import try_out
 
     return try_out(job, world, argument)

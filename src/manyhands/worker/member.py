@@ -3,10 +3,8 @@
 import hashlib
 import json
 import os
-import platform
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ from manyhands.cluster.failures import as_error
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.config.load import flatten
 from manyhands.core import terminal
-from manyhands.core.errors import EXIT_USAGE
-from manyhands.core.records import FAILURE_FILE, Failure, write_json
+from manyhands.core.records import Failure
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import held_back
 from manyhands.core.version import __version__
@@ -30,10 +27,7 @@ OUR_HEAD, MET = "manyhands", "met"
 class GroupMember:
     """A process of a run or task, with its resources so far; other threads read it too.
 
-    Args:
-        process_info: the rank and rendezvous of this process.
-        folder: the run folder; without a launcher, ranks above 0 use rank 0's folder after the rendezvous.
-        phase: the phase for a failure record.
+    Without a launcher, ranks above 0 use rank 0's folder after the rendezvous; `phase` is for a failure record.
     """
 
     def __init__(self, process_info: ProcessInfo, folder: RunFolder, phase: str) -> None:
@@ -43,16 +37,12 @@ class GroupMember:
         self._failed = False
 
     def join(self, job: Job, options: str, say: Say, *, ends_with_rank_0: bool = True) -> Any:
-        """Joins the process group.
+        """Joins the process group, on which `options` must be equal.
 
-        Args:
-            job: the job.
-            options: the options that must be equal on all processes.
-            say: prints a message to the user.
-            ends_with_rank_0: False if rank 0 may finish before this process.
+        `ends_with_rank_0`: False if rank 0 may finish before this process.
         """
         with held_back():
-            from manyhands.parallel.group import join
+            from manyhands.parallel.group.join import join
 
         process_info = self.process_info
         self.group = group = join(process_info, options, job.cluster.peer_timeout_s, say)
@@ -67,6 +57,8 @@ class GroupMember:
 
     def leave(self, failure: Any) -> None:
         """Writes the record and ends this process from a thread, because the main thread may hang on an accelerator."""
+        from manyhands.worker.failure import describe_peer, leave_record
+
         record = leave_record(describe_peer(self.process_info.rank, failure, self.trainer), self.folder)
         terminal.say(str(as_error(record)))
         if self.group:
@@ -101,16 +93,16 @@ class GroupMember:
 
     def record_of(self, error: BaseException) -> Failure:
         """Writes and returns the record of a failure, with the first cause if it is known."""
-        from manyhands.train.failing import describe_failure
+        from manyhands.worker.failure import describe_failure, explained, first_of_all, leave_record, write_record
 
         self._failed = True
         step = self.trainer.progress.step if self.trainer else None
         phase = self.trainer.heartbeats.phase if self.trainer else self._phase if self.group else "join"
-        record = describe_failure(_explained(error, self.trainer), rank=self.process_info.rank, step=step, phase=phase)
+        record = describe_failure(explained(error, self.trainer), rank=self.process_info.rank, step=step, phase=phase)
         record = leave_record(record, self.folder)
         if self.group and self.group.cause:
             record = first_of_all(self.group, record)
-            _write_record(record, self.folder)
+            write_record(record, self.folder)
         return record
 
     def give_back(self) -> None:
@@ -121,45 +113,9 @@ class GroupMember:
             self.group.leave(failed=self._failed)
 
 
-def leave_record(record: Failure, folder: RunFolder) -> Failure:
-    """Writes why a process ended to where its head looks for it, and the whole traceback into its log.
-
-    This comes before anything that may wait for other processes, who may be gone. Nothing is made anew: the folder may
-    not be known yet, or be gone already.
-    """
-    log = folder.ranks / f"{record.rank}.log"
-    if record.traceback and folder.failures.is_dir():
-        with suppress(OSError), log.open("a", encoding="utf-8") as file:
-            file.write(record.traceback)
-            if record.exit_code != EXIT_USAGE and not record.hints:
-                record = record.model_copy(update={"hints": [f"see the full traceback in {log}"]})
-    _write_record(record, folder)
-    return record
-
-
-def _write_record(record: Failure, folder: RunFolder) -> None:
-    """For the agent that started this process, if one did, and into the run folder, whose disk may be full."""
-    places = [Path(os.environ[FAILURE_FILE])] if FAILURE_FILE in os.environ else []
-    places += [folder.failures / f"{record.rank}.json"] if folder.failures.is_dir() else []
-    for place in places:
-        with suppress(OSError):
-            write_json(place, record)
-
-
-def _explained(error: BaseException, trainer: Any) -> BaseException:
-    """An error that can be told better, told better."""
-    from manyhands.train.failing import explain_early_memory, explain_memory, is_out_of_memory
-
-    if is_out_of_memory(error):
-        explained = explain_memory(error, trainer) if trainer else explain_early_memory(error)
-        explained.__cause__ = error
-        return explained
-    return error
-
-
 def share_folder(world: Any, folder: RunFolder) -> RunFolder:
     """Returns the run folder with rank 0's path, and creates it on every machine."""
-    from manyhands.parallel.plain import broadcast_plain
+    from manyhands.parallel.group.plain import broadcast_plain
 
     folder = RunFolder(Path(broadcast_plain(str(folder.path.absolute()), world)))
     folder.failures.mkdir(parents=True, exist_ok=True)
@@ -170,49 +126,9 @@ def publish_invalid_rank(job: Job, process_info: ProcessInfo, what: str) -> None
     """Reports to all waiting processes that this process has an invalid rank and ends."""
     # Its C++ parts would log what is no news here.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from manyhands.parallel.meet import report_invalid_rank
-    from manyhands.parallel.report_failure import report_to_waiting_ranks
+    from manyhands.parallel.group.rendezvous import report_invalid_rank, report_to_waiting_ranks
 
     report_to_waiting_ranks(process_info, lambda names: report_invalid_rank(names, shared_options(job), what))
-
-
-def first_of_all(group: Any, record: Failure) -> Failure:
-    """Publishes the first cause to the other processes, or reads it from them if this error is a consequence."""
-    if not record.consequence:
-        from manyhands.parallel.said import PeerFailure
-
-        group.cause.publish(PeerFailure.of(record.rank, record.host, record.what))
-        return record
-    failure = group.cause.learn()
-    if not failure:
-        # Nothing better is known than what the library itself has said.
-        what = f"another process ended or is unreachable: {record.what}"
-        hints = ["see the last messages of the other processes", *record.hints]
-        return record.model_copy(update={"what": what, "hints": hints, "excerpt": ""})
-    return record.model_copy(update=heard(failure))
-
-
-def heard(failure: Any) -> dict[str, Any]:
-    """Returns the fields of a failure record if another process failed first: its message without its hints."""
-    what = f"rank {failure.rank} on {failure.host} failed first: {failure.what}"
-    return {"what": what, "hints": [f"see the terminal or log of rank {failure.rank}"], "excerpt": ""}
-
-
-def describe_peer(rank: int, failure: Any, trainer: Any) -> Failure:
-    """Returns the record of a process that ends because of another one, whose record is `failure` (None if unknown)."""
-    record = Failure(
-        time=time.time(),
-        rank=rank,
-        host=platform.node(),
-        pid=os.getpid(),
-        step=trainer.progress.step if trainer else None,
-        phase=trainer.heartbeats.phase if trainer else "build",
-        error="PeerGone",
-        what="rank 0's store is unreachable, so the run can't continue",
-        hints=["see the last messages of rank 0"],
-        consequence=True,
-    )
-    return record.model_copy(update=heard(failure)) if failure else record
 
 
 # Of the cluster's options, those that all processes must agree in. Where they meet is not one of them: rank 0 may call
@@ -225,6 +141,11 @@ def shared_options(job: Job) -> str:
 
     Numbers are written in full, other values as digests, because they may be private.
     """
+
+    def word(value: Any) -> str:
+        text = json.dumps(value, sort_keys=True)
+        return text if isinstance(value, int | float) else hashlib.sha256(text.encode()).hexdigest()[:12]
+
     own = {
         "cluster": set(ClusterOptions.model_fields) - SHARED,
         "data": {"workers", "machine_workers"},
@@ -232,9 +153,4 @@ def shared_options(job: Job) -> str:
         "checkpoint": {"resume"},
     }
     options = {"manyhands": __version__, **flatten(job.model_dump(mode="json", exclude=own))}
-    return " ".join(f"{key}={_word(value)}" for key, value in options.items())
-
-
-def _word(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True)
-    return text if isinstance(value, int | float) else hashlib.sha256(text.encode()).hexdigest()[:12]
+    return " ".join(f"{key}={word(value)}" for key, value in options.items())

@@ -16,9 +16,9 @@ from manyhands.core.errors import EXIT_SAVED
 from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.terminal import say
 from manyhands.core.world import ProcessInfo, World
-from manyhands.data.on_demand import as_picture
-from manyhands.parallel.group import existing_process_info
-from manyhands.parallel.plain import gather_plain
+from manyhands.data.samples import as_picture
+from manyhands.parallel.group.join import existing_process_info
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.data_setup import open_splits
 from manyhands.train.objects import Objects
 from manyhands.train.same_data import digest_data, digest_trainable, digest_weights
@@ -31,7 +31,6 @@ from manyhands.worker.member import GroupMember, share_folder, shared_options
 from manyhands.worker.run_metadata import local_environment, write_metadata
 
 __all__ = ["as_picture", "existing_process_info", "guess", "guess_files", "load_weights", "open_trained", "opened"]
-
 
 # What a loop of the user's own leaves with where nothing failed.
 _IN_ORDER = {None, 0, EXIT_SAVED}
@@ -46,15 +45,10 @@ def opened(
     scheduled: bool,
     metrics: Mapping[str, Any],
 ) -> Iterator[Session]:
-    """A session at a place among the processes.
+    """A session at a place among the processes, which run the same `program` with a run folder or without.
 
-    Args:
-        job: the job.
-        process_info: the place.
-        program: the same on all of them.
-        folder: the run folder, on ranks above 0 rank 0's once they have met; None for none.
-        scheduled: the job moves the learning rate.
-        metrics: figures of the user's own that are objects.
+    The folder is that of rank 0 once they have met. `scheduled`: the job moves the learning rate; `metrics`: figures of
+    the user's own that are objects.
     """
     mine, here = GroupMember(process_info, folder or NOWHERE, "session"), None
     options = f"{shared_options(job)} program={program} folder={folder is not None}"

@@ -4,72 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
-from manyhands.config.job import Job
-from manyhands.parallel.options import USUAL_MODE
 from manyhands.planner.choose import DATA_PARALLEL
-from manyhands.planner.collectives import STATISTICS
-from manyhands.planner.find import LinksOf, PlanCandidate, SearchResult, enough, name_of
-from manyhands.sync.choose import EXACT, SyncChoice, choose, days_of
+from manyhands.planner.find import PlanCandidate, SearchResult, enough, name_of
+from manyhands.sync.choose import EXACT, SyncChoice, days_of
 from manyhands.sync.costs import LinkCase
-from manyhands.sync.link_speeds import LinkSpeed, named_link
-from manyhands.sync.method import synchronizes_every_update
-from manyhands.sync.options import AUTO
-from manyhands.train.choose_sync import ruled_out
-from manyhands.train.optimize import steps_to_make
+from manyhands.sync.options import AUTO, synchronizes_every_update
 
 _MB, _MBIT = 1e6, 8e-6
-
-
-def plan_sync(
-    job: Job,
-    network: dict[str, Any],
-    data: PlanCandidate,
-    links: LinksOf,
-    *,
-    model: nn.Module,
-    link: LinkSpeed,
-    pass_s: float,
-) -> dict[str, Any]:
-    """Predicts the cost of sync methods in the mode data, as JSON data; allreduce costs what the plan says.
-
-    Args:
-        job: the job on all its processes.
-        network: the sizes of the network.
-        data: the data-parallel plan.
-        links: the links of each mesh.
-        model: the network.
-        link: the link between two processes.
-        pass_s: see `sync.costs.LinkCase`.
-    """
-    trained = [one for one in model.parameters() if one.requires_grad]
-    own = links(data.mesh)
-    moved_s = sum(one.seconds(own) for one in data.prediction.collectives if one.when == STATISTICS)
-    case = LinkCase(
-        shapes=tuple(tuple(one.shape) for one in trained),
-        item_bytes=max((one.element_size() for one in trained), default=4),
-        buffers=sum(one.numel() for one in model.buffers()),
-        machines=job.cluster.processes,
-        step_s=data.prediction.compute_seconds,
-        backward_s=data.prediction.hiding_seconds,
-        link=link,
-        steps=steps_to_make(job.train, network["samples"]),
-        pass_s=pass_s,
-        layers_s=max(0.0, data.prediction.communication_seconds - moved_s),
-    )
-    return as_plain(choose(case, job.sync, without=ruled_out(job, USUAL_MODE)), case, job.sync.method)
-
-
-def link_between(job: Job, wanted: str) -> LinkSpeed | None:
-    """Returns the link between machines from the request, else from the job; None on one machine.
-
-    Raises:
-        UserError: the link speed is invalid.
-    """
-    if wanted:
-        return named_link(wanted)
-    return named_link(job.sync.link, "sync.link") if job.sync.link else None
 
 
 def as_plain(choice: SyncChoice, case: LinkCase, asked: str) -> dict[str, Any]:
@@ -105,23 +46,16 @@ def as_plain(choice: SyncChoice, case: LinkCase, asked: str) -> dict[str, Any]:
 class Advice:
     """A recommendation."""
 
-    name: str = ""  # the row of the table
-    reason: str = ""  # one or two sentences
-    processes: int = 0  # how many
-
-    def as_plain(self) -> dict[str, Any]:
-        """As JSON data, for plan.json."""
-        return {"plan": self.name, "processes": self.processes}
+    name: str  # the row of the table
+    reason: str  # one or two sentences
+    processes: int  # how many
 
 
 def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandidate], *, apart: bool) -> Advice:
     """Recommends fewer processes if they are as fast, else the selected plan.
 
-    Args:
-        found: all plans.
-        sync: the costs of sync methods, from `plan_sync`.
-        fewer: data parallel on fewer processes.
-        apart: each process is on a separate machine.
+    `sync` is what `as_plain` returned, `fewer` is data parallel on fewer processes, and `apart` is true if each process
+    is on a separate machine.
     """
     world_size = found.request.world_size
     seconds = found.pick.measured_seconds.get(found.pick.name) or found.chosen.prediction.seconds

@@ -8,16 +8,12 @@ from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
-from manyhands.core.mesh import Mesh
-from manyhands.planner.find import SearchRequest, price
-from manyhands.planner.links import LinkSpeeds, links_of
-from manyhands.planner.timing import OpTimes, Timing
-from manyhands.sync.choose import EXACT, check_method
-from manyhands.sync.link_speeds import WITHIN_A_MACHINE
-from manyhands.train.optimize import slots_of
-from manyhands.worker.plan_advice import plan_sync, sync_seconds, sync_taken, sync_words
-from manyhands.worker.plan_case import Costs, JobCase, case_to_plan
-from manyhands.worker.plan_search import with_processes
+from manyhands.planner.find import price
+from manyhands.planner.timing import Timing
+from manyhands.sync.choose import EXACT
+from manyhands.sync.link_speeds import LinkSpeed
+from manyhands.worker.plan_advice import sync_seconds, sync_taken, sync_words
+from manyhands.worker.plan_search import JobCase, PlanRequest, between_machines, case_to_plan
 from manyhands.worker.plan_trials import norm_group
 
 # What timing shares of an update may take together, and each of them.
@@ -25,23 +21,6 @@ _BUDGET_S, _EACH_S, _ROUNDS = 60.0, 1.0, 3
 # Each number up to this is priced; of more machines, doubles.
 _FEW = 4
 _HOUR_S = 3600.0
-
-
-@dataclass(frozen=True)
-class GrowthRequest:
-    """The user's request for a scaling prediction, as text."""
-
-    first: int  # the least number of machines
-    last: int  # the greatest
-    link: str = ""  # such as 1gbit, between any two of them; empty for the job's
-    measure: bool = True  # time one machine's shares here
-    device_model: str = ""  # the machines' devices, where they aren't this machine's; nothing is measured then
-
-    def counts(self, most: int) -> list[int]:
-        """Returns the numbers of machines to predict for, ascending, none above `most`."""
-        last = min(self.last, most)
-        doubles = (1 << power for power in range(last.bit_length()))
-        return sorted({self.first, last, *(one for one in (*range(1, _FEW), *doubles) if self.first <= one <= last)})
 
 
 @dataclass(frozen=True)
@@ -67,49 +46,49 @@ def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
 
     Args:
         job: the job.
-        requested: the fields of `GrowthRequest`.
+        requested: "first" and "last" number of machines, and "link", "measure" and "device_model" of `PlanRequest`.
 
     Raises:
         UserError: a request can't be satisfied.
     """
-    request = GrowthRequest(**requested)
-    check_method(job.sync.method)
-    case = case_to_plan(job, request.last, request.link, request.device_model)
-    if case.between is None:
+    first, last = requested["first"], requested["last"]
+    request = PlanRequest(last, **{key: value for key, value in requested.items() if key not in {"first", "last"}})
+    case = case_to_plan(job, request)
+    if (between := case.between) is None:
         hints = ("set the link speed: --link 1gbit", "or choose one number of processes: -n 4")
         raise UserError("predictions for a range of machines need the speed of their links", "--link", hints)
-    counts, notes = _counts(case, request)
-    measure = request.measure and not request.device_model
-    case = case.resolved(request.last, measure=measure)
-    costs = Costs(with_processes(case.job, request.last), case.network, case.device, case.between, measured=measure)
-    batch = case.network["batch"]
-    timed = _shares(costs, {-(-batch // count): count for count in counts})
-    rows = _rows(case, costs, {count: timed[-(-batch // count)] for count in counts})
-    spread = max((one.spread for one in timed.values() if one), default=0.0)
+    batch, notes = case.network["batch"], list[str]()
+    if last > batch:
+        what, hint = (
+            f"train.batch is {batch}, so at most {batch} machines can share an update",
+            f"set --batch {last} or higher",
+        )
+        if first > batch:
+            raise UserError(what, "train.batch", (hint,))
+        notes.append(f"{what}; {hint}")
+    case = case.resolved(last)
+    counts = {count: -(-batch // count) for count in numbers_of_machines(first, min(last, batch))}
+    timed = _shares(case, {samples: count for count, samples in counts.items()})
+    rows = _rows(case, {count: timed[samples] for count, samples in counts.items()}, case.worked(between))
     about = {
         "model": case.job.model.name,
         "data": case.job.data.name,
         "precision": case.job.train.precision,
         "device": case.device,
         "link": request.link or case.job.sync.link,
-        "measured": measure,
-        "spread": round(spread, 3),
+        "measured": case.measured,
+        "spread": round(max((one.spread for one in timed.values() if one), default=0.0), 3),
     }
     return Growth(tuple(rows), about, (*case.said, *notes))
 
 
-def _counts(case: JobCase, request: GrowthRequest) -> tuple[list[int], tuple[str, ...]]:
-    batch = case.network["batch"]
-    what, hints = (
-        f"train.batch is {batch}, so at most {batch} machines can share an update",
-        f"set --batch {request.last} or higher",
-    )
-    if request.first > batch:
-        raise UserError(what, "train.batch", (hints,))
-    return request.counts(min(request.last, batch)), ((f"{what}; {hints}",) if batch < request.last else ())
+def numbers_of_machines(first: int, last: int) -> list[int]:
+    """Returns the numbers of machines to predict for, ascending."""
+    doubles = (1 << power for power in range(last.bit_length()))
+    return sorted({first, last, *(one for one in (*range(1, _FEW), *doubles) if first <= one <= last)})
 
 
-def _shares(costs: Costs, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
+def _shares(case: JobCase, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
     """Times one machine's update by number of samples: medians of rounds in turns, because the load varies.
 
     Shares that there is no time for lie on a straight line. `sizes`: how many share the job's batch, by the samples
@@ -123,7 +102,7 @@ def _shares(costs: Costs, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
         expected_s = 2 * samples * points[least][0].seconds / least if least else 0.0
         if time.monotonic() - began_s + expected_s > _BUDGET_S:
             break
-        if (timed := costs.share(count, _EACH_S)) is None:
+        if (timed := case.share(count, _EACH_S)) is None:
             return dict.fromkeys(sizes)
         points[samples] = [timed]
     round_s = time.monotonic() - began_s
@@ -131,7 +110,7 @@ def _shares(costs: Costs, sizes: Mapping[int, int]) -> dict[int, Timing | None]:
         if (number + 1) * round_s > _BUDGET_S:
             break
         for samples, taken in points.items():
-            taken.append(costs.share(sizes[samples], _EACH_S) or taken[0])
+            taken.append(case.share(sizes[samples], _EACH_S) or taken[0])
     known = [(samples, _middle(taken)) for samples, taken in points.items()]
     return {samples: dict(known).get(samples) or _beyond(known, samples) for samples in sizes}
 
@@ -150,22 +129,13 @@ def _beyond(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:
     return Timing(longer.seconds + slope * (samples - many), longer.spread)
 
 
-def _rows(case: JobCase, costs: Costs, shares: dict[int, Timing | None]) -> list[dict[str, Any]]:
-    model, graph = case.described()
-    link, pass_s = costs.worked(case.between or WITHIN_A_MACHINE), costs.pass_s(model)
-    times = OpTimes(case.here, 0.0, rates=case.rates)
-    rows: list[dict[str, Any]] = []
-
-    def links(mesh: Mesh) -> LinkSpeeds:
-        return links_of(mesh, per_machine=1, between=link)
-
+def _rows(case: JobCase, shares: dict[int, Timing | None], link: LinkSpeed) -> list[dict[str, Any]]:
+    times, links, rows = case.op_times(), between_machines(link), list[dict[str, Any]]()
     batch, samples = case.network["batch"], case.network["samples"]
-    group, slots = norm_group(case.job, batch), slots_of(case.job.train)
     for count, share in shares.items():
-        search = SearchRequest(count, batch, norm_group=group, slots=slots, accelerator=case.device != "cpu")
-        option = price(graph, search, times, links, share)
-        on_all = with_processes(case.job, count)
-        sync = plan_sync(on_all, case.network, option, links, model=model, link=link, pass_s=pass_s)
+        wanted = PlanRequest(count).as_search(case.job, batch, case.device, norm_group(case.job, batch))
+        option = price(case.graph, wanted, times, links, share)
+        sync = case.sync_methods(option, links, link)
         seconds = sync_seconds(sync) or option.prediction.seconds
         epoch_s = samples * seconds / batch
         rows.append(

@@ -1,34 +1,62 @@
-"""Searches for plans for a job or a network, times them in processes of the launcher, and writes them."""
+"""Searches for plans: for a network, for a job with processes that the launcher starts, and within a run."""
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from manyhands.config.job import Job
 from manyhands.config.load import load_on
+from manyhands.core.choices import module_names, unknown_choice
+from manyhands.core.devices import device_kind, require_device
 from manyhands.core.errors import UserError
+from manyhands.core.machine import cores
 from manyhands.core.mesh import Mesh, parse_mesh
 from manyhands.core.plan_record import write_plan_record
 from manyhands.core.quantities import parse_memory
-from manyhands.parallel.graph import Graph
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.plan import Plan, parse_pins, read_plan
-from manyhands.parallel.tracing import describe_network
+from manyhands.core.run_folder import NOWHERE, RunFolder
+from manyhands.core.world import World
+from manyhands.data.order import batch_noted
+from manyhands.parallel.apply import follows_plan
+from manyhands.parallel.group.plain import broadcast_plain, broadcast_result
+from manyhands.parallel.options import MODE_OF_SEARCHES, MODES, USUAL_MODE
+from manyhands.parallel.plan import Plan, parse_pins, plan_from_plain, plan_of, read_plan, shared_plan
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
+from manyhands.parallel.split.graph import Graph
+from manyhands.parallel.split.tracing import describe_network
 from manyhands.planner.choose import DATA_PARALLEL, pick_measured
-from manyhands.planner.cost import Prediction
-from manyhands.planner.explain import Layer, draw_plan
-from manyhands.planner.find import LinksOf, PlanCandidate, SearchRequest, SearchResult, find
-from manyhands.planner.links import links_of
+from manyhands.planner.collectives import STATISTICS
+from manyhands.planner.device_models import DeviceModel, device_model
+from manyhands.planner.explain import draw_plan
+from manyhands.planner.find import LinksOf, PlanCandidate, SearchRequest, SearchResult, fewer_counts, find, options_of
+from manyhands.planner.links import links_of, work_of_sums
 from manyhands.planner.timing import OpTimes, Timing
-from manyhands.sync.choose import EXACT, check_method
-from manyhands.sync.link_speeds import WITHIN_A_MACHINE, LinkSpeed, fitted_link, named_link
-from manyhands.train.optimize import slots_of
-from manyhands.worker.plan_advice import Advice, advised, plan_sync, sync_row, sync_seconds
-from manyhands.worker.plan_case import Costs, case_to_plan
-from manyhands.worker.plan_trials import LINKS, MEASURE, norm_group
+from manyhands.planner.trial import PlanCase, measure, share_timing
+from manyhands.sync.choose import EXACT, check_method, choose
+from manyhands.sync.costs import LinkCase
+from manyhands.sync.link_speeds import WITHIN_A_MACHINE, LinkSpeed, named_link, through_ssh
+from manyhands.sync.measure import measure_link, pass_seconds
+from manyhands.train.choose_sync import ruled_out
+from manyhands.train.objects import Objects
+from manyhands.train.optimize import slots_of, steps_to_make
+from manyhands.train.precision import make_network, plain_precision, resolve_precision
+from manyhands.worker.plan_advice import Advice, advised, as_plain, sync_row, sync_seconds
+from manyhands.worker.plan_trials import (
+    LINK_BUDGET_S,
+    LINKS,
+    MEASURE,
+    case_of,
+    graph_of,
+    network_of,
+    norm_group,
+    picture,
+    plans_from,
+)
 
 # Has processes of a job do a task, and gives what the first of them returned: starting them is the head's affair.
 RunTask = Callable[[Job, dict[str, Any]], dict[str, Any]]
@@ -38,6 +66,8 @@ MOST_TIMED = 8
 ROUNDS = 8
 TIMES_BUDGET_S = 30.0
 NETWORK = "network"
+# Seconds for timing the share of one number of processes: of the plan's, and of fewer.
+_SHARE_S, _FEWER_S = 10.0, 4.0
 
 
 @dataclass(frozen=True)
@@ -60,20 +90,136 @@ class PlanRequest:
         more = {"accelerator": not device.startswith("cpu"), "fill": self.fill}
         return SearchRequest(self.world_size, batch, mesh, dict(self.pins), memory, group, slots_of(job.train), **more)
 
-    def links(self, within: LinkSpeed | None = None, between: LinkSpeed | None = None) -> LinksOf:
-        """Returns the links of each mesh: between machines if `link` is given, else within one machine.
 
-        Args:
-            within: the measured link within a machine, if any.
-            between: the link between machines of one process each; by default `link`.
+def links_with(link: str, within: LinkSpeed = WITHIN_A_MACHINE) -> LinksOf:
+    """Returns the links of each mesh: of this speed between machines of one process each; empty: within one machine."""
+    return between_machines(named_link(link)) if link else lambda mesh: links_of(mesh, within=within)
 
-        Raises:
-            UserError: the link speed is invalid.
+
+def between_machines(link: LinkSpeed) -> LinksOf:
+    """Returns the links of each mesh if each process has a machine."""
+    return lambda mesh: links_of(mesh, per_machine=1, between=link)
+
+
+@dataclass(frozen=True)
+class JobCase:
+    """A job to plan, and its times on this machine, each measured once."""
+
+    job: Job  # as the user wrote it; on all processes, with a precision and a layout, once it is `resolved`
+    network: dict[str, Any]  # see `network_of`
+    device: str  # that computes; a model's name where it isn't here
+    between: LinkSpeed | None  # the link for tensors, where each process has a machine; None where all share this one
+    modelled: DeviceModel | None  # the device that isn't here
+    measured: bool  # False to measure nothing
+    # operations and bytes a second of a device that isn't here; None of one that is
+    rates: tuple[float, float] | None = None
+    said: tuple[str, ...] = ()  # sentences on what was settled
+
+    @property
+    def here(self) -> str:
+        """The device of the network on this machine."""
+        return "cpu" if self.modelled else self.device
+
+    def resolved(self, processes: int) -> "JobCase":
+        """Returns the job with precision and layout, measured if requested and if the device is on this machine."""
+        smaller = batch_noted(self.job.train.batch, self.network["samples"])
+        if self.modelled:
+            found = plain_precision(self.job)
+            precision = found.job.train.precision
+            rates, model = self.modelled.rates(precision), self.modelled.said(precision)
+        else:
+            world, mode = World(device=device_kind(self.job.cluster.device, processes)), self.job.parallel.mode
+            found = resolve_precision(self.job, NOWHERE, world, mode, Objects(), measure=self.measured)
+            rates, model = None, ""
+        said = (*filter(None, (*found.said, model, smaller)),)
+        return replace(self, job=with_processes(found.job, processes), rates=rates, said=said)
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """The ops of the network in training mode."""
+        sample = picture(self.job, self.network, self.here)
+        return graph_of(self._model, sample, cross_entropy=self.job.train.loss == "cross-entropy")
+
+    @functools.cached_property
+    def _model(self) -> nn.Module:
+        return make_network(self.job, self.network, self.here)
+
+    def op_times(self, budget_s: float = 0.0) -> OpTimes:
+        return OpTimes(self.here, budget_s if self.measured else 0.0, rates=self.rates)
+
+    def share(self, processes: int, budget_s: float = _SHARE_S) -> Timing | None:
+        """Returns the time of one process's share of an update, divided among `processes`."""
+        if not self.measured:
+            return None
+        threads = self.job.cluster.threads or (0 if self.between else max(1, torch.get_num_threads() // processes))
+        case = case_of(self.job, self.network, self.device)
+        return share_timing(case, processes, threads, self.job.train.micro_batch, budget_s)
+
+    def fewer(self, found: SearchResult) -> tuple[PlanCandidate, ...]:
+        """Returns data parallel on fewer processes; without measurements, only on separate machines."""
+        # Processes of one machine share its cores, of which estimates know nothing.
+        apart = self.between is not None or self.device != "cpu"
+        if found.request.pins or not (apart or self.measured):
+            return ()
+        counts = fewer_counts(found.request.world_size)
+        timed = {count: self.share(count, _FEWER_S) for count in counts}
+        return tuple(options_of(counts, found.fewer, {count: one for count, one in timed.items() if one}))
+
+    def worked(self, link: LinkSpeed) -> LinkSpeed:
+        """Returns the link with the time in which messages occupy the cores of a process."""
+        return link if self.device != "cpu" or not self.measured else link.with_work_of(self._sums)
+
+    @functools.cached_property
+    def _sums(self) -> LinkSpeed:
+        return work_of_sums(cores() / (1 if self.between else self.job.cluster.processes))
+
+    @functools.cached_property
+    def _pass_s(self) -> float:
+        """The seconds to add two vectors of all parameters; 0 without measurements."""
+        count = sum(one.numel() for one in self._model.parameters() if one.requires_grad)
+        return pass_seconds(count, self.device) if self.measured else 0.0
+
+    def sync_methods(self, data: PlanCandidate, links: LinksOf, link: LinkSpeed) -> dict[str, Any]:
+        """Predicts the cost of sync methods beside the plan `data` for data parallel, as JSON data.
+
+        Allreduce costs what the plan says; `link` is the one between two processes.
         """
-        far = between or (named_link(self.link) if self.link else None)
-        if far is not None:
-            return lambda mesh: links_of(mesh, per_machine=1, between=far)
-        return lambda mesh: links_of(mesh, within=within or WITHIN_A_MACHINE)
+        trained = [one for one in self._model.parameters() if one.requires_grad]
+        own, predicted = links(data.mesh), data.prediction
+        moved_s = sum(one.seconds(own) for one in predicted.collectives if one.when == STATISTICS)
+        case = LinkCase(
+            shapes=tuple(tuple(one.shape) for one in trained),
+            item_bytes=max((one.element_size() for one in trained), default=4),
+            buffers=sum(one.numel() for one in self._model.buffers()),
+            machines=data.mesh.size,
+            step_s=predicted.compute_seconds,
+            backward_s=predicted.hiding_seconds,
+            link=link,
+            steps=steps_to_make(self.job.train, self.network["samples"]),
+            pass_s=self._pass_s,
+            layers_s=max(0.0, predicted.communication_seconds - moved_s),
+        )
+        job = with_processes(self.job, data.mesh.size)
+        return as_plain(choose(case, job.sync, without=ruled_out(job, USUAL_MODE)), case, job.sync.method)
+
+
+def case_to_plan(job: Job, request: PlanRequest) -> JobCase:
+    """Reads a job's data and the speed of its links.
+
+    Raises:
+        UserError: the data is missing or doesn't fit, or a link speed or device model is invalid.
+    """
+    check_method(job.sync.method)
+    modelled = device_model(request.device_model) if request.device_model else None
+    device = modelled.name if modelled else device_kind(job.cluster.device, request.world_size)
+    if not modelled:
+        require_device(device, "for other devices, estimate with --device-model h100 (a100, 910b, rtx4090 …)")
+    network = network_of(job)
+    link, where = (request.link, "--link") if request.link else (job.sync.link, "sync.link")
+    between = named_link(link, where) if link else None
+    if between and job.cluster.through_ssh:
+        between = through_ssh(between)
+    return JobCase(job, network, device, between, modelled, request.measure and not modelled)
 
 
 def search(
@@ -133,7 +279,7 @@ def find_plan(  # noqa: PLR0913 - each is one wish
     try:
         graph = describe_network(model.train(), sample[0] if batched else sample)
         times = OpTimes(device, TIMES_BUDGET_S if measure else 0.0)
-        return search(graph, request.as_search(given, samples, device), times, request.links()).plan
+        return search(graph, request.as_search(given, samples, device), times, links_with(link)).plan
     finally:
         restore()
         model.train(training)
@@ -144,40 +290,35 @@ class Planned:
     """The result of a search for a job."""
 
     found: SearchResult  # plans and the pick
-    network: dict[str, Any]  # channels, size, classes, batch and samples, as plain data
-    job: Job  # that it is for
-    notes: tuple[str, ...] = ()  # sentences on what was left out
-    # what ways of agreeing cost in the mode data, as JSON data; see `plan_advice.plan_sync`
-    sync: dict[str, Any] = field(default_factory=dict[str, Any])
-    fewer: tuple[PlanCandidate, ...] = ()  # data parallel on fewer processes
-    advice: Advice = field(default_factory=Advice)  # what is recommended, and why
+    case: JobCase
+    notes: tuple[str, ...]  # sentences on what was left out
+    sync: dict[str, Any]  # see `JobCase.sync_methods`
+    fewer: tuple[PlanCandidate, ...]  # data parallel on fewer processes
+    advice: Advice  # what is recommended, and why
 
     @property
     def candidates(self) -> list[PlanCandidate]:
         """All candidates, for the table."""
         data = self.found.candidates[0]
 
-        def priced(row: dict[str, Any]) -> Prediction:
+        def priced(row: dict[str, Any]) -> PlanCandidate:
             seconds = row["step_s"] - data.prediction.compute_seconds
             moved = {"communication_seconds": 0.0, "gradient_seconds": seconds, "sent_bytes": row["sent_mb"] * 1e6}
-            return replace(data.prediction, **moved)
+            own = {"name": sync_row(row), "note": row["refused"], "measured_seconds": None}
+            return replace(data, prediction=replace(data.prediction, **moved), **own)
 
-        methods = [
-            replace(data, name=sync_row(row), prediction=priced(row), measured_seconds=None, note=row["refused"])
-            for row in self.sync["methods"]
-            if row["method"] != EXACT
-        ]
+        methods = [priced(row) for row in self.sync["methods"] if row["method"] != EXACT]
         return [*self.found.candidates, *methods, *self.fewer]
 
     def plan_of(self, option: PlanCandidate) -> Plan:
         """Returns a plan as in its file, with the fields to create the network again."""
         plan = self.found.plan_of(option)
-        model = self.job.model.model_dump(mode="json", exclude_defaults=True)
-        own = {"model": {"name": self.job.model.name, **model}}
-        data = {key: self.network[key] for key in ("channels", "size", "classes")}
+        model = self.case.job.model
+        own = {"model": {"name": model.name, **model.model_dump(mode="json", exclude_defaults=True)}}
+        data = {key: self.case.network[key] for key in ("channels", "size", "classes")}
         said = {
             "reason": self.advice.reason,
-            "recommended": self.advice.as_plain(),
+            "recommended": {"plan": self.advice.name, "processes": self.advice.processes},
             "candidates": [one.as_plain() for one in self.candidates],
         }
         return replace(plan, about={**plan.about, **said, NETWORK: {**own, **data}, "sync": self.sync})
@@ -208,36 +349,34 @@ def plan_job(job: Job, request: PlanRequest, run_task: RunTask, ready: Callable[
     Raises:
         ManyhandsError: a request can't be satisfied, or timing failed.
     """
-    check_method(job.sync.method)
-    case = case_to_plan(job, request.world_size, request.link, request.device_model)
-    modelled, between, network = case.modelled, case.between, case.network
-    if modelled:
-        request = replace(request, measure=False, memory=request.memory or str(modelled.memory_bytes))
-    batch = network["batch"]
+    case = case_to_plan(job, request)
+    if case.modelled:
+        request = replace(request, memory=request.memory or str(case.modelled.memory_bytes))
+    batch = case.network["batch"]
     wanted = request.as_search(job, batch, case.device, norm_group(job, batch))
     ready()
-    case = case.resolved(request.world_size, measure=request.measure)
-    model, graph = case.described()
-    together = request.measure and between is None and 1 < request.world_size <= MOST_TIMED
-    on_all = with_processes(case.job, request.world_size)
-    costs = Costs(on_all, network, case.device, between, measured=request.measure)
-    beside = replace(WITHIN_A_MACHINE, bytes_per_s=modelled.within) if modelled else WITHIN_A_MACHINE
-    within = costs.worked(_measured_link(on_all, run_task) if together else beside)
-    links = request.links(within, costs.worked(between) if between else None)
-    times = OpTimes(case.here, TIMES_BUDGET_S if request.measure else 0.0, rates=case.rates)
-    share = costs.share(request.world_size)
-    found = search(graph, wanted, times, links, share)
+    case = case.resolved(request.world_size)
+    apart, graph = case.between is not None, case.graph
+    together = case.measured and not apart and 1 < request.world_size <= MOST_TIMED
+    if case.between:
+        link = case.worked(case.between)
+        links = between_machines(link)
+    else:
+        link = replace(WITHIN_A_MACHINE, bytes_per_s=case.modelled.within) if case.modelled else WITHIN_A_MACHINE
+        if together:
+            link = LinkSpeed(**run_task(case.job, {"task": "plan", "action": LINKS})["link"])
+        link = case.worked(link)
+        links = links_with("", link)
+    times = case.op_times(TIMES_BUDGET_S)
+    found = search(graph, wanted, times, links, case.share(request.world_size))
     notes = (*case.said, *times.notes, *times.doubts(), *found.notes, *graph.notes)
-    planned = Planned(found, network, on_all, notes)
-    planned = replace(planned, fewer=costs.fewer(found))
-    planned = _timed(planned, run_task) if together else planned
-    link = costs.worked(between) if between else within
-    data, pass_s = planned.found.options[0], costs.pass_s(model)
-    sync = plan_sync(on_all, network, data, links, model=model, link=link, pass_s=pass_s)
-    planned = replace(planned, sync=sync)
-    if not planned.found.pick.measured_seconds and (seconds := sync_seconds(planned.sync)):
-        planned = replace(planned, found=planned.found.repicked(seconds))
-    return replace(planned, advice=advised(planned.found, planned.sync, planned.fewer, apart=between is not None))
+    fewer = case.fewer(found)
+    if together:
+        found = _timed(found, case, run_task)
+    sync = case.sync_methods(found.options[0], links, link)
+    if not found.pick.measured_seconds and (seconds := sync_seconds(sync)):
+        found = found.repicked(seconds)
+    return Planned(found, case, notes, sync, fewer, advised(found, sync, fewer, apart=apart))
 
 
 def with_processes(job: Job, count: int) -> Job:
@@ -246,21 +385,13 @@ def with_processes(job: Job, count: int) -> Job:
     return job.model_copy(update={"cluster": job.cluster.model_copy(update=own)})
 
 
-def _measured_link(job: Job, run_task: RunTask) -> LinkSpeed:
-    points = run_task(job, {"task": "plan", "action": LINKS})["points"]
-    return fitted_link("all_reduce", job.cluster.processes, tuple((size, taken) for size, taken in points))
-
-
-def _timed(planned: Planned, run_task: RunTask) -> Planned:
+def _timed(found: SearchResult, case: JobCase, run_task: RunTask) -> SearchResult:
     """With the best plans timed in turns."""
-    finalists = planned.found.finalists()
-    if len(finalists) < 2:
-        return planned
-    plans = planned.found.plans_of(finalists)
-    pick = pick_measured(run_task(planned.job, timing(planned.network, plans))["seconds"])
-    if DATA_PARALLEL not in plans:
-        pick = replace(pick, reason=planned.found.pick.reason)
-    return replace(planned, found=replace(planned.found, pick=pick))
+    plans = found.plans_of(found.finalists())
+    if len(plans) < 2:
+        return found
+    pick = pick_measured(run_task(case.job, timing(case.network, plans))["seconds"])
+    return replace(found, pick=pick if DATA_PARALLEL in plans else replace(pick, reason=found.pick.reason))
 
 
 def timing(network: dict[str, Any], plans: dict[str, Any]) -> dict[str, Any]:
@@ -269,26 +400,20 @@ def timing(network: dict[str, Any], plans: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_plan(planned: Planned, path: Path, *, force: bool = False) -> tuple[Path, Path]:
-    """Writes the chosen plan and its picture.
-
-    Returns:
-        Both files.
-
-    Raises:
-        UserError: a file exists; with `force`, a file exists that is not a plan.
-    """
+    """Writes the chosen plan and its picture, and returns both files. Raises UserError: see `check_free`."""
     drawing = path.with_suffix(".png")
     check_free(path, force=force)
     chosen = planned.found.chosen
     plan = planned.plan_of(chosen)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_plan_record(path, plan.record())
-    draw(plan.mesh, chosen.letters, planned.found.graph.ops, drawing)
+    letters = chosen.letters
+    draw_plan({name: letters[name] for name in planned.found.graph.ops if name in letters}, plan.mesh, drawing)
     return path, drawing
 
 
 def check_free(path: Path, *, force: bool) -> None:
-    """Raises UserError if writing a plan would overwrite a file."""
+    """Raises UserError if writing a plan would overwrite a file; with `force`, one that is not a plan."""
     if path.suffix.lower() != ".json":
         raise UserError(f"the plan file must end in .json: {path.name}", "--out", ("choose --out plan.json",))
     there = [one for one in (path, path.with_suffix(".png")) if one.exists()]
@@ -296,10 +421,91 @@ def check_free(path: Path, *, force: bool) -> None:
         hints = ("overwrite the plan: --force", "or choose another file: --out other.json")
         raise UserError(f"{there[0]} already exists", str(there[0]), hints)
     if path.exists():
-        # Even by force only a plan gives way to a plan.
         read_plan(path)
 
 
-def draw(mesh: Mesh, letters: Mapping[str, tuple[str, ...]], ops: Iterable[str], file: Path) -> None:
-    """Draws the sharding of a plan."""
-    draw_plan([Layer(name, letters[name]) for name in ops if name in letters], mesh, file)
+def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple[Plan | None, dict[str, Any]]:
+    """Selects the plan of the processes, the same on all of them; a collective.
+
+    A run that resumes on the same number of processes keeps its plan, because another measurement might select another
+    one.
+
+    Returns:
+        How ops are split, None for data parallel; and for plan.json the reason, and each candidate's predicted and
+        measured times.
+
+    Raises:
+        UserError: a request can't be satisfied; raised on all processes.
+    """
+    previous = broadcast_plain(_previous(folder, world.size, search_key(job)) if world.is_main else None, world)
+    if previous is not None:
+        return _previous_decision(previous)
+    if job.parallel.plan:
+        return shared_plan(job.parallel, world), {}
+    network = network_of(job, world, objects)
+    case = case_of(job, network, world.device, objects)
+    if own := objects.model:
+        # A user's own network, where its pictures are; in double precision where they are.
+        kind, device = torch.float64 if case.picture.dtype == torch.float64 else None, case.picture.device
+        case = replace(case, make=lambda: copy.deepcopy(own).to(device, kind).train())
+    link = measure_link(None, world.device, LINK_BUDGET_S) if job.parallel.measure else WITHIN_A_MACHINE
+    answer = broadcast_result(lambda: _search(job, world, case, link), world)
+    plans = plans_from(answer["finalists"])
+    if len(plans) > 1 and job.parallel.measure and answer["measurable"]:
+        pick = pick_measured(measure(case, plans, world, ROUNDS))
+        answer |= {"chosen": pick.name, "reason": pick.reason}
+        for row in answer["candidates"]:
+            if row["name"] in pick.measured_seconds:
+                row["measured_ms"] = round(pick.measured_seconds[row["name"]] * 1e3, 3)
+    about = {"reason": answer["reason"], "candidates": answer["candidates"], "wish": search_key(job)}
+    if answer["untimed"]:
+        about["untimed"] = answer["untimed"]
+    plan = plans[answer["chosen"]]
+    return plan and replace(plan, about={**plan.about, **about}), about
+
+
+def search_key(job: Job) -> list[Any]:
+    """Returns the user's requests for a plan as JSON data."""
+    options = job.parallel
+    return [list(options.pin), options.mesh, options.memory, options.link, options.plan, options.full_batch]
+
+
+def _previous(folder: RunFolder, world_size: int, search: list[Any]) -> dict[str, Any] | None:
+    """Returns the plan in this run folder for the same number of processes and the same requests."""
+    if not folder.plan.is_file() or not folder.has_checkpoints():
+        return None
+    plan = read_plan(folder.plan)
+    return plan.as_plain() if plan.mesh.size == world_size and plan.about.get("wish") == search else None
+
+
+def _previous_decision(content: dict[str, Any]) -> tuple[Plan | None, dict[str, Any]]:
+    plan = plan_from_plain(content, "plan.json")
+    about = {key: plan.about[key] for key in ("reason", "candidates", "wish") if key in plan.about}
+    mode, known = str(plan.about.get("mode", MODE_OF_SEARCHES)), module_names(MODES)
+    if mode not in known:
+        raise unknown_choice("parallel mode", mode, known, "plan.json")
+    return replace(plan, layouts=None, about=about) if follows_plan(mode) else None, about
+
+
+def _search(job: Job, world: World, case: PlanCase, link: LinkSpeed) -> dict[str, Any]:
+    """Searches on rank 0 and returns the result as plain data. Raises ManyhandsError: a request can't be satisfied."""
+    options = job.parallel
+    pins = plan_of(options, world.size).ops if options.pin or options.full_batch else {}
+    request = PlanRequest(world.size, options.mesh, pins, options.memory)
+    wanted = request.as_search(job, case.batch, world.device, case.norm_group)
+    graph = graph_of(case.make(), case.picture, cross_entropy=case.cross_entropy)
+    times = OpTimes(world.device, TIMES_BUDGET_S if options.measure else 0.0)
+    found = search(graph, wanted, times, links_with(options.link, link))
+    finalists, limit = found.finalists(), wanted.memory_limit_bytes
+    return {
+        "finalists": found.plans_of(finalists),
+        "chosen": found.pick.name,
+        "reason": found.pick.reason,
+        "candidates": [
+            {"name": one.name, "mesh": str(one.mesh), "fits": one.fits, **one.prediction.as_plain()}
+            for one in found.options
+        ],
+        "untimed": list(found.notes),
+        # All finalists are in memory at once while they are timed.
+        "measurable": limit is None or sum(one.prediction.memory_bytes for one in finalists) <= limit,
+    }

@@ -7,18 +7,18 @@ from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.config.load import load_job
-from manyhands.config.named_code import announce_planned
+from manyhands.config.named_code import announce
 from manyhands.core.errors import UserError
-from manyhands.parallel.graph import Graph
 from manyhands.parallel.plan import Plan, read_plan
-from manyhands.parallel.strategy import parse_strategy, resolve, write_strategy
+from manyhands.parallel.split.graph import Graph
+from manyhands.parallel.split.strategy import parse_strategy, resolve, write_strategy
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.collectives import Collective, PlannedUpdate, collectives, shares
+from manyhands.planner.cost import parameter_bytes, piece_shape
 from manyhands.planner.find import digest
-from manyhands.planner.work import parameter_part, piece_shape
-from manyhands.worker.plan_case import network_of
+from manyhands.train.precision import make_network
 from manyhands.worker.plan_search import NETWORK, timing, with_processes
-from manyhands.worker.plan_trials import VERIFY, graph_of, make_network, norm_group, picture
+from manyhands.worker.plan_trials import VERIFY, graph_of, network_of, norm_group, picture
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,19 @@ class Shown:
 
     def verification(self) -> tuple[Job, dict[str, Any]]:
         """Returns the job on the plan's processes, and the task to verify the plan against one process."""
-        argument = {"task": "plan", "action": VERIFY, "network": self.network, "plans": {"plan": _bare(self.plan)}}
-        return with_processes(self.job, self.plan.mesh.size), argument
+        return self._job_on_all(), {"task": "plan", "action": VERIFY, "network": self.network, "plans": self._plans()}
 
     def comparison(self) -> tuple[Job, dict[str, Any]]:
         """Returns the job, and the task to time the plan and data parallel in turns."""
-        plans = {DATA_PARALLEL: None, "plan": _bare(self.plan)}
-        return with_processes(self.job, self.plan.mesh.size), timing(self.network, plans)
+        return self._job_on_all(), timing(self.network, {DATA_PARALLEL: None, **self._plans()})
+
+    def _job_on_all(self) -> Job:
+        return with_processes(self.job, self.plan.mesh.size)
+
+    def _plans(self) -> dict[str, Any]:
+        """Only what says who computes what; layouts follow from it."""
+        content = self.plan.as_plain()
+        return {"plan": {key: content[key] for key in ("format", "mesh", "default", "ops")}}
 
 
 def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
@@ -98,7 +104,8 @@ def _remade(plan: Plan, flags: Mapping[str, Any], where: str) -> tuple[Job, dict
     if min(network.values()) < 1:
         raise UserError("the network in the plan has a size below 1", f"{where}, network", ("create a new plan",))
     job = load_job({**model, "train.batch": network["batch"], **given}).job
-    announce_planned(job.model.name, Path(where), "manyhands plan PLAN DATA {}")
+    # The digest of the graph detects changes.
+    announce([job.model.name], Path(where), None, "manyhands plan PLAN DATA {}", compared=False)
     return job, network
 
 
@@ -113,10 +120,7 @@ def _rows(
     usual = parse_strategy(plan.fallback, mesh, "default")
     rows: list[PlanRow] = []
     for op in graph.ops.values():
-        held = sum(
-            parameter_part(op, name, letters[op.name], mesh) * tensor.numel() * tensor.element_size()
-            for name, tensor in op.parameters().items()
-        )
+        held = parameter_bytes(op, letters[op.name], mesh)
         special = letters[op.name] != tuple(usual.get(axis, "n") for axis in range(len(mesh.axes)))
         if held or special or op.name in sent:
             shape = " ".join(str(piece_shape(op, letters[op.name], mesh, batch)).split())
@@ -134,9 +138,3 @@ def _words(sent: list[Collective]) -> str:
         for kind in kinds
         for alike in [[one for one in sent if one.kind == kind]]
     )
-
-
-def _bare(plan: Plan) -> dict[str, Any]:
-    """Only what says who computes what; layouts follow from it."""
-    content = plan.as_plain()
-    return {key: content[key] for key in ("format", "mesh", "default", "ops")}

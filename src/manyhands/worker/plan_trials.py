@@ -1,44 +1,41 @@
 """The tasks of processes for plans: time updates, verify a plan, or measure the link between processes."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.config.job import Job
-from manyhands.core.seeds import derive
 from manyhands.core.world import World
-from manyhands.models.build import build_model
-from manyhands.parallel.norm import group_batch_norms
-from manyhands.parallel.plan import plan_from_plain
+from manyhands.parallel.plan import Plan, plan_from_plain
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
+from manyhands.sync.measure import measure_link
+from manyhands.train.data_setup import open_splits, pixels_for
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
 from manyhands.train.optimize import make_optimizer
+from manyhands.train.precision import make_network, sizes_of
 
 if TYPE_CHECKING:
-    from manyhands.parallel.graph import Graph
+    from manyhands.parallel.split.graph import Graph
     from manyhands.planner.trial import PlanCase
 
 LINKS, MEASURE, VERIFY = "links", "measure", "verify"
-_BUDGET_S = 5.0
+LINK_BUDGET_S = 5.0
 _RATE = 1e-6
 
 
-def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
-    """Creates a job's network in training mode, the same on every process.
-
-    Args:
-        job: the job.
-        network: channels, size and classes of the data.
-        device: the device of the network.
-    """
-    torch.manual_seed(derive(job.train.seed, "model"))
-    options = job.model.model_copy(update={"pretrained": False, "weights": ""})
-    model = build_model(options, channels=network["channels"], size=network["size"], num_classes=network["classes"])
-    if job.train.precision == "fp64":
-        model = model.double()
-    layout = torch.channels_last if job.train.channels_last is True else torch.preserve_format
-    return model.to(device, memory_format=layout).train()  # pyright: ignore[reportCallIssue] - missing in its types
+def network_of(job: Job, world: World | None = None, objects: Objects | None = None) -> dict[str, Any]:
+    """Returns channels, size, classes, and samples in an update (batch) and in an epoch. Raises UserError: no data."""
+    objects = objects or Objects()
+    splits = open_splits(job, world or World(), objects)
+    samples = len(splits.train)
+    return {
+        **sizes_of(job, splits, pixels_for(job, splits, objects)),
+        "batch": min(job.train.batch, samples),
+        "samples": samples,
+    }
 
 
 def picture(job: Job, network: dict[str, Any], device: str) -> Tensor:
@@ -49,7 +46,7 @@ def picture(job: Job, network: dict[str, Any], device: str) -> Tensor:
 
 def graph_of(model: nn.Module, sample: Tensor, *, cross_entropy: bool = True) -> "Graph":
     """Returns the ops of a network in training mode with grouped BatchNorm layers."""
-    from manyhands.parallel.tracing import describe_network
+    from manyhands.parallel.split.tracing import describe_network
 
     group_batch_norms(model)
     graph = describe_network(model, sample)
@@ -89,17 +86,18 @@ def case_of(job: Job, network: dict[str, Any], device: str, objects: Objects | N
 
 def try_out(job: Job, world: World, argument: dict[str, Any]) -> dict[str, Any]:
     """Runs `argument["action"]`; all processes must call it and return the same plain data."""
-    from manyhands.planner.links import measure_all_reduce
     from manyhands.planner.trial import measure, verify
 
     if argument["action"] == LINKS:
-        return {"points": [list(point) for point in measure_all_reduce(world.device, budget_s=_BUDGET_S)]}
+        return {"link": asdict(measure_link(None, world.device, LINK_BUDGET_S))}
     case = case_of(job, argument["network"], world.device)
-    plans = {
-        name: plan_from_plain(content, f"plan of {name}") if content else None
-        for name, content in argument["plans"].items()
-    }
+    plans = plans_from(argument["plans"])
     if argument["action"] == VERIFY:
         proofs = {name: verify(case, plan, world).as_plain() for name, plan in plans.items() if plan is not None}
         return {"proofs": proofs}
     return {"seconds": measure(case, plans, world, argument["rounds"])}
+
+
+def plans_from(plans: dict[str, Any]) -> dict[str, Plan | None]:
+    """Reads plans by name from what `SearchResult.plans_of` returned; None for data parallel."""
+    return {name: plan_from_plain(plan, f"plan of {name}") if plan else None for name, plan in plans.items()}

@@ -32,13 +32,8 @@ def opened_ahead(orders: Orders) -> Generator[None]:
 
 def import_training() -> None:
     """Imports the modules that every training worker needs."""
-    for name in (
-        "train.exceptions",
-        "train.build",
-        "train.loop",
-        "worker.run_metadata",
-        f"parallel.modes.{USUAL_MODE}",
-    ):
+    needed = ("train.exceptions", "train.build", "train.loop", "worker.run_metadata", f"parallel.modes.{USUAL_MODE}")
+    for name in needed:
         importlib.import_module(f"manyhands.{name}")
 
 
@@ -54,7 +49,7 @@ def preload(orders: Orders | None = None) -> None:
     import_training()
     job = Job.model_validate(orders.argument["job"]) if orders else None
     if job is None or job.train.measured_precision:
-        importlib.import_module("manyhands.worker.precision")
+        importlib.import_module("manyhands.train.precision")
     if orders is None or job is None or not _does_without(orders, job):
         try:
             importlib.import_module("torchvision")
@@ -70,7 +65,6 @@ def _does_without(orders: Orders, job: Job) -> bool:
     from manyhands.models.build import is_custom
 
     own = is_custom(job.model.name) and is_published(job.data.name) and job.train.built_in and not job.train.compile
-    through_memory = (
-        job.parallel.mode == USUAL_MODE and job.parallel.shared_memory and len(orders.rendezvous.sizes) == 1
-    )
+    alone = len(orders.rendezvous.sizes) == 1
+    through_memory = job.parallel.mode == USUAL_MODE and job.parallel.shared_memory and alone
     return orders.argument["task"] == "train" and own and through_memory

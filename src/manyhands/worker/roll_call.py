@@ -17,9 +17,9 @@ from manyhands.cluster.agents.stall import Stalls
 from manyhands.core.machine import this_machine
 from manyhands.core.timeouts import HEARTBEAT_S
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel.close_listeners import close_rendezvous
-from manyhands.parallel.heartbeat import Heartbeat, Seen
-from manyhands.parallel.said import Answer, understood
+from manyhands.parallel.group.heartbeat import Heartbeat, Seen
+from manyhands.parallel.group.listeners import close_rendezvous
+from manyhands.parallel.group.rendezvous import Answer, understood
 
 # Over so long each counts what it computes and moves, while nobody speaks with the store.
 _COUNTED_S = 3.0
@@ -134,9 +134,8 @@ class LivenessCheck:
             for rank in self._present.keys() - answers.keys():
                 key = f"{number}/{rank}"
                 with self._asking():
-                    said = understood(self._store.get(key), Answer) if self._store.check([key]) else None
-                if said:
-                    answers[rank] = said
+                    if self._store.check([key]) and (said := understood(self._store.get(key), Answer)):
+                        answers[rank] = said
         return answers
 
     def _from_outside(self, silent: Sequence[int], quiet_s: float) -> dict[int, list[Seen]]:

@@ -17,7 +17,7 @@ from manyhands.core.records import read_lines, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain
 from manyhands.core.version import __version__
-from manyhands.sync.method import option_keys
+from manyhands.sync.options import option_keys
 from manyhands.train.journal import Journal
 
 
@@ -124,26 +124,20 @@ def resolved(trainer: Any, plan: PlanRecord) -> dict[str, Any]:
     found |= {f"sync.{key}": decided[key] for key in option_keys(sync.method) if key in decided}
     values = job.model_dump(mode="json")
     asked = {key: values[key.partition(".")[0]][key.partition(".")[2]] for key in found}
-    return {key: value for key, value in found.items() if asked[key] in _OPEN and value != asked[key]}
-
-
-# Values of options that mean "whatever fits".
-_OPEN: tuple[Any, ...] = ("auto", "", 0, -1, [])
+    opened: tuple[Any, ...] = ("auto", "", 0, -1, [])  # whatever fits
+    return {key: value for key, value in found.items() if asked[key] in opened and value != asked[key]}
 
 
 def job_text(job: Any, known: dict[str, Any]) -> str:
     """Returns the job as TOML, with the resolved values of automatic options as comments."""
-    lines: list[str] = []
-    section = ""
+    shown = {key: plain(value) if isinstance(value, str) else value for key, value in known.items()}
+    lines, section = list[str](), ""
     for line in tomli_w.dumps(job.model_dump(mode="json")).splitlines():
         section = line.strip("[]") if line.startswith("[") else section
         key = f"{section}.{line.partition(' = ')[0]}"
-        lines.append(f"{line}  # here: {_in_comment(known[key])}" if " = " in line and key in known else line)
+        comment = f"  # here: {json.dumps(shown[key], ensure_ascii=False)}" if " = " in line and key in known else ""
+        lines.append(line + comment)
     return "\n".join(lines) + "\n"
-
-
-def _in_comment(value: Any) -> str:
-    return json.dumps(plain(value) if isinstance(value, str) else value, ensure_ascii=False)
 
 
 def local_environment(world: Any) -> dict[str, Any]:
@@ -183,7 +177,7 @@ def plan_of(trainer: Any) -> PlanRecord:
     """Returns the plan, with the reasons why results depend on the number of processes."""
     from manyhands.train.exceptions import exceptions
 
-    order, sharing, plan = trainer.feed.order, trainer.feed.sharing, trainer.network.plan
+    order, sharing, plan = trainer.feed.order, trainer.feed.sharing, trainer.network.traits.plan
     shares = sharing.micro_batches(min(order.batch, order.length))
     split = plan.as_plain() if plan else {"mesh": {"dp": trainer.world.size}}
     return PlanRecord.model_validate({
@@ -193,7 +187,7 @@ def plan_of(trainer: Any) -> PlanRecord:
         "batch": order.batch,
         "shares": [[share.count for share in each] for each in shares],
         "passes": len(shares),
-        "averages": trainer.network.averages,
+        "averages": trainer.network.traits.averages,
         "precision": trainer.job.train.precision,
         "channels_last": trainer.job.train.channels_last,
         "compile": trainer.job.train.compile,

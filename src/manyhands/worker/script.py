@@ -10,13 +10,12 @@ import sys
 import traceback
 from pathlib import Path
 
-from manyhands.cluster.agents.debugger import wait_for_editor
-from manyhands.cluster.agents.own_output import begin
+from manyhands.cluster.agents.worker_start import begin, wait_for_editor
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import EXIT_FAILED, EXIT_USAGE, ManyhandsError, UserError
-from manyhands.core.records import FAILURE_FILE, Failure, write_json
+from manyhands.core.records import FAILURE_FILE, write_json
 from manyhands.core.terminal import say
-from manyhands.parallel.tunnel_ends import tunnel_ends
+from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 
 def main(words: list[str]) -> None:
@@ -49,17 +48,13 @@ def _run(script: str, own: list[str]) -> None:
         hints = ("copy this folder to the other machines: --sync-code", "or copy the script by hand")
         raise UserError(f"{script} doesn't exist", here, hints)
     if tunnel_ends():
-        from manyhands.parallel.through_ssh import use_tunnels
+        from manyhands.parallel.group.through_ssh import use_tunnels
 
         use_tunnels()
     sys.argv = [script, *own]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
-    _leave_group()
-
-
-def _leave_group() -> None:
-    """Leaves a process group that the script left open, whose threads now and then abort a process that ends."""
+    # A process group that the script left open has threads that now and then abort a process that ends.
     distributed = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
@@ -70,10 +65,9 @@ def _write_record(error: BaseException, rank: int) -> None:
     path = Path(os.environ[FAILURE_FILE])
     if path.exists():
         return
-    from manyhands.train.failing import describe_failure
+    from manyhands.worker.failure import describe_failure
 
-    record: Failure = describe_failure(error, rank=rank, step=None, phase="script")
-    write_json(path, record)
+    write_json(path, describe_failure(error, rank=rank, step=None, phase="script"))
 
 
 if __name__ == "__main__":

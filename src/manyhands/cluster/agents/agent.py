@@ -66,8 +66,8 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say
 from manyhands.core.timeouts import CLAIM_S, MAKE_WAY_S
-from manyhands.parallel.ports import listen
-from manyhands.parallel.tunnel_ends import reach
+from manyhands.parallel.group.ports import listen
+from manyhands.parallel.group.tunnel_ends import reach
 
 # Looks for new records so often.
 MIRROR_S = 0.4
@@ -76,16 +76,11 @@ LOG_BYTES = 1 << 20
 
 
 class Agent(Probe):
-    """This machine as a launcher uses it: the remote methods are the protocol between them.
-
-    Args:
-        wire: the connection to the launcher.
-        until_gone: closed once the launcher is gone.
-    """
+    """This machine as a launcher uses it: the remote methods are the protocol between them."""
 
     def __init__(self, wire: Wire, until_gone: contextlib.ExitStack) -> None:
         super().__init__()
-        self.wire, self._until_gone = wire, until_gone
+        self.wire, self._until_gone = wire, until_gone  # the stack is closed once the launcher is gone
         self._listener: socket.socket | None = None
         self._sender: Sender | None = None
         self._claimed: set[Path] = set()
@@ -142,25 +137,23 @@ class Agent(Probe):
         return gather(wanted)
 
     @remote
+    @private_files()
     def take_code(self, files: dict[str, str]) -> str:
         """Writes the launcher's code (base64, by path) into a folder named after its content, and works there."""
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         folder = platformdirs.user_cache_path("manyhands") / "code" / digest
-        with private_files():
-            write_code(folder, files)
+        write_code(folder, files)
         os.chdir(folder)
         return str(folder)
 
     @remote
+    @private_files()
     def open_run(self, wanted: OpenRun) -> RunOpened:
         """Makes the run folder here, unless this machine sees the launcher's own, and keeps other runs out of it.
 
         A folder with checkpoints keeps its id, for the launcher to compare.
         """
-        with private_files():
-            return self._open_run(Path(wanted.folder).expanduser().absolute(), wanted)
-
-    def _open_run(self, path: Path, wanted: OpenRun) -> RunOpened:
+        path = Path(wanted.folder).expanduser().absolute()
         shared = (path / "ranks" / wanted.token).is_file()
         folder = RunFolder(path)
         term = self._term(folder, wanted.run, Term(wanted.term))
@@ -221,12 +214,12 @@ class Agent(Probe):
         return found
 
     @remote
+    @private_files()
     def keep_records(self, folder: str, pieces: list[FilePiece]) -> None:
         """Writes these pieces of a run's records into its folder, where rank 0 appends to them."""
         keeper = self._keepers.setdefault(folder, Receiver(Path(folder)))
-        with private_files():
-            for piece in pieces:
-                keeper.take(piece)
+        for piece in pieces:
+            keeper.take(piece)
 
     def _keep_copy(self, call: Call) -> None:
         """A run does not end where the copy of its records can't be kept; the next start sends all of them."""

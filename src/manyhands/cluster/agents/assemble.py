@@ -1,8 +1,6 @@
 """From a list of machines to agents that are there, know each other's addresses, and are ready to start workers."""
 
 import os
-import resource
-import signal
 import subprocess
 import sys
 import time
@@ -12,7 +10,7 @@ from pathlib import Path
 
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, MisunderstoodError, ask_all, close_all
-from manyhands.cluster.agents.early import AGENT, take_early
+from manyhands.cluster.agents.early import AGENT, raise_file_limit, take_early, usr1_ignored
 from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
 from manyhands.cluster.agents.ssh import agent_command, explain_contact
 from manyhands.cluster.doctor.findings import Contact, FactsWanted
@@ -68,21 +66,13 @@ def assembled(
 
 def allow_open_files(count: int) -> None:
     """Lets this process have so many files open, if the system does. Raises UserError: it doesn't."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= count:
-        return
-    if hard != resource.RLIM_INFINITY and hard < count:
-        what = f"the connections to the machines need {count:,} open files, but the limit for this user is {hard:,}"
+    if (most := raise_file_limit(count)) < count:
+        what = f"the connections to the machines need {count:,} open files, but the limit for this user is {most:,}"
         raise UserError(what, "cluster.hosts", (f"raise the limit in a root shell: ulimit -Hn {count}",))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def refuse_doubles(machines: Sequence[Machine]) -> None:
-    """Machines are told apart by their names.
-
-    Raises:
-        UserError: one is named twice.
-    """
+    """Machines are told apart by their names. Raises UserError: one is named twice."""
     names = [machine.name for machine in machines]
     twice = sorted({machine.target for machine in machines if names.count(machine.name) > 1})
     if twice:
@@ -104,13 +94,6 @@ def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
     return AgentConnection(machine, early, log, here=True, log_start=log_start)
 
 
-def open_there(machine: Machine, options: ClusterOptions, log: Path) -> AgentConnection:
-    """Starts an agent on another machine over ssh; whether that works shows when it is first asked."""
-    link = _open(agent_command(machine, options, Path.cwd()), machine, log, here=False)
-    link.connect_again = lambda words: _start(agent_command(machine, options, Path.cwd(), words), log)
-    return link
-
-
 def _open(command: list[str], machine: Machine, log: Path, *, here: bool) -> AgentConnection:
     log_start = log.stat().st_size if log.exists() else 0
     return AgentConnection(machine, _start(command, log), log, here=here, log_start=log_start)
@@ -118,40 +101,25 @@ def _open(command: list[str], machine: Machine, log: Path, *, here: bool) -> Age
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """In a session of its own, so that Ctrl-C and the terminal's end reach only the head."""
-    with log.open("ab") as output:
+    pipe = subprocess.PIPE
+    with log.open("ab") as output, usr1_ignored():
         try:
-            with _usr1_ignored():
-                return subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=output,
-                    start_new_session=True,
-                    umask=usual_umask(),
-                )
+            return subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=output, start_new_session=True, umask=usual_umask()
+            )
         except OSError as error:
             what = f"{command[0]} can't be started: {error.strerror}"
             raise UserError(what, "cluster.ssh", ("set cluster.ssh to an installed ssh program",)) from None
-
-
-@contextmanager
-def _usr1_ignored() -> Iterator[None]:
-    """What is started within inherits it: a scheduler sends its word to all processes of a job, ssh among them."""
-    previous = None
-    with suppress(ValueError):  # only the main thread may
-        previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        if previous is not None:
-            signal.signal(signal.SIGUSR1, previous)
 
 
 def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentConnection:
     """Starts the agent of one machine; whether that works shows when it is first asked."""
     if is_here(machine):
         return open_here(logs / "agent.log", machine)
-    return open_there(machine, options, logs / f"agent@{machine.name}.log")
+    log = logs / f"agent@{machine.name}.log"
+    link = _open(agent_command(machine, options, Path.cwd()), machine, log, here=False)
+    link.connect_again = lambda words: _start(agent_command(machine, options, Path.cwd(), words), log)
+    return link
 
 
 def _greet(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> None:

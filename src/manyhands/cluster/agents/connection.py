@@ -21,18 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cluster.agents.early import SAFE
-from manyhands.cluster.agents.protocol import Alive, Reachable, Reconnected
+from manyhands.cluster.agents.protocol import Reachable
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import (
     HINTS,
+    Alive,
     CallResult,
     Lines,
     Message,
     Misunderstood,
     R,
+    Reconnected,
     Request,
     RequestFailed,
-    Unacknowledged,
     encode,
 )
 from manyhands.core.errors import RunError, UserError
@@ -62,43 +63,39 @@ class MisunderstoodError(RunError):
 class AgentConnection:
     """The launcher's end. Reconnects where the connection is lost and the agent still runs.
 
-    Attributes:
-        machine: the machine.
-        here: True for this machine.
-        process: the agent itself, or the ssh that leads to it.
-        log: the file that its standard error goes to.
-        last_received: time of the last message, or of the loss of a connection, by the monotonic clock.
-        closed: True once nothing more can be received.
-        connected: False from the loss of a connection until the agent answers over another.
-        unsent: bytes to send once the machine can take them, so that a slow one does not delay the others.
-        connect_again: starts another ssh to the machine, with these arguments for Python there; None where nothing
-            can.
-        clock_offset_s: how far the machine's clock is ahead of ours.
+    `process` is the agent itself, or the ssh that leads to it; its standard error goes to the file `log`.
     """
 
     def __init__(
         self, machine: Machine, process: subprocess.Popen[bytes], log: Path, *, here: bool, log_start: int = 0
     ) -> None:
-        self.machine, self.process, self.log, self.here = machine, process, log, here
-        self.last_received, self.closed = time.monotonic(), False
-        self.unsent = bytearray()
+        self.machine, self.log, self.here = machine, log, here
+        self.last_received = time.monotonic()  # time of the last message, or of the loss of a connection
+        self.closed = False  # True once nothing more can be received
+        self.connected = True  # False from the loss of a connection until the agent answers over another
+        self.unsent = bytearray()  # to send once the machine can take it, so that a slow one does not delay the others
+        # starts another ssh to the machine, with these arguments for Python there; None where nothing can
         self.connect_again: Callable[[Sequence[str]], subprocess.Popen[bytes]] | None = None
-        self._lines, self._unacknowledged, self._socket = Lines(), Unacknowledged(), ""
-        self.connected, self.clock_offset_s = True, 0.0
+        self.clock_offset_s = 0.0  # how far the machine's clock is ahead of ours
+        self._lines, self._socket = Lines(), ""
         self._reconnect_at = 0.0  # time of the next attempt, where the last connection was lost
         self._asked, self._log_start, self._heartbeat_at = 0, log_start, 0.0
-        _unblock(process)
+        self._use(process)
+
+    def _use(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process, self._input, self._output = process, process.stdin, process.stdout
+        os.set_blocking(self._input.fileno(), False)
+        os.set_blocking(self._output.fileno(), False)
 
     def fileno(self) -> int:
         """The descriptor of the agent's output, for a selector."""
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
+        return self._output.fileno()
 
     def send(self, message: Message, number: int = 0) -> None:
         """Sends a message without waiting."""
-        line = encode(message, number)
-        if not isinstance(message, Alive):
-            self._unacknowledged.add(line)
+        line = self._lines.add(message, number)
         if self.connected:
             self.unsent += line
             self.flush()
@@ -110,14 +107,13 @@ class AgentConnection:
             self._reconnect()
         if not self.closed and now > self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_S
-            self.send(Alive(self._unacknowledged.received))
+            self.send(Alive(self._lines.received))
 
     def flush(self) -> None:
         """Sends as much of `unsent` as the machine can take now."""
-        assert self.process.stdin is not None
         try:
-            while self.unsent and not self.process.stdin.closed:
-                sent = os.write(self.process.stdin.fileno(), self.unsent[: 1 << 16])
+            while self.unsent and not self._input.closed:
+                sent = os.write(self._input.fileno(), self.unsent[: 1 << 16])
                 del self.unsent[:sent]
         except BlockingIOError:
             return
@@ -135,7 +131,12 @@ class AgentConnection:
                     break
                 self.last_received = time.monotonic()
                 for number, message in self._lines.take(received):
-                    self._take(message)
+                    if isinstance(message, Reconnected):
+                        self.connected = True
+                        self.unsent += self._lines.reconnect()
+                        self.flush()
+                    elif isinstance(message, Reachable):
+                        self._socket = message.socket
                     if not isinstance(message, Alive):
                         messages.append((number, message))
         return messages
@@ -144,19 +145,6 @@ class AgentConnection:
     def readable(self) -> bool:
         """Whether there is a connection to read from."""
         return not (self.closed or self._reconnect_at)
-
-    def _take(self, message: Message) -> None:
-        """Counts a message; sends unacknowledged ones again over a new connection."""
-        if not isinstance(message, Alive):
-            self._unacknowledged.received += 1
-            if isinstance(message, Reachable):
-                self._socket = message.socket
-            return
-        self._unacknowledged.acknowledge(message.received)
-        if isinstance(message, Reconnected):
-            self.connected = True
-            self.unsent += self._unacknowledged.lines()
-            self.flush()
 
     def _disconnect(self) -> None:
         """Schedules another connection, unless the agent itself has ended or the attempts have taken too long."""
@@ -170,18 +158,18 @@ class AgentConnection:
         self.closed = by_itself or late or self._lines.too_long or not (self._socket and self.connect_again)
         if not self.closed:
             self._reconnect_at = now + (0.0 if self.connected else RECONNECT_S)
-            self.connected, self._lines = False, Lines()
+            self.connected = False
+            self._lines.reconnect()
             self.unsent.clear()
 
     def _reconnect(self) -> None:
         assert self.connect_again
         self.close(0.0)
         try:
-            self.process = self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._unacknowledged.received)))
+            self._use(self.connect_again((SAFE, "-m", RECONNECT, self._socket, str(self._lines.received))))
         except (UserError, OSError):  # such as no memory for a process
             self._disconnect()
             return
-        _unblock(self.process)
         self.closed, self._reconnect_at = False, 0.0
 
     def ask(self, request: Request[R], timeout_s: float, others: Collection["AgentConnection"] = ()) -> R:
@@ -209,40 +197,38 @@ class AgentConnection:
             return "\n".join(text.splitlines()[-last_lines:])
         return ""
 
-    def hang_up(self) -> None:
-        """Closes this end, which ends the other."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-
     def close(self, patience_s: float = 5.0) -> int:
         """Closes this end, which ends the other; what doesn't end in time is killed. Returns the exit code."""
-        assert self.process.stdout is not None
-        self.hang_up()
-        try:
-            self.process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-        self.closed = True
+        close_all([self], patience_s)
         return self.process.returncode
 
 
 def close_all(links: Collection[AgentConnection], patience_s: float = 5.0) -> None:
     """Closes several links at once; all together may take the patience."""
+    end_processes([link.process for link in links], patience_s)
     for link in links:
-        link.hang_up()
+        link.closed = True
+
+
+def end_processes(
+    processes: Collection[subprocess.Popen[bytes]], patience_s: float, *, terminate: bool = False
+) -> None:
+    """Closes the inputs of processes, which end by that or by SIGTERM; those that don't in time are killed."""
+    for process in processes:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        if terminate:
+            process.terminate()
     until = time.monotonic() + patience_s
-    for link in links:
-        link.close(max(0.0, until - time.monotonic()))
-
-
-def _unblock(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    os.set_blocking(process.stdin.fileno(), False)
-    os.set_blocking(process.stdout.fileno(), False)
+    for process in processes:
+        assert process.stdout is not None
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
 
 
 def ask_all(
@@ -319,25 +305,18 @@ def _failed(link: AgentConnection, failed: RequestFailed) -> RunError:
 
 
 class Wire:
-    """The agent's end: reads from standard input and writes to `output`. Starts no thread, since workers are forked.
-
-    Attributes:
-        open: False once the launcher has closed its end or has been silent for too long.
-        connected: False while a lost connection can be replaced.
-        last_received: time of the last message, or of the loss of a connection, by the monotonic clock.
-        remote: True where the launcher is on another machine, so that its silence means something.
-        patient: True where a silent launcher may return, because the run does not depend on it.
-    """
+    """The agent's end: reads from standard input and writes to `output`. Starts no thread, since workers are forked."""
 
     def __init__(self, output: int) -> None:
         self._output, self._lines = output, Lines()
         self._received: deque[tuple[int, Message]] = deque()
-        self._unacknowledged = Unacknowledged()
         self._listener: socket.socket | None = None
         self._passed_by: socket.socket | None = None  # to the process that passed the connection on; ends it
-        self.open = self.connected = True
-        self.last_received = time.monotonic()
-        self.remote = self.patient = False
+        self.open = True  # False once the launcher has closed its end or has been silent for too long
+        self.connected = True  # False while a lost connection can be replaced
+        self.last_received = time.monotonic()  # time of the last message, or of the loss of a connection
+        self.remote = False  # True where the launcher is on another machine, so that its silence means something
+        self.patient = False  # True where a silent launcher may return, because the run does not depend on it
 
     @property
     def silent(self) -> bool:
@@ -398,29 +377,24 @@ class Wire:
 
     def send(self, message: Message, number: int = 0) -> None:
         """Sends a message; an answer has its request's number. Does nothing once the launcher is gone."""
-        line = encode(message, number)
-        if self._listener and not isinstance(message, Alive):
-            self._unacknowledged.add(line)
+        line = self._lines.add(message, number)
         if self.connected:
             self._write(line)
 
     def _write(self, line: bytes) -> None:
+        """Waits until the launcher can take more; a remote one that takes nothing for too long is gone."""
         data = memoryview(line)
         with contextlib.suppress(BrokenPipeError):
-            while data and self._has_room():
-                data = data[os.write(self._output, data[: select.PIPE_BUF]) :]
-
-    def _has_room(self) -> bool:
-        """Waits until the launcher can take more; a remote one that takes nothing for too long is gone."""
-        while self.open and not select.select([], [self._output], [], SILENT_S)[1]:
-            self.open = not self.remote
-        return self.open
+            while data and self.open:
+                if select.select([], [self._output], [], SILENT_S)[1]:
+                    data = data[os.write(self._output, data[: select.PIPE_BUF]) :]
+                else:
+                    self.open = not self.remote
 
     def wait(self) -> tuple[int, Message] | None:
         """Returns the next request and its number, or None once the launcher is gone."""
         while self.open:
-            request = self._next()
-            if request is not None:
+            if request := self._next():
                 return request
             self._fill(1.0)
         return None
@@ -428,10 +402,7 @@ class Wire:
     def poll(self) -> list[Message]:
         """Returns the messages received so far, without waiting."""
         self._fill(0)
-        found: list[Message] = []
-        while (request := self._next()) is not None:
-            found.append(request[1])
-        return found
+        return [message for _, message in iter(self._next, None)]
 
     def _next(self) -> tuple[int, Message] | None:
         while self._received:
@@ -439,8 +410,7 @@ class Wire:
             if isinstance(message, Misunderstood):
                 self.send(message, number)
             elif isinstance(message, Alive):
-                self._unacknowledged.acknowledge(message.received)
-                self.send(Alive(self._unacknowledged.received))
+                self.send(Alive(self._lines.received))
             else:
                 return number, message
         return None
@@ -458,9 +428,7 @@ class Wire:
             if not received:
                 self._disconnect()
                 continue
-            messages = self._lines.take(received)
-            self._unacknowledged.received += sum(not isinstance(message, Alive) for _, message in messages)
-            self._received += messages
+            self._received += self._lines.take(received)
             self.last_received = time.monotonic()
         if self.silent and not self.patient:
             self.open = False
@@ -483,10 +451,10 @@ class Wire:
                 os.close(descriptor)
             if self._passed_by:
                 self._passed_by.close()
-            self._passed_by, self._lines, self.connected = passed_by, Lines(), True
+            self._passed_by, self.connected = passed_by, True
             self.last_received = time.monotonic()
-            self._unacknowledged.acknowledge(int(count))
-            self._write(encode(Reconnected(self._unacknowledged.received)) + self._unacknowledged.lines())
+            self._lines.acknowledge(int(count))
+            self._write(encode(Reconnected(self._lines.received)) + self._lines.reconnect())
 
 
 def pass_on(path: str, received: str) -> int:

@@ -39,26 +39,38 @@ def start_early(words: Sequence[str]) -> None:
 
 
 def raise_file_limit(needed: int) -> int:
-    """Raises this process's limit on open files to `needed`, or as far as the system allows; returns the limit."""
+    """Raises this process's limit on open files to `needed` unless the system's is lower; returns what is allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed > hard != resource.RLIM_INFINITY:
+        return hard
     if resource.RLIM_INFINITY != soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return needed if soft == resource.RLIM_INFINITY else soft
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return needed
 
 
 def _start() -> "subprocess.Popen[bytes]":
     pipe = subprocess.PIPE
     # Its output until it has a log, to which it moves the output.
     words_fd = os.memfd_create(EARLY) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
-    # As in assemble.py: agents ignore a scheduler's warning to all processes of a job.
-    previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        command = [sys.executable, *AGENT, EARLY]
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words_fd, start_new_session=True)
+        with usr1_ignored():
+            command = [sys.executable, *AGENT, EARLY]
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words_fd, start_new_session=True)
     finally:
-        signal.signal(signal.SIGUSR1, previous)
         os.close(words_fd)
+
+
+@contextlib.contextmanager
+def usr1_ignored() -> Generator[None]:
+    """Processes started in the block ignore SIGUSR1, which a scheduler sends to all processes of a job, ssh too."""
+    previous = None
+    with contextlib.suppress(ValueError):  # only the main thread may
+        previous = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGUSR1, previous)
 
 
 def take_early() -> "subprocess.Popen[bytes] | None":

@@ -6,7 +6,6 @@ imports torch.
 """
 
 import contextlib
-import functools
 import importlib
 import logging
 import os
@@ -20,7 +19,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed import HashStore, Store, TCPStore
@@ -29,30 +28,26 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from manyhands.cluster.agents.claim import Term, hold_as_agent, term_in
 from manyhands.cluster.agents.connection import Wire
-from manyhands.cluster.agents.heartbeats import HeartbeatMonitor
-from manyhands.cluster.agents.leaving import Leaving, MemoryKills
+from manyhands.cluster.agents.heartbeats import HeartbeatMonitor, Leaving, MemoryKills
 from manyhands.cluster.agents.orders import PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.agents.protocol import (
-    FreeWorkers,
     HeadReplaced,
-    KillWorker,
-    KillWorkers,
-    PeersFailed,
     Prepared,
     StillLeaving,
-    StopWorkers,
+    WorkerCommand,
     WorkerExited,
     WorkersEnded,
     WorkersSeen,
     WorkersStarted,
 )
+from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.messages import Message
 from manyhands.core.devices import device_kind
 from manyhands.core.files import parse_json
@@ -61,9 +56,9 @@ from manyhands.core.records import Failure, write_json
 from manyhands.core.scratch import scratch as scratch_folder
 from manyhands.core.stops import STOPS
 from manyhands.core.timeouts import ALONE_S, ALONE_SAVING_S, LEAVE_S, STOP_S
-from manyhands.parallel.group import IFNAMES
-from manyhands.parallel.heartbeat import leave_path
-from manyhands.parallel.ports import loopback_interface
+from manyhands.parallel.group.heartbeat import leave_path
+from manyhands.parallel.group.join import IFNAMES
+from manyhands.parallel.group.ports import loopback_interface
 
 POLL_S = 0.05
 # What asks this process to have the workers stop.
@@ -77,39 +72,21 @@ Tick = Callable[[], list[Message]]
 LAST_WORDS, LAST_BYTES = 8, 1 << 14
 
 
-class _Rendezvous(RendezvousHandler):
+class _Rendezvous(StaticTCPRendezvous):
     """A rendezvous that the launcher has already decided; each poll of the agent handles the launcher's orders."""
 
-    def __init__(self, orders: Orders, obey: Callable[[], None]) -> None:
-        self._orders, self._obey = orders, obey
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return "manyhands"
+    def __init__(self, rendezvous: Rendezvous, obey: Callable[[], None]) -> None:
+        address, port, sizes = rendezvous.address, rendezvous.port, rendezvous.sizes
+        super().__init__(address, port, rendezvous.machine, len(sizes), "manyhands", timeout=0)
+        self._obey = obey
 
     def next_rendezvous(self) -> RendezvousInfo:
-        rendezvous = self._orders.rendezvous
-        place = RendezvousStoreInfo(rendezvous.address, rendezvous.port)
-        return RendezvousInfo(HashStore(), rendezvous.machine, len(rendezvous.sizes), place)
+        place = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(HashStore(), self.rank, self.world_size, place)
 
-    def num_nodes_waiting(self) -> int:
+    def num_nodes_waiting(self) -> Literal[0]:
         self._obey()
         return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing is open."""
-
-    def get_run_id(self) -> str:
-        return "manyhands"
-
-    def shutdown(self) -> bool:
-        return True
 
 
 # torch's decorators hide the signatures of what is overridden below.
@@ -134,7 +111,7 @@ class ElasticAgent(_Base):
             local_world_size=orders.rendezvous.sizes[orders.rendezvous.machine],
             entrypoint=sys.executable if orders.script else importlib.import_module(WORKER).work,
             args=_script_words(orders, scratch) if orders.script else (orders, scratch, os.getpid()),
-            rdzv_handler=_Rendezvous(orders, self._obey),
+            rdzv_handler=_Rendezvous(orders.rendezvous, self._obey),
             max_restarts=0,
             monitor_interval=POLL_S,
         )
@@ -167,21 +144,14 @@ class ElasticAgent(_Base):
             started: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        context: Any = self._pcontext
         # torch waits 30 s for the peers of a failed process, and not every torch can be told otherwise.
-        context.close = functools.partial(_close_soon, context.close)
+        close = self._pcontext.close
+        self._pcontext.close = lambda death_sig=None, timeout=LEAVE_S: close(death_sig, min(timeout, LEAVE_S))
         if self._listener:
             # The store has a thread of its own, so it starts after the fork; clients wait in the listener's queue.
             rendezvous, descriptor = self._orders.rendezvous, self._listener.detach()
-            self._served = TCPStore(
-                rendezvous.address,
-                rendezvous.port,
-                None,
-                True,
-                timedelta(seconds=600),
-                False,
-                master_listen_fd=descriptor,
-            )
+            address, patience = (rendezvous.address, rendezvous.port), timedelta(seconds=600)
+            self._served = TCPStore(*address, None, True, patience, False, master_listen_fd=descriptor)
         self._heartbeats = HeartbeatMonitor(self._scratch, self._pids())
         self._wire.send(WorkersStarted(self._orders.generation, list(self._pids().values())))
         if self._stopping_since:
@@ -214,20 +184,19 @@ class ElasticAgent(_Base):
 
     def _returned(self) -> dict[int, Any]:
         """What processes of this machine have returned, by rank; each waits then until all have."""
-        context: Any = self._pcontext
         if self._orders.script:
             return {}
-        for number, queue in context._ret_vals.items():
+        values = self._pcontext._return_values
+        for number, queue in self._pcontext._ret_vals.items():
             if not queue.empty():
-                context._return_values[number] = queue.get()
-        return {self._ranks()[number]: value for number, value in context._return_values.items()}
+                values[number] = queue.get()
+        return {self._ranks()[number]: value for number, value in values.items()}
 
     def _let_go(self, returned: dict[int, Any]) -> RunResult:
         """Lets the processes end, which have all returned; those that don't are killed when the agent is closed."""
-        context: Any = self._pcontext
-        _wake(context._worker_finished_event, len(returned))
+        _wake(self._pcontext._worker_finished_event, len(returned))
         until = time.monotonic() + LEAVE_S
-        for process in context._pc.processes:
+        for process in self._pcontext._pc.processes:
             process.join(max(0.0, until - time.monotonic()))
         return RunResult(WorkerState.SUCCEEDED, return_values=returned)
 
@@ -245,11 +214,10 @@ class ElasticAgent(_Base):
 
     def _exit_codes(self) -> dict[int, int | None]:
         """The exit code of each rank of this machine; None while it runs."""
-        context: Any = self._pcontext
         if self._orders.script:
-            codes = [handler.proc.poll() for _, handler in sorted(context.subprocess_handlers.items())]
+            codes = [handler.proc.poll() for _, handler in sorted(self._pcontext.subprocess_handlers.items())]
         else:
-            codes = [process.exitcode for process in context._pc.processes]
+            codes = [process.exitcode for process in self._pcontext._pc.processes]
         return dict(zip(self._ranks(), codes, strict=True))
 
     def _exit_barrier(self) -> None:
@@ -265,17 +233,19 @@ class ElasticAgent(_Base):
     def _obey(self) -> None:
         """Does what the head says; called on the main thread at every poll."""
         for command in self._tick():
-            if isinstance(command, KillWorkers):
-                self._signal(signal.SIGKILL)
-                raise RendezvousGracefulExitError("killed")
-            if isinstance(command, PeersFailed) and not self._orders.script:
-                self._leaving.begin()
-            if isinstance(command, FreeWorkers):
-                leave_path(self._scratch).touch()
-            if isinstance(command, KillWorker):
-                self._signal(signal.SIGKILL, command.rank)
-            if isinstance(command, StopWorkers):
-                self.ask_to_stop()
+            match command:
+                case WorkerCommand("stop"):
+                    self.ask_to_stop()
+                case WorkerCommand("leave") if not self._orders.script:
+                    self._leaving.begin()
+                case WorkerCommand("free"):
+                    leave_path(self._scratch).touch()
+                case WorkerCommand("kill", rank):
+                    self._signal(signal.SIGKILL, rank)
+                    if rank is None:
+                        raise RendezvousGracefulExitError("killed")
+                case _:
+                    pass
         if seen := self._heartbeats.news(all_of_them=bool(self._stopping_since)):
             self._wire.send(WorkersSeen(platform.node(), seen))
         if left_at := self._left_at():
@@ -390,10 +360,6 @@ def _last_words(agent: ElasticAgent, rank: int) -> str:
     return ""
 
 
-def _close_soon(close: Callable[..., None], death_sig: signal.Signals | None = None, timeout: float = LEAVE_S) -> None:
-    close(death_sig, min(timeout, LEAVE_S))
-
-
 def _wake(event: Any, sleepers: int) -> None:
     """Sets an event of multiprocessing. `Event.set` would wait for each sleeper, which may have been killed."""
     event._flag.acquire(False)
@@ -405,11 +371,8 @@ def _wake(event: Any, sleepers: int) -> None:
 def run(orders: Orders, wire: Wire, tick: Tick, listener: socket.socket | None) -> WorkersEnded:
     """Runs one generation of workers to its end.
 
-    Args:
-        orders: what to start.
-        wire: the connection to the launcher.
-        tick: called often; returns the launcher's commands since the last call.
-        listener: the socket that the store takes over; on the first machine.
+    `tick` is called often and returns the launcher's commands since the last call. On the first machine, the store
+    takes over the listener.
     """
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     # PyTorch's agent would take these signals as an order to kill; here they ask for a save first.

@@ -53,7 +53,7 @@ def first_cause(ending: Ending) -> Failure | None:
     records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
     if ending.evicted:
         rank, why = next(iter(ending.evicted.items()))
-        return _killed(rank, 0, ending.hosts.get(rank, ""), ending.words.get(rank, ""), why)
+        return _killed(ending, rank, 0, why)
     if records and not records[0].consequence:
         # All processes may raise the same error, which names the rank that it is about.
         alike = [record for record in records if (record.what, record.where) == (records[0].what, records[0].where)]
@@ -63,10 +63,9 @@ def first_cause(ending: Ending) -> Failure | None:
         return _lost(*next(iter(ending.lost.items())), hints if ending.paused_s else "")
     if ending.cut:
         return _lost("", ending.cut, "check that both machines are running and that the network between them works")
-    silent = [rank for rank in ending.failed if rank not in ending.records]
-    if silent:
-        rank = silent[0]
-        return _killed(rank, ending.failed[rank], ending.hosts.get(rank, ""), ending.words.get(rank, ""))
+    for rank, exit_code in ending.failed.items():
+        if rank not in ending.records:
+            return _killed(ending, rank, exit_code)
     return records[0] if records else None
 
 
@@ -78,16 +77,16 @@ def _lost(host: str, how: str, hints: str = "") -> Failure:
     )  # fmt: skip
 
 
-def _killed(rank: int, exit_code: int, host: str, said: str, why: str = "") -> Failure:
+def _killed(ending: Ending, rank: int, exit_code: int, why: str = "") -> Failure:
     """The record of a process that could not write its own."""
-    said = "\n".join(line for line in said.splitlines() if _UNRELATED not in line)
+    said = "\n".join(line for line in ending.words.get(rank, "").splitlines() if _UNRELATED not in line)
     hints: list[str] = []
     if exit_code == -signal.SIGKILL:
         hints = ["check `dmesg | tail` for an out-of-memory kill", "use fewer processes or a smaller train.micro_batch"]
     return Failure(
         time=time.time(),
         rank=rank,
-        host=host,
+        host=ending.hosts.get(rank, ""),
         pid=0,
         error=PROCESS_ENDED if why or exit_code < 0 else SystemExit.__name__,
         what=why or f"rank {rank} {how_worker_ended(exit_code)}",

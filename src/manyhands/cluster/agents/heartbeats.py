@@ -1,6 +1,7 @@
-"""An agent's view of the processes on its machine: their heartbeats, and whether the system lets them run."""
+"""An agent's view of its processes: heartbeats, whether the system runs them, time to leave, kills for memory."""
 
 import contextlib
+import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +11,17 @@ import psutil
 from pydantic import ValidationError
 
 from manyhands.core.files import read_bytes
-from manyhands.core.timeouts import HEARTBEAT_S
-from manyhands.parallel.heartbeat import Heartbeat, Seen
+from manyhands.core.machine import CGROUPS
+from manyhands.core.records import PROCESS_ENDED, Failure
+from manyhands.core.timeouts import HEARTBEAT_S, LEAVE_S, SAVE_MOST_S, SAVE_QUIET_S
+from manyhands.parallel.group.heartbeat import Heartbeat, Seen, rescue_path
 
-# Who got on or gave a sign of life more recently is well.
+# A process that made progress or sent a heartbeat more recently is well.
 _WELL_S = 2.0
 # Of a process that the system doesn't let run, and that hasn't begun to train.
 _BEFORE_THE_FIRST = Heartbeat(count=0, step=0, phase="build", still_s=0.0, usual_s=0.0)
+# Until the next collective they compute, for so many times as long as an update takes.
+UPDATES = 2.0
 
 
 def heartbeat_path(scratch: Path, rank: int) -> Path:
@@ -35,12 +40,7 @@ def process_state(pid: int) -> dict[str, Any]:
 
 
 class HeartbeatMonitor:
-    """Reads the heartbeats of this machine's processes.
-
-    Args:
-        scratch: the folder of their heartbeats.
-        pids: by rank.
-    """
+    """Reads the heartbeats of this machine's processes, whose ids are given by rank, in their folder."""
 
     def __init__(self, scratch: Path, pids: Mapping[int, int]) -> None:
         self._scratch, self._pids = scratch, pids
@@ -83,3 +83,93 @@ class HeartbeatMonitor:
             return None  # it hasn't begun to train
         known = heartbeat.model_dump() | {"rank": rank, "pid": self._pids[rank], "quiet_s": now - at}
         return Seen(**known | found) if found else None
+
+
+class Leaving:
+    """Gives processes time to leave; those that save, as their files in `scratch` say, have it while they progress."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch, self._since = scratch, 0.0
+        self._signs: dict[int, tuple[object, float]] = {}
+
+    @property
+    def begun(self) -> bool:
+        """True once one of the run has failed."""
+        return bool(self._since)
+
+    def begin(self) -> None:
+        """Notes that one of the run has failed; the second time changes nothing."""
+        self._since = self._since or time.monotonic()
+
+    def patient(self, left: Mapping[int, int], usual_s: float) -> bool:
+        """Whether those that are left (process id by rank) have time yet; `usual_s` is what an update takes."""
+        now = time.monotonic()
+        began_s = now - self._since
+        return began_s < LEAVE_S + UPDATES * usual_s or (
+            began_s < SAVE_MOST_S and any(self._saves(rank, pid, now) for rank, pid in left.items())
+        )
+
+    def _saves(self, rank: int, pid: int, now: float) -> bool:
+        """Whether a process saves what it has, and gets on with it."""
+        if not rescue_path(self._scratch, rank).exists():
+            return False
+        sign = _done_by(pid)
+        if rank not in self._signs or self._signs[rank][0] != sign:
+            self._signs[rank] = sign, now
+        return now - self._signs[rank][1] < SAVE_QUIET_S
+
+
+def _done_by(pid: int) -> object:
+    """CPU time of a process, and bytes written where the operating system reports them."""
+    try:
+        process = psutil.Process(pid)
+        written = process.io_counters().write_chars if hasattr(process, "io_counters") else 0
+        return process.cpu_times()[:2], written
+    except psutil.Error:
+        return None
+
+
+class MemoryKills:
+    """Attributes out-of-memory kills to workers that ended by SIGKILL, by the counter of this process's cgroup (v2)."""
+
+    def __init__(self) -> None:
+        self._group = _own_group()
+        self._reported = self._count()
+
+    def record(self, rank: int, pid: int, heartbeat: Heartbeat | None) -> Failure | None:
+        """The failure record of a killed worker if the counter has risen; else None, also where there is no counter."""
+        if self._count() <= self._reported:
+            return None
+        self._reported += 1
+        limit = self._limit()
+        hints = ["use fewer processes on this machine", "or reduce train.micro_batch", "or shard: --parallel fsdp"]
+        size = f" (limit {limit >> 20:,} MiB)" if limit else ""
+        what = f"rank {rank} was killed by the kernel, out of memory{size}"
+        return Failure(
+            time=time.time(), rank=rank, host=platform.node(), pid=pid, step=heartbeat and heartbeat.step,
+            phase=heartbeat.phase if heartbeat else "", error=PROCESS_ENDED, what=what, hints=hints,
+        )  # fmt: skip
+
+    def _count(self) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            for line in (self._group / "memory.events").read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+        return 0
+
+    def _limit(self) -> int:
+        """The cgroup's limit in bytes; 0 where it has none of its own."""
+        with contextlib.suppress(OSError, ValueError):  # "max"
+            return int((self._group / "memory.max").read_text())
+        return 0
+
+
+def _own_group() -> Path:
+    """The folder of this process's cgroup; in a container, whose path may be that on the host, the topmost visible."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            group = CGROUPS / line.removeprefix("0::/")
+            if line.startswith("0::") and (group / "memory.events").is_file():
+                return group
+    return CGROUPS

@@ -29,57 +29,33 @@ class MachineState(Enum):
 
 @dataclass(eq=False)
 class RunMachine:
-    """A machine of a run.
+    """The state of a machine, and of the connection to its agent, over the starts of a run."""
 
-    Attributes:
-        spec: its name, how it is reached, and its slots.
-        state: its state.
-        until: when the state ends, by the monotonic clock; 0 if that is not known.
-        since: when it was lost, requested or excluded, by the monotonic clock.
-        link: the connection to its agent.
-        problem: why no agent answered.
-        facts: what the agent reported about the machine.
-        device: the kind of device that is used.
-        processes: number of processes that it runs.
-        address: where the other machines reach it.
-        opened_folder: the run folder on it, as it was opened last.
-        folder: the path of the run folder there, from its first start on.
-        position: its place among the machines of the last start that it took part in.
-        generation: that start; -1 for none.
-        requested: the user waits for it to join.
-        added: it joined on request of the user.
-        joined: it joined with the current start.
-        records_may_differ: its records of the run may differ from the launcher's.
-        failures: number of failures since it was last of use.
-        since_step: the saved step at which it began to take part.
-        notify: receives how the request to add it ended, and whether it takes part.
-        contact: the requests to the agent of a machine that is contacted, one after another.
-        asked: the number of the request that was sent last, and the request.
-    """
-
-    spec: Machine
+    spec: Machine  # its name, how it is reached, and its slots
     state: MachineState = MachineState.CONTACTING
-    until: float = 0.0
-    since: float = field(default_factory=time.monotonic)
-    link: AgentConnection | None = None
-    problem: Contact | None = None
-    facts: Facts = field(default_factory=dict[str, Any], repr=False)
-    device: str = ""
-    processes: int = 0
-    address: Address = field(default_factory=lambda: Address("", LOOPBACK))
-    opened_folder: RunOpened | None = None
-    folder: str = ""
-    position: int = 0
-    generation: int = -1
-    requested: bool = False
-    added: bool = False
-    joined: bool = False
-    records_may_differ: bool = False
-    failures: int = 0
-    since_step: int | None = None
+    until: float = 0.0  # when the state ends, by the monotonic clock; 0 if that is not known
+    since: float = field(default_factory=time.monotonic)  # when it was lost, requested or excluded
+    link: AgentConnection | None = None  # the connection to its agent
+    problem: Contact | None = None  # why no agent answered
+    facts: Facts = field(default_factory=dict[str, Any], repr=False)  # what the agent reported about the machine
+    device: str = ""  # the kind of device that is used
+    processes: int = 0  # number of processes that it runs
+    address: Address = field(default_factory=lambda: Address("", LOOPBACK))  # where the other machines reach it
+    opened_folder: RunOpened | None = None  # the run folder on it, as it was opened last
+    folder: str = ""  # the path of the run folder there, from its first start on
+    position: int = 0  # its place among the machines of the last start that it took part in
+    generation: int = -1  # that start; -1 for none
+    requested: bool = False  # the user waits for it to join
+    added: bool = False  # it joined on request of the user
+    joined: bool = False  # it joined with the current start
+    records_may_differ: bool = False  # its records of the run may differ from the launcher's
+    failures: int = 0  # number of failures since it was last of use
+    since_step: int | None = None  # the saved step at which it began to take part
+    # receives how the request to add it ended, and whether it takes part
     notify: Callable[[str, bool], object] = lambda _text, _takes_part: None
+    # the requests to the agent of a machine that is contacted, one after another
     contact: Generator[Request[Any], Any, None] | None = None
-    asked: tuple[int, Request[Any]] | None = None
+    asked: tuple[int, Request[Any]] | None = None  # the number of the request that was sent last, and the request
 
     @property
     def name(self) -> str:
@@ -132,11 +108,7 @@ class RunMachine:
 
 
 class Machines:
-    """All machines of a run; those that take part are in the order of their ranks.
-
-    Attributes:
-        all: every machine, lost ones too.
-    """
+    """All machines of a run, lost ones too; those that take part are in the order of their ranks."""
 
     def __init__(self, machines: list[RunMachine]) -> None:
         self.all = machines

@@ -6,7 +6,7 @@ Records and small files travel; checkpoints stay where they are written.
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from manyhands.cluster.agents.protocol import FilePiece
@@ -32,10 +32,11 @@ class Sender:
         folder: the run folder here.
         held: bytes of each growing file that the launcher has already.
         output: send the output of rank 0, too.
+        rest: send an incomplete last line, too.
     """
 
-    def __init__(self, folder: Path, held: dict[str, int], *, output: bool = False) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, held: Mapping[str, int], *, output: bool = False, rest: bool = False) -> None:
+        self._folder, self._rest = folder, rest
         growing = (*GROWING, OUTPUT) if output else GROWING
         # The launcher may have more, such as how an earlier run failed; then all is sent, or new lines hide it.
         sizes = {name: _size(folder / name) for name in growing}
@@ -45,31 +46,27 @@ class Sender:
     def news(self) -> Iterator[FilePiece]:
         """Yields what has come since the last call: pieces of growing files, and changed small files in full."""
         for name, sent in self._sent.items():
-            offset = sent if sent <= _size(self._folder / name) else 0  # begun anew
-            piece, self._sent[name] = _read_piece(self._folder, name, offset)
-            if piece.text:
-                yield piece
+            path = self._folder / name
+            offset = sent if sent <= _size(path) else 0  # begun anew
+            # What a program prints needn't end its lines: a progress bar never does.
+            text = read_growing(path, offset, PIECE_BYTES, rest=self._rest or name == OUTPUT)
+            self._sent[name] = offset + len(text)
+            if text:
+                yield FilePiece(name, text.decode(*_coding(name)), offset)
         for name in WHOLE:
-            yield from self.changed(name)
-
-    def changed(self, name: str) -> Iterator[FilePiece]:
-        """Yields a small file in full if it has changed since the last look."""
-        path = self._folder / name
-        with contextlib.suppress(OSError):
-            state = path.stat()
-            identity = (state.st_mtime_ns, state.st_size)
-            if self._seen.get(name) != identity and state.st_size <= PIECE_BYTES * 16:
-                self._seen[name] = identity
-                yield FilePiece(name, path.read_text(encoding="utf-8", errors="replace"))
+            path = self._folder / name
+            with contextlib.suppress(OSError):
+                state = path.stat()
+                identity = (state.st_mtime_ns, state.st_size)
+                if self._seen.get(name) != identity and state.st_size <= PIECE_BYTES * 16:
+                    self._seen[name] = identity
+                    yield FilePiece(name, path.read_text(encoding="utf-8", errors="replace"))
 
 
 class Receiver:
     """Writes records received from rank 0's machine into the launcher's run folder.
 
     Where the disk here is full pieces wait in memory, so that neither the run ends nor its records have holes.
-
-    Args:
-        folder: the run folder here.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -116,22 +113,11 @@ class Receiver:
             raise
 
 
-def pieces_of(folder: Path, there: dict[str, int]) -> Iterator[list[FilePiece]]:
+def pieces_of(folder: Path, there: Mapping[str, int]) -> Iterator[list[FilePiece]]:
     """Yields the records of a run, some at a time, without what another folder of the run has of growing files."""
-    for name in GROWING:
-        size = _size(folder / name)
-        offset = there.get(name, 0) if there.get(name, 0) <= size else 0
-        while offset < size:
-            piece, offset = _read_piece(folder, name, offset, rest=True)
-            yield [piece]
-    yield [piece for name in WHOLE for piece in Sender(folder, {}).changed(name)]
-
-
-def _read_piece(folder: Path, name: str, offset: int, *, rest: bool = False) -> tuple[FilePiece, int]:
-    """Returns the next piece of a growing file, which may be empty, and the offset behind it; see `read_growing`."""
-    # What a program prints needn't end its lines: a progress bar never does.
-    text = read_growing(folder / name, offset, PIECE_BYTES, rest=rest or name == OUTPUT)
-    return FilePiece(name, text.decode(*_coding(name)), offset), offset + len(text)
+    sender = Sender(folder, there, rest=True)
+    while pieces := list(sender.news()):
+        yield pieces
 
 
 def _coding(name: str) -> tuple[str, str]:

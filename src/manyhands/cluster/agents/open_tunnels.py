@@ -1,26 +1,35 @@
-"""Joins machines that only ssh reaches by tunnels: straight where one of two can log in to the other, else relayed.
+"""Tunnels between the machines of a run: to the store, and between any two machines that only ssh reaches.
 
-Each machine digs its own, so that none goes with the head; but where no machine of the run reaches both of two, and
-the user allows it, the head's machine passes on what they send. No key is copied, and no agent forwarded.
+The store listens on loopback of the first machine, and ssh leads to it. Where ssh forwards nothing, it listens on the
+first machine's address between the machines, as the collectives do.
+
+Two machines are joined straight where one can log in to the other, else through a relay. Each machine opens its own
+tunnels, so that none ends with the launcher; but where no machine of the run reaches both of two, and the user allows
+it, the launcher's machine passes on what they send. No key is copied, and no agent forwarded.
 """
 
+import contextlib
 import random
 import shlex
+import socket
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.machines import Machines
+from manyhands.cluster.agents.machines import Machines, RunMachine
 from manyhands.cluster.agents.ssh import ssh_command
-from manyhands.cluster.agents.tunnel import STANDS, Tunnels
-from manyhands.cluster.hosts.inventory import Machine
-from manyhands.cluster.messages import call
+from manyhands.cluster.agents.tunnel import STANDS, SshTunnels, TunnelError, Tunnels
+from manyhands.cluster.doctor.findings import Attempt
+from manyhands.cluster.doctor.probe import Listener
+from manyhands.cluster.hosts.inventory import LOOPBACK, Machine
+from manyhands.cluster.messages import Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
-from manyhands.core.timeouts import OPEN_TUNNELS_S, TUNNEL_ENDS_S
-from manyhands.parallel.tunnel_ends import TunnelEnds
+from manyhands.core.scratch import scratch
+from manyhands.core.timeouts import OPEN_TUNNELS_S, STORE_CONNECT_S, STORE_S, TUNNEL_ENDS_S
+from manyhands.parallel.group.tunnel_ends import TunnelEnds
 
 # Of the head, among a run's addresses.
 HEAD = "this machine"
@@ -29,13 +38,9 @@ Pair = tuple[str, str]
 
 
 class NoTunnelError(UserError):
-    """Two machines don't reach each other, and nobody may pass on what they send.
+    """Two machines don't reach each other, and nobody may pass on what they send."""
 
-    Attributes:
-        alone: the machine without which most of them would.
-    """
-
-    alone = ""
+    alone = ""  # the machine without which most of them would
 
 
 @dataclass
@@ -93,7 +98,7 @@ def join_through_ssh(machines: Machines, options: ClusterOptions, head: Tunnels)
     opening = _Opening(machines, options, head)
     pairs = list(combinations(opening.names, 2))
     opening.straight(pairs)
-    opening.straight([(two, one) for one, two in pairs if (one, two) not in opening.way.opened_by])
+    opening.straight([pair for pair in pairs if pair not in opening.way.opened_by], back=True)
     opening.relayed([pair for pair in pairs if pair not in opening.way.opened_by])
     left = [pair for pair in pairs if pair not in opening.way.opened_by and pair not in opening.way.through]
     if left and not options.relay:
@@ -122,10 +127,10 @@ class _Opening:
         folders = self._machines.ask(requests, TUNNEL_ENDS_S)
         return {machine.name: TunnelEnds(addresses[machine], folder) for machine, folder in folders.items()}
 
-    def straight(self, pairs: Sequence[Pair]) -> None:
-        """The first of each pair logs in to the second; both ways lead through that."""
+    def straight(self, pairs: Sequence[Pair], *, back: bool = False) -> None:
+        """The first of each pair, or with `back` the second, logs in to the other; both ways lead through that."""
         logins: dict[Pair, _Login] = {}
-        for one, two in pairs:
+        for one, two in (pair[::-1] if back else pair for pair in pairs):
             here, there = self.way.ends[one], self.way.ends[two]
             logins[one, two] = _Login(
                 {here.towards(there.address): there.entrance}, {there.towards(here.address): here.entrance}
@@ -134,7 +139,7 @@ class _Opening:
             if said:
                 self.said[one, two] = said
             else:
-                self.way.opened_by[min((one, two), (two, one), key=self._order)] = one
+                self.way.opened_by[(two, one) if back else (one, two)] = one
 
     def relayed(self, pairs: Sequence[Pair]) -> None:
         """Relays the traffic of each pair through a machine that has a tunnel to both."""
@@ -182,10 +187,7 @@ class _Opening:
 
     def _joined(self, one: str, two: str) -> str:
         """Returns the machine that opened the tunnel between two machines; empty without a tunnel."""
-        return self.way.opened_by.get(min((one, two), (two, one), key=self._order), "")
-
-    def _order(self, pair: Pair) -> tuple[int, ...]:
-        return tuple(map(self.names.index, pair))
+        return self.way.opened_by.get((one, two)) or self.way.opened_by.get((two, one), "")
 
     def _log_in(self, logins: Mapping[Pair, _Login]) -> dict[Pair, str]:
         """Has machines log in to others; for each pair nothing, or what stood in its way."""
@@ -219,3 +221,77 @@ def _no_tunnel(pairs: Sequence[Pair], said: Mapping[Pair, str]) -> NoTunnelError
 
 def _some(pairs: Sequence[str]) -> str:
     return ", ".join(pairs) if len(pairs) <= 6 else f"{', '.join(pairs[:5])} and {len(pairs) - 5} more"
+
+
+@dataclass(frozen=True)
+class StorePlaces:
+    """Where each machine's processes find the store of one start."""
+
+    ends: Mapping[RunMachine, tuple[str, int]]  # address and port for each machine
+    why_open: str = ""  # why it doesn't listen on loopback alone; empty where it does
+
+
+class StoreTunnel(contextlib.ExitStack):
+    """Tunnels to the store, which are made anew for each start of a run; closed with the block."""
+
+    def __init__(self, options: ClusterOptions) -> None:
+        super().__init__()
+        self._options = options
+
+    def open(self, machines: Machines) -> StorePlaces:
+        """Has the first machine listen for the store, and the others reach it. Raises RunError: a machine is lost."""
+        self.close()
+        first, *others = machines.running
+        if not others:
+            return StorePlaces({first: (LOOPBACK, first.agent.ask(call(Agent.bind, LOOPBACK), STORE_S))})
+        try:
+            return StorePlaces(self._through_ssh(machines))
+        except TunnelError as error:
+            self.close()
+            return open_store(machines, str(error))
+
+    def _through_ssh(self, machines: Machines) -> dict[RunMachine, tuple[str, int]]:
+        first, *others = machines.running
+        folder = self.enter_context(scratch("ssh", swept=True))
+        far = [machine.spec for machine in machines.running if not machine.agent.here]
+        tunnels = self.enter_context(contextlib.closing(SshTunnels(far, self._options, folder, machines.heartbeat)))
+        # The tunnels are tried, with a listener at the end that knows a token, before the store takes its port.
+        (listener,) = first.agent.ask(call(Agent.listen, (LOOPBACK,), seconds=STORE_S), STORE_S, machines.links)
+        store = via = f"{LOOPBACK}:{listener.port}"
+        if not first.agent.here:
+            via = str(folder / "store")
+            tunnels.here(first.name, via, store)
+        ends = {first: (LOOPBACK, listener.port)}
+        asked: dict[str, Request[dict[str, tuple[Attempt, ...]]]] = {}
+        for machine in others:
+            machines.heartbeat()
+            if machine.agent.here:
+                with socket.create_server((LOOPBACK, 0)) as free:
+                    port = free.getsockname()[1]
+                tunnels.here(first.name, f"{LOOPBACK}:{port}", store)
+            else:
+                port = tunnels.there(machine.name, via)
+            ends[machine] = (LOOPBACK, port)
+            # The machine's address for others must lead nowhere.
+            ways = {"loopback": LOOPBACK, "outside": machine.address.address}
+            targets = {way: (Listener(address, port, listener.token),) for way, address in ways.items()}
+            asked[machine.name] = call(Agent.connect, targets, STORE_CONNECT_S)
+        for name, answer in machines.ask_named(asked, STORE_S).items():
+            if isinstance(answer, RunError):
+                raise answer
+            if answer["loopback"][0].result != "ok":
+                raise TunnelError(f"ssh port forwarding to {name} does not work (check PermitOpen in sshd_config)")
+            if answer["outside"][0].result == "ok":
+                exposed = f"the ssh server of {name} exposes forwarded ports (set GatewayPorts no in sshd_config)"
+                raise TunnelError(exposed)
+        first.agent.ask(call(Agent.unlisten), STORE_S, machines.links)
+        first.agent.ask(call(Agent.bind, LOOPBACK, listener.port), STORE_S, machines.links)
+        return ends
+
+
+def open_store(machines: Machines, why_open: str = "") -> StorePlaces:
+    """Has the first machine listen for the store at its address for the others."""
+    first = machines.running[0]
+    address = first.address.address
+    port = first.agent.ask(call(Agent.bind, address), STORE_S, machines.links)
+    return StorePlaces(dict.fromkeys(machines.running, (address, port)), why_open)

@@ -40,17 +40,10 @@ def orders_for(
     generation: int = 0,
     **more: Any,
 ) -> Orders:
-    """The orders to one machine's agent.
+    """Returns the orders for one machine's agent.
 
-    Args:
-        job: what it is about.
-        task: one of the worker's.
-        folder: the run folder on that machine, by its absolute path.
-        rendezvous: who takes part, and which of them that machine is.
-        device: kind of device there; empty for what the job says.
-        environment: variables for the workers.
-        generation: counts the starts of a run's processes.
-        more: what the task needs besides; plain data.
+    `folder` is the absolute path of the run folder there; without `device`, the job's counts. `more` is plain data that
+    the task needs besides.
     """
     return Orders(
         {"task": task, "job": job.model_dump(mode="json"), "folder": folder, **more},

@@ -4,25 +4,13 @@ Not here: how a message becomes a line (`messages`), and what the launcher can c
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from manyhands.cluster.messages import Message
 from manyhands.core.records import Failure
-from manyhands.parallel.heartbeat import Seen
+from manyhands.parallel.group.heartbeat import Seen
 
 # Both ways.
-
-
-@dataclass(frozen=True)
-class Alive(Message):
-    """A heartbeat, which the agent answers with another; `received` acknowledges messages by their number."""
-
-    received: int = 0
-
-
-@dataclass(frozen=True)
-class Reconnected(Alive):
-    """The first message over a new connection to the same agent; unacknowledged messages follow."""
 
 
 @dataclass(frozen=True)
@@ -38,30 +26,15 @@ class FilePiece(Message):
 
 
 @dataclass(frozen=True)
-class StopWorkers(Message):
-    """The workers are to save and exit."""
+class WorkerCommand(Message):
+    """What the workers of a machine are to do.
 
+    "stop": save and exit. "leave": processes of another machine have failed; save what can be saved, and exit. "free":
+    give up waiting, because a peer is gone and the network has not reported it. "kill": end at once.
+    """
 
-@dataclass(frozen=True)
-class KillWorkers(Message):
-    """The workers are to be killed at once."""
-
-
-@dataclass(frozen=True)
-class KillWorker(Message):
-    """This rank, which hangs, is to be killed; the other ranks see a failed process."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
-class FreeWorkers(Message):
-    """The workers are to give up what they wait for: a peer is gone, and the network has not reported it."""
-
-
-@dataclass(frozen=True)
-class PeersFailed(Message):
-    """Processes of another machine have failed: those of this one may save what they have, and exit."""
+    what: Literal["stop", "leave", "free", "kill"]
+    rank: int | None = None  # the rank to kill, which hangs; the other ranks see a failed process
 
 
 # From an agent.

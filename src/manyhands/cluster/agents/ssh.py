@@ -99,13 +99,9 @@ def _quoted(path: str) -> str:
 
 
 def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> Contact:
-    """Explains why an agent did not answer, from ssh's exit code and error output.
+    """Explains why a machine's agent did not answer, from ssh's exit code and the end `said` of its error output.
 
-    Args:
-        machine: the machine that should have answered.
-        exit_code: of ssh; 255 for its own failures, None while it runs.
-        said: the end of its standard error.
-        options: of the cluster.
+    The exit code is 255 for ssh's own failures, and None while ssh runs.
     """
     name = machine.name
     reach = reached_by(machine, options)

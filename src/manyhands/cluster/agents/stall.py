@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from manyhands.cluster.agents.protocol import WorkersSeen
 from manyhands.core.timeouts import EVICT_S, HEARTBEAT_S
-from manyhands.parallel.heartbeat import Seen
+from manyhands.parallel.group.heartbeat import Seen
 
 # A report of an agent is valid for so long; an agent that reports nothing has workers that are well.
 _HOLDS_S = 3 * HEARTBEAT_S

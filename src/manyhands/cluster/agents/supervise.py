@@ -11,14 +11,10 @@ from manyhands.cluster.agents.ending import Ending, how_it_ended, how_worker_end
 from manyhands.cluster.agents.orders import Orders
 from manyhands.cluster.agents.protocol import (
     FilePiece,
-    FreeWorkers,
     HeadReplaced,
-    KillWorker,
-    KillWorkers,
-    PeersFailed,
     StillLeaving,
-    StopWorkers,
     TunnelEnded,
+    WorkerCommand,
     WorkerExited,
     WorkersEnded,
     WorkersSeen,
@@ -44,26 +40,18 @@ POLL_S = 0.1
 
 @dataclass
 class Watch:
-    """What the launcher does during supervision.
+    """What the launcher does during supervision."""
 
-    Attributes:
-        on_tick: called every POLL_S.
-        on_stop: called at the first request to stop.
-        on_warning: receives how the first process failed, as soon as that is known, and why the run stalls.
-        on_file: receives each piece of the run's records that another machine sends.
-        stalls: stalls are reported.
-        evicts: the run is restarted after faults: a process that hangs is killed, and peers of a lost machine save.
-        cut: returns why a tunnel of the launcher has ended, or nothing.
-        regroups: called every POLL_S; True has the processes save and exit, to restart them on other machines.
-    """
-
-    on_tick: Callable[[], None] = lambda: None
-    on_stop: Callable[[], None] = lambda: None
+    on_tick: Callable[[], None] = lambda: None  # called every POLL_S
+    on_stop: Callable[[], None] = lambda: None  # called at the first request to stop
+    # receives how the first process failed, as soon as that is known, and why the run stalls
     on_warning: Callable[[str], None] = lambda _text: None
-    on_file: Callable[[FilePiece], None] = lambda _piece: None
-    stalls: bool = True
+    on_file: Callable[[FilePiece], None] = lambda _piece: None  # receives the run's records that another machine sends
+    stalls: bool = True  # stalls are reported
+    # the run is restarted after faults: a process that hangs is killed, and peers of a lost machine save
     evicts: bool = False
-    cut: Callable[[], str] = str
+    cut: Callable[[], str] = str  # returns why a tunnel of the launcher has ended, or nothing
+    # called every POLL_S; True has the processes save and exit, to restart them on other machines
     regroups: Callable[[], bool] = lambda: False
 
 
@@ -115,7 +103,7 @@ class _Head:
         self._apart: set[AgentConnection] = set()
         self._watch = watch
         self._kill_at = self._end_at = float("inf")
-        self._failure_reported = False
+        self._failure_reported, self._asked_elsewhere = False, 0
         self._stalls, self._asked_at, self._awaited = Stalls(), float("inf"), list[str]()
         self._looked_at, self._paused_s, self._paused_at = time.monotonic(), 0.0, 0.0
 
@@ -134,8 +122,8 @@ class _Head:
                 self._stalls.take(message)
             case WorkerExited():
                 self._report_exit(message)
-            case StillLeaving():
-                self._prolong_leaving()
+            case StillLeaving() if self._kill_at < float("inf") and self._watch.evicts:
+                self._kill_at = time.monotonic() + LEAVE_OTHERS_S
             case HeadReplaced() if not self.ending.replaced:
                 self.ending.replaced = f"the run was stopped from {link.machine.name} or taken over by another launcher"
                 self._watch.on_warning(self.ending.replaced)
@@ -152,11 +140,13 @@ class _Head:
 
     def obey(self, stop_requests: int) -> None:
         """Passes on a request to stop, of the user or of a later launcher."""
-        stop_requests = max(stop_requests, int(bool(self.ending.replaced)))
+        if self.ending.replaced and not (self.ending.interrupted or stop_requests):
+            self._asked_elsewhere = 1
+        stop_requests += self._asked_elsewhere
         if stop_requests == self.ending.interrupted:
             return
         before, self.ending.interrupted = self.ending.interrupted, stop_requests
-        self._command(StopWorkers() if stop_requests == 1 else KillWorkers())
+        self._command(WorkerCommand("stop" if stop_requests == 1 else "kill"))
         if not before:
             self._asked_at = time.monotonic()
             self._watch.on_stop()
@@ -169,7 +159,7 @@ class _Head:
         """Has the processes save and exit, unless they are about to exit anyway."""
         if not (self.ending.regrouped or self.ending.interrupted) and self.running == self._started:
             self.ending.regrouped = True
-            self._command(StopWorkers())
+            self._command(WorkerCommand("stop"))
 
     def look(self) -> None:
         """Sends heartbeats, and gives up machines that are silent or do not obey."""
@@ -194,7 +184,7 @@ class _Head:
             self._kill_at = now if self.ending.hung else self._kill_at
         if now > self._kill_at:
             self._kill_at, self._end_at = float("inf"), min(self._end_at, now + KILL_S)
-            self._command(KillWorkers())
+            self._command(WorkerCommand("kill"))
         if now > self._end_at:
             for link in self.running:
                 link.process.kill()
@@ -209,16 +199,12 @@ class _Head:
                 link.last_received = min(link.last_received + paused_s, now)
 
     def _give_up_silent(self, now: float) -> None:
-        for link in self._long_silent(now):
-            self.receive(link)  # messages that arrived while this process was stopped
-        for link in self._long_silent(now):
-            self._lose(link, f"no message for {now - link.last_received:.0f} s")
-
-    def _long_silent(self, now: float) -> list[AgentConnection]:
-        patience_s = {
-            link: SILENT_S if link in self._started else START_WORKERS_S for link in self.running if not link.here
-        }
-        return [link for link, longest_s in patience_s.items() if now - link.last_received > longest_s]
+        for link in [*self.running]:
+            longest_s = SILENT_S if link in self._started else START_WORKERS_S
+            if not link.here and now - link.last_received > longest_s:
+                self.receive(link)  # messages that arrived while this process was stopped
+                if link in self.running and now - link.last_received > longest_s:
+                    self._lose(link, f"no message for {now - link.last_received:.0f} s")
 
     def _silent(self, now: float) -> list[AgentConnection]:
         return [link for link in self.running if not link.here and now - link.last_received > AWAITED_S]
@@ -238,7 +224,7 @@ class _Head:
         """Handles the end of a tunnel between machines: workers that wait for data from it exit."""
         self.ending.cut = self.ending.cut or what
         if self._watch.evicts:
-            self._command(FreeWorkers())
+            self._command(WorkerCommand("free"))
         self._kill_at = min(self._kill_at, time.monotonic() + LEAVE_LOST_S)
 
     def _evict(self) -> None:
@@ -249,7 +235,7 @@ class _Head:
             self.ending.evicted[rank] = why
             self._failure_reported = True
             self._watch.on_warning(why)
-            self._command(KillWorker(rank))
+            self._command(WorkerCommand("kill", rank))
 
     def _report_exit(self, exited: WorkerExited) -> None:
         """Tells the user at once why a process ended, unless that is a consequence of another failure."""
@@ -279,13 +265,9 @@ class _Head:
         if self.ending.failed or self.ending.broken or self.ending.lost or self.ending.refused:
             patience_s = LEAVE_LOST_S if self.ending.lost and not self._watch.evicts else LEAVE_OTHERS_S
             if self.ending.lost and self._watch.evicts:
-                self._command(FreeWorkers())
+                self._command(WorkerCommand("free"))
             self._kill_at = min(self._kill_at, time.monotonic() + patience_s)
-            self._command(PeersFailed())
-
-    def _prolong_leaving(self) -> None:
-        if self._kill_at < float("inf") and self._watch.evicts:
-            self._kill_at = time.monotonic() + LEAVE_OTHERS_S
+            self._command(WorkerCommand("leave"))
 
     def _lose(self, link: AgentConnection, how: str = "") -> None:
         if how:

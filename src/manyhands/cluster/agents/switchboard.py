@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from manyhands.core.terminal import show
-from manyhands.parallel.tunnel_ends import TunnelEnds
+from manyhands.parallel.group.tunnel_ends import TunnelEnds
 
 READY = "ready"
 BUFFER = 1 << 18
@@ -28,11 +28,7 @@ _LISTENS = "0A"
 
 
 class Switchboard:
-    """The connections of one machine.
-
-    Args:
-        ends: its address and its folder.
-    """
+    """The connections of one machine."""
 
     def __init__(self, ends: TunnelEnds) -> None:
         self._ends = ends

@@ -16,17 +16,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from manyhands.cluster.agents import switchboard
+from manyhands.cluster.agents.connection import end_processes
 from manyhands.cluster.agents.ssh import ssh_command
 from manyhands.cluster.hosts.inventory import LOOPBACK, Machine
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError
 from manyhands.core.scratch import scratch
 from manyhands.core.timeouts import SWITCHBOARD_S, TUNNEL_ASK_S, TUNNEL_CLOSE_S, TUNNEL_OPEN_S
-from manyhands.parallel.tunnel_ends import TunnelEnds, fits
+from manyhands.parallel.group.tunnel_ends import TunnelEnds, fits
 
 # What the other end of a tunnel says, once it stands.
 STANDS = "this tunnel of manyhands stands"
@@ -39,27 +40,25 @@ class TunnelError(Exception):
     """There is no tunnel through ssh to a machine; why, in a sentence."""
 
 
-class _Child:
+class _Child(subprocess.Popen[bytes]):
     """A process that writes a line once it is ready, and ends with its standard input."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
-        self.name = name
+        self.name, self.ready, self._written = name, False, b""
         descriptor, log = tempfile.mkstemp(suffix=".log", dir=folder)
-        pipe = subprocess.PIPE
+        self._log, pipe = Path(log), subprocess.PIPE
         with os.fdopen(descriptor, "wb") as file:
-            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=file, start_new_session=True)
-        assert self.process.stdin
-        assert self.process.stdout
-        self.stdin, self.stdout, self._log = self.process.stdin, self.process.stdout, Path(log)
+            super().__init__(command, stdin=pipe, stdout=pipe, stderr=file, start_new_session=True)
+        assert self.stdout
         os.set_blocking(self.stdout.fileno(), False)
-        self._said, self.ready = b"", False
 
     def pending(self, word: str) -> bool:
         """Returns False once it is ready, which means that it has written this line, or has ended."""
-        ended = self.process.poll() is not None
+        assert self.stdout
+        ended = self.poll() is not None
         with contextlib.suppress(BlockingIOError):
-            self._said = (self._said + os.read(self.stdout.fileno(), 1 << 16))[-(1 << 16) :]
-        self.ready = self.ready or word.encode() in self._said.splitlines()
+            self._written = (self._written + os.read(self.stdout.fileno(), 1 << 16))[-(1 << 16) :]
+        self.ready = self.ready or word.encode() in self._written.splitlines()
         return not (self.ready or ended)
 
     def last_words(self) -> str:
@@ -102,41 +101,27 @@ class Children:
                 meanwhile()
                 time.sleep(POLL_S)
         except BaseException:
-            _end(started)
+            end_processes(started, TUNNEL_CLOSE_S, terminate=True)
             raise
         self._ready += [child for child in started if child.ready]
         failed = [child for child in started if not child.ready]
-        _end(failed)
+        end_processes(failed, TUNNEL_CLOSE_S, terminate=True)
         return {child.name: child.last_words() for child in failed}
 
     def ended(self) -> str:
         """Describes the first child that ended unasked; empty while all run."""
         for child in self._ready:
-            if (code := child.process.poll()) is not None:
+            if (code := child.poll()) is not None:
                 return f"the ssh tunnel to {child.name} ended ({child.last_words() or f'exit code {code}'})"
         return ""
 
     def close(self) -> None:
         """Ends all."""
-        _end(self._ready)
+        end_processes(self._ready, TUNNEL_CLOSE_S, terminate=True)
         self._ready.clear()
 
 
-def _end(children: Collection[_Child]) -> None:
-    for child in children:
-        child.stdin.close()
-        child.process.terminate()
-    until = time.monotonic() + TUNNEL_CLOSE_S
-    for child in children:
-        try:
-            child.process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.process.kill()
-            child.process.wait()
-        child.stdout.close()
-
-
-class SshTunnels:
+class SshTunnels(Children):
     """Connections over ssh that carry forwards, by the machine's name.
 
     Args:
@@ -152,11 +137,12 @@ class SshTunnels:
     def __init__(
         self, machines: Sequence[Machine], options: ClusterOptions, folder: Path, meanwhile: Callable[[], object]
     ) -> None:
-        self._options, self._folder, self._children = options, folder, Children()
+        super().__init__()
+        self._options, self._folder = options, folder
         self._machines = {machine.name: (number, machine) for number, machine in enumerate(machines)}
         own = ("-o", "ControlMaster=yes", "-o", "ControlPersist=no", "-o", "ClearAllForwardings=yes", "-a", "-x")
         commands = {name: [*self._command(name, *own), _STAY] for name in self._machines}
-        for name, said in self._children.start(commands, "ready", folder, TUNNEL_OPEN_S, meanwhile).items():
+        for name, said in self.start(commands, "ready", folder, TUNNEL_OPEN_S, meanwhile).items():
             self.close()
             raise TunnelError(f"can't open a second ssh connection to {name}{said and f': {said}'}")
 
@@ -197,21 +183,13 @@ class SshTunnels:
             raise TunnelError(f"{name} refuses port forwarding (set AllowTcpForwarding yes in sshd_config): {line}")
         return done.stdout
 
-    def close(self) -> None:
-        """Ends all connections, and with them what they forward."""
-        self._children.close()
-
 
 class Tunnels(Children):
-    """A machine's own ssh tunnels to others for one start, and the switchboard that its processes reach them through.
-
-    Attributes:
-        ends: where they end on this machine.
-    """
+    """A machine's own ssh tunnels for one start, and the switchboard that its processes reach them through."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ends = TunnelEnds("", "")
+        self.ends = TunnelEnds("", "")  # where they end on this machine
         self._folder = contextlib.ExitStack()
 
     def open(self, address: str) -> str:

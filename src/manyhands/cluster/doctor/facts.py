@@ -119,14 +119,6 @@ def interfaces() -> list[dict[str, Any]]:
 
 def default_interface() -> str:
     """Returns the interface of the default route; empty without one."""
-    found: list[tuple[int, str]] = []
-    with contextlib.suppress(FileNotFoundError):  # other systems have no such tables
-        rows = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-        found += [(int(row[6]), row[0]) for row in rows if row[1] == row[7] == "00000000"]
-        rows = [line.split() for line in Path("/proc/net/ipv6_route").read_text().splitlines()] if not found else []
-        found += [(int(row[5], 16), row[9]) for row in rows if row[0] == "0" * 32 and row[1] == "00" and row[9] != "lo"]
-    if found:
-        return min(found)[1]
     for family, address in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing, but selects the route

@@ -59,7 +59,7 @@ class Contact:
 class AllReduceTest:
     """The result of a real all-reduce over all machines."""
 
-    result: Literal["ok", "failed", "skipped"]  # skipped: not all machines could take part
+    result: Literal["ok", "failed"]
     said: str = ""  # the first cause, if it failed
     seconds: float = 0.0  # for the rendezvous and the all-reduce, without torch's import
     missing: tuple[str, ...] = ()  # hosts that did not arrive
@@ -100,7 +100,7 @@ class Survey:
     clock_s: dict[str, tuple[float, float]] = field(default_factory=dict)
     # host to the reason why the port that the job names can't be used there
     port_errors: dict[str, str] = field(default_factory=dict)
-    collective: AllReduceTest | None = None  # None without the test
+    collective: AllReduceTest | None = None  # None if not all machines could take part
     needs: Needs = field(default_factory=Needs)  # of the job
 
     def fact(self, *path: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import psutil
 
 from manyhands.cluster.doctor.findings import Attempt, Reached
 from manyhands.cluster.messages import remote
-from manyhands.parallel.ports import holder_of
+from manyhands.parallel.group.ports import holder_of
 
 TOKEN_BYTES = 16
 ECHO, COUNT = b"E", b"C"
@@ -32,7 +32,7 @@ BLOCK_BYTES = 256 * 1024
 SEND_BUFFER_BYTES = 512 * 1024
 # The share of a measurement's time before bytes count: connections start slowly, and shaped links with a burst.
 WARM_UP = 0.25
-PEER_PATIENCE_S = 5.0
+PEER_PATIENCE_S, CONNECT_S = 5.0, 3.0
 OPEN_AT_ONCE = 64
 # Addresses that stand for all of a machine's own, and one of those.
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -247,10 +247,16 @@ class Probe:
                 listener.close()
 
     @remote
-    def connect(self, targets: tuple[Listener, ...], timeout_s: float) -> tuple[Attempt, ...]:
-        """Connects to other machines' listeners, all at once; returns the attempts in the order of the targets."""
-        with ThreadPoolExecutor(min(len(targets), OPEN_AT_ONCE) or 1) as pool:
-            return tuple(pool.map(lambda target: _connect(target, timeout_s), targets))
+    def connect(
+        self, targets: dict[str, tuple[Listener, ...]], timeout_s: float = CONNECT_S
+    ) -> dict[str, tuple[Attempt, ...]]:
+        """Connects to other machines' listeners, all at once; returns one attempt for each, by machine."""
+        with ThreadPoolExecutor(min(sum(map(len, targets.values())), OPEN_AT_ONCE) or 1) as pool:
+            tries = {
+                name: [pool.submit(_connect, listener, timeout_s) for listener in listeners]
+                for name, listeners in targets.items()
+            }
+            return {name: tuple(attempt.result() for attempt in made) for name, made in tries.items()}
 
     @remote
     def measure(self, target: Listener, seconds: float) -> float | None:

@@ -14,7 +14,6 @@ from manyhands.core.errors import RunError
 
 # Longer than the slowest measurement.
 ANSWER_S = 30.0
-CONNECT_S = 3.0
 MEASURE_S = 0.4
 # With many machines not every pair is measured, so that a survey takes seconds; nor does each machine connect to all
 # others, which would be a million connections with a thousand machines.
@@ -61,7 +60,7 @@ class _Surveyor:
         self.survey = survey
         self.hosts = list(survey.facts)
         self._ask = ask
-        self._listeners: dict[str, list[Listener]] = {}
+        self._listeners: dict[str, tuple[Listener, ...]] = {}
 
     def ask(self, requests: Mapping[str, Request[R]], timeout_s: float = ANSWER_S) -> dict[str, R]:
         """Asks several machines at once; those that fail are noted, and not asked again."""
@@ -103,18 +102,15 @@ class _Surveyor:
         """Has each machine listen on each of its addresses."""
         addresses = {host: tuple(local_candidates(facts)) for host, facts in self.narrowed().items()}
         answers = self.ask({host: call(Probe.listen, own, seconds=LISTEN_S) for host, own in addresses.items()})
-        self._listeners = {host: [one for one in found if not one.error] for host, found in answers.items()}
+        self._listeners = {host: tuple(one for one in found if not one.error) for host, found in answers.items()}
 
     def connect_all(self) -> None:
-        found = ways_tried(self.hosts).items()
-        others = {host: [other for other in tried if other in self._listeners] for host, tried in found}
-        ways = {host: [(other, to) for other in others[host] for to in self._listeners[other]] for host in others}
-        requests = {host: call(Probe.connect, tuple(to for _, to in way), CONNECT_S) for host, way in ways.items()}
-        reach = self.survey.reach
+        requests = {
+            host: call(Probe.connect, {other: self._listeners[other] for other in tried if other in self._listeners})
+            for host, tried in ways_tried(self.hosts).items()
+        }
         for host, attempts in self.ask(requests).items():
-            reach.update({(host, other): () for other in others[host]})
-            for (other, _), attempt in zip(ways[host], attempts, strict=True):
-                reach[host, other] = (*reach[host, other], attempt)
+            self.survey.reach |= {(host, other): tries for other, tries in attempts.items()}
 
     def measure_all(self) -> None:
         """Measures in rounds of disjoint pairs, so that no machine's link carries two measurements at once.
@@ -158,9 +154,9 @@ class _Surveyor:
         if listener and listener.error:
             survey.port_errors[host] = listener.trouble
         elif listener:
-            connect = call(Probe.connect, (listener,), CONNECT_S)
+            connect = call(Probe.connect, {host: (listener,)})
             answers = self.ask({other: connect for other in self.hosts if other != host})
-            results = {other: attempt.result for other, (attempt,) in answers.items()}
+            results = {other: tries[host][0].result for other, tries in answers.items()}
             lost = [f"{other} can't connect ({result})" for other, result in results.items() if result != "ok"]
             if lost:
                 survey.port_errors[host] = "; ".join(lost)
@@ -258,11 +254,8 @@ def rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
     for _ in range(len(seats) - 1):
         if 0 < most <= len(played):
             break
-        pairs = [
-            (one, two)
-            for one, two in zip(seats[:half], reversed(seats[half:]), strict=True)
-            if one is not None and two is not None
-        ]
+        facing = [(seats[place], seats[-1 - place]) for place in range(half)]
+        pairs = [(one, two) for one, two in facing if one is not None and two is not None]
         played += [pairs, [(two, one) for one, two in pairs]] if pairs else []
         seats = [seats[0], seats[-1], *seats[1:-1]]  # one stays, the others move on
     return played[:most] if most else played

@@ -26,7 +26,7 @@ from manyhands.cluster.hosts.variables import DEFAULT_PORT, check_rank, master_p
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel.ports import local_addresses, outer_addresses
+from manyhands.parallel.group.ports import local_addresses, outer_addresses
 
 # What torchrun, torch.distributed.launch and compatible launchers set for each of their workers.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -23,6 +23,14 @@ def number(variables: Mapping[str, str], name: str, default: int | None = None) 
     return found
 
 
+def bounded_number(name: str, text: str, least: int, most: int, where: str, hint: str) -> int:
+    """Reads a number. Raises UserError: not a number, or not from `least` to `most`."""
+    found = typed_number(text)
+    if found is None or not least <= found <= most:
+        raise UserError(f'{name} is "{text}"; expected a number from {least} to {most}', where, (hint,))
+    return found
+
+
 def master_port(variables: Mapping[str, str], default: int, origin: str) -> tuple[int, str]:
     """Returns MASTER_PORT or the default, with its origin. Raises UserError: MASTER_PORT is not a port."""
     text = variables.get("MASTER_PORT", "").strip()

@@ -23,19 +23,13 @@ from manyhands.data.transforms import Pixels
 NAMES = ("synthetic", "synthetic:", "fake-imagenet")
 _USUAL = "1000x3x32x32x10"
 _MOST_BYTES = 8 << 30
-_IMAGENET_TRAIN, _IMAGENET_TEST, _IMAGENET_CLASSES, _IMAGENET_SIZE = 1_281_167, 50_000, 1000, 224
+_IMAGENET_TRAIN, _IMAGENET_TEST, _IMAGENET_CLASSES = 1_281_167, 50_000, 1000
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
     if name == "fake-imagenet":
-        size, channels, classes, title = (
-            options.image_size or _IMAGENET_SIZE,
-            3,
-            _IMAGENET_CLASSES,
-            "generated pictures",
-        )
-        height = size
-        train, test = _generated("train", _IMAGENET_TRAIN, size), _generated("test", _IMAGENET_TEST, size)
+        height, channels, classes, title = options.image_size or 224, 3, _IMAGENET_CLASSES, "generated pictures"
+        train, test = _generated("train", _IMAGENET_TRAIN, height), _generated("test", _IMAGENET_TEST, height)
     else:
         count, channels, height, width, classes = _shape(name)
         patterns, title = _noise((classes, channels, height, width), "patterns"), f"synthetic {height} x {width}"

@@ -6,9 +6,9 @@ from typing import Any
 from manyhands.core.choices import unknown_choice
 from manyhands.core.errors import UserError
 from manyhands.core.files import one_at_a_time
-from manyhands.data.objects import splits_of_objects
 from manyhands.data.options import DataOptions
 from manyhands.data.places import data_folder
+from manyhands.data.samples import splits_of_objects
 from manyhands.data.splits import Splits
 
 NAMES = ("torchvision:",)
@@ -29,43 +29,30 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
         raise unknown_choice("torchvision data set", word, datasets.__all__, "data.name")
     kind = getattr(datasets, word)
     root = data_folder(options)
+    takes = inspect.signature(kind).parameters
+    given: dict[str, Any] = {"root": str(root)} if "root" in takes else {}
+    given |= {"download": options.download} if "download" in takes else {}
     with one_at_a_time(root / f"torchvision-{word}"):
-        train, test = _both(kind, str(root), options.download)
+        test = None
+        if "train" in takes:
+            train, test = (_make(kind, given, "train", (value,)) for value in (True, False))
+        elif "split" in takes:
+            train, test = (_make(kind, given, "split", words) for words in (_TRAIN_WORDS, _TEST_WORDS))
+        else:
+            train = _make(kind, given)
     return splits_of_objects(train, test, options, title=name)
 
 
-def _both(kind: Any, root: str, download: bool) -> tuple[Any, Any]:
-    takes = inspect.signature(kind).parameters
-    given: dict[str, Any] = {"root": root} if "root" in takes else {}
-    if "download" in takes:
-        given["download"] = download
-    if "train" in takes:
-        return _make(kind, given | {"train": True}), _make(kind, given | {"train": False})
-    if "split" in takes:
-        return _first_split(kind, given, _TRAIN_WORDS), _first_split(kind, given, _TEST_WORDS)
-    return _make(kind, given), None
-
-
-def _first_split(kind: Any, given: dict[str, Any], words: tuple[str, ...]) -> Any:
-    """The first of the words that the class knows as a split."""
-    for word in words[:-1]:
+def _make(kind: Any, given: dict[str, Any], parameter: str = "", values: tuple[Any, ...] = ("",)) -> Any:
+    """Makes the data set with the first value of a parameter that the class knows."""
+    for value in values:
         try:
-            return kind(**given, split=word)
-        except ValueError:
-            continue
-        except (RuntimeError, OSError, TypeError) as error:
-            raise _unusable(kind, error) from error
-    return _make(kind, given | {"split": words[-1]})
-
-
-def _make(kind: Any, given: dict[str, Any]) -> Any:
-    try:
-        return kind(**given)
-    except (RuntimeError, OSError, TypeError, ValueError) as error:
-        raise _unusable(kind, error) from error
-
-
-def _unusable(kind: Any, error: Exception) -> UserError:
-    hints = ("name the folder of torchvision's files: --data-dir DIR", "or write a function: file.py:function")
-    what = f"torchvision's {kind.__name__} can't be opened: {' '.join(str(error).split()) or type(error).__name__}"
-    return UserError(what, "data.name", hints)
+            return kind(**given, **({parameter: value} if parameter else {}))
+        except (RuntimeError, OSError, TypeError, ValueError) as error:
+            if isinstance(error, ValueError) and value != values[-1]:
+                continue
+            hints = ("name the folder of torchvision's files: --data-dir DIR", "or write a function: file.py:function")
+            reason = " ".join(str(error).split()) or type(error).__name__
+            what = f"torchvision's {kind.__name__} can't be opened: {reason}"
+            raise UserError(what, "data.name", hints) from error
+    raise AssertionError

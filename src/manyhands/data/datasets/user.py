@@ -2,8 +2,8 @@
 
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.user_code import load_object, users_line
-from manyhands.data.objects import splits_of_objects
 from manyhands.data.options import DataOptions
+from manyhands.data.samples import splits_of_objects
 from manyhands.data.splits import Splits
 
 NAMES: tuple[str, ...] = ()

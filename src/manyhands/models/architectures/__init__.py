@@ -1,1 +1,1 @@
-"""One module per family: `names()` lists values of model.name, `needs(…)` the supported pictures, `build(…)` builds."""
+"""One module per family: `NAMES` has the values of model.name, `build(…)` builds one of them."""

@@ -5,24 +5,14 @@ from typing import Any
 from torch import nn
 
 from manyhands.core.errors import UserError
-from manyhands.models.construct import WHERE, ModelNeeds, construct
+from manyhands.models.construct import WHERE, construct
 
-SMALLEST = 8
+NAMES = ("cnn",)
+SMALLEST = 8  # pixels
 _COARSE = 16
 _LAST_MAP = 4
 _WIDEST = 4
 _POOLED = 2
-
-
-def names() -> list[str]:
-    return ["cnn"]
-
-
-def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:  # noqa: ARG001 one shape for all
-    """Pictures of 8 pixels and more, of any number of channels."""
-    if size < SMALLEST:
-        return ModelNeeds(size=SMALLEST, notes=[f"{name} needs at least {SMALLEST} px; pictures are enlarged to that"])
-    return ModelNeeds()
 
 
 def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:

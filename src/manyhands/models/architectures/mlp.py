@@ -5,15 +5,9 @@ from typing import Any
 from torch import nn
 
 from manyhands.core.errors import UserError
-from manyhands.models.construct import WHERE, ModelNeeds, construct
+from manyhands.models.construct import WHERE, construct
 
-
-def names() -> list[str]:
-    return ["mlp"]
-
-
-def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:  # noqa: ARG001 one shape for all
-    return ModelNeeds()
+NAMES = ("mlp",)
 
 
 def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:

@@ -14,26 +14,16 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from manyhands.core.errors import UserError
-from manyhands.models.construct import WHERE, ModelNeeds, construct
+from manyhands.models.construct import WHERE, construct
 from manyhands.models.outputs import InitializedFromData
 
-SMALLEST = 9
+NAMES = ("quicknet",)
+SMALLEST = 9  # pixels
 _GROUPS = 3
 _AT_ONCE = 50
 _PATCH = 2
 _LEAST_VARIANCE = 5e-4  # of a whitened direction: what is seldom seen isn't blown up beyond that
 _NEW_STATISTICS = 0.4  # their part in BatchNorm's running ones: a run of few updates can't wait for a tenth
-
-
-def names() -> list[str]:
-    return ["quicknet"]
-
-
-def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:  # noqa: ARG001 one shape for all
-    """Pictures of 9 pixels and more, of any number of channels."""
-    if size < SMALLEST:
-        return ModelNeeds(size=SMALLEST, notes=[f"{name} needs at least {SMALLEST} px; pictures are enlarged to that"])
-    return ModelNeeds()
 
 
 def build(name: str, *, channels: int, size: int, num_classes: int, arguments: dict[str, Any]) -> nn.Module:

@@ -9,17 +9,14 @@ from torch import nn
 
 from manyhands.models.construct import ModelNeeds, construct
 
+# On pictures of at most MAX_SIZE pixels, and with PREFIX on any.
+NAMES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 PREFIX = "cifar:"
 TORCHVISION = True
 # Twice the side is four times the work, and photographs of 64 px are recognised with the original stem as well.
 MAX_SIZE = 32
 DIFFERS = "keeps every pixel (3x3 stem, no max-pool) at about 16 times the cost"
 _STEM_WIDTH = 64
-
-
-def names() -> list[str]:
-    """The words that this file stands for: on pictures of at most MAX_SIZE pixels, and with PREFIX on any."""
-    return ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
 
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:  # noqa: ARG001 one shape for all

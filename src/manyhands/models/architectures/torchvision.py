@@ -16,6 +16,7 @@ from manyhands.core.files import one_at_a_time
 from manyhands.models.construct import ModelNeeds, construct
 from manyhands.models.published import published_names
 
+NAMES = tuple(published_names())
 PREFIX = "torchvision:"
 TORCHVISION = True
 _PUBLISHED_CLASSES = 1000
@@ -25,10 +26,6 @@ _SIZED = {"vit": ("image_size", 224), "maxvit": ("input_size", 224), "inception"
 _ANY_SIZE = ("swin", "efficientnet_v2")
 # Left out, torchvision warns that its default is about to change.
 _WITH_OPEN_DEFAULT = ("googlenet", "inception_v3")
-
-
-def names() -> list[str]:
-    return published_names()
 
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:
@@ -99,25 +96,17 @@ def _models() -> ModuleType:
 
 def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
     """Puts a new layer in the place of each that has ImageNet's 1000 outputs: the head, and auxiliary ones."""
-    heads = [path for path, layer in model.named_modules() if _outputs(layer) == _PUBLISHED_CLASSES]
+    heads: dict[str, nn.Module] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and layer.out_features == _PUBLISHED_CLASSES:
+            heads[path] = nn.Linear(layer.in_features, num_classes, bias=layer.bias is not None)
+        elif isinstance(layer, nn.Conv2d) and layer.out_channels == _PUBLISHED_CLASSES:
+            heads[path] = nn.Conv2d(layer.in_channels, num_classes, kernel_size=1)
     if not heads:
         raise UserError(f"{name} has no replaceable last layer", "model.pretrained", ("remove model.pretrained",))
-    for path in heads:
+    for path, head in heads.items():
         parent, _, leaf = path.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, _like(model.get_submodule(path), num_classes))
-
-
-def _outputs(layer: nn.Module) -> int:
-    if isinstance(layer, nn.Linear):
-        return layer.out_features
-    return layer.out_channels if isinstance(layer, nn.Conv2d) else 0
-
-
-def _like(layer: nn.Module, outputs: int) -> nn.Module:
-    if isinstance(layer, nn.Linear):
-        return nn.Linear(layer.in_features, outputs, bias=layer.bias is not None)
-    assert isinstance(layer, nn.Conv2d)
-    return nn.Conv2d(layer.in_channels, outputs, kernel_size=1)
+        setattr(model.get_submodule(parent), leaf, head)
 
 
 # torchvision's file names end in the first digits of their SHA-256.
@@ -131,25 +120,17 @@ def fetch_weights(url: str) -> Path:
     holds something else.
     """
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+    hints = (f"download {url}", f"and save the file as {path}", "or remove model.pretrained")
     if not path.is_file():
         with one_at_a_time(path):
-            if not path.is_file():
-                _download(url, path)
+            begin = _DIGEST.search(path.name)
+            digest = Digest("sha256", begin[1]) if begin else None
+            if not path.is_file() and (problem := download(url, path, digest)):
+                raise UserError(f"{path.name} can't be downloaded: {problem}", url, hints)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a pickle protocol that torch itself doesn't write
             torch.load(path, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-        raise UserError(f"{path.name} is damaged or holds more than weights", str(path), _hints(url, path)) from error
+        raise UserError(f"{path.name} is damaged or holds more than weights", str(path), hints) from error
     return path
-
-
-def _download(url: str, path: Path) -> None:
-    begin = _DIGEST.search(path.name)
-    problem = download(url, path, Digest("sha256", begin[1]) if begin else None)
-    if problem:
-        raise UserError(f"{path.name} can't be downloaded: {problem}", url, _hints(url, path))
-
-
-def _hints(url: str, path: Path) -> tuple[str, ...]:
-    return (f"download {url}", f"and save the file as {path}", "or remove model.pretrained")

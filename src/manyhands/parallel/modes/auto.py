@@ -5,7 +5,7 @@ from torch import nn
 from manyhands.core.needs import Need
 from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.on_mesh import split
+from manyhands.parallel.split.network import split
 
 DESCRIPTION = "searches for the fastest sharding of each op, by measured costs"
 NORM_GROUPS = True

@@ -7,7 +7,6 @@ and by one all-reduce between machines with several processes.
 import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from typing_extensions import override
 from manyhands.core.needs import AVERAGE_HOOK, OWN_AVERAGE, WHOLE_GRADIENTS
 from manyhands.core.phases import CLOCK
 from manyhands.core.world import World
-from manyhands.parallel.close_listeners import closed_once_formed
-from manyhands.parallel.collectives import group_timeout
-from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.shared_memory import ALONE, ON_SEVERAL, SharedSums, machines_of_group, share_within
+from manyhands.parallel.group.collectives import group_timeout
+from manyhands.parallel.group.listeners import closed_once_formed
+from manyhands.parallel.network import ModeRequest, ModeTraits, ParallelNetwork
+from manyhands.parallel.replicas.shared_memory import ALONE, ON_SEVERAL, SharedSums, machines_of_group, share_within
 
 DESCRIPTION = "every process holds the whole network and a share of each batch"
 NORM_GROUPS = True
@@ -57,12 +56,12 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
     """Has its gradients added up through memory, or wraps it in DDP; leaves it where there is nobody to share with.
 
     DDP's own start (a broadcast of all parameters) is left out: the parameters have been proven equal, or made so,
-    before. Buffers are not broadcast either: BatchNorm's statistics are agreed on in `parallel/norm.py`.
+    before. Buffers are not broadcast either: BatchNorm's statistics are agreed on in `parallel/replicas/batch_norm.py`.
     """
     if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
-        return ParallelNetwork(call=model, inner=model, gradient_scale=1.0)
+        return ParallelNetwork(model, world=world)
     if not request.reduces:
-        return ParallelNetwork(call=model, inner=model, gradient_scale=float(world.size))
+        return ParallelNetwork(model, world=world, traits=ModeTraits(float(world.size)))
     machines = _why_not(model, world, request) or machines_of_group(world, request.group)
     if isinstance(machines, str):
         return _by_ddp(model, world, request, machines)
@@ -79,10 +78,10 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
             group = dist.new_group(ranks, timeout=group_timeout(world))
         averages = "gradients are averaged in two levels: shared memory within machines, gloo between their first ranks"
         leaders = group if world.rank in ranks else None
-        return TwoLevelNetwork(call=model, inner=model, averages=averages, sums=sums, leaders=leaders)
+        return TwoLevelNetwork(model, world, ModeTraits(averages=averages), sums, leaders)
     assert sums is not None
     averages = f"gradients are averaged through shared memory: {sums.size} processes compute on the CPU of one machine"
-    return FlatNetwork(call=model, inner=model, gradient_scale=world.size / sums.size, averages=averages, sums=sums)
+    return FlatNetwork(model, world, ModeTraits(world.size / sums.size, averages=averages), sums)
 
 
 def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> ParallelNetwork:
@@ -102,13 +101,12 @@ def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> P
                 parameter.register_post_accumulate_grad_hook(CLOCK.computed)
     if request.hook:
         wrapped.register_comm_hook(None, request.hook)
-    network = ParallelNetwork(call=wrapped, inner=model, gradient_scale=float(world.size), no_sync=wrapped.no_sync)
-    network.averages = f"gradients are averaged by {world.backend}: {why}"
-    network.orders_sums = True
+    traits = ModeTraits(float(world.size), wrapped.no_sync, orders_sums=True)
+    traits.averages = f"gradients are averaged by {world.backend}: {why}"
     if not request.unused:  # else DDP looks for what a pass didn't use by itself
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        network.reach_all = functools.partial(_reach, trained)
-    return network
+        traits.reach_all = functools.partial(_reach, trained)
+    return ParallelNetwork(model, wrapped, world, traits)
 
 
 def _why_not(model: nn.Module, world: World, request: ModeRequest) -> str:
@@ -211,64 +209,62 @@ def _views(parameters: Sequence[nn.Parameter], flat: Tensor) -> list[Tensor]:
     return [piece.as_strided(one.size(), one.stride()) for piece, one in zip(pieces, likes, strict=True)]
 
 
-@dataclass
 class FlatNetwork(ParallelNetwork):
-    """A replica whose gradients are added up when an update's last backward is over."""
+    """A replica whose gradients are summed through shared memory after an update's last backward pass."""
 
-    sums: SharedSums | None = None
-    flats: list[FlatGradients] = field(init=False)
-    _no_grad: torch.no_grad = field(default_factory=torch.no_grad)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        assert self.sums is not None
-        if self.sums.of_all:
-            self.norms.through_memory = self.sums.add_up
-        self.flats = [FlatGradients(parameters, self.sums) for parameters in _by_dtype(self.inner)]
+    def __init__(self, model: nn.Module, world: World, traits: ModeTraits, sums: SharedSums) -> None:
+        super().__init__(model, world=world, traits=traits)
+        self.sums = sums
+        if sums.of_all:
+            self.norms.through_memory = sums.add_up
+        self.flats = [FlatGradients(parameters, sums) for parameters in _by_dtype(model)]
 
     @override
-    def finish_gradients(self) -> None:
-        with self._no_grad:
+    def finish_gradients(self) -> list[Tensor]:
+        with torch.no_grad():
             for flat in self.flats:
                 flat.add_up()
-
-    @override
-    def flat_gradients(self) -> list[Tensor]:
         flat = [one.values for one in self.flats]
         return flat if all(one.numel() for one in flat) else []
 
     @override
-    def release(self) -> None:
-        assert self.sums is not None
+    def close(self) -> None:
         self.norms.through_memory = None
         self.sums.close()
 
 
-@dataclass
 class TwoLevelNetwork(ParallelNetwork):
-    """A replica on one of several machines, whose gradients are added up after an update's last backward pass.
+    """A replica on one of several machines, whose gradients are summed after an update's last backward pass.
 
     Each machine adds up in shared memory, the machines' first ranks all-reduce these sums, and the result goes back
     through shared memory.
+
+    Args:
+        model: the network.
+        world: the processes.
+        traits: properties under the mode.
+        sums: those of this machine's processes; None if the machine has one process.
+        leaders: the process group of the machines' first ranks; None on all other ranks.
     """
 
-    sums: SharedSums | None = None  # of this machine's processes; None where it has one process
-    leaders: Any = None  # the process group of the machines' first ranks; None on all other ranks
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(
+        self, model: nn.Module, world: World, traits: ModeTraits, sums: SharedSums | None, leaders: Any
+    ) -> None:
+        super().__init__(model, world=world, traits=traits)
+        self.sums, self.leaders = sums, leaders
         kinds = [
-            (kind, torch.zeros(sum(one.numel() for one in kind), dtype=kind[0].dtype)) for kind in _by_dtype(self.inner)
+            (kind, torch.zeros(sum(one.numel() for one in kind), dtype=kind[0].dtype)) for kind in _by_dtype(model)
         ]
         self._flats = [(kind, values, _views(kind, values)) for kind, values in kinds]
 
     @override
-    def finish_gradients(self) -> None:
+    def finish_gradients(self) -> list[Tensor]:
         with torch.no_grad():
             for parameters, values, views in self._flats:
                 for one, view in zip(parameters, views, strict=True):
                     one.grad = view.zero_() if one.grad is None else view.copy_(one.grad)
                 self._add_up(values)
+        return [values for _, values, _ in self._flats]
 
     def _add_up(self, values: Tensor) -> None:
         SharedSums.begun += 1
@@ -285,11 +281,7 @@ class TwoLevelNetwork(ParallelNetwork):
             raise
 
     @override
-    def flat_gradients(self) -> list[Tensor]:
-        return [values for _, values, _ in self._flats]
-
-    @override
-    def release(self) -> None:
+    def close(self) -> None:
         if self.sums:
             self.sums.close()
         if self.leaders:

@@ -17,7 +17,7 @@ OFFERS = frozenset[Need]()
 ONE_PROCESS = "one process for all devices"
 
 
-def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
+def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - as all modes
     """Wraps the network in torch's DataParallel; on a machine without accelerators it runs as it is."""
     several = is_accelerator(world.device) and torch.accelerator.device_count() > 1
-    return ParallelNetwork(call=nn.DataParallel(model) if several else model, inner=model)
+    return ParallelNetwork(model, nn.DataParallel(model) if several else model, world)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from manyhands.core.needs import Need
 from manyhands.core.world import World
-from manyhands.parallel.network import ModeRequest, ParallelNetwork
+from manyhands.parallel.network import DataShare, ModeRequest, ModeTraits, ParallelNetwork
 
 DESCRIPTION = "each process holds a shard of every parameter and gathers parameters when needed"
 NORM_GROUPS = True
@@ -20,7 +20,7 @@ OFFERS = frozenset[Need]()
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
     """Shards every block of the network, then what is left of it."""
     if world.alone:
-        return ParallelNetwork(call=model, inner=model)
+        return ParallelNetwork(model)
     for parameter in model.parameters():
         # fully_shard takes no other layout; under channels_last the pictures alone carry it from layer to layer.
         parameter.data = parameter.data.contiguous()
@@ -41,15 +41,8 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
         finally:
             sharded.set_requires_gradient_sync(True)
 
-    return ParallelNetwork(
-        call=model,
-        inner=model,
-        gradient_scale=float(world.size),
-        no_sync=no_sync,
-        collective_forward=True,
-        replicated=False,
-        sharded=True,
-    )
+    traits = ModeTraits(float(world.size), no_sync, sharded=True)
+    return ParallelNetwork(model, traits=traits, share=DataShare(world.size, world.rank, collective_forward=True))
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

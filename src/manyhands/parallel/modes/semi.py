@@ -5,7 +5,7 @@ from torch import nn
 from manyhands.core.needs import Need
 from manyhands.core.world import World
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
-from manyhands.parallel.on_mesh import split
+from manyhands.parallel.split.network import split
 
 DESCRIPTION = "shards the ops given by --pin; all other ops shard the batch"
 NORM_GROUPS = True

@@ -12,5 +12,5 @@ OFFERS = frozenset({WHOLE_GRADIENTS, OWN_AVERAGE, AVERAGE_HOOK})
 ONE_PROCESS = "one process"
 
 
-def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - the modes' contract
-    return ParallelNetwork(call=model, inner=model)
+def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - as all modes
+    return ParallelNetwork(model, world=world)

@@ -91,11 +91,10 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
     """What has processes train by themselves, and agree at the pace that `cost` says; a collective."""
-    from manyhands.sync.buffers import dtype_of
     from manyhands.sync.compress import compressor_named, compute_alike
     from manyhands.sync.local import LocalSteps
     from manyhands.sync.measure import pass_seconds
-    from manyhands.sync.synchronizer import buffers_of, nothing_like, trained_of
+    from manyhands.sync.synchronizer import buffers_of, dtype_of, nothing_like, trained_of
 
     trained = list(trained_of(network).values())
     peers, machine, world, places = context.peers(), context.machine(), context.world, context.places

@@ -43,11 +43,14 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
     """What compresses and agrees on gradients as they come; a collective."""
-    from manyhands.sync.powersgd import PowerSgd, PowerSgdSynchronizer
+    from manyhands.sync.powersgd import PowerSgd
     from manyhands.sync.synchronizer import buffers_of, trained_of
 
     named, peers, machine, world = trained_of(network), context.peers(), context.machine(), context.world
     buffers = buffers_of(network, peers, machine, world.device)
     rare, trained = [named[name] for name in context.unused], list(named.values())
-    power = PowerSgd(trained, peers, options.rank, context.seed, rare, machine=machine, processes=world.size)
-    return PowerSgdSynchronizer(power, buffers, context.own(cost, trained, options.rank))
+    own = context.own(cost, trained, options.rank)
+    return PowerSgd(
+        trained, peers, options.rank, context.seed, rare,
+        machine=machine, processes=world.size, buffers=buffers, own=own,
+    )  # fmt: skip

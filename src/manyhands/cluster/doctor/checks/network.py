@@ -39,7 +39,7 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
     if tried and tried.result == "ok":
         what = f"an all-reduce over {len(survey.hosts)} machines took {tried.seconds:.1f} s"
         yield DoctorFinding("collective", "ok", survey.hosts, what, cause="collective")
-    elif tried and tried.result == "failed":
+    elif tried:
         lost = f"; missing: {who(tried.missing)}" if tried.missing else ""
         what = f"the machines reach each other, but an all-reduce failed: {tried.said}{lost}"
         hints = ("try gloo: --backend gloo", "with NCCL, set NCCL_DEBUG=INFO on the machines for details")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, in_brackets, is_host
+from manyhands.cluster.hosts.variables import bounded_number
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 
@@ -43,7 +44,7 @@ def read(text: str, where: str) -> Cluster:
         words, place = _without_comment(line).split(), at_line(where, number)
         if not words:
             continue
-        machine = _with_settings(_machine(words[0], place), words[1:], place)
+        machine = _with_settings(words, place)
         known = found.setdefault(machine.name, machine)
         if known.host != machine.host:
             message = f"{machine.name} is listed with two users: {known.host} and {machine.host}"
@@ -65,8 +66,7 @@ def read_list(text: str, where: str) -> Cluster:
         if _BARE_SIX.fullmatch(part):
             message = f'"{part}" is ambiguous: the last part may belong to the address or be a number of processes'
             raise UserError(message, where, ("put the address in brackets: [fd00::1] or [fd00::1]:4",))
-        first, *settings = part.split()
-        machine = _with_settings(_machine(first, where), settings, where)
+        machine = _with_settings(part.split(), where)
         if machine.name in {known.name for known in machines}:
             more = f"{machine.target} slots=2" if machine.port else f"{in_brackets(machine.name)}:2"
             hints = (f"write {more} for two processes on {machine.name}",)
@@ -136,17 +136,14 @@ def _refuse_what_may_be_a_port(machine: Machine, text: str, where: str) -> None:
 
 
 def _number(text: str, setting: str, name: str, where: str) -> int:
-    most = _MOST[setting]
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
-        message = f'{name} is "{text}"; expected a number from 1 to {most}'
-        form = "n1 slots=4 port=31234, or ssh://n1:31234" if setting == "port" else "n1 slots=4, or n1:4"
-        raise UserError(message, where, (f"write {form}",))
-    return int(text)
+    form = "n1 slots=4 port=31234, or ssh://n1:31234" if setting == "port" else "n1 slots=4, or n1:4"
+    return bounded_number(name, text, 1, _MOST[setting], where, f"write {form}")
 
 
-def _with_settings(machine: Machine, words: list[str], where: str) -> Machine:
+def _with_settings(words: list[str], where: str) -> Machine:
+    machine = _machine(words[0], where)
     found = {name: value for name, value in (("slots", machine.slots), ("port", machine.port)) if value}
-    for word in words:
+    for word in words[1:]:
         name, equals, value = word.partition("=")
         name = "max_slots" if name == "max-slots" else name
         if name not in _MOST or not equals:

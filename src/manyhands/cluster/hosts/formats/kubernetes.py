@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 
 from manyhands.cluster.hosts.inventory import JOB, Cluster, Machine, Submission
+from manyhands.cluster.hosts.variables import bounded_number
 from manyhands.core.errors import UserError
-from manyhands.core.files import typed_number
 
 GPU = "nvidia.com/gpu"
 # A pod that was moved away resumes from its last checkpoint; a pod that keeps failing is not restarted forever.
@@ -103,8 +103,4 @@ def _master(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _number(name: str, text: str, least: int, most: int) -> int:
-    found = typed_number(text)
-    if found is None or not least <= found <= most:
-        message = f'{name} is "{text}"; expected a number from {least} to {most}'
-        raise UserError(message, WHERE, ("correct this value",))
-    return found
+    return bounded_number(name, text, least, most, WHERE, "correct this value")

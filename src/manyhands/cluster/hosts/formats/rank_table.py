@@ -162,6 +162,12 @@ class RankTable(_Part):
     def by_rank(self) -> list[Server]:
         return sorted(self.server_list, key=lambda server: min(int(card.rank_id) for card in server.device))
 
+    @property
+    def cards(self) -> dict[Keys, Device]:
+        """The cards by their paths in the file."""
+        servers = enumerate(self.server_list)
+        return {("server_list", at, "device", n): card for at, each in servers for n, card in enumerate(each.device)}
+
 
 def recognise(path: str, text: str) -> bool:
     """Returns True for a JSON object with a list of servers, or an incomplete one with a rank table's file name."""
@@ -196,13 +202,12 @@ def read_table(text: str, where: str) -> RankTable:
     if not mistakes:
         try:
             table = RankTable.model_validate(value)
-        except ValidationError as error:
-            mistakes = [_wrong_value(dict(each)) for each in error.errors()]
-        else:
             rules = (_broken_lists, _broken_ranks, _broken_groups)
             mistakes = [*islice(chain.from_iterable(rule(table) for rule in rules), 1)]
             if not mistakes:
                 return table
+        except ValidationError as error:
+            mistakes = [_wrong_value(dict(each)) for each in error.errors()]
     lines = dict(_lines(text))
 
     def line_of(path: Keys) -> int:
@@ -290,14 +295,12 @@ def _broken_lists(table: RankTable) -> Iterator[Mistake]:
             if server.server_id not in ids:
                 message = f'server_id "{server.server_id}" of a super pod is not in server_list'
                 yield ("super_pod_list", at, "server_list", index, "server_id"), message, "correct this server_id"
-    entries: list[tuple[Keys, str, str, object]] = []  # path, field, value, and what must be unique
-    for at, server in enumerate(table.server_list):
-        entries.append((("server_list", at), "server_id", server.server_id, server.server_id))
-        for index, card in enumerate(server.device):
-            path: Keys = ("server_list", at, "device", index)
-            entries.append((path, "device_id", card.device_id, (at, card.device_id)))
-            if card.device_ip not in _UNKNOWN:
-                entries.append((path, "device_ip", card.device_ip, (card.device_ip, card.device_port)))
+    entries: list[tuple[Keys, str, str, object]]  # path, field, value, and what must be unique
+    entries = [(("server_list", at), "server_id", name, name) for at, name in enumerate(ids)]
+    for path, card in table.cards.items():
+        entries.append((path, "device_id", card.device_id, (path[1], card.device_id)))
+        if card.device_ip not in _UNKNOWN:
+            entries.append((path, "device_ip", card.device_ip, (card.device_ip, card.device_port)))
     seen = dict[object, Keys]()
     for path, field, value, unique in entries:
         first = seen.setdefault((field, unique), path)
@@ -307,12 +310,7 @@ def _broken_lists(table: RankTable) -> Iterator[Mistake]:
 
 def _broken_ranks(table: RankTable) -> Iterator[Mistake]:
     """Yields ranks that repeat, are out of range, or don't follow the text order of server_id."""
-    servers = table.server_list
-    ranks = {
-        ("server_list", at, "device", index, "rank_id"): int(card.rank_id)
-        for at, server in enumerate(servers)
-        for index, card in enumerate(server.device)
-    }
+    ranks = {(*path, "rank_id"): int(card.rank_id) for path, card in table.cards.items()}
     missing = sorted({*range(len(ranks))} - {*ranks.values()})
     hint, expected = f"missing: {', '.join(map(str, missing[:8]))}", f"expected 0 … {len(ranks) - 1}, each once"
     seen = set[int]()
@@ -324,7 +322,7 @@ def _broken_ranks(table: RankTable) -> Iterator[Mistake]:
         seen.add(rank)
     lowest, before = 0, ""
     hint = 'number the ranks in the text order of server_id; "10.0.0.10" comes before "10.0.0.9"'
-    for at, server in sorted(enumerate(servers), key=lambda entry: entry[1].server_id):
+    for at, server in sorted(enumerate(table.server_list), key=lambda entry: entry[1].server_id):
         wanted = range(lowest, lowest := lowest + len(server.device))
         for index in range(len(server.device)):
             path = ("server_list", at, "device", index, "rank_id")
@@ -416,9 +414,15 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str,
         "the master's port is omitted: rank tables don't have a port": cluster.master_port,
         "device_ip is omitted: for card N, add address_N from /etc/hccn.conf on the card's machine": not addresses,
     }
+    hosts = [machine.address for machine in cluster.machines]
+    in_order = hosts == sorted(hosts)  # else IP addresses have the IDs node_0, node_1 …
+    if not (in_order or all(map(is_address, hosts))):
+        message = f"HCCL requires machines in the text order of their names: {', '.join(sorted(hosts))}"
+        hints = ("list the machines in this order (n10 comes before n9)", "or list IP addresses instead of names")
+        raise UserError(message, cluster.source, hints)
     servers: list[dict[str, Any]] = []
     rank = 0
-    for name, machine in zip(_server_ids(cluster), cluster.machines, strict=True):
+    for index, machine in enumerate(cluster.machines):
         if not machine.slots:
             message = f"a rank table lists devices, but the number of devices of {machine.host} is unknown"
             raise UserError(message, cluster.source, (f"add the number of devices: {machine.host} slots=8",))
@@ -431,26 +435,14 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str,
             for n, card in enumerate(cards, rank)
         ]
         rank += len(devices)
-        more = {} if name == machine.address else {"host_ip": machine.address}
-        servers.append({"server_id": name, **more, "device": devices, "host_nic_ip": "reserve"})
+        node = {"server_id": f"node_{index:0{len(str(len(hosts) - 1))}}", "host_ip": machine.address}
+        names = {"server_id": machine.address} if in_order else node
+        servers.append({**names, "device": devices, "host_nic_ip": "reserve"})
     table = {"version": "1.0", "server_count": str(len(servers)), "server_list": servers, "status": "completed"}
     text = json.dumps(table, indent=2, ensure_ascii=False)
     text = re.sub(r"\{[^{}\[\]]*\}", lambda found: " ".join(found[0].split()), text) + "\n"  # one card a line
     read(text, "the new rank table")
     return text, [note for note, applies in notes.items() if applies]
-
-
-def _server_ids(cluster: Cluster) -> list[str]:
-    """Returns IDs in text order: the machines' addresses, or node_0, node_1 … for IP addresses in another order."""
-    hosts = [machine.address for machine in cluster.machines]
-    if hosts == sorted(hosts):
-        return hosts
-    if not all(map(is_address, hosts)):
-        message = f"HCCL requires machines in the text order of their names: {', '.join(sorted(hosts))}"
-        hints = ("list the machines in this order (n10 comes before n9)", "or list IP addresses instead of names")
-        raise UserError(message, cluster.source, hints)
-    width = len(str(len(hosts) - 1))
-    return [f"node_{index:0{width}}" for index in range(len(hosts))]
 
 
 def read_hccn(path: Path = HCCN) -> dict[int, str]:

@@ -1,0 +1,402 @@
+"""Samples that are read when they are requested: pictures in files, and the user's own data sets, wrapped.
+
+The objects here travel to worker processes. A request is (epoch, indices); the answer is a part (images, labels),
+or the error, which the asking process raises: an exception that passes through torch's queues loses its fields.
+"""
+
+import math
+import random
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset, default_collate, get_worker_info
+
+from manyhands.core.errors import ManyhandsError, RunError, UserError, shortened
+from manyhands.core.seeds import derive
+from manyhands.core.user_code import users_line, users_traceback
+from manyhands.data.decode import CorruptImageError, is_grey, to_mode
+from manyhands.data.options import DataOptions
+from manyhands.data.pictures import prepare, read_picture, to_tensor
+from manyhands.data.random import epoch_rng, spread
+from manyhands.data.splits import (
+    ImageFiles,
+    ImagesInMemory,
+    Source,
+    Splits,
+    UserSamples,
+    by_names,
+    check_labels,
+    describe,
+    only_numbers,
+    take,
+)
+from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels
+
+_PAIR = ("give (x, y): x as a tensor or a PIL image, y as a whole number",)
+_TARGET = ("give y as numbers or tensors of one shape",)
+Request = tuple[int, list[int]]
+# Images, labels, and the pictures that couldn't be read and were replaced.
+Answer = tuple[Tensor, Tensor, list[str]]
+# Values of a tensor that an error shows.
+_MOST_SHOWN = 4
+# So many others are tried in the place of a picture.
+_TRIES = 100
+
+
+class FileSamples:
+    """Decodes, crops and mirrors pictures in files; `replaces` those for training that can't be read by others."""
+
+    def __init__(self, source: ImageFiles, pixels: Pixels, *, train: bool, seed: int, replaces: bool = False) -> None:
+        self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
+        self._replaces = replaces and train
+
+    def __getitems__(self, request: Request) -> Answer | ManyhandsError:
+        """Images uint8 [n, C, S, S] and labels int64 [n], or the error."""
+        epoch, samples = request
+        try:
+            shape = (len(samples), self._pixels.channels, self._pixels.size, self._pixels.size)
+            images = torch.empty(0, dtype=torch.uint8)
+            if get_worker_info() is not None:  # where the asking process sees it too, so that it isn't copied there
+                images.set_(torch.UntypedStorage._new_shared(math.prod(shape)))
+            images = images.resize_(shape)
+            shown, replaced = [*samples], list[str]()
+            for place, sample in enumerate(samples):
+                try:
+                    self._one(epoch, sample, images[place])
+                except CorruptImageError:
+                    if not self._replaces:
+                        raise
+                    shown[place] = self._replace(epoch, sample, images[place])
+                    replaced.append(self._source.paths[sample])
+            return images, self._source.labels[shown], replaced
+        except ManyhandsError as error:
+            return error
+
+    def _one(self, epoch: int, sample: int, out: Tensor) -> None:
+        draws = epoch_rng(self._seed, epoch, sample) if self._train else None
+        read_picture(self._source.paths[sample], self._pixels, draws, self._source.content(sample), out)
+
+    def _replace(self, epoch: int, sample: int, out: Tensor) -> int:
+        """Reads a replacement for a sample, the same on every process; returns its index."""
+        for number in range(_TRIES):
+            other = derive(self._seed, "in its place", epoch, sample, number) % len(self._source)
+            with suppress(CorruptImageError):
+                self._one(epoch, other, out)
+                return other
+        self._one(epoch, sample, out)  # raises
+        return sample
+
+
+class CustomSamples:
+    """Reads the user's data set, with every generator that it may use seeded for each sample."""
+
+    def __init__(self, source: UserSamples, pixels: Pixels, *, train: bool, seed: int, classes: int = 0) -> None:
+        self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
+        self._classes = classes
+        # Plain tensors hold no chance and need no loop.
+        plain = type(source.dataset) is TensorDataset and source.numbers is None
+        self._tensors = source.dataset.tensors if plain else None
+
+    @property
+    def cheap(self) -> bool:
+        """True where a worker process would cost more than it saves."""
+        return self._tensors is not None
+
+    def __getitems__(self, request: Request) -> Answer | ManyhandsError:
+        """Images [n, …] (uint8 pictures, or the user's own type) and labels int64 [n], or the error."""
+        epoch, samples = request
+        try:
+            if self._tensors is not None and self._tensors[0].is_floating_point():
+                images, labels = (tensor[samples] for tensor in self._tensors[:2])
+                return images, labels if self._source.targets else labels.to(torch.int64).reshape(-1), []
+            with restored_generators():
+                pairs = [self._one(epoch, sample) for sample in samples]
+            images = _stack([image for image, _ in pairs], samples)
+            if self._source.targets:
+                return images, as_targets([target for _, target in pairs]), []
+            labels = torch.tensor([label for _, label in pairs])
+            # Labels that the data set knows are checked when it is opened.
+            return images, check_labels(labels, self._classes, "the data set", samples) if self._classes else labels, []
+        except ManyhandsError as error:
+            if (cause := error.__cause__) is not None:  # it stays behind, so what of it is the user's own goes along
+                error.add_note(users_traceback(cause) or "".join(traceback.format_exception(cause)).rstrip())
+            return error
+
+    def _one(self, epoch: int, sample: int) -> tuple[Tensor, Any]:
+        seed_generators(derive(self._seed, "sample", epoch, sample))
+        image, label = read_own(self._source, sample)
+        draws = epoch_rng(self._seed, epoch, sample) if self._train else None
+        picture = as_picture(image)
+        if picture is not None:
+            return prepare(to_tensor(to_mode(picture, self._pixels.channels)), self._pixels, draws), label
+        if str(getattr(image, "dtype", "")).endswith("uint8"):
+            what = f"sample {sample:,} has 8-bit pixels of shape {list(image.shape)}"
+            raise UserError(what, "the data set", ("give pictures as [H, W], [1 or 3, H, W] or an array [H, W, 3]",))
+        if isinstance(image, Tensor | numpy.ndarray):
+            return torch.as_tensor(image), label
+        what = f"sample {sample:,} is a {type(image).__name__}, not a tensor, an array or a picture"
+        raise UserError(what, "the data set", _PAIR)
+
+
+def read_own(source: UserSamples, sample: int) -> tuple[Any, Any]:
+    """Reads (x, y) of the user's own data set; y becomes an int unless it is a target.
+
+    Raises:
+        RunError: the data set raised something.
+        UserError: the sample isn't a pair, or y is no whole number.
+    """
+    try:
+        content = source.dataset[sample]
+    except (ManyhandsError, MemoryError):
+        raise
+    except Exception as error:
+        what = f"the data set raised {type(error).__name__} for sample {sample:,}: {error}"
+        raise RunError(what, users_line(error)) from error
+    if not isinstance(content, tuple | list) or len(content) != 2:
+        raise UserError(f"sample {sample:,} is a {type(content).__name__}, not a pair (x, y)", "the data set", _PAIR)
+    image, label = content
+    if source.targets:
+        return image, label
+    number = whole_number(label)
+    if number is None:
+        swapped = whole_number(image) is not None and getattr(label, "ndim", 0)
+        hints = ("return (x, y): the label comes second",) if swapped else _PAIR
+        shown = shortened(repr(label))
+        if isinstance(label, Tensor | numpy.ndarray) and math.prod(label.shape) > _MOST_SHOWN:
+            shown = f"of shape {list(label.shape)} and type {str(label.dtype).removeprefix('torch.')}"
+        raise UserError(f"the label of sample {sample:,} is {shown}, not a whole number", "the data set", hints)
+    if source.numbers is None:
+        return image, number
+    if not 0 <= number < len(source.numbers):
+        what = f"the label of sample {sample:,} is {number}, but the data set names {len(source.numbers)} classes"
+        raise UserError(what, "the data set", (f"labels are whole numbers from 0 to {len(source.numbers) - 1}",))
+    return image, source.numbers[number]
+
+
+def whole_number(label: Any) -> int | None:
+    """A label as an int, or None if it isn't one whole number."""
+    if isinstance(label, Tensor | numpy.ndarray | numpy.generic) and all(size == 1 for size in label.shape):
+        label = label.item()
+    return None if isinstance(label, bool) or not isinstance(label, int) else label
+
+
+def as_targets(found: list[Any]) -> Tensor:
+    """The y of several samples as one tensor, of the type that torch's own loader gives it."""
+    try:
+        targets: Any = default_collate(found)
+    except (TypeError, RuntimeError) as error:
+        raise UserError(f"several samples' y don't form a tensor: {error}", "the data set", _TARGET) from error
+    if not isinstance(targets, Tensor):
+        raise UserError(f"the target y is a {type(found[0]).__name__}", "the data set", _TARGET)
+    return targets
+
+
+def as_picture(image: Any) -> Image.Image | None:
+    """A PIL image, or 8-bit pixels [H, W], [1 or 3, H, W] (tensor), [H, W, 1 or 3] (array) as one; else None."""
+    if isinstance(image, Image.Image):
+        return image
+    if isinstance(image, Tensor) and image.dtype == torch.uint8 and image.ndim in (2, 3):
+        image = (image.permute(1, 2, 0) if image.ndim == 3 else image).numpy()
+    if not isinstance(image, numpy.ndarray) or image.dtype != numpy.uint8:
+        return None
+    if image.ndim == 3 and image.shape[2] == 1:
+        image = image[:, :, 0]
+    return Image.fromarray(image) if image.ndim == 2 or (image.ndim == 3 and image.shape[2] == 3) else None
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds torch's CPU generator, random's and numpy's; touches no accelerator."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def restored_generators() -> Iterator[None]:
+    """Puts the three generators back afterwards, so that reading data here never changes a dropout."""
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        numpy.random.set_state(states[2])
+
+
+def _stack(images: list[Tensor], samples: list[int]) -> Tensor:
+    for image, sample in zip(images, samples, strict=True):
+        if image.shape != images[0].shape or image.dtype != images[0].dtype:
+            first, other = (f"{list(x.shape)} {x.dtype}" for x in (images[0], image))
+            what = f"sample {sample:,} is {other}, but sample {samples[0]:,} is {first}"
+            raise UserError(what, "the data set", ("give every x the same shape and type",))
+    return torch.stack(images)
+
+
+_PROBES = 8
+_SMALL = 64
+
+
+def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title: str = "") -> Splits:
+    """Wraps the user's training and test data.
+
+    Uint8 tensors in a TensorDataset become pictures in memory; everything else is read when it is needed. Without a
+    test set, every so many-th training sample is kept for evaluation, always the same ones. Raises UserError: an object
+    is no data set, is empty, or its samples or labels can't be used.
+    """
+    given = [("train", train)] if test is None else [("train", train), ("test", test)]
+    for word, dataset in given:
+        _check_dataset(dataset, word)
+    datasets = [dataset for _, dataset in given]
+    labels = [known_labels(dataset) for dataset in datasets]
+    classes = next((names for names in map(_classes_of, datasets) if len(names) > 1), ())
+    if not classes:
+        # Each sample's must be read to count them; what has been read is known.
+        for number, dataset in enumerate(datasets):
+            if labels[number] is None:
+                with restored_generators():
+                    found = [read_own(UserSamples(dataset), sample)[1] for sample in range(len(dataset))]
+                labels[number] = torch.tensor(found)
+        classes = _counted_classes([found for found in labels if found is not None])
+    source = _source(train, labels[0], len(classes), "the train set")
+    evaluated = None if test is None else source_to_evaluate(test, labels[1], classes, "the test set")
+    sources = _hold_out(source, options.validation) if evaluated is None else [source, evaluated]
+    text = describe(title or f"your {type(train).__name__}", sources[0], sources[1])
+    return Splits(sources[0], sources[1], classes, text, _pixels(sources[0]))
+
+
+def splits_to_evaluate(dataset: Any, known: tuple[str, ...], place: str = "the data set") -> Splits:
+    """Wraps a data set that is only evaluated, by a network with the classes `known`; both splits are all of it.
+
+    Raises:
+        UserError: the object is no data set, is empty, or has other classes.
+    """
+    _check_dataset(dataset, place.removeprefix("the ").removesuffix(" set"))
+    source = source_to_evaluate(dataset, known_labels(dataset), known, place)
+    return Splits(source, source, known, describe(f"your {type(dataset).__name__}", source, source), _pixels(source))
+
+
+def source_to_evaluate(dataset: Any, labels: Tensor | None, known: tuple[str, ...], place: str) -> Source:
+    """A data set with its labels turned into numbers of the classes `known`, by name where both have names.
+
+    Names aren't compared where the data set has a target_transform, which may have changed the numbers already.
+    """
+    names = _classes_of(dataset)
+    transformed = getattr(dataset, "target_transform", None) is not None
+    if only_numbers(names) or only_numbers(known) or transformed:
+        return _source(dataset, labels, len(known), place)
+    return by_names(_source(dataset, labels, len(names), place), names, known, place)
+
+
+def has_targets(dataset: Any) -> bool:
+    """True where y isn't one whole number, by its first sample; for a loss of the user's own."""
+    _check_dataset(dataset, "train")
+    if known_labels(dataset) is not None:
+        return False
+    with restored_generators():
+        seed_generators(0)
+        return whole_number(read_own(UserSamples(dataset, targets=True), 0)[1]) is None
+
+
+def splits_of_targets(train: Any) -> Splits:
+    """Wraps the user's own samples with targets that no class stands for."""
+    source = UserSamples(train, targets=True)
+    text = describe(f"your {type(train).__name__}", source, source)
+    return Splits(source, source, ("output",), text, _pixels(source))
+
+
+def _check_dataset(dataset: Any, word: str) -> None:
+    hints = ("give a torch Dataset with __len__ and __getitem__, such as a TensorDataset",)
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not sized or isinstance(dataset, IterableDataset | str | dict):
+        raise UserError(f"the {word} set is a {type(dataset).__name__}, not a map-style data set", word, hints)
+    if len(dataset) == 0:
+        raise UserError(f"the {word} set is empty", word)
+
+
+def _source(dataset: Any, labels: Tensor | None, classes: int, place: str) -> Source:
+    if labels is not None and classes:
+        labels = check_labels(labels, classes, place)
+    if type(dataset) is TensorDataset and labels is not None:
+        images = dataset.tensors[0]
+        if images.dtype == torch.uint8 and images.ndim in (3, 4):
+            return ImagesInMemory(images.unsqueeze(1) if images.ndim == 3 else images, labels)
+    return UserSamples(dataset, labels)
+
+
+def _hold_out(source: Source, share: float) -> list[Source]:
+    """Keeps a share of the samples for evaluation: a fixed choice, spread evenly."""
+    kept = spread(max(1, round(len(source) * share)), len(source))
+    rest = torch.ones(len(source), dtype=torch.bool)
+    rest[kept] = False
+    if not rest.any():
+        raise UserError("one sample can't serve for both training and evaluation", "train", ("give a test set",))
+    return [take(source, rest.nonzero().flatten()), take(source, kept)]
+
+
+def known_labels(dataset: Any) -> Tensor | None:
+    """The labels int64 [N] where the data set knows them without reading samples, else None."""
+    if isinstance(dataset, Subset):
+        labels = known_labels(dataset.dataset)
+        return None if labels is None else labels[torch.as_tensor(dataset.indices)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [known_labels(part) for part in dataset.datasets]
+        return None if any(part is None for part in parts) else torch.cat([p for p in parts if p is not None])
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        found: Any = dataset.tensors[1]
+    elif getattr(dataset, "target_transform", None) is None:
+        found = getattr(dataset, "targets", getattr(dataset, "labels", None))
+    else:
+        found = None
+    count = len(dataset)
+    if not isinstance(found, Tensor | numpy.ndarray | list | tuple) or len(found) != count:
+        return None
+    values = found.numpy(force=True) if isinstance(found, Tensor) else numpy.asarray(found)
+    known = values.size == count and values.dtype.kind in "iu"  # [N], or a column [N, 1]
+    return torch.from_numpy(values.astype(numpy.int64).reshape(count)) if known else None
+
+
+def _classes_of(dataset: Any) -> tuple[str, ...]:
+    """The data set's own names of its classes, or numbers where it says how many; else none."""
+    if isinstance(dataset, Subset):
+        return _classes_of(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        parts = {_classes_of(part) for part in dataset.datasets}
+        return parts.pop() if len(parts) == 1 else ()
+    names, number = getattr(dataset, "classes", None), getattr(dataset, "num_classes", None)
+    if isinstance(names, list | tuple) and names:
+        return tuple(" ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in names)
+    return tuple(map(str, range(number))) if isinstance(number, int) and number > 1 else ()
+
+
+def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
+    greatest = max(int(labels.max()) for labels in found)
+    for labels in found:
+        check_labels(labels, max(2, greatest + 1), "the data set")  # refuses negative labels
+    if greatest < 1:
+        raise UserError("the data has only one class", "train", ("give labels of two or more classes, from 0 on",))
+    return tuple(str(label) for label in range(greatest + 1))
+
+
+def _pixels(source: Source) -> Pixels:
+    """Looks at a few samples: pictures keep a small common size; tensors of numbers are used as they are."""
+    if isinstance(source, ImagesInMemory):
+        return measured_pixels(source.images, "none")
+    assert isinstance(source, UserSamples)
+    with restored_generators():
+        seed_generators(0)
+        images = [read_own(source, index)[0] for index in spread(_PROBES, len(source)).tolist()]
+    pictures = [picture for picture in map(as_picture, images) if picture is not None]
+    if len(pictures) < len(images):
+        shape = tuple(getattr(images[0], "shape", ())) or (1,)
+        pixels = photograph_pixels(int(shape[-1]), int(shape[0]) if len(shape) == 3 else 1, "none")
+        return replace(pixels, own=True)
+    sizes = {size for picture in pictures for size in picture.size}
+    size = max(sizes) if len(sizes) == 1 or max(sizes) <= _SMALL else 224
+    return photograph_pixels(size, 1 if all(map(is_grey, pictures)) else 3, "none")

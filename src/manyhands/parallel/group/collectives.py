@@ -1,0 +1,188 @@
+"""Subgroups and their collectives, for one process or many."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from manyhands.core.errors import UserError
+from manyhands.core.phases import CLOCK, COMMUNICATION
+from manyhands.core.world import World
+from manyhands.parallel.group.listeners import closed_once_formed
+
+Operation = Literal["sum", "mean", "max", "min", "product"]
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def _known(operation: str, what: str) -> Any:
+    if operation not in _OPERATIONS:
+        raise UserError(f'there is no operation "{operation}"', what, (f"choose one of {', '.join(_OPERATIONS)}",))
+    return _OPERATIONS[operation]
+
+
+class Subgroup:
+    """A group of processes and its collectives. All processes of the run must create it, in the same order.
+
+    Attributes:
+        ranks: the members' ranks in the run, in order.
+        rank: this process's index in the group, or -1 if it is not a member.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, handle: Any) -> None:
+        self.ranks, self.rank, self._handle = tuple(ranks), rank, handle
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @CLOCK.within(COMMUNICATION)
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
+        """Combines the members' tensors by `operation` and returns the result on all members."""
+        self._require_member()
+        put_together, result = _known(operation, "all_reduce"), _own_copy(tensor)
+        if self.size > 1:
+            dist.all_reduce(result, put_together, group=self._handle)
+        return result / self.size if operation == "mean" else result
+
+    @CLOCK.within(COMMUNICATION)
+    def reduce(self, tensor: Tensor, target: int = 0, operation: Operation = "sum") -> Tensor | None:
+        """Combines the members' tensors by `operation` on member `target`; returns None on the others."""
+        receiver, result = self._rank_of(target, "reduce"), _own_copy(tensor)
+        put_together = _known(operation, "reduce")
+        if self.size > 1:
+            dist.reduce(result, receiver, put_together, group=self._handle)
+        if self.rank != target:
+            return None
+        return result / self.size if operation == "mean" else result
+
+    @CLOCK.within(COMMUNICATION)
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Returns the tensor of member `source` on all members. Others pass a tensor of the same shape and dtype."""
+        sender, result = self._rank_of(source, "broadcast"), _own_copy(tensor)
+        if self.size > 1:
+            dist.broadcast(result, src=sender, group=self._handle)
+        return result
+
+    @CLOCK.within(COMMUNICATION)
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Stacks the members' tensors in order, [size, …], on all members."""
+        self._require_member()
+        if self.size == 1:
+            return _own_copy(tensor)[None]
+        mine = _own_copy(tensor)
+        parts = [torch.empty_like(mine) for _ in self.ranks]
+        dist.all_gather(parts, mine, group=self._handle)
+        return torch.stack(parts)
+
+    @CLOCK.within(COMMUNICATION)
+    def gather(self, tensor: Tensor, target: int = 0) -> Tensor | None:
+        """Stacks the members' tensors in order, [size, …], on member `target`; returns None on the others."""
+        receiver, mine = self._rank_of(target, "gather"), _own_copy(tensor)
+        if self.size == 1:
+            return mine[None]
+        parts = [torch.empty_like(mine) for _ in self.ranks] if self.rank == target else None
+        dist.gather(mine, parts, dst=receiver, group=self._handle)
+        return torch.stack(parts) if parts else None
+
+    @CLOCK.within(COMMUNICATION)
+    def all_to_all(self, tensors: Tensor) -> Tensor:
+        """Exchanges rows: row i of the result [size, …] is row `rank` of the tensor [size, …] that member i passes."""
+        self._require_member()
+        self._require_rows(tensors, "all_to_all")
+        mine = _own_copy(tensors)
+        if self.size == 1:
+            return mine
+        received = torch.empty_like(mine)
+        dist.all_to_all_single(received, mine, group=self._handle)
+        return received
+
+    @CLOCK.within(COMMUNICATION)
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Sends a tensor to member `target`, which must call `receive`. Blocks until the tensor is sent."""
+        dist.send(_own_copy(tensor), dst=self._other(target, "send"), group=self._handle)
+
+    @CLOCK.within(COMMUNICATION)
+    def receive(self, tensor: Tensor, source: int) -> Tensor:
+        """Receives a tensor from member `source`, with the shape, dtype and device of `tensor`."""
+        result = torch.empty_like(_own_copy(tensor))
+        dist.recv(result, src=self._other(source, "receive"), group=self._handle)
+        return result
+
+    def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
+        """Returns row `rank` of the tensor [size, …] that member `source` passes; others pass one of this shape."""
+        self._require_member()
+        self._require_rows(tensors, "scatter")
+        return self.broadcast(tensors, source)[self.rank].clone()
+
+    def reduce_scatter(self, tensors: Tensor, operation: Operation = "sum") -> Tensor:
+        """Combines the members' `tensors` [size, …] by `operation` and returns row `rank` of the result."""
+        self._require_rows(tensors, "reduce_scatter")
+        return self.all_reduce(tensors, operation)[self.rank].clone()
+
+    @CLOCK.within(COMMUNICATION)
+    def barrier(self) -> None:
+        self._require_member()
+        if self.size > 1:
+            dist.barrier(group=self._handle)
+
+    def _require_member(self) -> None:
+        if self.rank < 0:
+            raise UserError(f"this process is not one of ranks {', '.join(map(str, self.ranks))}", "subgroup")
+
+    def _require_rows(self, tensors: Tensor, what: str) -> None:
+        rows = tensors.shape[0] if tensors.ndim else 0
+        if rows != self.size:
+            raise UserError(f"{what} needs {self.size} rows, one for each process, but got {rows}", what)
+
+    def _rank_of(self, member: int, what: str) -> int:
+        """Returns the rank in the run of a member, given by its index in the group."""
+        self._require_member()
+        if not 0 <= member < self.size:
+            hints = (f"give 0 to {self.size - 1}, the index in ranks {', '.join(map(str, self.ranks))}",)
+            raise UserError(f"there is no member {member} in a group of {self.size}", what, hints)
+        return self.ranks[member]
+
+    def _other(self, member: int, what: str) -> int:
+        if member == self.rank:
+            raise UserError(f"member {member} is this process itself", what, ("name another member of the group",))
+        return self._rank_of(member, what)
+
+
+def _own_copy(tensor: Tensor) -> Tensor:
+    """Returns a contiguous copy, because backends send memory without regard to strides."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def world_group(world: World) -> Subgroup:
+    """All processes of the run."""
+    return Subgroup(range(world.size), world.rank, None)
+
+
+def group_timeout(world: World) -> timedelta | None:
+    """Returns the timeout of new groups, from the job; torch's default is half an hour."""
+    return timedelta(seconds=world.collective_timeout_s) if world.collective_timeout_s else None
+
+
+def new_group(world: World, ranks: Sequence[int]) -> Subgroup:
+    """Creates a subgroup. All processes, members or not, must create the same groups in the same order.
+
+    Raises:
+        UserError: `ranks` are not distinct ranks of the run.
+    """
+    members = sorted(ranks)
+    if not members or len(set(members)) != len(members) or members[0] < 0 or members[-1] >= world.size:
+        raise UserError(f"{list(ranks)} are not distinct ranks from 0 to {world.size - 1}", "new_group")
+    if world.alone:
+        return Subgroup(members, members.index(world.rank), None)
+    with closed_once_formed(world.backend):
+        handle = dist.new_group(members, timeout=group_timeout(world))
+    return Subgroup(members, members.index(world.rank) if world.rank in members else -1, handle)

@@ -1,0 +1,462 @@
+"""Joins the group of processes: finds the store, says who is missing, refuses who doesn't fit, and leaves properly.
+
+Every start (manyhands' own agent, torchrun, tcp://, file://, the environment) ends here. How the processes check that
+they are who they should be is in `meet`.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+
+from manyhands.core.devices import accelerator, device_kind, require_device
+from manyhands.core.errors import EXIT_FAILED, PeerError, UserError
+from manyhands.core.world import ProcessInfo, World
+from manyhands.parallel.group import ports
+from manyhands.parallel.group.listeners import closed_once_formed
+from manyhands.parallel.group.rendezvous import (
+    PeerFailure,
+    check_in,
+    init_path,
+    linger,
+    report_duplicate_rank,
+    report_to_waiting_ranks,
+    store_address,
+    understood,
+)
+from manyhands.parallel.group.through_ssh import use_tunnels
+
+Say = Callable[[str], None]
+
+# Who listens and doesn't answer within this time is not a store.
+ANSWER_S = 20.0
+# Aborting a backend may wait too.
+ABORT_S = 5.0
+# The interfaces that gloo and NCCL listen on.
+IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+LISTEN_S = 0.5
+# A process that sees a peer gone waits so long for the reason.
+LEARN_S = 2.0
+# One that has heard the reason and doesn't see the peer gone, as with NCCL, has this long to exit.
+PATIENCE_S = 5.0
+
+
+class Cause:
+    """The failure of the first process that failed, shared through the store, which rank 0 holds.
+
+    Args:
+        store: the store of all processes.
+        attempt: how often a launcher has restarted the processes.
+        leave: ends this process, which is blocked in a collective; called with the first cause, or with None if the
+            store has gone. None if a closed connection ends collectives, as with gloo.
+    """
+
+    def __init__(self, store: Any, attempt: int, leave: Callable[[PeerFailure | None], None] | None = None) -> None:
+        self._store, self._leave = dist.PrefixStore(f"failure/{attempt}", store), leave
+        self._heard: PeerFailure | None = None
+        self._known, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def publish(self, failure: PeerFailure) -> None:
+        """Publishes why this process fails, unless another one has failed before."""
+        text = failure.model_dump_json()
+        with contextlib.suppress(dist.DistError):
+            if not understood(self._store.compare_set("text", "", text), PeerFailure):
+                self._store.set("text", text)  # junk was there
+
+    def learn(self) -> PeerFailure | None:
+        """Returns the first failure, or None if none is published in time."""
+        self._known.wait(LEARN_S)
+        return self._heard
+
+    def keep_until_heard(self, processes: int) -> None:
+        """Waits a few seconds, on the process that holds the store, until `processes` have read the cause."""
+        linger(self._store, "heard", processes)
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._over.set()
+        self._thread.join(LEARN_S)
+
+    def _listen(self) -> None:
+        self._wait_for_failure()
+        if self._leave and not self._over.wait(PATIENCE_S):
+            self._leave(self._heard)
+
+    def _wait_for_failure(self) -> None:
+        with contextlib.suppress(dist.DistError):
+            while not self._over.wait(LISTEN_S):
+                failure = understood(self._store.get("text"), PeerFailure) if self._store.check(["text"]) else None
+                if failure:
+                    self._heard = failure
+                    self._known.set()
+                    self._store.add("heard", 1)
+                    return
+
+
+@dataclass
+class Group:
+    """This process's place and the store that all processes share (None when it is alone)."""
+
+    world: World  # its place
+    store: Any = None  # for small words between processes
+    init_file: Path | None = None  # of file://; removed in the end, since it would spoil the next run
+    keeps_store: bool = False  # True on the process that the store goes with
+    cause: Cause | None = None  # hears why another process failed; None until `listen`
+    # of a process group that was there before, the groups of processes that there were; None of our own
+    stands: tuple[Any, ...] | None = None
+    # what each process said of itself, by rank
+    present: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+
+    def listen(self, attempt: int, leave: Callable[[PeerFailure | None], None] | None = None) -> None:
+        """Listens for failures of other processes, for launchers without agents; see `Cause`."""
+        if self.store is not None and not self.world.alone:
+            self.cause = Cause(self.store, attempt, leave)
+
+    def abort(self) -> None:
+        """Aborts collectives and ends this process; called by another thread if the main thread is blocked."""
+        threading.Timer(ABORT_S, os._exit, (EXIT_FAILED,)).start()
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+        os._exit(EXIT_FAILED)
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Destroys the process group; after a failure, once the other processes have read the cause."""
+        if self.stands is not None:
+            self._leave_existing(failed=failed)
+        elif dist.is_initialized():
+            dist.destroy_process_group()
+        if self.cause:
+            if failed and self.keeps_store:
+                self.cause.keep_until_heard(self.world.size)
+            self.cause.close()
+        if self.init_file and self.world.is_main:
+            self.init_file.unlink(missing_ok=True)
+
+    def _leave_existing(self, *, failed: bool) -> None:
+        """Destroys the groups that were added to an existing one; not after a failure, since NCCL might block."""
+        if failed and self.world.device != "cpu":
+            return
+        for group in groups():
+            if group not in (self.stands or ()):
+                dist.destroy_process_group(group)
+
+
+def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, say: Say) -> Group:
+    """Takes this process's place; `digest` is of what must be equal on all processes (versions, job).
+
+    A peer that is silent for `collective_timeout_s` is given up. `say` is told what the user should know, such as what
+    listens where.
+
+    Raises:
+        PeerError: somebody is missing, there twice, or differs.
+        UserError: the address can't be used.
+    """
+    if process_info.started_by == STARTED_BY:
+        return _use_existing(process_info, digest, say)
+    device = _device(process_info)
+    if process_info.size == 1 and not process_info.init:
+        _use(device)
+        return Group(World(device=device))
+    store = _open_store(process_info, digest, say)
+    if process_info.agent_store:
+        store = own_use(store, process_info.rank, process_info.attempt)
+    present = check_in(store, process_info, digest, say)
+    if process_info.started_by == "--init":
+        process_info = _among_neighbours(process_info, [present[rank]["machine"] for rank in range(process_info.size)])
+        device = _device(process_info)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, torch.get_num_threads() // process_info.local_size))
+    elif "OMP_NUM_THREADS" not in os.environ and process_info.started_by != "manyhands":
+        # A launcher may have bound each process to some cores already; then these are all that torch counts.
+        share = (os.cpu_count() or 1) // process_info.local_size
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
+    backend = _backend(process_info, device)
+    interface = choose_interface(process_info, present)
+    _use(device)
+    with closed_once_formed(backend):
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"group/{process_info.attempt}", store),
+            rank=process_info.rank,
+            world_size=process_info.size,
+            timeout=timedelta(seconds=collective_timeout_s),
+        )
+    place = (process_info.rank, process_info.size, process_info.local_rank, process_info.local_size)
+    world = World(*place, device, str(dist.get_backend()), collective_timeout_s)
+    for line in what_listens(process_info, interface):
+        say(line)
+    if process_info.started_by in {"--init", "met"} and not world.is_main:
+        say(f"rank {world.rank} of {world.size} has joined; rank 0 shows the progress")
+    keeps_store = process_info.rank == 0 and not process_info.agent_store
+    return Group(world, store, init_path(process_info), keeps_store, present=present)
+
+
+def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
+    """Takes this process's place in the group that it is in already."""
+    before, store = tuple(groups()), existing_store()
+    present = check_in(store, process_info, digest, say)
+    process_info = _among_neighbours(process_info, [present[rank]["machine"] for rank in range(process_info.size)])
+    device = _device(process_info)
+    _use(device)
+    place = (process_info.rank, process_info.size, process_info.local_rank, process_info.local_size)
+    world = World(*place, device, process_info.backend)
+    return Group(world, store, keeps_store=process_info.rank == 0, stands=before, present=present)
+
+
+def _use(device: str) -> None:
+    """Makes an accelerator the one that this process allocates on; else what names none would land on the first."""
+    if ":" in device and not device.startswith("cpu"):
+        torch.accelerator.set_device_index(device)
+
+
+def _among_neighbours(process_info: ProcessInfo, machines: list[str]) -> ProcessInfo:
+    """Sets local rank and size from the machine of each rank, for processes that were started one by one."""
+    here = [rank for rank, machine in enumerate(machines) if machine == machines[process_info.rank]]
+    return replace(process_info, local_rank=here.index(process_info.rank), local_size=len(here))
+
+
+def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> str:
+    """Has the collectives listen on the interface towards the others, or on loopback where all share one machine.
+
+    Between machines the shell's own word counts. On one machine it doesn't: a cluster's shells name the interface that
+    machines talk over, and nobody else is to be reached there. Gives what gloo listens on; empty where that is left to
+    it. Raises UserError: the shell names an interface that this machine doesn't have.
+    """
+    here, loopback = present[process_info.rank]["machine"], ports.loopback_interface()
+    others = [who for _, who in sorted(present.items()) if who["machine"] != here]
+    if use_tunnels() or not others:
+        os.environ.update(dict.fromkeys(IFNAMES, loopback))
+        return loopback
+    if said := os.environ.get(IFNAMES[0], ""):
+        ports.require_interface(said, IFNAMES[0])
+    host = urlparse(process_info.init).hostname or os.environ.get("MASTER_ADDR", "")
+    name = ports.interface_of(host) if host and host not in {"0.0.0.0", "::"} else ""
+    if name in {"", loopback}:
+        # Left to themselves the backends would take what this machine's own name stands for, often loopback.
+        name = ports.interface_towards(address for who in others for address in who["addresses"])
+    if name:
+        for variable in IFNAMES:
+            os.environ.setdefault(variable, name)
+    return said or name
+
+
+def what_listens(process_info: ProcessInfo, interface: str) -> list[str]:
+    """What this machine's processes, and their launcher, have open to others, unless a head of ours says it itself."""
+    if process_info.local_rank or process_info.started_by == "manyhands":
+        return []
+    lines = [] if interface == ports.loopback_interface() else [ports.describe_collectives(interface)]
+    if process_info.agent_store and process_info.started_by != "met":
+        lines += ports.describe_launcher(process_info.started_by)
+    return lines
+
+
+def _device(process_info: ProcessInfo) -> str:
+    """This process's device: its own accelerator where there is one for each process on this machine."""
+    kind = device_kind(process_info.device, process_info.size)
+    name, _, number = kind.partition(":")
+    if name == "cpu":
+        return kind
+    if name == "mps":
+        require_device(kind, "on an Apple computer, install torch for macOS")
+        if process_info.size > 1:
+            what = f"{process_info.size} processes can't communicate on mps, for which torch has no collectives"
+            raise UserError(what, "cluster.device", ("start one process: -n 1", "or use --device cpu"))
+        return name
+    require_device(kind)
+    if number:
+        return kind
+    count = torch.accelerator.device_count()
+    if process_info.device_index is not None:
+        return _chosen(kind, process_info.device_index, count)
+    if process_info.local_size > count:
+        what = f"{process_info.local_size} processes on this machine, but {count} {kind} devices"
+        raise UserError(what, "-n", (f"start fewer processes: -n {count}", "or use --device cpu"))
+    return f"{kind}:{process_info.local_rank % count}"
+
+
+def _chosen(kind: str, index: int, count: int) -> str:
+    """The device that a launcher or a description of the cluster gave this process."""
+    if index >= count:
+        what = f"this process is assigned {kind} device {index}, but the devices here are 0 to {count - 1}"
+        hints = ("number the devices from 0 within the visible ones (CUDA_VISIBLE_DEVICES)",)
+        raise UserError(what, "DEVICE_ID, or the cluster file", hints)
+    return f"{kind}:{index}"
+
+
+def _backend(process_info: ProcessInfo, device: str) -> str:
+    if process_info.backend != "auto":
+        if not dist.is_backend_available(process_info.backend):
+            what = f'torch has no backend "{process_info.backend}" here'
+            raise UserError(what, "cluster.backend", ("remove cluster.backend to use the device's default",))
+        supported = dist.Backend.backend_capability.get(process_info.backend, [])
+        if supported and device.partition(":")[0] not in supported:
+            what = (
+                f"the backend {process_info.backend} is for {' and '.join(supported)}, but this process uses {device}"
+            )
+            raise UserError(what, "cluster.backend", ("remove cluster.backend to use the device's default",))
+        return process_info.backend
+    return dist.get_default_backend_for_device(device)
+
+
+def _open_store(process_info: ProcessInfo, digest: str, say: Say) -> Any:
+    timeout = timedelta(seconds=process_info.join_timeout_s)
+    if path := init_path(process_info):
+        return _file_store(path, process_info)
+    host, port = store_address(process_info)
+    if not host or not port:
+        tcp = process_info.init.startswith("tcp:")
+        what = f'"{process_info.init}" needs an address and a port'
+        hints = ("--init tcp://10.0.0.1:23456" if tcp else "export MASTER_ADDR=10.0.0.1 MASTER_PORT=23456",)
+        raise UserError(what, "--init" if tcp else "MASTER_ADDR and MASTER_PORT", hints)
+    if process_info.rank == 0 and not process_info.agent_store:
+        try:
+            listener = ports.listen(host, port, _address_is_from(process_info))
+        except ports.PortTakenError:
+            # It may be held by a rank 0 of this very job that waits for the others.
+            report_to_waiting_ranks(process_info, lambda names: report_duplicate_rank(names, process_info, digest))
+            raise
+        if process_info.started_by != "manyhands":
+            say(ports.describe_exposure(host, port))
+        descriptor = listener.detach()
+        return dist.TCPStore(host, port, None, True, timeout, False, master_listen_fd=descriptor)
+    if host in {"0.0.0.0", "::"}:
+        what = f"{host} is an address to listen on, not to connect to"
+        raise UserError(what, "--init", ("give rank 0's address",))
+    _wait_for_listener(host, port, process_info, say)
+    return _connect(host, port, process_info)
+
+
+def _address_is_from(process_info: ProcessInfo) -> str:
+    return "--init" if process_info.started_by == "--init" else "MASTER_ADDR and MASTER_PORT"
+
+
+def _connect(host: str, port: int, process_info: ProcessInfo) -> Any:
+    """Connects to rank 0's store; torch itself would wait for ever for a listener that accepts and says nothing."""
+    found: list[Any] = []
+
+    def connect() -> None:
+        try:
+            timeout = timedelta(seconds=process_info.join_timeout_s)
+            found.append(dist.TCPStore(host, port, None, False, timeout, False))
+        except (dist.DistError, ValueError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(min(ANSWER_S, process_info.join_timeout_s))
+    if not found or isinstance(found[0], Exception):
+        reason = str(found[0]).partition("\n")[0] if found else "no answer"
+        raise PeerError(
+            f"the program listening at {host}:{port} is not rank 0 of a run: {reason}",
+            _address_is_from(process_info),
+            (
+                "if another program uses the port, choose another port on every process",
+                f"find the program: ss -ltnp | grep {port}",
+            ),
+        )
+    return found[0]
+
+
+def _file_store(path: Path, process_info: ProcessInfo) -> Any:
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent} for the init file", "--init", ("use a shared folder",))
+    if path.is_dir():
+        raise UserError(f"{path} is a folder", "--init", (f"name a file: file://{path}/meet",))
+    if path.is_file() and path.stat().st_size and not path.stat().st_mode & 0o200:
+        raise UserError(f"{path} can't be written", "--init")
+    store = dist.FileStore(str(path), process_info.size)
+    store.set_timeout(timedelta(seconds=process_info.join_timeout_s))
+    return store
+
+
+def _wait_for_listener(host: str, port: int, process_info: ProcessInfo, say: Say) -> None:
+    started, warned = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+        except OSError as error:
+            waited = time.monotonic() - started
+            reason = error.strerror or str(error)
+            if isinstance(error, socket.gaierror):
+                what = f"the name {host} has no address: {reason}"
+                raise UserError(what, _address_is_from(process_info), ("give an IP address",)) from None
+            if waited > process_info.join_timeout_s:
+                raise PeerError(
+                    f"rank {process_info.rank} can't reach rank 0 at {host}:{port}: {reason}",
+                    _address_is_from(process_info),
+                    ("check that rank 0 is running at that address", f"check the firewall: nc -zv {host} {port}"),
+                ) from None
+            if waited > process_info.join_warn_s and not warned:
+                warned = True
+                say(f"still waiting for rank 0 at {host}:{port} ({reason}); giving up after "
+                    f"{process_info.join_timeout_s:.0f} s (cluster.join_timeout_s)")  # fmt: skip
+            time.sleep(0.2)
+        else:
+            return
+
+
+STARTED_BY = "its own process group"
+# In the words of `Membership.init`, which is shown where somebody is missing.
+INIT = "the process group that was there already"
+
+
+def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
+    """This process's place in the group that it is in already, if any. Raises UserError: another backend is wanted."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    place, own = _device_and_backend(device)
+    if backend not in {"auto", own}:
+        what = f"cluster.backend is {backend}, but this process is already in a group with {own}"
+        raise UserError(what, "cluster.backend", ("remove cluster.backend to use the existing group",))
+    return ProcessInfo(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        init=INIT,
+        backend=own,
+        device=place,
+        agent_store=True,
+        started_by=STARTED_BY,
+    )
+
+
+def _device_and_backend(wanted: str) -> tuple[str, str]:
+    """What this process computes on, and the group's backend for that; a group of gloo alone means the CPU."""
+    # Such as "cpu:gloo,cuda:nccl".
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    kind = accelerator()
+    if wanted == "auto" and kind != "cpu" and backends.get(kind, "gloo") != "gloo":
+        chosen = torch.accelerator.current_device_index()
+        return (f"{kind}:{chosen}" if chosen else "auto"), backends[kind]
+    device = "cpu" if wanted == "auto" else wanted
+    return device, backends.get(device.partition(":")[0], str(dist.get_backend()))
+
+
+def existing_store() -> Any:
+    """Returns the group's store, with a prefix for this use."""
+    return own_use(dist.distributed_c10d._get_default_store(), dist.get_rank())
+
+
+def own_use(store: Any, rank: int, attempt: int = 0) -> Any:
+    """Returns a store that outlives this use of it, with a prefix for this use."""
+    # Each process counts for itself, and all use the store in one order.
+    uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)
+    return dist.PrefixStore(f"manyhands/{uses}", store)
+
+
+def groups() -> list[Any]:
+    """Returns all groups that this process is in, in the order of their creation."""
+    return list(dist.distributed_c10d._world.pg_map)

@@ -1,0 +1,94 @@
+"""Stops listening for new processes once all processes of the run have connected.
+
+gloo keeps a port open for as long as a group lives, though nobody rightly comes after its forming; who does may fill
+the process's table of open files. A filter that lets nothing through is laid on the listening socket: its owner notices
+nothing, connections that stand go on, and whoever tries is not answered. Only Linux has it.
+"""
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+import sys
+from collections.abc import Collection, Generator, Iterator, Sequence
+from pathlib import Path
+
+from manyhands.parallel.group.ports import local_addresses
+from manyhands.parallel.group.tunnel_ends import tunnel_ends
+
+SO_ATTACH_FILTER = 26
+# The one instruction of a filter: let 0 bytes of each packet through.
+LETS_NOTHING_THROUGH = struct.pack("HBBI", 0x06, 0, 0, 0)
+OPEN_FILES = Path("/proc/self/fd")
+
+
+def _connections() -> Iterator[tuple[str, socket.socket]]:
+    """Each TCP socket of this process, by the system's name of it; each is a copy that is closed again."""
+    for path in OPEN_FILES.iterdir() if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            name = str(path.readlink())
+            if name.startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(path.name))) as found:
+                    if found.type == socket.SOCK_STREAM and found.family in {socket.AF_INET, socket.AF_INET6}:
+                        yield name, found
+
+
+def _listens(one: socket.socket) -> bool:
+    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _refuse(listener: socket.socket) -> None:
+    code = ctypes.create_string_buffer(LETS_NOTHING_THROUGH)
+    # In a sandbox that has no filters it stays open, as `doctor --exposure` shows.
+    with contextlib.suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(code)))
+
+
+@contextlib.contextmanager
+def closed_once_formed(backend: str = "") -> Generator[None]:
+    """What begins to listen within the block listens to nobody after it, where the block forms a group of gloo.
+
+    Args:
+        backend: of the group; NCCL and its like connect later, so theirs stay open.
+    """
+    # With this word of gloo's own connections come when they are first needed.
+    later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in {"", "0"}
+    # Through ssh all groups of a process share what listens, on loopback alone.
+    if "gloo" not in backend or "," in backend or later or tunnel_ends():
+        yield
+        return
+    before = {name for name, one in _connections() if _listens(one)}
+    yield
+    for name, one in _connections():
+        if name not in before and _listens(one):
+            _refuse(one)
+
+
+def close_rendezvous(port: int, machines: Sequence[Collection[str]]) -> None:
+    """On the process that holds the store, once all have met: nobody comes any more, and who doesn't belong goes.
+
+    Args:
+        port: of the store.
+        machines: addresses of each other machine that processes are on. Where one of them isn't seen (it is behind
+            another's address), nobody that is connected is taken for a stranger.
+    """
+    own, theirs = [], []
+    for _, one in _connections():
+        if one.getsockname()[1] == port:
+            (own if _listens(one) else theirs).append(one.dup())
+    try:
+        for listener in own:
+            _refuse(listener)
+        seen = {_address(other) for other in theirs}
+        known = {*local_addresses(), *(address for machine in machines for address in machine)}
+        for other in theirs if all(seen.intersection(machine) for machine in machines) else ():
+            if _address(other) not in known:
+                other.shutdown(socket.SHUT_RDWR)
+    finally:
+        for one in (*own, *theirs):
+            one.close()
+
+
+def _address(one: socket.socket) -> str:
+    return one.getpeername()[0].removeprefix("::ffff:").partition("%")[0]

@@ -1,0 +1,369 @@
+"""Rendezvous: each process writes its name into the store and waits for all others before torch is initialized.
+
+A rank that is missing, a duplicate, or of another job is named instead of waited for in silence. Any host that reaches
+the store may write there, so messages are validated: invalid ones are ignored, and control characters are removed from
+what is shown.
+"""
+
+import contextlib
+import ipaddress
+import json
+import os
+import platform
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlparse
+
+import psutil
+import torch
+import torch.distributed as dist
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from manyhands.core.errors import ManyhandsError, PeerError, UserError
+from manyhands.core.files import parse_json
+from manyhands.core.machine import this_machine
+from manyhands.core.terminal import plain
+from manyhands.core.world import ProcessInfo
+from manyhands.parallel.group.heartbeat import Heartbeat
+from manyhands.parallel.group.ports import outer_addresses
+
+Say = Callable[[str], None]
+
+# What is shown of another process's options: a number, true or false.
+_NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}|true|false|Infinity")
+
+# A process that holds the store and gives up waits so long for the others to see why.
+LINGER_S = 3.0
+# Far above what any process says of itself.
+_MOST_BYTES = 1 << 18
+_LONGEST_WHAT = 2000
+
+
+def _shown(text: str) -> str:
+    return plain(text).strip()
+
+
+def _address(text: str) -> str:
+    ipaddress.ip_address(text)
+    return text
+
+
+_Name = Annotated[str, Field(max_length=256), AfterValidator(_shown)]
+_Pid = Annotated[int, Field(gt=0, lt=2**31)]
+_Rank = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Said(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+
+class Present(_Said):
+    """A process at the rendezvous: under present/<attempt>/<rank>."""
+
+    host: _Name
+    machine: Annotated[str, Field(max_length=2000)]
+    pid: _Pid
+    addresses: Annotated[list[Annotated[str, AfterValidator(_address)]], Field(max_length=256)] = []
+    size: Annotated[int, Field(ge=1, lt=2**31)]
+    digest: Annotated[str, Field(max_length=_MOST_BYTES // 2), AfterValidator(_shown)] = ""
+    torch: _Name = ""
+    python: _Name = ""
+
+
+class DuplicateRank(_Said):
+    """A rank of two processes, reported by the second one: under present/<attempt>/twice."""
+
+    rank: _Rank
+    host: _Name
+    pid: _Pid
+
+
+class InvalidRank(_Said):
+    """A process whose rank is outside the job, reported before it ends: under present/<attempt>/outsider."""
+
+    host: _Name
+    pid: _Pid
+    digest: Annotated[str, Field(max_length=_MOST_BYTES // 2)]
+    what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_shown)]
+
+
+class PeerFailure(_Said):
+    """Why the first process failed: under failure/<attempt>/text."""
+
+    rank: _Rank
+    host: _Name
+    what: Annotated[str, Field(max_length=_LONGEST_WHAT), AfterValidator(_shown)]
+
+    @classmethod
+    def of(cls, rank: int, host: str, what: str) -> "PeerFailure":
+        """Truncates long values."""
+        return cls(rank=rank, host=host[:256], what=what[:_LONGEST_WHAT])
+
+
+class Answer(_Said):
+    """A process's heartbeats now and some seconds ago, its answer to a call: under roll/<attempt>/<call>/<rank>."""
+
+    before: Heartbeat
+    now: Heartbeat
+
+
+S = TypeVar("S", bound=_Said)
+
+
+def understood(content: bytes | str, kind: type[S]) -> S | None:
+    """Parses a message; returns None if it is invalid."""
+    if len(content) > _MOST_BYTES:
+        return None
+    with contextlib.suppress(ValueError):  # of JSON, of UTF-8, and the validation's own
+        return kind.model_validate(parse_json(content))
+    return None
+
+
+# A rank 0 that is there answers within this time.
+REPORT_S = 3.0
+
+
+def report_to_waiting_ranks(process_info: ProcessInfo, report: Callable[[Any], None]) -> None:
+    """Calls `report` with the store under present/<attempt>, if the store answers in time."""
+
+    def run() -> None:
+        with contextlib.suppress(dist.DistError, ValueError, OSError):
+            report(dist.PrefixStore(f"present/{process_info.attempt}", _store(process_info)))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(REPORT_S)
+
+
+def store_address(process_info: ProcessInfo) -> tuple[str, int]:
+    """Returns host and port of the store, from --init or the environment; empty and 0 if unknown."""
+    url = urlparse(process_info.init)
+    if url.scheme == "tcp":
+        return url.hostname or "", url.port or 0
+    return os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0") or 0)
+
+
+def init_path(process_info: ProcessInfo) -> Path | None:
+    """Returns the path of a file:// init; None for others."""
+    url = urlparse(process_info.init)
+    return Path(url.netloc + url.path) if url.scheme == "file" else None
+
+
+def _store(process_info: ProcessInfo) -> Any:
+    if path := init_path(process_info):
+        if not path.stat().st_size:
+            raise OSError(f"no process listens at {path}")
+        return dist.FileStore(str(path), process_info.size)
+    host, port = store_address(process_info)
+    # If no process listens, torch would try again and again.
+    socket.create_connection((host, port), timeout=REPORT_S).close()
+    return dist.TCPStore(host, port, None, False, timedelta(seconds=REPORT_S), False)
+
+
+def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
+    """Writes this process's name into the store and waits for those of all ranks; returns names by rank.
+
+    Raises:
+        UserError: this rank is taken, or a process belongs to another job.
+        PeerError: a rank is missing, or rank 0 has ended.
+    """
+    names = dist.PrefixStore(f"present/{process_info.attempt}", store)
+    me = {
+        "host": socket.gethostname(), "machine": this_machine(), "pid": os.getpid(),
+        "addresses": outer_addresses(),
+        "size": process_info.size, "digest": digest,
+        "torch": torch.__version__, "python": platform.python_version(), "time": time.time(),
+    }  # fmt: skip
+    try:
+        if names.add(f"count/{process_info.rank}", 1) > 1:
+            report_duplicate_rank(names, process_info, digest)
+            raise _place_taken(names, process_info)
+        names.set(str(process_info.rank), json.dumps(me))
+        present = _wait_for_names(names, process_info, digest, say)
+        names.add("read", 1)
+        for rank, other in present.items():
+            _compare(process_info, me, rank, other)
+    except (dist.DistError, ValueError):  # a ValueError where a count in an init file is none
+        what = "the store failed during the rendezvous"
+        hints = ("see rank 0's log if rank 0 has ended", "check that no other program writes to the store")
+        raise PeerError(what, process_info.init, hints) from None
+    except ManyhandsError:
+        if process_info.rank == 0:
+            linger(names, "read", sum(names.check([str(rank)]) for rank in range(process_info.size)))
+        raise
+    return present
+
+
+def report_duplicate_rank(names: Any, process_info: ProcessInfo, digest: str) -> None:
+    """Reports to the waiting ranks that a second process of their job has this rank."""
+    key = str(process_info.rank)
+    first = understood(names.get(key), Present) if names.check([key]) else None
+    # One that has just come may not have written its name yet; another job on the same port is no second one.
+    if not first or (first.size, first.digest) == (process_info.size, digest):
+        two = DuplicateRank(rank=process_info.rank, host=socket.gethostname(), pid=os.getpid())
+        names.set("twice", two.model_dump_json())
+
+
+def report_invalid_rank(names: Any, digest: str, what: str) -> None:
+    """Reports to the waiting ranks that a process of their job ends because its rank is invalid."""
+    invalid_rank = InvalidRank(host=socket.gethostname(), pid=os.getpid(), digest=digest, what=what)
+    names.set("outsider", invalid_rank.model_dump_json())
+
+
+def _refuse_invalid_rank(names: Any, process_info: ProcessInfo, digest: str) -> None:
+    invalid_rank = understood(names.get("outsider"), InvalidRank) if names.check(["outsider"]) else None
+    if not invalid_rank or invalid_rank.digest != digest:
+        return
+    names.add("read", 1)
+    who = f"process {invalid_rank.pid} on {invalid_rank.host}"
+    raise _start_anew(f"{who} can't join: {invalid_rank.what}", process_info)
+
+
+def _start_anew(what: str, process_info: ProcessInfo) -> UserError:
+    hints = (f"restart all processes, each with a unique rank from 0 to {process_info.size - 1}",)
+    return UserError(what, "--rank" if process_info.started_by == "--init" else "RANK", hints)
+
+
+def _refuse_two(names: Any, process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> None:
+    """Raises UserError if two processes have one rank, because then another rank never comes."""
+    two = understood(names.get("twice"), DuplicateRank) if names.check(["twice"]) else None
+    if not two or two.rank >= process_info.size:
+        return
+    names.add("read", 1)
+    first = present.get(two.rank)
+    also = f" and to process {first['pid']} on {first['host']}" if first else ""
+    what = f"rank {two.rank} was given twice: to process {two.pid} on {two.host}{also}"
+    raise _start_anew(what, process_info)
+
+
+def linger(store: Any, key: str, count: int) -> None:
+    """Waits until `count` processes have added themselves to a key, for a few seconds at most."""
+    until = time.monotonic() + LINGER_S
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        while store.add(key, 0) < count and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def _wait_for_names(names: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
+    started, warned = time.monotonic(), False
+    present: dict[int, dict[str, Any]] = {}
+    while True:
+        for rank in range(process_info.size):
+            if rank not in present and names.check([str(rank)]):
+                said = understood(names.get(str(rank)), Present)
+                if not said:
+                    continue  # junk; the process itself, when it comes, writes over it
+                present[rank] = said.model_dump()
+                _refuse_dead(present[rank], rank, process_info)
+                if present[rank]["size"] != process_info.size:
+                    return present
+        missing = [rank for rank in range(process_info.size) if rank not in present]
+        if not missing:
+            return present
+        _refuse_two(names, process_info, present)
+        _refuse_invalid_rank(names, process_info, digest)
+        waited = time.monotonic() - started
+        text = f"{len(present)} of {process_info.size} processes have joined; missing: rank {_ranges(missing)}"
+        if waited > process_info.join_timeout_s:
+            raise PeerError(
+                f"{text}, after {waited:.0f} s",
+                _rendezvous_address(process_info),
+                (
+                    "start the missing ranks with the same --init and --world-size"
+                    if process_info.started_by == "--init"
+                    else "start the missing ranks on their machines, with the same job and the same list of machines",
+                    "or wait longer: cluster.join_timeout_s",
+                ),
+            )
+        if waited > process_info.join_warn_s and not warned:
+            warned = True
+            say(f"{text}; giving up after {process_info.join_timeout_s:.0f} s (cluster.join_timeout_s)")
+        time.sleep(0.01 if waited < 5 else 0.2)
+
+
+def _rendezvous_address(process_info: ProcessInfo) -> str:
+    if not process_info.init.startswith("env://"):
+        return process_info.init
+    return f"tcp://{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+
+
+def _refuse_dead(other: dict[str, Any], rank: int, process_info: ProcessInfo) -> None:
+    """An init file may hold the name of a process that has ended long ago."""
+    here = other["machine"] == this_machine()
+    if process_info.init.startswith("file://") and here and not psutil.pid_exists(other["pid"]):
+        path = process_info.init.removeprefix("file://")
+        what = f"the init file {path} is from an earlier run, whose rank {rank} (process {other['pid']}) has ended"
+        raise UserError(what, "--init", (f"rm {path}, or use a new file name",))
+
+
+def _compare(process_info: ProcessInfo, me: dict[str, Any], rank: int, other: dict[str, Any]) -> None:
+    words = {"size": "--world-size", "torch": "torch's version", "digest": "the job (flags or job.toml)"}
+    for key, word in words.items():
+        if me[key] != other[key]:
+            shown = f": {me[key]} here, {other[key]} there" if key != "digest" else _options(me[key], other[key])
+            what = (
+                f"rank {process_info.rank} on {me['host']} and rank {rank} on {other['host']} differ in {word}{shown}"
+            )
+            hints = ("start all ranks with the same command except for --rank",)
+            raise UserError(what, _rendezvous_address(process_info), hints)
+
+
+def _options(here: str, there: str) -> str:
+    """Names the options in which two jobs differ, and numbers of theirs; both are as `shared_options` writes them."""
+    mine, others = _by_option(here), _by_option(there)
+    differing: list[str] = []
+    for option, value in mine.items():
+        other = others.get(option)
+        if other == value:
+            continue
+        both = other is not None and _NUMBER.fullmatch(value) and _NUMBER.fullmatch(other)
+        differing.append(f"{option} ({value} here, {other} there)" if both else option)
+    return f": {', '.join(differing[:5])}{' …' * (len(differing) > 5)}" if differing else ""
+
+
+def _by_option(words: str) -> dict[str, str]:
+    return {option: value for option, _, value in (word.partition("=") for word in words.split())}
+
+
+def _place_taken(names: Any, process_info: ProcessInfo) -> UserError:
+    """Another process has this rank: a second start, or an earlier run's init file."""
+    other: Present | None = None
+    with contextlib.suppress(RuntimeError, ValueError):
+        # The other may have taken the place a moment ago and not have written its name yet.
+        names.wait([str(process_info.rank)], timedelta(seconds=LINGER_S))
+        other = understood(names.get(str(process_info.rank)), Present)
+    who = f" by process {other.pid} on {other.host}" if other else ""
+    if process_info.init.startswith("file://"):
+        path = process_info.init.removeprefix("file://")
+        return UserError(
+            f"the init file {path} already has a rank {process_info.rank}, written{who}",
+            "--init",
+            (
+                f"if an earlier run left the file: rm {path}, or use a new file name",
+                "or give each process its own --rank",
+            ),
+        )
+    return UserError(
+        f"rank {process_info.rank} is taken{who}",
+        "--rank",
+        (f"give each process its own --rank, 0 to {process_info.size - 1}",),
+    )
+
+
+def _ranges(ranks: list[int]) -> str:
+    """[1, 2, 3, 7] as "1-3, 7"."""
+    parts: list[str] = []
+    start = previous = ranks[0]
+    for rank in [*ranks[1:], None]:
+        if rank is not None and rank == previous + 1:
+            previous = rank
+            continue
+        parts.append(str(start) if start == previous else f"{start}-{previous}")
+        start = previous = rank if rank is not None else -1
+    return ", ".join(parts)

@@ -1,0 +1,68 @@
+"""Gloo between machines that are joined through ssh: it listens on their addresses of loopback alone.
+
+Nothing public chooses the address that gloo listens on, so torch's class is replaced by one that does. A process has
+one port for all its groups. Before a group connects, each process has those of other machines made reachable here.
+"""
+
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from typing import Any, cast
+
+import psutil
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from manyhands.core.errors import PeerError
+from manyhands.core.files import typed_number
+from manyhands.parallel.group.tunnel_ends import TunnelEnds, reach, tunnel_ends
+
+# torch's types know neither the options nor the devices of the class.
+_Gloo: Any = dist.ProcessGroupGloo
+
+
+class GlooThroughSsh(_Gloo):
+    """A group whose processes are on machines that are joined through ssh."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
+        ends = tunnel_ends()
+        assert ends is not None
+        device, port = _device(ends)
+        places = dist.PrefixStore("through-ssh", store)
+        places.set(str(rank), f"{ends.address}:{port}")
+        for other in range(size):
+            reach(ends, *_place(places.get(str(other)), other))
+        options = _Gloo._Options()
+        options._devices, options._timeout = [device], timeout
+        super().__init__(store, rank, size, options)
+
+
+def _place(said: bytes, rank: int) -> tuple[str, int]:
+    with suppress(UnicodeDecodeError):
+        address, _, port = said.decode().partition(":")
+        if number := typed_number(port):
+            return address, number
+    raise PeerError(f"the address published by rank {rank} can't be read")
+
+
+@cache
+def _device(ends: TunnelEnds) -> tuple[Any, int]:
+    """What gloo listens with, and the port that it chose."""
+    before = _ports(ends.address)
+    device = _Gloo.create_device(hostname=ends.address)
+    (port,) = _ports(ends.address) - before
+    return device, port
+
+
+def _ports(address: str) -> set[int]:
+    """That this process listens on."""
+    found = psutil.Process().net_connections("tcp4")
+    return {entry.laddr.port for entry in found if entry.status == psutil.CONN_LISTEN and entry.laddr.ip == address}
+
+
+def use_tunnels() -> bool:
+    """Has groups that are made from now on go through ssh, where this run's machines are joined so."""
+    if tunnel_ends() is None:
+        return False
+    cast(Any, distributed_c10d).ProcessGroupGloo = GlooThroughSsh
+    return True

@@ -1,0 +1,1 @@
+"""Networks that their author has sharded."""

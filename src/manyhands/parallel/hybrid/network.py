@@ -1,0 +1,72 @@
+"""A network that its author has sharded; only its gradients and BatchNorm statistics are synchronized here.
+
+Samples are shared over some axes of the mesh, by default all that cut no parameter. A parameter's gradient is summed
+over those of them that don't cut it. Over the other axes a whole parameter's gradient is whole already, because the
+author's `enter` has summed it there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from manyhands.core.mesh import TensorLayout
+from manyhands.core.seeds import mix
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.marks import axis_numbers, layouts_of
+from manyhands.parallel.network import MicroBatchShape, ModeTraits
+from manyhands.parallel.on_mesh import NetworkOnMesh
+from manyhands.parallel.plan import Plan
+from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups
+
+
+class HybridNetwork(NetworkOnMesh):
+    """A network that its author has sharded; `samples` are the mesh axes, by index, that share the samples."""
+
+    def __init__(
+        self, model: nn.Module, grid: Grid, layouts: dict[str, TensorLayout], samples: tuple[int, ...]
+    ) -> None:
+        self.samples, parts = samples, grid.parts(samples)
+        # BatchNorm's groups are shared over the axes of the samples only.
+        groups = NormGroups(processes=grid.group(samples) if parts > 1 else None)
+        for module in model.modules():
+            if isinstance(module, GroupedNorm):
+                module.groups = groups
+                groups.layers.append(module)
+        traits = ModeTraits(plan=Plan(grid.mesh, layouts=layouts))
+        super().__init__(model, model, grid, layouts, (samples, samples), most_parts=parts, traits=traits)
+        self.norms = groups
+
+    @override
+    def begin_micro_batch(self, shape: MicroBatchShape) -> None:
+        """Prepares a micro-batch. Processes with the same samples draw the same random numbers, as in dropout."""
+        self.grid.batch = shape.samples
+        share = shape.share(self.share.parts, self.share.index)
+        self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
+        torch.manual_seed(mix(mix(shape.seed) ^ self.share.index))
+
+
+def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:
+    """Runs a network that was constructed with this grid and holds shards; unsharded parameters are equal on all.
+
+    Args:
+        model: the network.
+        grid: the mesh.
+        samples: the axes over which samples are shared; None: all that shard no parameter.
+
+    Raises:
+        UserError: a parameter's mark or an axis of `samples` doesn't fit the mesh.
+    """
+    layouts = layouts_of(model, grid.mesh, grid.world.rank)
+    if samples is None:
+        cut = {axis for layout in layouts.values() for axis in layout.sharded_axes}
+        axes = tuple(axis for axis in range(len(grid.mesh.axes)) if axis not in cut)
+    else:
+        axes = axis_numbers(samples, grid.mesh, "parallel.samples")
+    for name, parameter in model.state_dict(keep_vars=True).items():
+        if name in layouts and isinstance(parameter, nn.Parameter):
+            over = tuple(axis for axis in axes if axis not in layouts[name].sharded_axes)
+            layouts[name] = replace(layouts[name], gradient_axes=over)
+    return HybridNetwork(model, grid, layouts, axes)

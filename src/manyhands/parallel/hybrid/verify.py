@@ -1,0 +1,392 @@
+"""Compares the gradients of a network that its author has sharded with those of one process."""
+
+import copy
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+from manyhands.core.errors import RunError, UserError
+from manyhands.core.mesh import Mesh, bounds
+from manyhands.core.shares import Span
+from manyhands.core.world import World
+from manyhands.parallel.gradients import Gradients
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
+from manyhands.parallel.hybrid.network import HybridNetwork, hybrid_network
+from manyhands.parallel.mesh.grid import Axis, Grid
+from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups, group_batch_norms
+
+Make = Callable[[Grid], nn.Module]
+Loss = Callable[..., Tensor]
+Cause = Literal["missing", "doubled", "replicas", "cut", "mark", "wrong"]
+OUTPUT = "output"
+# Gradients far below the largest one are rounding errors, such as those of a bias before BatchNorm.
+_NEGLIGIBLE = 1e-6
+_MOST_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One error that `verify_gradients` found in a network that is sharded by hand.
+
+    Attributes:
+        name: the parameter, or "output".
+        cause: "missing": an all-reduce is missing; "doubled": an all-reduce is done twice; "replicas": replicas differ;
+            "cut": the output is sharded; "mark": a shard is not a manyhands.Parameter; "wrong": any other.
+        axes: the names of the mesh axes over which the error occurs.
+        what: the observation, with the rank that has the largest error.
+        hints: a likely correction.
+    """
+
+    name: str
+    cause: Cause
+    axes: tuple[str, ...]
+    what: str
+    hints: str
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """The result of `verify_gradients`, the same on every process.
+
+    Attributes:
+        findings: the errors, those of the output first.
+        worst: the largest error of a gradient, relative to that gradient's largest value.
+        compared: the number of parameters compared.
+    """
+
+    findings: tuple[Finding, ...]
+    worst: float
+    compared: int
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def require(self) -> None:
+        """Raises RunError if there are findings."""
+        if self.findings:
+            first = self.findings[0]
+            raise RunError(first.what, first.name, tuple(str(self).splitlines()[1:]))
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.compared} gradients equal those of one process (largest relative error {self.worst:.1e})"
+        lines = [f"findings: {len(self.findings)}; gradients compared: {self.compared}"]
+        for finding in self.findings[:_MOST_SHOWN]:
+            lines += [f"{finding.name}: {finding.what}", f"  do: {finding.hints}"]
+        if len(self.findings) > _MOST_SHOWN:
+            lines.append(f"… and {len(self.findings) - _MOST_SHOWN} more")
+        return "\n".join(lines)
+
+
+def verify_gradients(  # noqa: PLR0913 - few are ever given
+    net: nn.Module | Make,
+    sample: Tensor,
+    labels: Tensor | None = None,
+    *,
+    mesh: Grid | None = None,
+    loss: Loss | None = None,
+    samples: tuple[str, ...] | None = None,
+    tolerance: float = 1e-6,
+    check: bool = False,
+) -> GradientCheck:
+    """Compares the gradients of a network that is sharded by hand with those of one process; a collective.
+
+    All processes pass the same arguments. Copies of the network run in double precision, in training mode but without
+    dropout. BatchNorm treats the samples of each process as one group. The network and its gradients are not changed.
+
+    Args:
+        net: a function of a mesh that makes the network, such as its class; or the network. A copy of the network runs
+            on a mesh of one process, so `forward` must read the sizes of axes at each call; don't cache them.
+        sample: a batch [n, …]. The batch of rank 0 is used, truncated so that processes get equal shares.
+        labels: the labels of the samples, for `loss` or the default, cross-entropy.
+        mesh: required with a function, and with a network that has no axis of a mesh.
+        loss: a function of (output, labels) that returns the mean loss or one loss per sample. Without labels
+            and loss, a fixed weighted sum of all outputs is used: an error in the output then changes no gradient.
+        samples: names of the axes that shard the batch; None: all axes that shard no parameter.
+        tolerance: the largest error allowed, relative to the largest value of the compared tensor.
+        check: raise an error if there are findings.
+
+    Raises:
+        UserError: there is no mesh, there are too few samples, or no copy of the network runs on one process.
+        RunError: there are findings, and `check` is set.
+    """
+    grid = mesh or _mesh_of(net)
+    if loss is None and labels is not None:
+        loss = functools.partial(F.cross_entropy, reduction="none")
+    with torch.random.fork_rng():
+        live, alone = _copies(net, grid)
+        network = hybrid_network(live, grid, samples)
+        try:
+            findings, worst = _Check(network, alone, (sample, labels), loss, tolerance).run()
+        finally:
+            network.reducer.release()
+    result = GradientCheck(tuple(findings), worst, sum(parameter.requires_grad for parameter in live.parameters()))
+    if check:
+        result.require()
+    return result
+
+
+def _mesh_of(net: Any) -> Grid:
+    modules = net.modules() if isinstance(net, nn.Module) else []
+    for value in itertools.chain.from_iterable(vars(module).values() for module in modules):
+        if isinstance(value, Axis | Grid):
+            return value.mesh if isinstance(value, Axis) else value
+    hints = ("give the network's mesh: mesh=manyhands.open_mesh(...)",)
+    raise UserError("the network has no axis of a mesh", "verify_gradients", hints)
+
+
+def _copies(net: nn.Module | Make, grid: Grid) -> tuple[nn.Module, nn.Module]:
+    """A copy of the network on this mesh, and one on a mesh of one process with the same axes."""
+    alone = Grid(Mesh(tuple((name, 1) for name in grid.mesh.names)), World(device=grid.world.device))
+    dtype = torch.float32 if grid.world.device.startswith("mps") else torch.float64
+
+    def copy_on(place: Grid) -> nn.Module:
+        if isinstance(net, nn.Module):
+            groups = {id(one.groups): NormGroups() for one in net.modules() if isinstance(one, GroupedNorm)}
+            model = copy.deepcopy(net, {id(grid): place, **groups})
+        else:
+            torch.manual_seed(0)
+            model = net(place)
+        model.to(grid.world.device, dtype).train().zero_grad(set_to_none=True)
+        for module in model.modules():
+            if isinstance(module, _DropoutNd):
+                module.eval()
+        group_batch_norms(model)
+        return model
+
+    return copy_on(grid), copy_on(alone)
+
+
+class _Check:
+    """One comparison of a network on a mesh with its copy on one process. All methods are collectives."""
+
+    def __init__(
+        self, network: HybridNetwork, alone: nn.Module, batch: tuple[Any, Any], loss: Loss | None, tolerance: float
+    ) -> None:
+        self.network, self.grid, self.alone = network, network.grid, alone
+        self.loss, self.tolerance = loss, tolerance
+        self.axes = [axis for axis, size in enumerate(self.grid.mesh.sizes) if size > 1]
+        parts = self.grid.parts(network.samples)
+        self.count = broadcast_plain(len(batch[0]), self.grid.world) // parts * parts
+        if not self.count:
+            what = f"{len(batch[0])} samples are too few for the {parts} processes that share them"
+            raise UserError(what, "verify_gradients", (f"give {parts} samples or more",))
+        self.sample = self._from_rank_0(batch[0])
+        self.labels = None if batch[1] is None else self._from_rank_0(batch[1])
+        self.shares = [slice(*pair) for pair in itertools.pairwise(bounds(self.count, parts))]
+        self.rows = self.shares[self.grid.place(network.samples)]
+
+    def run(self) -> tuple[list[Finding], float]:
+        """Returns the findings, and the largest relative error of a gradient."""
+        found = self._load_parameters()
+        if found:
+            return found, 0.0
+        due_outputs, due = self._run_alone()
+        outputs, raw = self._run_on_mesh()
+        self.network.reducer.finish()
+        for number, (output, due_output) in enumerate(zip(outputs, due_outputs, strict=True)):
+            name = OUTPUT if len(due_outputs) == 1 else f"{OUTPUT} {number}"
+            if any(gather_plain(output.shape != due_output.shape, self.grid.world)):
+                what = f"rank 0 has shape {tuple(output.shape)}, expected {tuple(due_output.shape)}"
+                hints = "check for a missing gather or scatter, or a wrong axis"
+                return [*found, Finding(name, "cut", (), broadcast_plain(what, self.grid.world), hints)], 0.0
+            error, rank = self._compare(output, due_output)
+            if error > self.tolerance:
+                # Differences between samples don't have what is added once, such as a bias.
+                pairs = [(output, due_output), (output - output.mean(0), due_output - due_output.mean(0))]
+                found.append(self._explain(name, pairs, (), rank))
+        largest = max((float(one.abs().max()) for one in due.values() if one.numel()), default=0.0)
+        negligible, worst = _NEGLIGIBLE * max(gather_plain(largest, self.grid.world)), 0.0
+        for name, local in raw.items():
+            layout, parameter = self.network.layouts[name], self.network.model.get_parameter(name)
+            region = layout.region(self.grid.mesh, self.grid.world.rank)
+            total_due = _region(self._sum(due[name], self.network.samples), region)
+            total = torch.zeros_like(local) if parameter.grad is None else parameter.grad
+            error, rank = self._compare(total, total_due, negligible)
+            worst = max(worst, error)
+            if error > self.tolerance:
+                # Before the sum over the samples, axes of equal sizes can be told apart.
+                pairs = [(local, _region(due[name], region)), (total, total_due)]
+                found.append(self._explain(name, pairs, layout.sharded_axes, rank))
+        return found, worst
+
+    def _from_rank_0(self, tensor: Tensor) -> Tensor:
+        tensor = tensor[: self.count].detach().to(self.grid.world.device).clone(memory_format=torch.contiguous_format)
+        if tensor.is_floating_point():
+            tensor = tensor.to(next((one.dtype for one in self.network.model.parameters()), torch.float64))
+        if not self.grid.world.alone:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def _load_parameters(self) -> list[Finding]:
+        """Gives the copy on one process the full parameters and buffers."""
+        mesh, rank, found = self.grid.mesh, self.grid.world.rank, list[Finding]()
+        local_state = self.network.model.state_dict(keep_vars=True)
+        for name, target in self.alone.state_dict(keep_vars=True).items():
+            if not isinstance(target, Tensor) or not isinstance(local_state.get(name), Tensor):
+                continue
+            layout, local = self.network.layouts[name], local_state[name].detach()
+            unmarked = isinstance(target, nn.Parameter) and target.shape not in {layout.shape, local.shape}
+            if any(gather_plain(unmarked, self.grid.world)):
+                what = f"unmarked, but the shape is {tuple(target.shape)} on one process and {layout.shape} on the mesh"
+                hints = (
+                    "shard it with shard or shard_module, or by Parameter(piece, layerwise_parallel=(axis, dimension))"
+                )
+                found.append(Finding(name, "mark", mesh.names, what, hints))
+                continue
+            differing = [
+                mesh.names[axis]
+                for axis in self.axes
+                if axis not in layout.sharded_axes
+                and self._compare(self._sum(local, (axis,)), mesh.sizes[axis] * local)[0] > self.tolerance
+            ]
+            if differing:
+                where = " and ".join(differing)
+                what = f"the values differ between processes along {where}, which does not shard the tensor"
+                found.append(Finding(name, "replicas", tuple(differing), what, f"use one seed, or shard over {where}"))
+                continue
+            full = local.new_zeros(layout.shape)
+            if layout.first_holder(mesh, rank) == rank:
+                _region(full, layout.region(mesh, rank)).copy_(local)
+            target.data = self._sum(full, range(len(mesh.axes)))
+        for module in self.alone.modules():
+            if isinstance(module, GroupedNorm) and module.running_mean is not None:
+                module.num_features = len(module.running_mean)
+        return found
+
+    def _run_alone(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The outputs for this process's rows of the batch, and the gradients of their part of the loss."""
+        _begin(self.alone, self.shares, self.count)
+        try:
+            output = self.alone(self.sample)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            hints = (
+                "give the class or function of a network that stores the sizes of its shards, such as",
+                "verify_gradients(Net, sample, mesh=mesh)",
+            )
+            what = f"the network does not run on a mesh of one process: {type(error).__name__}: {error}"
+            raise UserError(what, "verify_gradients", hints) from error
+        output = pytree.tree_map_only(Tensor, lambda one: one[self.rows], output)
+        named = {name: one for name, one in self.alone.named_parameters() if one.requires_grad}
+        due = torch.autograd.grad(self._loss(output), list(named.values()), materialize_grads=True, allow_unused=True)
+        return [one.detach() for one in _tensors(output)], dict(zip(named, due, strict=True))
+
+    def _run_on_mesh(self) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The outputs for this process's rows, and its gradients before they are summed over the samples' axes."""
+        _begin(self.network.model, [slice(0, self.rows.stop - self.rows.start)], self.count)
+        output = self.network.model(self.sample[self.rows])
+        Gradients(self.network, self.grid.world).backward_of(self._loss(output))
+        named = ((name, one) for name, one in self.network.model.named_parameters() if one.requires_grad)
+        raw = {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in named}
+        return [one.detach() for one in _tensors(output)], raw
+
+    def _loss(self, output: Any) -> Tensor:
+        """This process's part of the mean loss."""
+        if self.loss is None:
+            # Weights that are different for all values, and equal on all processes for the same sample.
+            parts: list[Tensor] = []
+            for one in _tensors(output):
+                generator = torch.Generator().manual_seed(1)
+                weights = torch.randn(self.count, *one.shape[1:], generator=generator, dtype=torch.float64)
+                parts.append((one * weights[self.rows].to(one)).sum())
+            return torch.stack(parts).sum() / self.count
+        value = self.loss(output) if self.labels is None else self.loss(output, self.labels[self.rows])
+        return (value.sum() if value.dim() else value * (self.rows.stop - self.rows.start)) / self.count
+
+    def _sum(self, tensor: Tensor, axes: Iterable[int]) -> Tensor:
+        """The sum over the processes along some axes."""
+        over = [axis for axis in axes if self.grid.mesh.sizes[axis] > 1]
+        if tensor.dtype == torch.bool:
+            return self._sum(tensor.byte(), over).bool()
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if over:
+            dist.all_reduce(result, group=self.grid.group(over))
+        return result
+
+    def _compare(self, observed: Tensor, expected: Tensor, least: float = 0.0) -> tuple[float, int]:
+        """The largest error on any process, relative to the largest expected value (or `least`); and its rank."""
+        error = 0.0
+        if not torch.equal(observed, expected) and observed.numel():
+            error = float((observed - expected).abs().max())
+        scale = float(expected.abs().max()) if expected.numel() else 0.0
+        pairs = gather_plain([error if math.isfinite(error) else math.inf, scale], self.grid.world)
+        errors, scales = zip(*pairs, strict=True)
+        return max(errors) / (max(least, *scales) or 1.0), errors.index(max(errors))
+
+    def _explain(self, name: str, pairs: list[tuple[Tensor, Tensor]], sharded: Collection[int], rank: int) -> Finding:
+        """Tries for each set of axes whether a sum over them is missing or made twice; the smallest sets first."""
+
+        def equal(observed: Tensor, expected: Tensor) -> bool:
+            return self._compare(observed, expected)[0] <= self.tolerance
+
+        for observed, expected in pairs:
+            if self._compare(torch.zeros_like(expected), expected)[0] == 0:
+                continue
+            for count in range(1, len(self.axes) + 1):
+                found: dict[Cause, list[tuple[int, ...]]] = {"missing": [], "doubled": []}
+                for over in itertools.combinations(self.axes, count):
+                    pieces, replicas = (
+                        [one for one in over if one in sharded],
+                        [one for one in over if one not in sharded],
+                    )
+                    # A sum over different pieces means nothing. Equal parts of a value are no terms of a forgotten sum.
+                    summable = not pieces and not equal(self.grid.parts(over) * observed, expected)
+                    if summable and equal(self._sum(observed, over), expected):
+                        found["missing"].append(over)
+                    elif equal(observed, self.grid.parts(pieces) * self._sum(expected, replicas)):
+                        found["doubled"].append(over)
+                for cause, sets in found.items():
+                    if sets:
+                        return self._finding(name, cause, sets, rank)
+        subject, hints = "the gradient", "correct the earlier findings first: they may cause this one"
+        if name.startswith(OUTPUT):
+            subject = "the output"
+            hints = "check for a missing collective, a wrong axis, or a bias added before an all_reduce"
+        return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}; no single sum explains the error", hints)
+
+    def _finding(self, name: str, cause: Cause, sets: list[tuple[int, ...]], rank: int) -> Finding:
+        names = [[self.grid.mesh.names[axis] for axis in over] for over in sets]
+        where = " or ".join(" and ".join(over) for over in names)
+        output = name.startswith(OUTPUT)
+        subject = "the output is" if output else "the gradient is"
+        if cause == "missing":
+            what = f"{subject} partial over {where} on rank {rank}: the sum over {where} is correct"
+            hints = f"add {where}.enter where a value computed from {name} enters a computation split over {where}"
+            hints = f"add {where}.all_reduce" if output else hints
+        else:
+            what = f"{subject} {self.grid.parts(sets[0])} times too large on rank {rank}: summed twice over {where}"
+            hints = f"remove one all-reduce over {where}: {where}.enter twice, or torch.distributed in backward"
+            if output:
+                hints = f"remove one {where}.all_reduce"
+            elif set(itertools.chain.from_iterable(sets)) & set(self.network.samples):
+                hints = f"remove {where}.enter: the mode sums over the axes of the samples"
+        return Finding(name, cause, tuple(dict.fromkeys(itertools.chain.from_iterable(names))), what, hints)
+
+
+def _begin(model: nn.Module, shares: list[slice], count: int) -> None:
+    """Makes each share a BatchNorm group of its own, on the mesh and on one process alike."""
+    spans = tuple(
+        Span(number, one.start, one.stop, one.stop - one.start, -1, True) for number, one in enumerate(shares)
+    )
+    for groups in {id(one.groups): one.groups for one in model.modules() if isinstance(one, GroupedNorm)}.values():
+        groups.begin_micro_batch(spans, (), shares[-1].stop, count)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [one for one in pytree.tree_leaves(output) if isinstance(one, Tensor) and one.is_floating_point()]
+
+
+def _region(tensor: Tensor, region: tuple[tuple[int, int], ...]) -> Tensor:
+    """The part of a tensor between (start, stop) in each dimension."""
+    return tensor[tuple(slice(*pair) for pair in region)]

@@ -1,0 +1,1 @@
+"""A mesh of processes: axes, placements of tensors, and sums of gradients over axes."""

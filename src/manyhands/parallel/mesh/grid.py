@@ -1,0 +1,328 @@
+"""Tensor parallelism written by hand: mesh axes with differentiable collectives.
+
+A network is constructed with a mesh, shards its parameters along an axis, and calls the axis's collectives in forward:
+
+    class Net(nn.Module):
+        def __init__(self, mesh):
+            super().__init__()
+            self.tp = mesh.axis("tp")
+            self.weight = self.tp.shard(torch.randn(512, 128), dim=1)
+
+        def forward(self, x):
+            part = self.tp.enter(x) @ self.weight
+            return self.tp.all_reduce(part.sum(-1))
+
+Values and gradients have separate placements (placement.py). The backward of each collective is its adjoint, another
+collective.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from manyhands.core.devices import accelerator
+from manyhands.core.errors import UserError
+from manyhands.core.mesh import Mesh, bounds, make_mesh, parse_mesh
+from manyhands.core.world import World
+from manyhands.parallel.group.collectives import group_timeout
+from manyhands.parallel.mesh.marks import Mark, Parameter, axis_numbers, mark_buffer
+
+if TYPE_CHECKING:
+    from manyhands.parallel.mesh.placement import Placement
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Grid:
+    """A mesh with the process groups of this process. All processes must create the same meshes in the same order.
+
+    Attributes:
+        mesh: the axes.
+        world: rank, size, device and backend of this process.
+        coordinates: this process's index on each axis.
+        batch: the number of samples in the current micro-batch over all processes; set by the training loop.
+    """
+
+    def __init__(self, mesh: Mesh, world: World) -> None:
+        self.mesh, self.world = mesh, world
+        self.coordinates = mesh.coordinates(world.rank)
+        self.batch = 1
+        self._groups: dict[tuple[int, ...], Any] = {}
+        axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
+        for count in range(1, len(axes) + 1):
+            for chosen in itertools.combinations(axes, count):
+                self._groups[chosen] = None if len(chosen) == len(axes) else self._make(chosen)
+
+    def _make(self, axes: tuple[int, ...]) -> Any:
+        groups = sorted({tuple(self.mesh.peers(axes, rank)) for rank in range(self.mesh.size)})
+        patience = group_timeout(self.world)
+        return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=patience)[0]
+
+    def group(self, axes: Sequence[int]) -> Any:
+        """Returns the process group of this process along the axes; None for torch's default group of all processes."""
+        return self._groups[tuple(axis for axis in axes if self.mesh.sizes[axis] > 1)]
+
+    def parts(self, axes: Sequence[int]) -> int:
+        return self.mesh.parts(axes)
+
+    def place(self, axes: Sequence[int]) -> int:
+        """Returns the index of this process in its group along the axes."""
+        return self.mesh.place(axes, self.world.rank)
+
+    def first(self, axes: Sequence[int]) -> bool:
+        """Returns True if this process is the first in its group along the axes."""
+        return all(self.coordinates[axis] == 0 for axis in axes)
+
+    def axis(self, *names: str) -> "Axis":
+        """Returns an axis by name, or several combined into one: `mesh.axis("tp")`.
+
+        Raises:
+            UserError: the mesh has no such axis.
+        """
+        return Axis(self, names)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Grid":
+        """Returns itself: copies of a network use the same process groups."""
+        return self
+
+    def release(self) -> None:
+        for group in self._groups.values():
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None) -> Grid:
+    """Arranges all processes as a mesh; a collective.
+
+    Args:
+        sizes: the axes: "dp=2,tp=2" or {"dp": 2, "tp": 2}. The last axis varies fastest.
+        world: the processes; None: the default group of torch.distributed, or this process alone without one.
+
+    Raises:
+        UserError: `sizes` is not a mesh, or its size is not the number of processes.
+    """
+    mesh = (
+        sizes if isinstance(sizes, Mesh) else parse_mesh(sizes, "mesh") if isinstance(sizes, str) else make_mesh(sizes)
+    )
+    world = world or _present_world()
+    if mesh.size != world.size:
+        hints = ("make the product of the sizes equal the processes, such as -n 4 --mesh dp=2,tp=2",)
+        raise UserError(f"the mesh {mesh} is for {mesh.size} processes, but {world.size} are running", "mesh", hints)
+    return Grid(mesh, world)
+
+
+def _present_world() -> World:
+    if not dist.is_initialized():
+        return World()
+    backend = str(dist.get_backend())
+    kind = "cpu" if "gloo" in backend or "mpi" in backend else accelerator()
+    device = kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
+    return World(dist.get_rank(), dist.get_world_size(), device=device, backend=backend)
+
+
+class Axis:
+    """An axis of a mesh, or several combined into one. With one process along the axis, collectives return their input.
+
+    All processes along the axis must call the same methods in the same order.
+    """
+
+    def __init__(self, grid: Grid, names: Sequence[str]) -> None:
+        self._grid, self._axes = grid, axis_numbers(names, grid.mesh, "axis")
+        if not self._axes:
+            raise UserError("no axis is named", "axis", (f"name an axis of the mesh {grid.mesh}",))
+
+    @property
+    def mesh(self) -> Grid:
+        return self._grid
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the axes, the slowest varying axis first."""
+        return tuple(self._grid.mesh.names[axis] for axis in self._axes)
+
+    @property
+    def size(self) -> int:
+        return self._grid.parts(self._axes)
+
+    @property
+    def rank(self) -> int:
+        """This process's index along the axis, from 0."""
+        return self._grid.place(self._axes)
+
+    def __repr__(self) -> str:
+        return f"Axis({','.join(self.names)}, {self.rank} of {self.size})"
+
+    def shard(self, tensor: Tensor, dim: int = 0) -> Parameter:
+        """Returns this process's shard of a tensor as a Parameter.
+
+        All processes must pass the same full tensor (use the same seed), so that the initial network is the same as
+        on one process. A parameter that is sharded over another axis can be sharded again in another dimension.
+
+        Raises:
+            UserError: `dim` does not exist, is sharded already, or is shorter than the number of processes.
+        """
+        piece, mark = self._piece(tensor, dim, getattr(tensor, "mark", None))
+        made = Parameter(piece, tensor.requires_grad or not isinstance(tensor, nn.Parameter))
+        made.mark = mark
+        return made
+
+    def shard_module(self, module: Module, **dims: int) -> Module:
+        """Shards parameters and buffers of a layer in place: `tp.shard_module(nn.Linear(8, 6), weight=0, bias=0)`.
+
+        Args:
+            module: the layer, with the same full tensors on all processes.
+            dims: the dimension to shard, by name of the parameter or buffer.
+
+        Returns:
+            The layer.
+
+        Raises:
+            UserError: the layer has no such parameter or buffer, or the dimension can't be sharded.
+        """
+        for name, dim in dims.items():
+            tensor = getattr(module, name, None)
+            if isinstance(tensor, nn.Parameter):
+                setattr(module, name, self.shard(tensor, dim))
+            elif name in module._buffers and tensor is not None:
+                piece, mark = self._piece(tensor, dim, None)
+                setattr(module, name, piece)
+                mark_buffer(module, name, mark)
+            else:
+                known = ", ".join(word for word, _ in [*module.named_parameters(), *module.named_buffers()])
+                raise UserError(f"{type(module).__name__} has no {name} to shard", "shard_module", (f"found: {known}",))
+        if isinstance(getattr(module, "running_mean", None), Tensor):
+            module.num_features = len(module.running_mean)  # pyright: ignore - BatchNorm's
+        return module
+
+    def _piece(self, tensor: Tensor, dim: int, before: Mark | None) -> tuple[Tensor, Mark]:
+        dim = self._dim(tensor, dim, "shard")
+        shape, cuts = tuple(tensor.shape), ()
+        if before is not None:
+            shape, cuts = before.shape or (), before.cuts
+            if not shape or any(dim == other or set(names) & set(self.names) for other, names in cuts):
+                raise UserError(f"dimension {dim} or the axis {self.names} is already sharded: {before}", "shard")
+        length = tensor.shape[dim]
+        if length < self.size:
+            what = f"dimension {dim} has length {length}, too short for {self.size} processes along {self.names}"
+            raise UserError(what, "shard", (f"the tensor's shape is {tuple(tensor.shape)}", "shard another dimension"))
+        edges = bounds(length, self.size)
+        piece = tensor.detach().narrow(dim, edges[self.rank], edges[self.rank + 1] - edges[self.rank])
+        return piece.clone(memory_format=torch.contiguous_format), Mark((*cuts, (dim, self.names)), shape)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Marks x as the input of sharded work: identity in forward, all-reduce in backward.
+
+        Each process computes one term of x's gradient; the all-reduce sums the terms. The adjoint of `all_reduce`.
+        """
+        return self._turn(x, ("R", "R"), ("R", "P"), x.shape)
+
+    def all_reduce(self, y: Tensor) -> Tensor:
+        """Sums y over the axis: all-reduce in forward, identity in backward.
+
+        All processes have the gradient of the sum, which is also the gradient of each term. An all-reduce in backward
+        would multiply it by `size`. The adjoint of `enter`.
+        """
+        return self._turn(y, ("P", "R"), ("R", "R"), y.shape)
+
+    def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
+        """Concatenates the shards of all processes: all-gather in forward, slice in backward.
+
+        Computation on the result must be the same on all processes along the axis. If it is sharded again, use
+        `tp.enter(tp.gather(x, dim))`. The adjoint of `scatter`.
+
+        Args:
+            x: this process's shard, as `scatter` returns it: lengths differ by at most one.
+            dim: the sharded dimension.
+            length: the full length of `dim`; None: the processes exchange their lengths in a small collective.
+        """
+        dim = self._dim(x, dim, "gather")
+        shape = list(x.shape)
+        shape[dim] = self._length(x, dim, length)
+        return self._turn(x, (dim, "R"), (dim, "R"), shape)
+
+    def scatter(self, x: Tensor, dim: int) -> Tensor:
+        """Returns this process's shard of x: slice in forward, all-gather in backward.
+
+        All processes must pass the same x. The adjoint of `gather`.
+        """
+        dim = self._dim(x, dim, "scatter")
+        return self._turn(x, ("R", dim), ("R", dim), x.shape)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """Sums x over the axis and returns this process's shard: reduce-scatter in forward, all-gather in backward.
+
+        Equal to `all_reduce` followed by `scatter`, with half the traffic. The adjoint of `enter(gather(x))`.
+        """
+        dim = self._dim(x, dim, "reduce_scatter")
+        return self._turn(x, ("P", dim), ("R", dim), x.shape)
+
+    def all_to_all(self, x: Tensor, cut: int, joined: int, length: int | None = None) -> Tensor:
+        """Moves the sharding from one dimension to another: all-to-all in forward and backward.
+
+        Equal to `gather` along `joined` followed by `scatter` along `cut`, with a fraction of the traffic.
+
+        Args:
+            x: this process's shard, sharded in dimension `joined`.
+            cut: the dimension to shard.
+            joined: the dimension to concatenate.
+            length: the full length of `joined`; None: the processes exchange their lengths in a small collective.
+        """
+        cut, joined = self._dim(x, cut, "all_to_all"), self._dim(x, joined, "all_to_all")
+        if cut == joined:
+            hints = ("give two different dimensions",)
+            raise UserError(f"dimension {cut} can't be both split and concatenated", "all_to_all", hints)
+        shape = list(x.shape)
+        shape[joined] = self._length(x, joined, length)
+        return self._turn(x, (joined, cut), (joined, cut), shape)
+
+    def _turn(
+        self,
+        tensor: Tensor,
+        values: "tuple[Placement, Placement]",
+        gradients: "tuple[Placement, Placement]",
+        whole: Sequence[int],
+    ) -> Tensor:
+        from manyhands.parallel.mesh.placement import Extent, convert_both  # data-parallel training needs none of it
+
+        def along(placement: "Placement") -> "tuple[Placement, ...]":
+            return tuple(placement if axis in self._axes else "R" for axis in range(len(self._grid.mesh.axes)))
+
+        before, after = (along(value) for value in values)
+        leaving, coming = (along(gradient) for gradient in gradients)
+        return convert_both(tensor, (before, after), (leaving, coming), Extent(tuple(whole)), self._grid)
+
+    def _dim(self, tensor: Tensor, dim: int, where: str) -> int:
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise UserError(f"a tensor of shape {tuple(tensor.shape)} has no dimension {dim}", where)
+        return dim % tensor.dim()
+
+    def _length(self, piece: Tensor, dim: int, length: int | None) -> int:
+        """Returns the full length. All processes raise the same error if the lengths of the shards don't match it."""
+        here = piece.shape[dim]
+        if self.size == 1:
+            lengths = [here]
+        elif length is None:
+            mine = torch.tensor([here], device=piece.device)
+            everybody = mine.new_empty(self.size)
+            dist.all_gather_into_tensor(everybody, mine, group=self._grid.group(self._axes))
+            lengths = everybody.tolist()
+        else:
+            lengths = _lengths(length, self.size)
+            lengths = (
+                lengths if lengths[self.rank] == here else [*lengths[: self.rank], here, *lengths[self.rank + 1 :]]
+            )
+        total = sum(lengths) if length is None else length
+        if lengths != _lengths(total, self.size):
+            what = f"shards have lengths {lengths} in dimension {dim}, expected {_lengths(total, self.size)}"
+            raise UserError(what, f"gather over {','.join(self.names)}", ("use shard, scatter or reduce_scatter",))
+        return total
+
+
+def _lengths(total: int, parts: int) -> list[int]:
+    edges = bounds(total, parts)
+    return [edges[number + 1] - edges[number] for number in range(parts)]

@@ -1,0 +1,144 @@
+"""Adds up the gradients of a split network: each parameter's over exactly the axes where it is a term of a sum."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from manyhands.core.mesh import Mesh, TensorLayout
+from manyhands.parallel.mesh.grid import Grid
+
+# As many bytes as DDP puts into one message: few enough to begin while backward goes on.
+BUCKET_BYTES = 25 * 1024 * 1024
+
+
+class Bucket:
+    """Gradients of some parameters that go in one message, summed over the mesh's axes of these numbers."""
+
+    def __init__(self, axes: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
+        self.axes, self.parameters = axes, parameters
+        self.waiting = len(parameters)
+        self.flat: Tensor | None = None
+        self.work: Any = None
+
+
+class Reducer:
+    """Sends gradients while backward goes on, bucket after bucket in an order that is the same everywhere.
+
+    Parameters come in the network's order; `gradient_axes` of each layout says over which axes its gradient is summed.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
+        self._grid = grid
+        self._held_back = False
+        self.buckets = _fill(parameters, layouts, grid)
+        self._next = 0
+        self._of = {id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+            for bucket in self.buckets
+            for parameter in bucket.parameters
+        ]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward in this context adds gradients up on each process alone."""
+        self._held_back = True
+        try:
+            yield
+        finally:
+            self._held_back = False
+
+    def finish(self) -> None:
+        """Sends what has not been sent, waits for all, and puts the sums in place; after an update's last backward."""
+        while self._next < len(self.buckets):
+            self._send()
+        for bucket in self.buckets:
+            bucket.work.wait()
+            flat: Any = bucket.flat
+            sizes = [parameter.numel() for parameter in bucket.parameters]
+            for parameter, piece in zip(bucket.parameters, flat.split(sizes), strict=True):
+                _gradient(parameter).copy_(piece.view(parameter.shape))
+            bucket.flat, bucket.work, bucket.waiting = None, None, len(bucket.parameters)
+        self._next = 0
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if self._held_back:
+            return
+        self._of[id(parameter)].waiting -= 1
+        # Messages go in the buckets' order on every process, whichever is complete first.
+        while self._next < len(self.buckets) and self.buckets[self._next].waiting <= 0:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self.buckets[self._next]
+        self._next += 1
+        bucket.flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket.parameters])
+        bucket.work = dist.all_reduce(bucket.flat, group=self._grid.group(bucket.axes), async_op=True)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient; zeros for a parameter that this process did not use."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _fill(parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> list[Bucket]:
+    pieces = [
+        (name, summed_over(layouts[name], grid.mesh), parameter.dtype, parameter.numel() * parameter.element_size())
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    ]
+    return [Bucket(axes, [parameters[name] for name in names]) for axes, names in bucket_names(pieces)]
+
+
+def summed_over(layout: TensorLayout, mesh: Mesh) -> tuple[int, ...]:
+    """The axes over which a parameter's gradient must be summed."""
+    return tuple(axis for axis in layout.gradient_axes if mesh.sizes[axis] > 1)
+
+
+def bucket_names(
+    pieces: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]],
+) -> list[tuple[tuple[int, ...], list[str]]]:
+    """Which gradients go in one message: of one axis set and dtype, the last layers' first, since they come first.
+
+    From (name, axes to sum over, dtype, bytes of the local piece) in the network's order to (axes, names) of each
+    message, in the order in which they are sent.
+    """
+    filling: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
+    filled_bytes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+    found: list[tuple[tuple[int, ...], list[str]]] = []
+    for name, axes, dtype, size_bytes in reversed(pieces):
+        if not axes:
+            continue
+        key = axes, dtype
+        filling.setdefault(key, []).append(name)
+        filled_bytes[key] = filled_bytes.get(key, 0) + size_bytes
+        if filled_bytes[key] >= BUCKET_BYTES:
+            found.append((axes, filling.pop(key)))
+            del filled_bytes[key]
+    return [*found, *((axes, names) for (axes, _), names in filling.items())]
+
+
+def total_norm(parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> Tensor:
+    """The 2-norm [] of all gradients of the whole network, the same on every process."""
+    squares: dict[tuple[int, ...], list[Tensor]] = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            cut = tuple(sorted(axis for axis in layouts[name].sharded_axes if grid.mesh.sizes[axis] > 1))
+            squares.setdefault(cut, []).append(torch.linalg.vector_norm(parameter.grad) ** 2)
+    total = torch.zeros((), device=grid.world.device)
+    for cut in sorted(squares):
+        part = torch.stack(squares[cut]).sum()
+        if cut:
+            dist.all_reduce(part, group=grid.group(cut))
+        total = total + part
+    return total.sqrt()

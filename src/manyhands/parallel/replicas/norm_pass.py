@@ -1,0 +1,179 @@
+"""The forward and backward pass of BatchNorm over several groups, or over parts of groups that processes share."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds of the groups of a pass."""
+
+    # for each part of its input: the place of its first group, and how many groups of equal size it consists of
+    places: tuple[tuple[int, int], ...]
+    # replaces sums by those over the processes, a collective; None where it holds all groups whole
+    add_up: Callable[[Tensor], None] | None = None
+    eps: float = 0.0  # where it holds them whole
+
+
+def accumulator_dtype(like: Tensor) -> torch.dtype:
+    """Of sums and of values per channel; Apple's devices know no double precision."""
+    return torch.float32 if like.device.type == "mps" else torch.float64
+
+
+def computed_dtype(like: Tensor) -> torch.dtype:
+    """Of what is as large as an activation."""
+    return like.dtype if like.dtype == torch.float64 else torch.float32
+
+
+def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, like: Tensor) -> Tensor:
+    """Sums and sums of squares of this process's parts [n, C, ...], each with its group's place: [groups, 2, C].
+
+    Each process subtracts its own mean before it squares, so a mean that is large beside the deviation costs nothing.
+    """
+    dtype = accumulator_dtype(like)
+    moments = torch.zeros(groups, 2, channels, dtype=dtype, device=like.device)
+    for part, place in parts:
+        values = in_groups(part.detach().to(computed_dtype(part)), 1)
+        count = values.numel() // channels
+        if not count:
+            continue
+        middle = (_reduced(values, dtype) / count).to(values.dtype)
+        centred = values - per_channel(middle, values)
+        rest, middle = _reduced(centred, dtype)[0], middle[0].to(dtype)
+        moments[place, 0] += count * middle + rest
+        moments[place, 1] += _reduced(centred.square_(), dtype)[0] + middle * (2 * rest + count * middle)
+    return moments
+
+
+def statistics_of(part: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each of the groups of equal size that [groups n, C, ...] is: [groups, C] each."""
+    values = in_groups(part.detach().to(computed_dtype(part)), groups)
+    variance, mean = torch.var_mean(values, dim=[1, *range(3, values.dim())], correction=0)
+    return mean.to(accumulator_dtype(part)), variance.to(accumulator_dtype(part))
+
+
+def in_groups(part: Tensor, groups: int) -> Tensor:
+    """[groups n, C, ...] as [groups, n, C, ...], without a copy."""
+    return part.unflatten(0, (groups, part.shape[0] // groups))
+
+
+def per_channel(values: Tensor, like: Tensor) -> Tensor:
+    """Values [groups, C] as [groups, 1, C, ...], to go with an activation."""
+    return values.view(values.shape[0], 1, -1, *([1] * (like.dim() - 3)))
+
+
+def _reduced(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of [groups, n, C, ...] over all but groups and channels, [groups, C], over samples in `dtype`."""
+    if values.dim() > 3:
+        return values.sum(dim=list(range(3, values.dim()))).sum(1, dtype=dtype)
+    return values.sum(1).to(dtype)
+
+
+def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, own: bool) -> Tensor:
+    """[groups, n, C, ...] times scale plus shift, rounded once, as [groups n, C, ...] of the type and layout of `like`.
+
+    The values are overwritten where they are one's `own`.
+    """
+    # Not a view, since what follows may change it in place, as activations do.
+    if torch.compiler.is_compiling():  # the compiler refuses `out`, and makes one pass of all this anyway
+        return torch.addcmul(shift, values, scale).flatten(0, 1).to(like.dtype).clone()
+    result = torch.empty_like(like)
+    into = in_groups(result, len(values))
+    if own:
+        torch.add(values.mul_(scale), shift, out=into)
+    else:
+        torch.addcmul(shift, values, scale, out=into)
+    return result
+
+
+class NormPass(torch.autograd.Function):
+    """Normalises groups whose statistics are known; its backward sums over the processes that share groups, once.
+
+    A part of a group that processes share is centred before anything else, so that a large mean costs nothing. Groups
+    that are held whole take one multiply-add, whose error is that of an input rounded once more: torch's on processors.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, inverse: Tensor, counts: Tensor | int, held: Held, weight: Tensor | None,
+        bias: Tensor | None, *parts: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Args: mean and inverse deviation [groups, C], values of a channel in each group ([groups, 1, 1] or alike)."""
+        ctx.save_for_backward(mean, inverse, weight, bias, *parts)
+        ctx.counts, ctx.held = counts, held
+        outputs: list[Tensor] = []
+        for part, (first, groups) in zip(parts, held.places, strict=True):
+            values, off = _centred(part, mean[first : first + groups], held)
+            scale = inverse[first : first + groups]
+            scale = (scale if weight is None else scale * weight).to(computed_dtype(part))
+            shift = -off * scale if bias is None else bias - off * scale
+            spread = per_channel(scale, values), per_channel(shift.to(scale.dtype), values)
+            outputs.append(_times_plus(values, *spread, part, own=held.add_up is not None))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of weight, bias and parts; a collective where processes share groups."""
+        mean, inverse, weight, bias, *parts = ctx.saved_tensors
+        held: Held = ctx.held
+        if torch.is_grad_enabled() and held.add_up is None:
+            return _differentiable(held, weight, bias, parts, gradients)
+        sums = torch.zeros(mean.shape[0], 2, mean.shape[1], dtype=mean.dtype, device=mean.device)
+        pieces: list[tuple[Tensor, Tensor, Tensor, Tensor, slice]] = []
+        for part, (first, groups), gradient in zip(parts, held.places, gradients, strict=True):
+            of = slice(first, first + groups)
+            values, off = _centred(part, mean[of], held)
+            wide = in_groups(gradient.to(computed_dtype(part)), groups)
+            total = _reduced(wide, sums.dtype)
+            sums[of, 0] += total
+            sums[of, 1] += (_reduced(wide * values, sums.dtype) - off * total) * inverse[of]
+            pieces.append((part, wide, values, off, of))
+        weight_gradient = None if weight is None else sums[:, 1].sum(0).to(weight.dtype)
+        bias_gradient = None if bias is None else sums[:, 0].sum(0).to(bias.dtype)
+        if held.add_up is not None:
+            held.add_up(sums)
+        means = sums / ctx.counts
+        scale = inverse if weight is None else inverse * weight
+        inputs: list[Tensor] = []
+        for part, wide, values, off, of in pieces:
+            slope = -means[of, 1] * inverse[of]
+            shift = (-means[of, 0] - slope * off) * scale[of]
+            slope, times, shift = (per_channel(one.to(wide.dtype), values) for one in (slope, scale[of], shift))
+            # (gradient + values times slope) times scale, plus shift
+            own = held.add_up is not None
+            tilted = values.mul_(slope).add_(wide) if own else torch.addcmul(wide, values, slope)
+            inputs.append(_times_plus(tilted, times, shift, part, own=own))
+        return (None, None, None, None, weight_gradient, bias_gradient, *inputs)
+
+
+def _centred(part: Tensor, mean: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+    """A part as [groups, n, C, ...] less what is subtracted beforehand, and the rest of the mean [groups, C]."""
+    values = in_groups(part, len(mean))
+    if held.add_up is None:
+        return values, mean
+    middle = mean.to(computed_dtype(part))
+    return values.to(middle.dtype) - per_channel(middle, values), mean - middle.to(mean.dtype)
+
+
+def _differentiable(
+    held: Held, weight: Tensor | None, bias: Tensor | None, parts: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """The same gradients where theirs are wanted too: by torch's own kernel for each group."""
+    groups = [
+        group for part, (_, count) in zip(parts, held.places, strict=True) for group in in_groups(part, count).unbind()
+    ]
+    slopes = [
+        slope
+        for gradient, (_, count) in zip(gradients, held.places, strict=True)
+        for slope in in_groups(gradient, count).unbind()
+    ]
+    outputs = [F.batch_norm(group, None, None, weight, bias, True, 0.0, held.eps) for group in groups]
+    wanted = [one for one in (weight, bias, *parts) if one is not None and one.requires_grad]
+    found = iter(torch.autograd.grad(outputs, wanted, slopes, create_graph=True))
+    answers = [next(found) if one is not None and one.requires_grad else None for one in (weight, bias, *parts)]
+    return (None, None, None, None, *answers)

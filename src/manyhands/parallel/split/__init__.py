@@ -1,0 +1,1 @@
+"""Splitting a network by a plan: tracing, rules of ops, strategies, execution."""

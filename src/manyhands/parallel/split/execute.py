@@ -1,0 +1,340 @@
+"""Runs a network under a plan: shards its parameters and inserts conversions between its ops."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+from manyhands.core.errors import UserError
+from manyhands.core.mesh import Mesh, TensorLayout, bounds, unsharded
+from manyhands.core.seeds import mix
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.placement import (
+    Extent,
+    Layout,
+    Side,
+    convert,
+    convert_both,
+    gradient_of,
+    steps_between,
+    value_of,
+)
+from manyhands.parallel.network import MicroBatchShape
+from manyhands.parallel.replicas.batch_norm import GroupedNorm, NormGroups
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.split.tracing import rule_of
+
+Letters = Mapping[str, tuple[str, ...]]
+
+
+def loops_of(op: Op, letters: tuple[str, ...]) -> list[Loop]:
+    """Returns the placements of an op along each axis; the letters have been checked."""
+    return [cast(Loop, op.letters[letter]) for letter in letters]
+
+
+def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[Layout, Layout]:
+    """Returns the layouts in which an op reads one of its sources and returns that source's gradient."""
+    sides: list[Side] = [loop.inputs[place] for loop in loops_of(op, letters)]
+    return value_of(sides), gradient_of(sides)
+
+
+def output_layouts(op: Op, letters: tuple[str, ...]) -> tuple[Layout, Layout]:
+    """Returns the layouts of an op's output and of the output's gradient."""
+    sides: list[Side] = [loop.output for loop in loops_of(op, letters)]
+    return value_of(sides), gradient_of(sides)
+
+
+def batch_axes(letters: tuple[str, ...]) -> tuple[int, ...]:
+    """Returns the indices of the axes that shard an op's samples."""
+    return tuple(axis for axis, letter in enumerate(letters) if letter == "n")
+
+
+def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]:
+    """Returns the layout of each parameter and buffer. Raises UserError: two ops shard one differently."""
+    found: dict[str, TensorLayout] = {}
+    users: dict[int, tuple[str, TensorLayout]] = {}
+    for op in graph.ops.values():
+        node = op.node
+        for name, tensor in op.parameters().items():
+            path = f"{node.target}.{name}".removesuffix(".") if node is not None else name
+            layout = _layout(op, name, tensor, letters)
+            found[path.removeprefix("whole.") if "whole" in graph.ops else path] = layout
+            first, other = users.setdefault(id(tensor), (op.name, layout))
+            if other != layout:
+                hints = ("pin both ops to the same split of the parameter, or to n or r",)
+                raise UserError(f"{first} and {op.name} share {name}, but split it differently", "plan", hints)
+    return found
+
+
+def _layout(op: Op, name: str, tensor: Tensor, letters: Letters) -> TensorLayout:
+    shape = tuple(tensor.shape)
+    view = op.views.get(name, shape)
+    cuts: dict[int, list[int]] = {}
+    partial: list[int] = []
+    for axis, loop in enumerate(loops_of(op, letters[op.name])):
+        if name in loop.cuts:
+            cuts.setdefault(loop.cuts[name], []).append(axis)
+        if name in loop.partial:
+            partial.append(axis)
+    ordered = tuple((dim, tuple(axes)) for dim, axes in sorted(cuts.items()))
+    return TensorLayout(shape, view, ordered, tuple(partial))
+
+
+def shard_tensor(tensor: Tensor, layout: TensorLayout, mesh: Mesh, rank: int) -> Tensor:
+    """Returns this process's shard of a full tensor, as a copy."""
+    piece = tensor if layout.view == layout.shape else tensor.reshape(layout.view)
+    for dim, (start, stop) in enumerate(layout.region(mesh, rank)):
+        piece = piece.narrow(dim, start, stop - start)
+    local = piece.reshape(layout.local_shape(mesh, rank))
+    # A view would keep the full tensor, and fused optimizers need the same memory format as the gradients.
+    last = tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    return local.clone(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+
+def split_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
+    """Replaces the values of each parameter and buffer by this process's shard; the objects stay the same."""
+    done: set[int] = set()
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            layout = layouts.get(name)
+            # A shared tensor has several names.
+            if layout is not None and layout.cuts and id(tensor) not in done:
+                tensor.data = shard_tensor(tensor.data, layout, grid.mesh, grid.world.rank)
+                done.add(id(tensor))
+
+
+class Convert(nn.Module):
+    """Converts the output of an op to the layout in which another op reads it."""
+
+    def __init__(
+        self, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extents: tuple[Extent, ...], grid: Grid
+    ) -> None:
+        super().__init__()
+        self.values, self.gradients, self.extents, self.grid = values, gradients, extents, grid
+
+    def forward(self, value: Any) -> Any:
+        """Converts all tensors; other values stay as they are."""
+        leaves, shape = pytree.tree_flatten(value)
+        extents = iter(self.extents)
+        turned = [self._turn(leaf, next(extents)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return pytree.tree_unflatten(turned, shape)
+
+    def _turn(self, tensor: Tensor, extent: Extent) -> Tensor:
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return convert_both(tensor, self.values, self.gradients, extent, self.grid)
+        return convert(tensor, *self.values, extent, self.grid)
+
+    def extra_repr(self) -> str:
+        return f"{self.values[0]} -> {self.values[1]}, gradient {self.gradients[1]} -> {self.gradients[0]}"
+
+
+class SeedRng(nn.Module):
+    """Seeds the random numbers of the next op: equal on processes with the same samples, different on others."""
+
+    def __init__(self, number: int, place: int, state: "State") -> None:
+        super().__init__()
+        self._number, self._state = mix((number << 20) + place), state
+
+    def forward(self) -> None:
+        seed = mix(self._state.seed ^ self._number)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+
+
+@dataclass
+class State:
+    """The state of a pass."""
+
+    seed: int = 0
+
+
+def _draws(op: Op) -> bool:
+    if op.module is not None:
+        return any(_is_random(module) for module in op.module.modules())
+    if op.node is None or not ("dropout" in _word(op) or _drops_samples(op)):
+        return False
+    share: Any = op.node.kwargs.get("p", op.node.args[1] if len(op.node.args) > 1 else None)
+    return bool(share != 0)
+
+
+def _drops_samples(op: Op) -> bool:
+    """True for torchvision's stochastic depth: all channels of a sample are dropped, or none."""
+    return _word(op) == "stochastic_depth"
+
+
+def _word(op: Op) -> str:
+    return getattr(op.node.target, "__name__", str(op.node.target)) if op.node is not None else ""
+
+
+def _is_random(module: nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    share = getattr(module, "dropout", 0.0)  # attention's, and that of recurrent layers
+    return isinstance(share, float) and share > 0
+
+
+class Builder:
+    """Builds the graph that a process runs: the traced one, with conversions between different layouts.
+
+    `local`, which the first builder fills in, holds the modules that compute ops on shards, by the id of the op's
+    module, or of its node.
+    """
+
+    def __init__(
+        self, graph: Graph, letters: Letters, grid: Grid, state: State, local: dict[int, nn.Module | None]
+    ) -> None:
+        self._traced, self._ops, self._letters, self._grid = graph.traced, graph.ops, letters, grid
+        self._state, self._local = state, local
+        self._names = {op.node: op.name for op in graph.ops.values() if op.node is not None}
+        self._graph = fx.Graph()
+        self._copied: dict[fx.Node, fx.Node] = {}
+        self._made: dict[Any, fx.Node] = {}
+        self._root = fx.GraphModule(graph.traced, fx.Graph())
+        for kind in ("_modules", "_parameters", "_buffers"):
+            getattr(self._root, kind).update(getattr(graph.traced, kind))
+
+    def build(self, *, training: bool) -> fx.GraphModule:
+        """Builds the graph, whose last conversions are for the loss, or gather the outputs for evaluation."""
+        loss = self._ops[LOSS]
+        for number, node in enumerate(self._traced.graph.nodes):
+            if node.op == "placeholder":
+                self._copied[node] = self._graph.placeholder(node.name)
+            elif node.op == "output":
+                outputs = fx.map_arg(node.args[0], lambda n: self._given(n, loss, whole_output=not training))
+                self._graph.output(outputs)
+            else:
+                self._copied[node] = self._copy(node, number, training=training)
+        return fx.GraphModule(self._root, self._graph)
+
+    def _copy(self, node: fx.Node, number: int, *, training: bool) -> fx.Node:
+        op = self._ops[self._names[node]]
+        letters = self._letters[op.name]
+        args = fx.map_arg(node.args, lambda source: self._given(source, op))
+        kwargs = fx.map_arg(node.kwargs, lambda source: self._given(source, op))
+        if training and (_draws(op) or (op.kind == "opaque" and bool(op.extents) and not op.reads_attribute)):
+            alike = {"r", "c"} if _drops_samples(op) else {"r"}
+            axes = tuple(axis for axis, letter in enumerate(letters) if letter not in alike)
+            self._call(f"draws_{number}", SeedRng(number, self._grid.place(axes), self._state), ())
+        local = self._local_module(op, letters) if node.op.startswith("call_") else None
+        if local is not None:
+            return self._call(f"local_{number}", local, args, kwargs)
+        return self._graph.create_node(node.op, node.target, args, kwargs)
+
+    def _local_module(self, op: Op, letters: tuple[str, ...]) -> nn.Module | None:
+        key = id(op.module if op.module is not None else op.node)
+        if key not in self._local:
+            rule = rule_of(op)
+            # A rule of the user may be for a class that a built-in one matches as well.
+            built_in = op.kind == rule.kind and rule.local is not None
+            self._local[key] = rule.local(op, letters, self._grid) if built_in and rule.local else None
+        return self._local[key]
+
+    def _call(self, name: str, module: nn.Module, args: Any, kwargs: Any = None) -> fx.Node:
+        self._root.add_module(name, module)
+        return self._graph.call_module(name, args, kwargs or {})
+
+    def _given(self, source: fx.Node, reader: Op, *, whole_output: bool = False) -> fx.Node:
+        """Returns the source or its conversion, which readers of the same layout share."""
+        giver = self._ops[self._names.get(source, INPUT)]
+        if not giver.extents:
+            return self._copied[source]
+        value, gradient = output_layouts(giver, self._letters[giver.name])
+        if whole_output:
+            everywhere: Layout = tuple("R" for _ in value)
+            wanted = everywhere, everywhere
+        else:
+            wanted = input_layouts(reader, self._letters[reader.name], reader.sources.index(giver.name))
+        moves = steps_between(value, wanted[0])
+        back = giver.trains and steps_between(wanted[1], gradient)
+        if not moves and not back:
+            return self._copied[source]
+        key = (source, *wanted)
+        if key not in self._made:
+            turn = Convert((value, wanted[0]), (gradient, wanted[1]), giver.extents, self._grid)
+            self._made[key] = self._call(f"convert_{len(self._made)}", turn, (self._copied[source],))
+        return self._made[key]
+
+
+class SplitNetwork(nn.Module):
+    """A network that runs under a plan, in training and in evaluation."""
+
+    def __init__(self, model: nn.Module, train: Graph, evaluate: Graph, letters: Letters, grid: Grid) -> None:
+        super().__init__()
+        self.grid, self.letters = grid, letters
+        self._whole = (model,)
+        dims = train.ops[train.ops[LOSS].sources[0]].extent.dims
+        self.classes = dims[-1] if len(dims) > 1 else 0  # of the network's output
+        self.draws = any(_draws(op) for op in train.ops.values())  # True where some op draws random numbers in training
+        self.state = State()
+        self.layouts = parameter_layouts(train, letters)  # of each parameter and buffer
+        tensors = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
+        # A tensor of several names is read under one of them.
+        of = {id(tensors[name]): layout for name, layout in self.layouts.items() if name in tensors}
+        for name, tensor in tensors.items():
+            self.layouts.setdefault(name, of.get(id(tensor), unsharded(tuple(tensor.shape))))
+        # BatchNorm's groups for each set of axes that cuts the samples
+        self.norms = _assign_norms(train, letters, grid)
+        split_network(model, self.layouts, grid)
+        _fit_norms(train, letters, grid)
+        local: dict[int, nn.Module | None] = {}
+        self.training_graph = Builder(train, letters, grid, self.state, local).build(training=True)
+        self.evaluation_graph = Builder(evaluate, letters, grid, self.state, local).build(training=False)
+
+    @property
+    def inner(self) -> nn.Module:
+        return self._whole[0]
+
+    def train(self, mode: bool = True) -> "SplitNetwork":
+        super().train(mode)
+        self.inner.train(mode)
+        return self
+
+    def forward(self, pictures: Tensor) -> Any:
+        """Returns the shard of the outputs that the loss reads in training, and all outputs in evaluation."""
+        return (self.training_graph if self.training else self.evaluation_graph)(pictures)
+
+    def begin_micro_batch(self, shape: MicroBatchShape) -> None:
+        """Prepares for the next pass; all processes call it."""
+        self.grid.batch, self.state.seed = shape.samples, shape.seed
+        # Equal on all processes, also for ops that are not known to draw random numbers.
+        torch.manual_seed(shape.seed)
+        for axes, groups in self.norms.items():
+            share = shape.share(self.grid.parts(axes), self.grid.place(axes))
+            groups.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
+
+    def finish_update(self) -> None:
+        """Updates BatchNorm's running statistics by the samples of all processes."""
+        for axes, groups in self.norms.items():
+            groups.finish_update(self.grid.parts(axes))
+
+
+def _assign_norms(graph: Graph, letters: Letters, grid: Grid) -> dict[tuple[int, ...], NormGroups]:
+    families: dict[tuple[int, ...], NormGroups] = {}
+    seen: set[int] = set()
+    for op in graph.ops.values():
+        for module in op.module.modules() if op.module is not None else ():
+            if isinstance(module, GroupedNorm) and id(module) not in seen:
+                seen.add(id(module))
+                axes = tuple(axis for axis in batch_axes(letters[op.name]) if grid.mesh.sizes[axis] > 1)
+                family = families.setdefault(axes, NormGroups(processes=grid.group(axes) if axes else None))
+                module.groups = family
+                if module is op.module:
+                    # What is traced is tried, so that rows are known; where samples are mixed, statistics are local.
+                    module.rows_per_sample = graph.ops[op.sources[0]].extent.rows if op.batchwise else 0
+                family.layers.append(module)
+    return families
+
+
+def _fit_norms(graph: Graph, letters: Letters, grid: Grid) -> None:
+    for op in graph.ops.values():
+        if isinstance(op.module, GroupedNorm):
+            axes = [axis for axis, letter in enumerate(letters[op.name]) if letter == "c"]
+            edges, place = bounds(op.extent.dims[1], grid.parts(axes)), grid.place(axes)
+            op.module.num_features = edges[place + 1] - edges[place]

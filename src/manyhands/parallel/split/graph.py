@@ -1,0 +1,298 @@
+"""A network as a graph of ops that can be split: traced once, tried on a few random samples, and described as data."""
+
+import fnmatch
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from manyhands.parallel.mesh.placement import SPREAD, WHOLE, Extent, Side
+from manyhands.parallel.plan import INPUT
+
+LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The placement of an op's inputs and output under one letter, along one axis of the mesh."""
+
+    inputs: tuple[Side, ...]  # one for each input tensor, in the order of `Op.sources`
+    output: Side
+    # the sharded dimension of each parameter and buffer (of its view in `Op.views`, if there is one)
+    cuts: Mapping[str, int] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()  # parameters whose gradient is a term of a sum
+    length: int = 0  # of the sharded dimension, the largest number of processes; 0 for no limit
+    even: bool = False  # the length must be divisible by the number of processes
+
+
+@dataclass
+class Op:
+    """One op of a network."""
+
+    name: str  # the module's path, or the path of the module it lies in and the function's name: "layer1.0.add"
+    kind: str = "opaque"  # the rule's name: "conv", "linear", "elementwise" …; "opaque" where there is none
+    module: nn.Module | None = None  # the module, for ops that are one
+    node: fx.Node | None = None  # its node in the traced graph; None for input and loss
+    sources: tuple[str, ...] = ()  # names of the ops whose tensors it reads
+    # shapes of the tensors it gives, for the tried number of samples; none for sizes and the like
+    extents: tuple[Extent, ...] = ()
+    dtype: torch.dtype = torch.float32  # of the first of them
+    batched: bool = False  # what it gives grows with the number of samples
+    batchwise: bool = True  # a sample's part of what it gives depends on that sample alone
+    trains: bool = False  # a gradient passes through it
+    feature: int | None = None  # the dimension of what it gives that holds channels or features; None if unknown
+    tied: str = ""  # ops of the same word must take the same letters
+    # what each letter means to it, or why it can't be taken
+    letters: dict[str, Loop | str] = field(default_factory=dict)
+    # shapes as which parameters are cut, where not as they are
+    views: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def extent(self) -> Extent:
+        """The shape of what it gives, if that is one tensor."""
+        return self.extents[0]
+
+    @property
+    def item_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def reads_attribute(self) -> bool:
+        """True where it is no computation but a parameter, buffer or constant that the network's forward reads."""
+        return self.node is not None and self.node.op == "get_attr"
+
+    @property
+    def forward(self) -> Any:
+        """What its module's class computes with; None where it is no module."""
+        return getattr(type(self.module), "forward", None)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Its parameters and buffers by their names within it; one that is read by itself has the name ""."""
+        if self.module is None:
+            return {"": attribute(self.node)} if self.reads_attribute else {}
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    def allowed(self) -> list[str]:
+        """The letters that it can take."""
+        return [letter for letter, loop in self.letters.items() if isinstance(loop, Loop)]
+
+
+@dataclass
+class Graph:
+    """All ops of a network in their order, from "input" to "loss"."""
+
+    ops: dict[str, Op]  # by name
+    traced: fx.GraphModule  # the traced network
+    samples: int  # how many samples the extents are of
+    input_shape: tuple[int, ...]  # of one sample
+    notes: list[str] = field(default_factory=list)  # sentences on parts that stay whole
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)  # of the network, by name, in its own order
+
+    def matching(self, pattern: str) -> list[Op]:
+        """Ops whose name a glob matches, or that lie in the module of that name."""
+        return [
+            op for op in self.ops.values() if fnmatch.fnmatchcase(op.name, pattern) or op.name.startswith(pattern + ".")
+        ]
+
+    def keep_classes(self, reason: str = "the search splits classes only for cross-entropy") -> None:
+        """Leaves the classes of the loss unsharded, for a reason."""
+        self.ops[LOSS].letters["o"] = reason
+
+    def edges(self) -> Iterator[tuple[Op, Op, int]]:
+        """(giver, reader, which of the reader's sources) of each tensor that passes from op to op."""
+        for op in self.ops.values():
+            for place, name in enumerate(op.sources):
+                yield self.ops[name], op, place
+
+    def ties(self) -> dict[str, list[Op]]:
+        """Ops by the word that ties them."""
+        found: dict[str, list[Op]] = {}
+        for op in self.ops.values():
+            found.setdefault(op.tied, []).append(op)
+        return found
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for one in value for tensor in tensors_of(one)]
+    if isinstance(value, dict):
+        return [tensor for one in value.values() for tensor in tensors_of(one)]
+    return []
+
+
+class _Tracer(fx.Tracer):
+    """Traces into all modules except torch's own; a module that can't be traced stays one op."""
+
+    def __init__(self, leaves: Callable[[nn.Module], bool], inputs: tuple[str, ...]) -> None:
+        super().__init__()
+        self._leaves, self._inputs = leaves, inputs
+        self.whole: dict[str, str] = {}
+
+    def create_args_for_root(
+        self,
+        root_fn: Callable[..., Any],
+        is_module: bool,  # noqa: ARG002 - as fx calls it
+        concrete_args: Any = None,  # noqa: ARG002
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """Passes only the named inputs; other arguments of forward keep their defaults, as in training."""
+        given = [self.create_proxy("placeholder", name, (), {}) for name in self._inputs]
+        return lambda model, *inputs: root_fn(model, *inputs), [self.root, *given]
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return self._leaves(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        known, stack = set(self.graph.nodes), self.module_stack.copy()
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever a user's forward does with a stand-in for a tensor
+            # Leaves the modules that fx had entered, so that only this module stays one op.
+            self.module_stack = stack
+            for node in reversed(list(self.graph.nodes)):
+                if node not in known:
+                    self.graph.erase_node(node)
+            name = self.path_of_module(m)
+            self.whole[name] = str(error).partition("\n")[0]
+            return self.create_proxy("call_module", name, args, kwargs)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        node.meta["scope"] = self.scope.module_path
+        return node
+
+
+def trace(
+    model: nn.Module, leaves: Callable[[nn.Module], bool], inputs: tuple[str, ...] = ("x",)
+) -> tuple[fx.GraphModule, dict[str, str]]:
+    """Returns the network's graph in its current mode (training or not), and the modules that can't be traced."""
+    tracer = _Tracer(leaves, inputs)
+    try:
+        graph = tracer.trace(model)
+    except Exception as error:  # noqa: BLE001 - the network's own forward can't be traced: it is one op
+        return _one_op(model, str(error))
+    try:
+        graph.lint()
+        traced = fx.GraphModule(model, graph)
+        out_of_place(traced)
+        graph.eliminate_dead_code()
+        traced.recompile()
+    except Exception as error:  # noqa: BLE001 - such as values of an earlier trace, kept in the network itself
+        return _one_op(model, str(error))
+    return traced, tracer.whole
+
+
+def _one_op(model: nn.Module, reason: str) -> tuple[fx.GraphModule, dict[str, str]]:
+    graph = fx.Graph()
+    graph.output(graph.call_module("whole", (graph.placeholder("x"),)))
+    root = nn.Module()
+    root.add_module("whole", model)
+    return fx.GraphModule(root, graph), {"whole": reason.partition("\n")[0]}
+
+
+def out_of_place(traced: fx.GraphModule) -> None:
+    """Replaces in-place ops, whose input may be shared with other ops or be a view; later readers read the result."""
+    place = {node: number for number, node in enumerate(traced.graph.nodes)}
+    for node in traced.graph.nodes:
+        if _changes_its_input(traced, node) and isinstance(node.args[0], fx.Node):
+            for later in [user for user in node.args[0].users if place[user] > place[node]]:
+                later.replace_input_with(node.args[0], node)
+        if node.op == "call_module":
+            for module in traced.get_submodule(str(node.target)).modules():
+                if getattr(module, "inplace", False):
+                    setattr(module, "inplace", False)  # noqa: B010 - not every module has it
+        if node.kwargs.get("inplace"):
+            node.kwargs = {**node.kwargs, "inplace": False}
+        node.target = _IN_PLACE.get(node.target, node.target)
+    traced.recompile()
+
+
+def _changes_its_input(traced: fx.GraphModule, node: fx.Node) -> bool:
+    if not node.args:
+        return False
+    if node.op == "call_module":
+        return bool(getattr(traced.get_submodule(str(node.target)), "inplace", False))
+    named = node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__")
+    return bool(node.kwargs.get("inplace")) or named or node.target in _IN_PLACE
+
+
+_IN_PLACE: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    "add_": "add",
+    "mul_": "mul",
+    "sub_": "sub",
+    "div_": "div",
+    "relu_": "relu",
+}
+
+
+def name_nodes(traced: fx.GraphModule) -> dict[fx.Node, str]:
+    """Names each node by its module, equally in training and evaluation: "layer1.0.add"."""
+    names: dict[fx.Node, str] = {}
+    taken: set[str] = set()
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            name = INPUT
+        elif node.op in {"call_module", "get_attr"}:
+            name = str(node.target)
+        else:
+            word = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "function")
+            name = ".".join(part for part in (node.meta.get("scope", ""), word.strip("_")) if part)
+        names[node] = unique(name, taken)
+    return names
+
+
+def unique(name: str, taken: set[str]) -> str:
+    """The name, with a number where it is taken; notes it as taken."""
+    number, found = 1, name
+    while found in taken:
+        number += 1
+        found = f"{name}#{number}"
+    taken.add(found)
+    return found
+
+
+def attribute(node: fx.Node | None) -> Tensor:
+    """The parameter or buffer that a get_attr node stands for."""
+    assert node is not None
+    found: Any = node.graph.owning_module
+    for word in str(node.target).split("."):
+        found = getattr(found, word)
+    return found
+
+
+def read_by(node: fx.Node) -> list[fx.Node]:
+    """Returns the input nodes of a node, each once, in order."""
+    return list(node.all_input_nodes)
+
+
+def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:
+    """Ties ops that must have the same placements, and all ops that are tied to them."""
+    for first, second in pairs:
+        old, new = ops[second].tied, ops[first].tied
+        if old != new:
+            for op in ops.values():
+                if op.tied == old:
+                    op.tied = new
+
+
+def whole_or_batch(op: Op, inputs: list[Op]) -> dict[str, Loop | str]:
+    """The placements of any op: replicated, or samples sharded if the op doesn't mix them.
+
+    An op that reads only parameters passes on gradients as terms of a sum.
+    """
+    parameters = frozenset(op.parameters())
+    together = Loop(tuple(WHOLE for _ in inputs), WHOLE)
+    if not op.batchwise:
+        return {"n": "the op mixes samples (or has no samples in dimension 0)", "r": together}
+    sides: tuple[Side, ...] = tuple(0 if one.batched else SPREAD for one in inputs)
+    return {"n": Loop(sides, 0 if op.batched else SPREAD, partial=parameters), "r": together}

@@ -1,0 +1,88 @@
+"""A network that a plan splits."""
+
+from torch import nn
+from typing_extensions import override
+
+from manyhands.core.errors import UserError
+from manyhands.core.world import World
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.network import (
+    LossFn,
+    LossFnWithLabels,
+    MicroBatchShape,
+    ModeRequest,
+    ModeTraits,
+)
+from manyhands.parallel.on_mesh import NetworkOnMesh
+from manyhands.parallel.plan import Plan
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
+from manyhands.parallel.split.execute import SplitNetwork, batch_axes
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop
+from manyhands.parallel.split.sharded_loss import WHOLE_CLASSES, SplitLoss, describe_loss
+from manyhands.parallel.split.strategy import resolve
+from manyhands.parallel.split.tracing import describe_network
+from manyhands.parallel.split.weights import cut_alike
+
+
+class PlannedNetwork(NetworkOnMesh):
+    """A network whose ops are sharded by a plan."""
+
+    full_outputs = True
+
+    def __init__(self, network: SplitNetwork, loss: Graph | None, traits: ModeTraits) -> None:
+        letters, grid = network.letters, network.grid
+        most = max(grid.parts(batch_axes(one)) for one in letters.values())
+        axes = batch_axes(letters[INPUT]), batch_axes(letters[LOSS])
+        super().__init__(network.inner, network, grid, network.layouts, axes, most_parts=most, traits=traits)
+        self._split, self._sharded_loss = network, loss
+
+    @override
+    def loss_fn(self, loss_fn: LossFn, smoothing: float) -> LossFnWithLabels:
+        return SplitLoss(self._split, loss_fn, smoothing, self._sharded_loss)
+
+    @override
+    def begin_micro_batch(self, shape: MicroBatchShape) -> None:
+        self._split.begin_micro_batch(shape)
+
+    @override
+    def finish_update(self) -> None:
+        self._split.finish_update()
+
+
+def split(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwork:
+    """Splits a network, in training mode and equal on all processes, by a plan.
+
+    Raises:
+        UserError: the plan doesn't fit.
+    """
+    plan = request.plan
+    if plan is None:
+        raise UserError("this mode needs a plan", "parallel", ('--pin "fc=n@dp o@tp"', "or --parallel.plan plan.json"))
+    plan.mesh.check_size(world.size)
+    group_batch_norms(model)
+    graph = describe_network(model, request.picture)
+    sharded_loss = None if request.cross_entropy else _shard_loss(graph, request)
+    model.eval()
+    evaluated = describe_network(model, request.picture)
+    model.train()
+    cut_alike(graph.ops, evaluated.ops)
+    letters = resolve(plan, graph)
+    rest = {name: ("r",) * len(plan.mesh.axes) for name in evaluated.ops}
+    network = SplitNetwork(model, graph, evaluated, {**rest, **letters}, Grid(plan.mesh, world)).train()
+    about = {**plan.about, "notes": graph.notes}
+    found = Plan(plan.mesh, plan.ops, plan.default, plan.pinned, network.layouts, about)
+    return PlannedNetwork(network, sharded_loss, ModeTraits(plan=found, outputs=network.classes, draws=network.draws))
+
+
+def _shard_loss(graph: Graph, request: ModeRequest) -> Graph | None:
+    """Returns the graph of the user's loss for split classes; None, with a note, if the loss needs all classes."""
+    if not isinstance(graph.ops[LOSS].letters["o"], Loop):
+        return None
+    output = graph.ops[graph.ops[LOSS].sources[0]]
+    found: Graph | str = WHOLE_CLASSES
+    if request.loss is not None:
+        found = describe_loss(request.loss, output.extent.dims[1], output.dtype, request.picture.device)
+    if isinstance(found, Graph):
+        return found
+    graph.keep_classes(found)
+    return None

@@ -1,0 +1,46 @@
+"""The rules by which ops are sharded.
+
+A rule sets `op.letters`, the dimensions that can be sharded, as well as `feature` and `views`, for the ops that it
+matches. `local(op, letters, grid)` returns a module that computes the op on the shards of this process, if the op
+itself can't.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.split.graph import Op, whole_or_batch
+
+Describe = Callable[[Op, list[Op]], None]
+Local = Callable[[Op, tuple[str, ...], Grid], nn.Module | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a kind of op is sharded."""
+
+    kind: str
+    matches: Callable[[Op], bool]
+    describe: Describe
+    local: Local | None = None
+
+
+def _unknown(op: Op, inputs: list[Op]) -> None:
+    op.letters = whole_or_batch(op, inputs)
+
+
+# For ops that no rule matches: replicated, or a part of the samples if the op keeps them apart.
+OPAQUE = Rule(Op.kind, lambda _: True, _unknown)
+RULES: list[Rule] = []
+
+
+def rule(kind: str, matches: Callable[[Op], bool], local: Local | None = None) -> Callable[[Describe], Describe]:
+    """Registers a rule."""
+
+    def register(describe: Describe) -> Describe:
+        RULES.append(Rule(kind, matches, describe, local))
+        return describe
+
+    return register

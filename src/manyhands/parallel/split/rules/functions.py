@@ -1,0 +1,367 @@
+"""Rules of functions and of layers without parameters: element by element, pooling, products, reductions and so on."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor, fx, nn
+
+from manyhands.core.mesh import bounds
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.placement import SPREAD, SUM, WHOLE, Side
+from manyhands.parallel.split.graph import Loop, Op, whole_or_batch
+from manyhands.parallel.split.rules import rule
+
+
+def _target(op: Op) -> Any:
+    """The function or the name of the method that an op calls; None for others."""
+    return op.node.target if op.node is not None and op.node.op in {"call_function", "call_method"} else None
+
+
+@rule("concat", lambda op: _target(op) in {torch.cat, torch.concat, torch.stack})
+def concat(op: Op, inputs: list[Op]) -> None:
+    """n, r. Shards of the parts are no shard of the result, so channels are gathered first."""
+    op.letters = whole_or_batch(op, inputs)
+    op.feature = inputs[0].feature
+
+
+MODULES: tuple[type[nn.Module], ...] = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh,
+    nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Identity,
+    nn.Dropout, nn.AlphaDropout,
+)  # fmt: skip
+FUNCTIONS: set[Any] = {
+    torch.relu, F.relu, F.relu6, F.leaky_relu, F.elu, F.gelu, F.silu, F.mish, F.hardswish, F.hardsigmoid, F.hardtanh,
+    torch.sigmoid, F.sigmoid, torch.tanh, F.tanh, F.softplus, F.dropout, torch.exp, torch.log, torch.sqrt, torch.abs,
+    operator.neg, operator.add, operator.sub, operator.mul, operator.truediv, operator.pow,
+    torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.square, torch.neg,
+}  # fmt: skip
+METHODS = {
+    "relu", "sigmoid", "tanh", "exp", "log", "sqrt", "abs", "neg", "add", "sub", "mul", "div", "pow", "square",
+    "contiguous", "clone", "float", "double", "clamp",
+}  # fmt: skip
+
+
+def _is_elementwise(op: Op) -> bool:
+    if op.module is not None:
+        return isinstance(op.module, MODULES) and op.forward in {kind.forward for kind in MODULES}
+    target = _target(op)
+    # torchvision's stochastic depth drops entire samples (or batches), the same in all of their channels.
+    return target in FUNCTIONS or target in METHODS or getattr(target, "__name__", "") == "stochastic_depth"
+
+
+@rule("elementwise", _is_elementwise)
+def elementwise(op: Op, inputs: list[Op]) -> None:
+    """n, c (channels or features), r."""
+    op.letters = whole_or_batch(op, inputs)
+    dims = len(op.extent.dims)
+    known = [one.feature for one in inputs if len(one.extent.dims) == dims and one.feature is not None]
+    # With the first dimension grown by several rows a sample, other dimensions are as they were.
+    if not known or known[0] == 0 or any(feature != known[0] for feature in known):
+        return
+    op.feature = known[0]
+    sides: list[Side] = [_side(one, op, op.feature) for one in inputs]
+    op.letters["c"] = Loop(tuple(sides), op.feature, length=op.extent.dims[op.feature])
+
+
+def _side(source: Op, op: Op, feature: int) -> Side:
+    """Where a source is cut when the result is cut in its feature dimension: broadcasting aligns the last ones."""
+    dim = feature - (len(op.extent.dims) - len(source.extent.dims))
+    if dim < 0 or (source.extent.dims[dim] == 1 and op.extent.dims[feature] > 1):
+        return SPREAD
+    return dim
+
+
+def _classes(op: Op) -> int:
+    given: Any = None
+    if op.node is not None:
+        given = op.node.kwargs.get("num_classes", op.node.args[1] if len(op.node.args) > 1 else -1)
+    return given if isinstance(given, int) else -1
+
+
+class SomeClasses(nn.Module):
+    """The columns of one process."""
+
+    def __init__(self, first: int, count: int) -> None:
+        super().__init__()
+        self._first, self._count = first, count
+
+    def forward(self, numbers: Tensor, *_: Any, **__: Any) -> Tensor:
+        """int64 [n, …] to int64 [n, …, count]."""
+        own = torch.arange(self._first, self._first + self._count, device=numbers.device)
+        return (numbers[..., None] == own).long()
+
+
+def _some_classes(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
+    cut = [axis for axis, letter in enumerate(letters) if letter == "c"]
+    if not cut:
+        return None
+    edges, place = bounds(_classes(op), grid.parts(cut)), grid.place(cut)
+    return SomeClasses(edges[place], edges[place + 1] - edges[place])
+
+
+@rule("one_hot", lambda op: _target(op) is F.one_hot and _classes(op) > 0, _some_classes)
+def one_hot(op: Op, inputs: list[Op]) -> None:
+    """n, c (classes), r."""
+    op.letters = whole_or_batch(op, inputs)
+    op.feature = len(op.extent.dims) - 1
+    op.letters["c"] = Loop((WHOLE,), op.feature, length=_classes(op))
+
+
+POOLS: tuple[type[nn.Module], ...] = (
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
+    nn.Flatten, nn.Upsample, nn.ZeroPad2d, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+)  # fmt: skip
+POOLING: set[Any] = {
+    F.max_pool2d, torch.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, torch.flatten,
+    F.interpolate, F.dropout2d, "flatten",
+}  # fmt: skip
+
+
+@rule("pool", lambda op: op.forward in {kind.forward for kind in POOLS} or _target(op) in POOLING)
+def pool(op: Op, inputs: list[Op]) -> None:
+    """n, c (channels), r."""
+    op.letters = whole_or_batch(op, inputs)
+    source, result = inputs[0].extent.dims, op.extent.dims
+    if inputs[0].feature != 1 or len(source) < 3 or len(result) < 2 or result[1] % source[1]:
+        return
+    op.feature = 1
+    flattened = result[1] != source[1]
+    # A flattened channel is several features: pieces of equal numbers of channels alone are pieces of features.
+    op.letters["c"] = Loop((1,), 1, length=source[1], even=flattened)
+
+
+# Products of tensors. One operand holds the samples; the other is a parameter, computed from parameters, or holds
+# samples too.
+PRODUCTS: set[Any] = {operator.matmul, torch.matmul, torch.mm, torch.bmm, "matmul", "mm", "bmm", "__matmul__"}
+WITH_BIAS: set[Any] = {torch.addmm, "addmm"}
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a product reads."""
+
+    left: fx.Node  # [..., k]
+    right: fx.Node  # [..., k, m], or [k]; of `F.linear` [m, k]
+    bias: fx.Node | None = None  # added to the result [..., m]; None if there is none
+
+
+def operands(node: fx.Node) -> Operands | None:
+    """The two tensors, and what is added; None where they aren't given plainly."""
+    words = {"input": 0, "weight": 1, "bias": 2, "other": 1, "mat2": 1} if node.target not in WITH_BIAS else {}
+    given: dict[int, Any] = dict(enumerate(node.args))
+    for word, value in node.kwargs.items():
+        if word not in words:
+            return None
+        given[words[word]] = value
+    if node.target in WITH_BIAS:
+        given = {0: given.get(1), 1: given.get(2), 2: given.get(0)}
+    left, right, bias = given.get(0), given.get(1), given.get(2)
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node) or left is right:
+        return None
+    if bias is not None and (not isinstance(bias, fx.Node) or bias in {left, right}):
+        return None
+    return Operands(left, right, bias)
+
+
+def _is_product(op: Op) -> bool:
+    known = _target(op) in PRODUCTS | WITH_BIAS or _target(op) is F.linear
+    return known and op.node is not None and operands(op.node) is not None
+
+
+@rule("matmul", _is_product)
+def product(op: Op, inputs: list[Op]) -> None:
+    """n, o (columns of the result; rows where the samples are on the right), i (what is summed over), r."""
+    op.letters = whole_or_batch(op, inputs)
+    found = operands(op.node) if op.node is not None else None
+    by_node = {one.node: one for one in inputs}
+    if op.node is None or found is None or not op.batchwise or not {found.left, found.right} <= set(by_node):
+        return
+    left, right, bias = by_node[found.left], by_node[found.right], by_node.get(found.bias)
+    summed, columns = _dims_of_right(op.node.target, right)
+    last = len(op.extent.dims) - 1
+    if left.batched:
+        if len(left.extent.dims) < 2 or (right.batched and len(right.extent.dims) < 3):
+            return
+        rows, outputs = len(left.extent.dims) - 1, {right.name: columns}
+    else:
+        # The samples are on the right, so the left one's rows are the outputs.
+        if len(left.extent.dims) != 2 or len(right.extent.dims) < 3 or bias is not None:
+            return
+        rows, columns, outputs, last = 1, 0, {left.name: 0}, last - 1
+    terms: dict[str, Side] = {left.name: rows, right.name: summed}
+    if bias is not None:
+        # A term of the sum: whole on one process, zeros on the others.
+        terms[bias.name] = SUM
+        outputs[bias.name] = len(bias.extent.dims) - 1
+    op.letters["i"] = Loop(_sides(inputs, terms), SUM, length=left.extent.dims[rows])
+    if columns is None or last < 1 or (bias is not None and bias.extent.dims[-1:] != op.extent.dims[-1:]):
+        return
+    op.feature = last
+    op.letters["o"] = Loop(_sides(inputs, outputs), last, length=op.extent.dims[last])
+
+
+def _dims_of_right(target: Any, right: Op) -> tuple[int, int | None]:
+    """The dimension of the right operand that is summed over, and the one of its columns."""
+    dims = len(right.extent.dims)
+    if target is F.linear:  # the weight has its outputs first
+        return dims - 1, 0 if dims == 2 else None
+    return (dims - 2, dims - 1) if dims > 1 else (0, None)
+
+
+def _sides(inputs: list[Op], cut: Mapping[str, Side | None]) -> tuple[Side, ...]:
+    """Where each source is cut, SPREAD where it isn't named."""
+    found: list[Side] = []
+    for one in inputs:
+        side = cut.get(one.name)
+        found.append(SPREAD if side is None else side)
+    return tuple(found)
+
+
+SUMS: set[Any] = {torch.sum, "sum"}
+MEANS: set[Any] = {torch.mean, "mean"}
+
+
+def largest(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """torch.max over a dimension without the places: the gradient goes to one of equal values."""
+    return values.max(dim, keepdim).values
+
+
+MAXIMA: set[Any] = {largest}
+
+
+class MeanOfPart(nn.Module):
+    """A term of a mean: the mean of a piece, by how much it is of the dimension's whole length."""
+
+    def __init__(self, target: Any, dim: int, length: int) -> None:
+        super().__init__()
+        self._target, self._dim, self._length = target, dim, length
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        values: Tensor = args[0] if args else kwargs["input"]
+        function = getattr(torch.Tensor, self._target) if isinstance(self._target, str) else self._target
+        mean: Tensor = function(*args, **kwargs)
+        return mean * (values.shape[self._dim] / self._length)
+
+
+class LargestOfParts(nn.Module):
+    """A maximum over a dimension cut into pieces, in their order; a collective. One of equal ones gets the gradient."""
+
+    def __init__(self, group: Any, place: int, parts: int) -> None:
+        super().__init__()
+        self._group, self._place, self._parts = group, place, parts
+
+    def forward(self, values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+        """As `largest`."""
+        found: Any = _LargestOfParts.apply(values, dim, self._group, self._place, self._parts)
+        return found if keepdim else found.squeeze(dim)
+
+
+class _LargestOfParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, dim: int, group: Any, place: int, parts: int) -> Tensor:
+        mine, index = values.max(dim, keepdim=True)
+        everybody = mine.new_empty(parts, *mine.shape)
+        dist.all_gather_into_tensor(everybody.view(-1), mine.contiguous().view(-1), group=group)
+        found = everybody.max(0)
+        ctx.save_for_backward(index, found.indices == place)
+        ctx.shape, ctx.dim = values.shape, dim
+        return found.values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        index, here = ctx.saved_tensors
+        back = gradients[0].new_zeros(ctx.shape).scatter(ctx.dim, index, gradients[0] * here)
+        return back, None, None, None, None
+
+
+def _part_of_reduction(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
+    cut = [axis for axis, letter in enumerate(letters) if letter == "i"]
+    loop = op.letters.get("i")
+    if grid.parts(cut) == 1 or op.node is None or not isinstance(loop, Loop) or op.node.target in SUMS:
+        return None
+    if op.node.target in MAXIMA:
+        return LargestOfParts(grid.group(cut), grid.place(cut), grid.parts(cut))
+    return MeanOfPart(op.node.target, int(loop.inputs[0]), loop.length)
+
+
+_REDUCTIONS = SUMS | MEANS | MAXIMA | {torch.amax, torch.amin, "amax", "amin"}
+
+
+@rule("reduce", lambda op: _target(op) in _REDUCTIONS, _part_of_reduction)
+def reduction(op: Op, inputs: list[Op]) -> None:
+    """n, c (channels that stay), i (what is summed over), r."""
+    op.letters = whole_or_batch(op, inputs)
+    if len(inputs) != 1 or op.node is None:
+        return
+    source, dims = inputs[0], reduced(op, len(inputs[0].extent.dims))
+    feature, whole = source.feature, source.extent.dims
+    if not feature or dims is None:
+        return
+    if feature in dims:
+        if op.node.target in SUMS | MEANS:
+            op.letters["i"] = Loop((feature,), SUM, length=whole[feature])
+        else:
+            op.letters["i"] = "a maximum over a split dimension is supported only in a loss"
+    elif 0 not in dims:
+        kept = len(op.extent.dims) == len(whole)
+        op.feature = feature if kept else feature - sum(dim < feature for dim in dims)
+        op.letters["c"] = Loop((feature,), op.feature, length=whole[feature])
+
+
+def reduced(op: Op, dims: int) -> set[int] | None:
+    """The dimensions that are taken together, of so many; None if they aren't constant."""
+    if op.node is None:
+        return None
+    given: Any = op.node.args[1] if len(op.node.args) > 1 else None
+    for word in ("dim", "axis"):
+        given = op.node.kwargs.get(word, given)
+    chosen = range(dims) if given is None else [given] if isinstance(given, int) else given
+    if not isinstance(chosen, list | tuple | range) or not all(isinstance(dim, int) for dim in chosen):
+        return None
+    numbers = {int(str(dim)) % dims for dim in chosen}
+    return numbers or set(range(dims))
+
+
+def _order(op: Op, dims: int = 0) -> list[int] | None:
+    """For each dimension of the result, the one it was; None if that isn't constant."""
+    if op.module is not None:
+        return [int(dim) % max(dims, 1) for dim in op.module.dims]  # type: ignore[union-attr, arg-type]
+    if op.node is None:
+        return None
+    given: list[Any] = list(op.node.args[1:]) or list(op.node.kwargs.values())
+    numbers = list(given[0]) if len(given) == 1 and isinstance(given[0], list | tuple) else given
+    if not all(isinstance(number, int) for number in numbers):
+        return None
+    if not dims:
+        return numbers
+    numbers = [number % dims for number in numbers]
+    if op.node.target in {torch.transpose, "transpose"}:
+        order = list(range(dims))
+        order[numbers[0]], order[numbers[1]] = order[numbers[1]], order[numbers[0]]
+        return order
+    return numbers
+
+
+def _is_reordering(op: Op) -> bool:
+    """True for permute and transpose by constant dimensions, as functions, methods, or torchvision's module."""
+    if op.module is not None:
+        return type(op.module).__name__ == "Permute" and hasattr(op.module, "dims")
+    return _target(op) in {torch.permute, torch.transpose, "permute", "transpose"} and _order(op) is not None
+
+
+@rule("reorder", _is_reordering)
+def reorder(op: Op, inputs: list[Op]) -> None:
+    """n, c (the channels, wherever they go), r."""
+    op.letters = whole_or_batch(op, inputs)
+    order, before = _order(op, len(inputs[0].extent.dims)), inputs[0].feature
+    if order is None or before is None or order[0] != 0 or before == 0:
+        return
+    op.feature = order.index(before)
+    op.letters["c"] = Loop((before,), op.feature, length=op.extent.dims[op.feature])

@@ -1,0 +1,233 @@
+"""Rules of layers: attention, BatchNorm, convolutions, embeddings, linear layers, other normalization."""
+
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+
+from manyhands.core.mesh import bounds
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.placement import SPREAD, SUM, WHOLE
+from manyhands.parallel.split.graph import Loop, Op, whole_or_batch
+from manyhands.parallel.split.rules import rule
+
+Layer = TypeVar("Layer", bound=nn.Module)
+PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")
+
+
+def _axes(letters: tuple[str, ...], letter: str) -> list[int]:
+    return [axis for axis, one in enumerate(letters) if one == letter]
+
+
+class PartialLayer(nn.Module, Generic[Layer]):
+    """A layer of which this process has a shard; the outputs are summed, and only the first process adds the bias.
+
+    The layer is not registered again: it stays where the user has it.
+    """
+
+    def __init__(self, layer: Layer, first: bool) -> None:
+        super().__init__()
+        self._layer = (layer,)
+        # Multiplied instead of left out, so that gradients come in the same order on all processes.
+        self._share = 1.0 if first else 0.0
+
+    @property
+    def layer(self) -> Layer:
+        return self._layer[0]
+
+    def own(self, bias: Tensor | None) -> Tensor | None:
+        """The bias [out] on the first process, zeros on the others."""
+        return None if bias is None else bias * self._share
+
+
+class SomeHeads(PartialLayer[nn.MultiheadAttention]):
+    """Self-attention of some of the heads: a term of the sum over all heads."""
+
+    def forward(self, tokens: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[N, L, E] to a term of [N, L, E], and no weights."""
+        layer = self.layer
+        mixed = F.linear(tokens, layer.in_proj_weight, layer.in_proj_bias)
+        batch, length = tokens.shape[:2]
+        query, key, value = mixed.view(batch, length, 3, -1, layer.head_dim).permute(2, 0, 3, 1, 4)
+        dropout = layer.dropout if layer.training else 0.0
+        seen = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        joined = seen.transpose(1, 2).reshape(batch, length, -1)
+        return F.linear(joined, layer.out_proj.weight, self.own(layer.out_proj.bias)), None
+
+
+def _some_heads(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
+    cut = _axes(letters, "h")
+    return SomeHeads(cast(nn.MultiheadAttention, op.module), grid.first(cut)) if cut else None
+
+
+@rule("attention", lambda op: op.forward is nn.MultiheadAttention.forward, _some_heads)
+def attention(op: Op, inputs: list[Op]) -> None:
+    """n, h (heads, for self-attention without masks), r."""
+    layer = cast(nn.MultiheadAttention, op.module)
+    op.feature = 2
+    op.letters = whole_or_batch(op, inputs)
+    reason = _why_whole(op, layer)
+    if reason:
+        op.letters["h"] = reason
+        return
+    heads, width, whole = layer.num_heads, layer.head_dim, layer.embed_dim
+    op.views = {
+        "in_proj_weight": (3, heads, width, whole),
+        "in_proj_bias": (3, heads, width),
+        "out_proj.weight": (whole, heads, width),
+    }
+    cuts = {"in_proj_weight": 1, "in_proj_bias": 1, "out_proj.weight": 1}
+    op.letters["h"] = Loop((SPREAD,), SUM, cuts, frozenset({"out_proj.bias"}), heads)
+
+
+def _why_whole(op: Op, layer: nn.MultiheadAttention) -> str:
+    node = op.node
+    if len(op.sources) != 1 or node is None or len(set(node.args[:3])) != 1:
+        return "heads are split only for self-attention without masks"
+    if set(node.kwargs) - {"need_weights", "average_attn_weights"} or node.kwargs.get("need_weights", True):
+        return "heads are split only for self-attention without masks and weights (need_weights=False)"
+    if not layer.batch_first or layer.bias_k is not None or layer.add_zero_attn or layer.in_proj_weight is None:
+        return "heads are split only with batch_first and without extra keys"
+    return ""
+
+
+@rule("batch_norm", lambda op: isinstance(op.module, _BatchNorm))
+def batch_norm(op: Op, inputs: list[Op]) -> None:
+    """n, c (channels), r. Statistics are those of the job's groups of samples, whichever process has them."""
+    op.feature = 1
+    # Across its groups it keeps samples apart; within them the executor has the processes share statistics.
+    op.batchwise = all(one.batchwise for one in inputs) and bool(op.extent.rows or not op.batched)
+    op.letters = whole_or_batch(op, inputs)
+    if op.module is not None and op.module.running_mean is None:
+        op.letters["n"] = "without running statistics, evaluation mixes samples"
+    channels = op.extent.dims[1]
+    others = set(op.parameters()) - {*PER_CHANNEL, "num_batches_tracked"}
+    if others:
+        op.letters["c"] = f"the module has more parameters than BatchNorm ({', '.join(sorted(others))})"
+        return
+    op.letters["c"] = Loop((1,), 1, dict.fromkeys(PER_CHANNEL, 0), length=channels)
+
+
+class PartialConvolution(PartialLayer[_ConvNd]):
+    """A convolution over a part of the input channels."""
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """A term of the sum: [N, C / parts, …] to [N, out, …]."""
+        layer = self.layer
+        return layer._conv_forward(pictures, layer.weight, self.own(layer.bias))  # type: ignore[attr-defined]
+
+
+def _partial_convolution(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
+    layer = cast(_ConvNd, op.module)
+    layer.groups //= grid.parts(_axes(letters, "c"))
+    inner = _axes(letters, "i")
+    return PartialConvolution(layer, grid.first(inner)) if inner and layer.bias is not None else None
+
+
+# Transposed convolutions have no rule.
+_CONVOLUTIONS = {nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}
+
+
+@rule("conv", lambda op: op.forward in _CONVOLUTIONS, _partial_convolution)
+def convolution(op: Op, inputs: list[Op]) -> None:
+    """n, o (output channels), i (input channels), c (groups), r."""
+    layer = cast(_ConvNd, op.module)
+    op.feature = 1
+    op.letters = whole_or_batch(op, inputs)
+    if layer.groups == 1:
+        op.letters["o"] = Loop((SPREAD,), 1, {"weight": 0, "bias": 0}, length=layer.out_channels)
+        op.letters["i"] = Loop((1,), SUM, {"weight": 1}, frozenset({"bias"}), layer.in_channels)
+    else:
+        op.letters["c"] = Loop((1,), 1, {"weight": 0, "bias": 0}, length=layer.groups, even=True)
+
+
+class SomeRows(nn.Module):
+    """A part of the table: zeros for numbers whose row another process has."""
+
+    def __init__(self, layer: nn.Embedding, first: int, count: int) -> None:
+        super().__init__()
+        self._layer, self._first, self._count = (layer,), first, count
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """int64 [N, …] to a term of [N, …, E]."""
+        place = numbers - self._first
+        here = (place >= 0) & (place < self._count)
+        rows = self._layer[0].weight[place.clamp(0, self._count - 1)]
+        return torch.where(here[..., None], rows, torch.zeros_like(rows))
+
+
+def _some_rows(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
+    cut = _axes(letters, "v")
+    layer = cast(nn.Embedding, op.module)
+    if "v" not in letters:
+        layer.embedding_dim = layer.weight.shape[1]
+        return None
+    edges = bounds(layer.num_embeddings, grid.parts(cut))
+    place = grid.place(cut)
+    return SomeRows(layer, edges[place], edges[place + 1] - edges[place])
+
+
+def _is_plain_embedding(op: Op) -> bool:
+    """True unless the layer renormalizes its table or scales gradients by frequency."""
+    layer: Any = op.module
+    return op.forward is nn.Embedding.forward and layer.max_norm is None and not layer.scale_grad_by_freq
+
+
+@rule("embedding", _is_plain_embedding, _some_rows)
+def embedding(op: Op, inputs: list[Op]) -> None:
+    """n, o (features of a row), v (rows: the vocabulary), r."""
+    layer = cast(nn.Embedding, op.module)
+    last = len(op.extent.dims) - 1
+    op.feature = last
+    op.letters = whole_or_batch(op, inputs)
+    op.letters["o"] = Loop((WHOLE,), last, {"weight": 1}, length=layer.embedding_dim)
+    op.letters["v"] = Loop((WHOLE,), SUM, {"weight": 0}, length=layer.num_embeddings)
+
+
+class PartialLinear(PartialLayer[nn.Linear]):
+    """A layer over a part of the input features."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """A term of the sum: [N, …, in / parts] to [N, …, out]."""
+        layer = self.layer
+        return F.linear(features, layer.weight, self.own(layer.bias))
+
+
+def _partial_linear(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Module | None:
+    layer = cast(nn.Linear, op.module)
+    inner = _axes(letters, "i")
+    return PartialLinear(layer, grid.first(inner)) if inner and layer.bias is not None else None
+
+
+@rule("linear", lambda op: op.forward is nn.Linear.forward, _partial_linear)
+def linear(op: Op, inputs: list[Op]) -> None:
+    """n, o (output features), i (input features), r."""
+    layer = cast(nn.Linear, op.module)
+    last = len(op.extent.dims) - 1
+    op.feature = last
+    op.letters = whole_or_batch(op, inputs)
+    if last:
+        op.letters["o"] = Loop((SPREAD,), last, {"weight": 0, "bias": 0}, length=layer.out_features)
+        op.letters["i"] = Loop((last,), SUM, {"weight": 1}, frozenset({"bias"}), layer.in_features)
+
+
+def _fewer_groups(op: Op, letters: tuple[str, ...], grid: Grid) -> None:
+    """A GroupNorm of fewer groups, with as many channels in each."""
+    parts = grid.parts(_axes(letters, "c"))
+    if parts > 1:
+        layer = cast(nn.GroupNorm, op.module)
+        layer.num_groups //= parts
+        layer.num_channels //= parts
+
+
+@rule("norm", lambda op: op.forward in {nn.LayerNorm.forward, nn.GroupNorm.forward}, _fewer_groups)
+def norm(op: Op, inputs: list[Op]) -> None:
+    """n, r; GroupNorm also c (groups of channels)."""
+    op.letters = whole_or_batch(op, inputs)
+    op.feature = inputs[0].feature
+    if isinstance(op.module, nn.GroupNorm):
+        op.feature = 1
+        op.letters["c"] = Loop((1,), 1, {"weight": 0, "bias": 0}, length=op.module.num_groups, even=True)

@@ -1,0 +1,253 @@
+"""The loss of a split network, with samples or classes cut.
+
+A loss of the user's own is traced into small operators, each of which does its part.
+
+What follows from a cut output is cut (exponents, quotients, products with one-hot labels), sums over the classes are
+terms that are added up, and what has no classes left is computed by every process.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from manyhands.core.mesh import bounds
+from manyhands.parallel.gradients import summed_over_samples
+from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.placement import WHOLE
+from manyhands.parallel.network import LossFn
+from manyhands.parallel.split import graph as graphs
+from manyhands.parallel.split.execute import Builder, Letters, SplitNetwork, State
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced
+from manyhands.parallel.split.tracing import FEWER, SAMPLES, describe_ops, run_twice
+
+# Of a network's output [n, C] and labels int64 [n]: a value per sample [n, …], or their mean [].
+CustomLoss = Callable[[Tensor, Tensor], Tensor]
+
+WHOLE_CLASSES = "classes are split for cross-entropy and for losses whose operators all have rules"
+
+
+class _Traced(nn.Module):
+    def __init__(self, function: CustomLoss) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+        return self.function(output, labels)
+
+
+def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
+    """A loss over so many classes as a graph of ops that can each do a part of them, or why there is none."""
+    traced, unseen = graphs.trace(_Traced(function), lambda _: False, ("output", "labels"))
+    if unseen:
+        return f"{WHOLE_CLASSES}; this loss can't be traced ({next(iter(unseen.values()))})"
+    generator = torch.Generator().manual_seed(0)
+    output = torch.randn(SAMPLES, classes, generator=generator).to(device, dtype)
+    labels = torch.randint(classes, (SAMPLES,), generator=generator).to(device)
+    try:
+        _fold_sizes(traced, *run_twice(traced, (output, labels)))
+        _name_maxima(traced)
+        many, few = run_twice(traced, (output, labels))
+    except Exception as error:  # noqa: BLE001 - whatever a user's loss does with made-up outputs
+        why = str(error).partition("\n")[0]
+        return f"{WHOLE_CLASSES}; this loss fails on {FEWER} or {SAMPLES} samples ({why})"
+    names = graphs.name_nodes(traced)
+    ops, _ = describe_ops(traced, names, many, few, _begin)
+    result = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    if not isinstance(result, fx.Node) or not ops[names[result]].extents:
+        return f"{WHOLE_CLASSES}; this loss returns no tensor"
+    ops[LOSS] = Op(LOSS, LOSS, sources=(names[result],), tied=LOSS, letters={"r": Loop((WHOLE,), WHOLE)})
+    for op in ops.values():
+        _let_maxima_be_cut(op, ops)
+    graph = Graph(ops, traced, SAMPLES, (classes,))
+    letters = shard_classes(graph)
+    return letters if isinstance(letters, str) else graph
+
+
+def _begin(given: Op) -> None:
+    """The output comes with its classes cut, the labels whole."""
+    given.letters = {"r": Loop((), WHOLE)}
+    if given.name == INPUT:
+        given.feature, given.trains = 1, True
+        given.letters["c"] = Loop((), 1, length=given.extent.dims[1])
+
+
+def _fold_sizes(traced: fx.GraphModule, many: dict[fx.Node, Any], few: dict[fx.Node, Any]) -> None:
+    """Writes sizes that don't depend on the samples as numbers: a piece's would be others."""
+    for node in list(traced.graph.nodes):
+        value = many.get(node)
+        if type(value) is int and value == few.get(node):
+            for user in list(node.users):
+                user.args = fx.map_arg(user.args, lambda one, node=node, value=value: value if one is node else one)
+                user.kwargs = fx.map_arg(user.kwargs, lambda one, node=node, value=value: value if one is node else one)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+
+
+def _name_maxima(traced: fx.GraphModule) -> None:
+    """Writes maxima over one dimension of which only the values are used as what they are."""
+    for node in list(traced.graph.nodes):
+        if node.target not in {torch.max, "max"} or len(node.args) + len(node.kwargs) < 2:
+            continue
+        users = list(node.users)
+        values = [one for one in users if one.target in {operator.getitem, getattr} and one.args[1] in {0, "values"}]
+        chosen = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        if len(values) != len(users) or not isinstance(chosen, int):
+            continue
+        node.op, node.target = "call_function", largest
+        for one in values:
+            one.replace_all_uses_with(node)
+            traced.graph.erase_node(one)
+    traced.recompile()
+
+
+def _let_maxima_be_cut(op: Op, ops: dict[str, Op]) -> None:
+    """A maximum over the classes is taken of each process's own, and of what all found."""
+    if op.node is None or op.node.target not in MAXIMA or len(op.sources) != 1:
+        return
+    source = ops[op.sources[0]]
+    if source.feature and source.feature in (reduced(op, len(source.extent.dims)) or ()):
+        op.letters["i"] = Loop((source.feature,), WHOLE, length=source.extent.dims[source.feature])
+
+
+def shard_classes(graph: Graph) -> dict[str, str] | str:
+    """The letter of each op along an axis that cuts the classes, or why there is none for one of them."""
+    letters: dict[str, str] = {}
+    for op in graph.ops.values():
+        cut = any(_is_cut(graph.ops[name], letters[name]) for name in op.sources)
+        fitting = [letter for letter in ("c", "i") if isinstance(op.letters.get(letter), Loop)]
+        if op.name == INPUT or op.kind == "one_hot":
+            letters[op.name] = "c" if fitting else "r"
+        elif not cut or op.name == LOSS:
+            letters[op.name] = "r"
+        elif fitting:
+            letters[op.name] = fitting[0]
+        else:
+            return f"{WHOLE_CLASSES}; {op.name} of this loss has no rule for split classes"
+    return letters
+
+
+def _is_cut(op: Op, letter: str) -> bool:
+    loop = op.letters[letter]
+    return isinstance(loop, Loop) and isinstance(loop.output, int)
+
+
+class ShardedLoss:
+    """A loss of the user's own over a part of the classes, which the mesh's axes of these numbers cut."""
+
+    def __init__(self, graph: Graph, axes: tuple[int, ...], grid: Grid, state: State) -> None:
+        chosen = shard_classes(graph)
+        assert isinstance(chosen, dict)
+        count = len(grid.mesh.axes)
+        letters: Letters = {
+            name: tuple(letter if axis in axes else "r" for axis in range(count)) for name, letter in chosen.items()
+        }
+        self._run = Builder(graph, letters, grid, state, {}).build(training=True)
+
+    def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
+        """What the user's loss gives, the same on all processes: output [n, c] of this one's classes, labels [n]."""
+        value: Tensor = self._run(output, labels)
+        return value
+
+
+class SplitLoss:
+    """A loss function over what a split network gives in training.
+
+    `loss_fn`, of outputs and labels int64 [n], gives the sum [] of losses and the logits [n, C]; for uncut classes, and
+    None where the user computes it. For cut ones there are cross-entropy's smoothing, or the graph of the user's own
+    loss.
+    """
+
+    def __init__(
+        self, network: SplitNetwork, loss_fn: LossFn, smoothing: float = 0.0, own: Graph | None = None
+    ) -> None:
+        self._network, self._loss_fn, self._smoothing = network, loss_fn, smoothing
+        letters = network.letters[LOSS]
+        sizes = network.grid.mesh.sizes
+        self._classes = tuple(axis for axis, letter in enumerate(letters) if letter == "o" and sizes[axis] > 1)
+        self._own = ShardedLoss(own, self._classes, network.grid, network.state) if own and self._classes else None
+
+    def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The sum [] of this process's losses, and scores [n, …] whose largest is at the numbers [n] where right."""
+        if not self._classes:
+            loss, logits = self._loss_fn(output, labels)
+            return loss, logits, labels
+        grid = self._network.grid
+        group = grid.group(self._classes)
+        edges = bounds(self._network.classes, grid.parts(self._classes))
+        place = grid.place(self._classes)
+        classes = edges[place], edges[-1]
+        if self._own is None:
+            loss, scores = sharded_cross_entropy(output, labels, classes, group, self._smoothing)
+        else:
+            given = self._own(output, labels)
+            # A loss that was found to be a sum is one here too.
+            is_sum = getattr(self._loss_fn, "is_sum", False)
+            loss = given.sum() if is_sum else summed_over_samples(given, len(labels))
+            scores = shard_scores(output.detach(), labels, classes[0], group)
+        return loss, scores, torch.zeros_like(labels)
+
+
+def shard_scores(logits: Tensor, labels: Tensor, first: int, group: Any) -> Tensor:
+    """[n, 2]: the label's logit and the largest one, of classes that several processes hold; two small messages."""
+    largest = logits.max(1).values
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    place = labels - first
+    here = (place >= 0) & (place < logits.shape[1])
+    found = logits.gather(1, place.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+    target = torch.where(here, found, torch.zeros_like(found))
+    dist.all_reduce(target, group=group)
+    return torch.stack([target, largest], 1)
+
+
+def sharded_cross_entropy(
+    logits: Tensor, labels: Tensor, classes: tuple[int, int], group: Any, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy over classes that several processes hold parts of, in two small messages.
+
+    Logits [n, c] are of this process's classes, labels int64 [n] count over all; `classes` are the first of this
+    process's and the number of all. Gives the sum of losses [], whole on each process, and [n, 2]: the label's logit
+    and the largest one.
+    """
+    result: Any = _ShardedCrossEntropy.apply(logits, labels, classes, group, smoothing)
+    return result
+
+
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """Needs no message in its backward pass: each process has the softmax of its own classes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, classes: tuple[int, int], group: Any, smoothing: float
+    ) -> tuple[Tensor, Tensor]:
+        first, count = classes
+        values = logits if logits.dtype == torch.float64 else logits.float()
+        largest = values.max(1).values
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        shifted = values - largest[:, None]
+        exponents = shifted.exp()
+        place = labels - first
+        here = (place >= 0) & (place < logits.shape[1])
+        place = place.clamp(0, logits.shape[1] - 1)
+        target = shifted.gather(1, place[:, None])[:, 0] * here
+        sums = torch.stack([exponents.sum(1), target, shifted.sum(1)])
+        dist.all_reduce(sums, group=group)
+        logarithm = sums[0].log()
+        losses = logarithm - (1 - smoothing) * sums[1] - smoothing * sums[2] / count
+        ctx.save_for_backward(exponents / sums[0][:, None], place, here)
+        ctx.smoothing, ctx.count, ctx.dtype = smoothing, count, logits.dtype
+        scores = torch.stack([sums[1], torch.zeros_like(logarithm)], 1)
+        ctx.mark_non_differentiable(scores)
+        return losses.sum(), scores
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        softmax, place, here = ctx.saved_tensors
+        gradient = softmax - ctx.smoothing / ctx.count
+        rows = torch.arange(len(place), device=place.device)
+        gradient[rows, place] -= (1 - ctx.smoothing) * here.to(gradient.dtype)
+        return (gradient * gradients[0]).to(ctx.dtype), None, None, None, None

@@ -1,0 +1,314 @@
+"""How a user writes which part of an op's work each process does: "n@dp o@tp", or MindSpore's tuples.
+
+A letter names the loop that is cut, and stands before the mesh axes that cut it:
+
+    n  samples            o  output channels or features     i  input channels or features
+    c  channels           h  heads of attention              v  rows of a table
+    r  nothing: every process along the axis does all of it
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch.nn import functional
+
+from manyhands.core.choices import did_you_mean
+from manyhands.core.errors import UserError
+from manyhands.core.mesh import Mesh
+from manyhands.parallel.plan import Plan
+from manyhands.parallel.split.graph import Graph, Loop, Op
+
+MEANINGS = {
+    "n": "samples",
+    "o": "outputs",
+    "i": "inputs",
+    "c": "channels",
+    "h": "heads",
+    "v": "rows",
+    "r": "nothing: replicated",
+}
+_PART = re.compile(r"([a-z])@([A-Za-z0-9_,]+)")
+EXAMPLE = "such as n@dp o@tp"
+
+
+def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
+    """Reads "n@dp o@tp": the letter of each axis (its number) named. Raises UserError: it doesn't fit the mesh."""
+    found: dict[int, str] = {}
+    for word in text.split():
+        # A letter alone is meant for all axes.
+        match = _PART.fullmatch(f"{word}@{','.join(mesh.names)}" if len(word) == 1 else word)
+        if not match or match[1] not in MEANINGS:
+            letters = ", ".join(f"{letter} ({meaning})" for letter, meaning in MEANINGS.items())
+            raise UserError(f'"{word}" is not a part of a strategy', where, (EXAMPLE, f"letters: {letters}"))
+        for name in match[2].split(","):
+            if name not in mesh.names:
+                hints = (f"name axes of the mesh {mesh}, {EXAMPLE}",)
+                raise UserError(f'"{text}" names the axis {name}, which the mesh lacks', where, hints)
+            axis = mesh.names.index(name)
+            if axis in found:
+                raise UserError(f'"{text}" names the axis {name} twice', where, (EXAMPLE,))
+            found[axis] = match[1]
+    if not found:
+        raise UserError("the strategy is empty", where, (EXAMPLE,))
+    return found
+
+
+def write_strategy(letters: tuple[str, ...], mesh: Mesh) -> str:
+    """The shortest text for the letters of all axes, in the mesh's order: "n@dp,tp"."""
+    axes: dict[str, list[str]] = {}
+    for letter, name in zip(letters, mesh.names, strict=True):
+        axes.setdefault(letter, []).append(name)
+    return " ".join(f"{letter}@{','.join(names)}" for letter, names in axes.items())
+
+
+def is_tuples(text: str) -> bool:
+    """True for MindSpore's form, which begins with a bracket."""
+    return text.lstrip()[:1] in {"(", "{", "["}
+
+
+def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
+    """Reads "((1, 1), (1, 2))" or "{(1, 1), (1, 2)}": pieces of each dimension of each input. Raises UserError."""
+    plain = text.strip()
+    if plain.startswith("{"):
+        plain = f"({plain[1:-1]},)"
+    try:
+        content: Any = ast.literal_eval(plain)
+        found = tuple(tuple(operator.index(number) for number in one) for one in content)
+    except (ValueError, SyntaxError, TypeError) as error:
+        hints = ("write MindSpore's form, such as ((1, 1), (1, 2))", f"or axes, {EXAMPLE}")
+        raise UserError(f'"{text}" is not a strategy', where, hints) from error
+    if not found or not all(found) or any(number < 1 for one in found for number in one):
+        raise UserError(f'"{text}" is not a strategy: counts start at 1', where, (f"write axes, {EXAMPLE}",))
+    return found
+
+
+def from_mindspore(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh, where: str = "pin") -> dict[int, str]:
+    """The letter of each axis, "r" where nothing is cut, that MindSpore's tuples mean; axes are found by their sizes.
+
+    A tuple says for each input into how many pieces its dimensions are cut; a linear layer's weight is given as MatMul
+    takes it, [inputs, outputs], a convolution's as [outputs, inputs, height, width]. Of other ops than these ("linear",
+    "conv") the first input decides. Raises UserError: the pieces don't fit each other or the mesh, or pixels are cut.
+    """
+    pieces = _pieces(kind.lower(), tuples, where)
+    letters: dict[int, str] = {}
+    for letter, count in pieces.items():
+        for axis in _axes_of(count, mesh, letters, where):
+            letters[axis] = letter
+    return {axis: letters.get(axis, "r") for axis in range(len(mesh.axes))}
+
+
+def _pieces(kind: str, tuples: tuple[tuple[int, ...], ...], where: str) -> dict[str, int]:
+    if kind not in _WEIGHTED:
+        first, last = tuples[0], tuples[-1]
+        if set(first[2:]) - {1}:
+            raise UserError("only samples and channels can be split here", where, ("give 1 for all other dimensions",))
+        return {"n": first[0], "c": first[1] if len(first) > 1 else last[0]}
+    inner, outer, pixels_too = _WEIGHTED[kind]
+    dims = len(tuples[0]) if pixels_too else 2
+    if len(tuples) < 2 or len(tuples[0]) < 2 or len(tuples[1]) != dims:
+        form = ", ".join("1" * dims)
+        what = f"{tuples} should have a tuple for the input and one of {dims} numbers for the weight"
+        raise UserError(what, where, (f"such as (({form}), ({form}))",))
+    (samples, *pixels), weight = tuples[0], tuples[1]
+    features = pixels.pop(0 if pixels_too else -1)
+    if {*pixels, *weight[2:]} - {1}:
+        raise UserError("height and width can't be split here", where, ("give 1 for height and width",))
+    if features != weight[inner]:
+        what = f"the input's features are split into {features} parts, but the weight's into {weight[inner]}"
+        raise UserError(what, where, ("split both alike",))
+    if any(one != (weight[outer],) for one in tuples[2:]):
+        what = f"the weight's outputs are split into {weight[outer]} parts, but the bias as {tuples[2:]}"
+        raise UserError(what, where, ("split both alike",))
+    return {"n": samples, "i": features, "o": weight[outer]}
+
+
+# Of ops whose weight has a tuple of its own: where it has inputs and outputs, and whether pixels follow them.
+_WEIGHTED = {
+    **dict.fromkeys(("linear", "matmul", "dense"), (0, 1, False)),
+    **dict.fromkeys(("conv", "conv1d", "conv2d", "conv3d"), (1, 0, True)),
+}
+
+
+def _axes_of(count: int, mesh: Mesh, taken: Mapping[int, str], where: str) -> list[int]:
+    """Axes that are free and whose sizes' product is the number of pieces; one axis before several."""
+    free = [axis for axis, size in enumerate(mesh.sizes) if axis not in taken and size > 1]
+    if count == 1:
+        return []
+    for chosen in sorted(range(1, 1 << len(free)), key=int.bit_count):
+        axes = [axis for place, axis in enumerate(free) if chosen >> place & 1]
+        if mesh.parts(axes) == count:
+            return axes
+    raise UserError(f"no axes of the mesh {mesh} have {count} processes for {count} pieces", where, ("change --mesh",))
+
+
+def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, ...]]:
+    """The letters of each op of a network.
+
+    An op that can't follow the default (it mixes samples, say) does all of its work everywhere. A pattern for several
+    ops binds those that know its letters; one that names a single op must fit. Raises UserError: a strategy doesn't fit
+    its op or the mesh, or two ops that must agree don't.
+    """
+    default = parse_strategy(plan.fallback, plan.mesh, f"{where}, default")
+    return _spread(strategies(plan, graph, where), default, plan, graph, where)
+
+
+def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
+    """By op, the pattern that a plan has for it, and letters by axis. Raises UserError: one doesn't fit."""
+    said: dict[str, tuple[str, dict[int, str]]] = {}
+    for pattern, text in plan.ops.items():
+        ops = graph.matching(pattern)
+        if not ops:
+            hint = did_you_mean(pattern, list(graph.ops))
+            names = ", ".join(list(graph.ops)[:8])
+            raise UserError(f"the network has no op {pattern}", where, (hint or f"choose from the ops {names} …",))
+        unkept: dict[str, str] = {}
+        for op in ops:
+            strategy = _read(text, op, graph, plan.mesh, f"{where}, {pattern}")
+            exact = len(ops) == 1 or op.name == pattern
+            chosen = {axis: _known(op, letter, exact=exact) for axis, letter in strategy.items()}
+            said[op.name] = (pattern, {axis: letter for axis, letter in chosen.items() if letter})
+            unkept[op.name] = "".join(strategy[axis] for axis, letter in chosen.items() if not letter)
+        _refuse_if_none_keeps(pattern, text, unkept, f"{where}, {pattern}")
+    return said
+
+
+def _refuse_if_none_keeps(pattern: str, text: str, unkept: Mapping[str, str], where: str) -> None:
+    """Raises UserError for a letter that means nothing to any of the ops that a pattern names."""
+    for letter in dict.fromkeys("".join(unkept.values())):
+        if all(letter in letters for letters in unkept.values()):
+            names = ", ".join(list(unkept)[:4])
+            what = f"{pattern} can't be split as {text}: the ops {names} have no dimension {letter}"
+            raise UserError(what, where, ("name one op and a dimension of that op", "see manyhands plan"))
+
+
+def _read(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, str]:
+    if not is_tuples(text):
+        return parse_strategy(text, mesh, where)
+    tuples = parse_tuples(text, where)
+    letters = from_mindspore(op.kind, tuples, mesh, where)
+    _refuse_other_pieces(op, graph, tuples, letters, mesh, where)
+    return letters
+
+
+def _refuse_other_pieces(
+    op: Op, graph: Graph, tuples: tuple[tuple[int, ...], ...], letters: dict[int, str], mesh: Mesh, where: str
+) -> None:
+    """Raises UserError where the letters that tuples were read as wouldn't cut each input as the tuples say."""
+    if op.module is not None and op.kind in {"linear", "conv"}:
+        return  # whose own parameters the tuples name, and which have been compared with them
+    if any(not isinstance(op.letters.get(letter), Loop) for letter in letters.values()):
+        return  # for which there is a reason
+    allowed = f"split the op by {', '.join(op.allowed())}, such as n@{mesh.names[0]}"
+    read = _pieces_read(op, graph, [letters[axis] for axis in sorted(letters)], mesh)
+    if len(tuples) > max(1, len(read)):
+        what = f"{op.name} ({op.kind}) reads {len(read)} tensor(s), but {tuples} has {len(tuples)} tuples"
+        raise UserError(what, where, ("give a tuple for each tensor that the op reads", allowed))
+    for (name, pieces), wanted in zip(read, tuples, strict=False):
+        if pieces != wanted:
+            what = f"{op.name} ({op.kind}) can't be split as {tuples}: {name} would be split into {pieces}"
+            raise UserError(what, where, (allowed,))
+
+
+def _pieces_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
+    """Each tensor that an op reads under its letters, and into how many pieces its dimensions are cut."""
+    loops = [loop for loop in (op.letters[letter] for letter in letters) if isinstance(loop, Loop)]
+
+    def pieces(sides: list[Any], dims: int) -> tuple[int, ...]:
+        cut = tuple(mesh.parts([axis for axis, side in enumerate(sides) if side == dim]) for dim in range(dims))
+        return cut or (1,)
+
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for place, name in enumerate(op.sources):
+        taken = pieces([loop.inputs[place] for loop in loops], len(graph.ops[name].extents[0].dims))
+        transposed = place == 1 and op.node is not None and op.node.target is functional.linear
+        found.append((name, taken[::-1] if transposed else taken))
+    for name, tensor in op.parameters().items():
+        found.append((name, pieces([loop.cuts.get(name) for loop in loops], tensor.ndim)))
+    return found
+
+
+def _known(op: Op, letter: str, *, exact: bool) -> str:
+    """The letter, or for one op of many the one that means the same to it, or none."""
+    if exact or letter in op.letters:
+        return letter
+    return "c" if letter in {"o", "c"} and "c" in op.letters else ""
+
+
+def _spread(
+    said: dict[str, tuple[str, dict[int, str]]], default: dict[int, str], plan: Plan, graph: Graph, where: str
+) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for ops in graph.ties().values():
+        chosen: dict[int, tuple[str, Op]] = {}
+        for op in ops:
+            for axis, letter in said.get(op.name, ("", {}))[1].items():
+                other = chosen.setdefault(axis, (letter, op))
+                if other[0] != letter:
+                    axis_name = plan.mesh.names[axis]
+                    raise UserError(
+                        f"{other[1].name} and {op.name} share a parameter or a size, but are split differently along "
+                        f"{axis_name}: {other[0]} and {letter}",
+                        where,
+                        (f"give both ops {other[0]}@{axis_name}",),
+                    )
+        for op in sorted(ops, key=lambda op: op.name not in said):  # an error is about an op that the user named
+            letters = [
+                chosen[axis][0] if axis in chosen else _default(ops, default.get(axis, "n"))
+                for axis in range(len(plan.mesh.axes))
+            ]
+            _check(op, tuple(letters), plan.mesh, where)
+            found[op.name] = tuple(letters)
+    return {name: found[name] for name in graph.ops}
+
+
+def _default(ops: list[Op], letter: str) -> str:
+    return letter if all(isinstance(op.letters.get(letter), Loop) for op in ops if op.letters) else "r"
+
+
+def _check(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
+    reason = refusal(op, letters, mesh)
+    if reason:
+        fitting = [letter for letter in op.allowed() if _fits_somewhere(op, letter, mesh)]
+        what = f"{op.name} ({op.kind}) can't be split as {write_strategy(letters, mesh)}: {reason}"
+        raise UserError(what, f"{where}, {op.name}", (f"split the op by {', '.join(fitting or ['r'])}",))
+
+
+def _fits_somewhere(op: Op, letter: str, mesh: Mesh) -> bool:
+    """True where an op can take a letter along one of the axes at least."""
+    return any(not refusal(op, (letter,), Mesh((axis,))) for axis in mesh.axes)
+
+
+def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
+    """Why an op can't take these letters; empty if it can."""
+    for letter in set(letters):
+        loop = op.letters.get(letter)
+        if loop is None:
+            return f"the op has no dimension {letter}"
+        if isinstance(loop, str):
+            return loop
+        parts = mesh.parts([axis for axis, one in enumerate(letters) if one == letter])
+        if loop.length and loop.even and loop.length % parts:
+            return f"the length {loop.length} can't be divided into {parts} equal pieces"
+        if loop.length and loop.length < parts:
+            return f"the length {loop.length} can't be divided into {parts} pieces"
+    return ""
+
+
+def concise(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) -> tuple[str, dict[str, str]]:
+    """A default and as few exceptions as that needs, so that a plan stays readable.
+
+    Only ops whose letters the default wouldn't give are written, so `resolve` gives the same letters back.
+    """
+    default = tuple("n" for _ in mesh.axes)
+    exceptions: dict[str, str] = {}
+    for ops in graph.ties().values():
+        natural = tuple(_default(ops, letter) for letter in default)
+        # A product is named rather than the parameter that it reads.
+        first = next((op for op in ops if op.batched), ops[0])
+        if letters[first.name] != natural:
+            exceptions[first.name] = write_strategy(letters[first.name], mesh)
+    ordered = {name: exceptions[name] for name in graph.ops if name in exceptions}
+    return write_strategy(default, mesh), ordered

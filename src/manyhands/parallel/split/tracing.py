@@ -1,0 +1,327 @@
+"""Builds the graph of a network: traces it, runs it on three and on two random samples, and applies the rules."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from manyhands.core.errors import UserError
+from manyhands.parallel.mesh.placement import SPREAD, WHOLE, Extent, Side
+from manyhands.parallel.split import graph as graphs
+from manyhands.parallel.split import weights
+from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
+from manyhands.parallel.split.rules import OPAQUE, RULES, Describe, Rule, functions
+from manyhands.parallel.split.rules import layers as _layers  # noqa: F401 - registers its rules
+
+SAMPLES, FEWER = 3, 2
+# Two batches of other sizes may take other kernels, which add up in another order.
+SAME = 1e-3
+
+_of_users: dict[type[nn.Module], Describe] = {}
+
+
+def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
+    """Registers a function that declares how modules of a class can be sharded.
+
+    The function receives the op and its input ops. It sets `op.letters`, the dimensions that can be sharded, and
+    `op.feature`, the dimension of the output that holds features:
+
+        @manyhands.register_rule(Scale)  # multiplies each channel by a weight [C], dimension 0 of "weight"
+        def scale(op, inputs):
+            op.feature = 1
+            op.letters = {**whole_or_batch(op, inputs), "c": Loop((1,), 1, {"weight": 0}, length=op.extent.dims[1])}
+    """
+
+    def register(describe: Describe) -> Describe:
+        _of_users[kind] = describe
+        return describe
+
+    return register
+
+
+def rule_of(op: Op) -> Rule:
+    """The rule for an op."""
+    return next((rule for rule in RULES if rule.matches(op)), OPAQUE)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return type(module) in _of_users or isinstance(module, _BatchNorm)
+
+
+def describe_network(model: nn.Module, picture: Tensor) -> Graph:
+    """Returns the network's graph in its current mode.
+
+    Args:
+        model: the unsharded network, on any device; in-place ops become out of place.
+        picture: one sample [C, H, W] (or of any shape), whose values don't matter.
+
+    Raises:
+        UserError: the network doesn't run on two or three samples.
+    """
+    traced, unseen = graphs.trace(model, _is_leaf)
+    names = graphs.name_nodes(traced)
+    many, few = _try(traced, model, picture)
+    ops, ties = describe_ops(traced, names, many, few)
+    graph = Graph(ops, traced, SAMPLES, tuple(picture.shape))
+    _add_loss(graph, traced, names)
+    ties += weights.cut_with_readers(ops)
+    shared = weights.sharing(ops)
+    graphs.tie_all(ops, [*ties, *shared])
+    weights.refuse_two_ways(ops)
+    graph.notes = _notes(graph, unseen)
+    graph.parameters = dict(model.named_parameters())
+    return graph
+
+
+def describe_ops(
+    traced: fx.GraphModule,
+    names: Mapping[fx.Node, str],
+    many: Mapping[fx.Node, Any],
+    few: Mapping[fx.Node, Any],
+    begin: Callable[[Op], None] | None = None,
+) -> tuple[dict[str, Op], list[tuple[str, str]]]:
+    """Each node of a network or a loss as an op, by name, and pairs of ops that must take the same letters.
+
+    `many` and `few` are what each node gave for `SAMPLES` and `FEWER` samples. `begin` fills in inputs: the samples, if
+    None.
+    """
+    ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
+    ties: list[tuple[str, str]] = []
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            continue
+        op = _describe_node(node, names, many[node], few[node])
+        reads = [ops[names[source]] for source in graphs.read_by(node)]
+        op.sources = tuple(one.name for one in reads if one.extents)
+        op.trains = any(one.trains for one in reads) or any(one.requires_grad for one in op.parameters().values())
+        ops[op.name] = op
+        ties += [(one.name, op.name) for one in reads if _must_agree(one)]
+        if node.op == "placeholder":
+            (begin or _begin)(op)
+        else:
+            _set_letters(op, [ops[name] for name in op.sources])
+    return ops, ties
+
+
+def _begin(samples: Op) -> None:
+    samples.letters = {"n": Loop((), 0), "r": Loop((), WHOLE)}
+
+
+# Torch's own layers that work on each row alone, and the dimensions of their input.
+_ROW_BY_ROW: dict[type[nn.Module], int] = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5, nn.Linear: 2}
+
+
+class _Trial(fx.Interpreter):
+    """Runs a graph node by node, without dropout."""
+
+    _noise = torch.empty(0)
+
+    def noise(self, shape: Tensor, device: torch.device) -> Tensor:
+        """Random numbers, drawn once, with another offset for each node so that differences don't vanish."""
+        start, count = len(self.env), shape.numel()
+        if len(self._noise) < start + count or self._noise.device != device:
+            self._noise = torch.randn(start + 2 * count, device=device)
+        return self._noise[start : start + count].view(shape.shape).to(shape.dtype)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(target, "__name__", "") in {"dropout", "dropout2d", "stochastic_depth"}:
+            return args[0]
+        return super().call_function(target, args, kwargs)
+
+
+def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
+    modes = {module: module.training for module in model.modules()}
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.rand(SAMPLES, *picture.shape, generator=generator).to(picture)
+    try:
+        model.eval()
+        return run_twice(traced, (samples,))
+    except Exception as error:
+        what = f"the network doesn't run on {FEWER} or {SAMPLES} samples {list(picture.shape)}: {error}"
+        raise UserError(what.partition("\n")[0], "model.name", ("use one process: --parallel single",)) from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[fx.Node, Any], dict[fx.Node, Any]]:
+    """Returns the value of each node for `SAMPLES` samples and for the last `FEWER` of them, without gradients.
+
+    If both agree, the value for fewer samples is a view of the other one.
+    """
+    many, few = _Trial(traced), _Trial(traced)
+    many.args_iter, few.args_iter = iter(inputs), iter([_last(one, 1) for one in inputs])
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for node in traced.graph.nodes:
+            result = _given_by_rows(node, many, few)
+            if result is not None:
+                many.env[node], few.env[node] = result, _last(result, len(result) // SAMPLES)
+                continue
+            many.env[node], few.env[node] = result, fewer = many.run_node(node), few.run_node(node)
+            if isinstance(result, Tensor) and isinstance(fewer, Tensor):
+                last = _last(result, _rows(result, fewer)) if result.ndim else result
+                few.env[node] = last if _alike(last, fewer) else fewer
+    return many.env, few.env
+
+
+def _given_by_rows(node: fx.Node, many: _Trial, few: _Trial) -> Tensor | None:
+    """The value of a node of torch that treats each row alone, for many samples; None for other nodes.
+
+    Convolutions, linear layers and BatchNorm are not computed: random numbers of the right shape show equally whether
+    later nodes mix samples, and neither vanish nor explode.
+    """
+    reads = [(many.env[one], few.env[one]) for one in node.all_input_nodes]
+    if not reads or not all(_is_last(*one) for one in reads):
+        return None
+    first: Tensor = reads[0][0]
+    module = many.fetch_attr(str(node.target)) if node.op == "call_module" else None
+    if module is None:
+        alone = node.op == "call_function" and node.target in functions.FUNCTIONS
+        return many.run_node(node) if alone and len({one.ndim for one, _ in reads}) == 1 else None
+    if isinstance(module, _BatchNorm):
+        return many.noise(first, first.device)
+    if len(reads) > 1 or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    if type(module) in functions.MODULES:
+        return many.run_node(node)
+    dims = _ROW_BY_ROW.get(type(module), first.ndim + 1)
+    if first.ndim != dims and not (type(module) is nn.Linear and first.ndim > dims):
+        return None
+    weights = {name: one.to("meta") for name, one in module.named_parameters()}
+    return many.noise(functional_call(module, weights, first.to("meta")), first.device)
+
+
+def _describe_node(node: fx.Node, names: Mapping[fx.Node, str], many: Any, few: Any) -> Op:
+    name = names[node]
+    graph_module = node.graph.owning_module
+    module = graph_module.get_submodule(str(node.target)) if node.op == "call_module" and graph_module else None
+    tensors, fewer = graphs.tensors_of(many), graphs.tensors_of(few)
+    op = Op(name, module=module, node=node, tied=name)
+    if not tensors:
+        op.batched = bool(many != few) if isinstance(many, int | float | tuple | list | torch.Size) else False
+        op.batchwise = True
+        return op
+    grown = [_rows(one, other) for one, other in zip(tensors, fewer, strict=True)]
+    op.batched = any(grown) or any(one.shape != other.shape for one, other in zip(tensors, fewer, strict=True))
+    op.batchwise = not op.batched or all(
+        rows and _alike(_last(one, rows), other) for rows, one, other in zip(grown, tensors, fewer, strict=True)
+    )
+    op.extents = tuple(Extent(tuple(one.shape), rows) for one, rows in zip(tensors, grown, strict=True))
+    op.dtype = tensors[0].dtype
+    return op
+
+
+def _rows(many: Tensor, few: Tensor) -> int:
+    """Rows of dimension 0 for each sample; 0 where it doesn't grow with the samples."""
+    if not many.ndim or many.shape[1:] != few.shape[1:] or many.shape[0] == few.shape[0]:
+        return 0
+    rows = many.shape[0] // SAMPLES
+    return rows if many.shape[0] == rows * SAMPLES and few.shape[0] == rows * FEWER else 0
+
+
+def _last(many: Tensor, rows: int) -> Tensor:
+    """The rows of the last `FEWER` samples; the first ones are equal under a running sum or a recurrent layer."""
+    return many[len(many) - rows * FEWER :]
+
+
+def _is_last(many: Any, few: Any) -> bool:
+    """True if one tensor is a view of the other's last samples."""
+    if not isinstance(many, Tensor) or not isinstance(few, Tensor) or not many.ndim or not few.numel():
+        return False
+    last = many[len(many) - len(few) :]
+    alike = last.shape == few.shape and last.data_ptr() == few.data_ptr() and last.stride() == few.stride()
+    return alike and len(many) * FEWER == len(few) * SAMPLES
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    one, other = one.detach(), other.detach()
+    return float((one - other).abs().max()) <= SAME * float(other.abs().max()) if one.numel() else True
+
+
+def _must_agree(source: Op) -> bool:
+    """True for sizes of a batch and for tuples, whose readers must be sharded in the same way."""
+    return (not source.extents and source.batched) or len(source.extents) > 1
+
+
+def _set_letters(op: Op, inputs: list[Op]) -> None:
+    if op.reads_attribute:
+        op.letters = {"n": Loop((), SPREAD, partial=frozenset({""})), "r": Loop((), WHOLE)}
+        return
+    if any(one.batched and one.extents for one in inputs) and op.extents and not op.batched:
+        op.batchwise = False
+    if any(not one.batchwise for one in inputs if one.batched):
+        # What mixes samples gives the same to all of them; after it "a sample's part" has no meaning.
+        op.batchwise = op.batchwise and not op.batched
+    chosen = next((rule for kind, rule in _of_users.items() if type(op.module) is kind), None)
+    if chosen:
+        op.kind = type(op.module).__name__
+        chosen(op, inputs)
+        return
+    rule = rule_of(op) if len(op.extents) == 1 else OPAQUE
+    op.kind = rule.kind
+    rule.describe(op, inputs)
+    _refuse_hidden(op)
+
+
+def _refuse_hidden(op: Op) -> None:
+    """Refuses to shard weights that are computed from other tensors, and modules with hooks."""
+    module = op.module
+    if module is None:
+        return
+    own = op.parameters()
+    for letter, loop in op.letters.items():
+        if letter in {"n", "r"} or isinstance(loop, str):
+            continue
+        made = [name for name in loop.cuts if name not in own and getattr(module, name, None) is not None]
+        if made:
+            op.letters[letter] = f"the parameter {made[0]} is computed from other tensors"
+        elif module._forward_hooks or module._forward_pre_hooks:
+            op.letters[letter] = "the module has hooks, which would see only a shard"
+
+
+def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -> None:
+    """Adds the loss, which reads all outputs; sharded classes (o) need a single output [N, classes]."""
+    output = next(node for node in traced.graph.nodes if node.op == "output")
+    reads = [graph.ops[names[node]] for node in graphs.read_by(output)]
+    sources = [op for op in reads if op.extents]
+    loss = Op(LOSS, LOSS, sources=tuple(op.name for op in sources), tied=LOSS, trains=True)
+    if not sources or not all(op.batched for op in sources):
+        raise UserError("the network's output doesn't have one row per sample", "model.name")
+    sides: tuple[Side, ...] = tuple(0 for _ in sources)
+    loss.letters = {"n": Loop(sides, SPREAD), "r": Loop(tuple(WHOLE for _ in sources), WHOLE)}
+    dims = sources[0].extent.dims
+    if len(sources) == 1 and len(sources[0].extents) == 1 and len(dims) == 2:
+        loss.letters["o"] = Loop((1,), WHOLE, length=dims[1])
+    else:
+        loss.letters["o"] = "classes are split only if the network returns one output [N, classes]"
+    if not all(op.batchwise for op in sources):
+        loss.letters["n"] = "the network mixes samples"
+    graph.ops[LOSS] = loss
+
+
+def _notes(graph: Graph, unseen: dict[str, str]) -> list[str]:
+    notes = [f"{name} is not split: tracing fails ({reason})" for name, reason in unseen.items()]
+    mixing = [op.name for op in graph.ops.values() if op.extents and not op.batchwise]
+    if mixing:
+        more = f" and {len(mixing) - 3} more" if len(mixing) > 3 else ""
+        shown = ", ".join(mixing[:3])
+        notes.append(f"{shown}{more}: computed on all samples in every process (samples mixed, or not in dimension 0)")
+    plain = [op for op in graph.ops.values() if op.kind == Op.kind and op.name != INPUT and op.batched and op.extents]
+    words = sorted({_word(op) for op in plain if op.batchwise})
+    if words:
+        notes.append(f"ops without a sharding rule shard only the batch: {', '.join(words)}")
+    return notes
+
+
+def _word(op: Op) -> str:
+    target: Any = op.node.target if op.node is not None else op.name
+    return type(op.module).__name__ if op.module is not None else getattr(target, "__name__", str(target))

@@ -1,0 +1,185 @@
+"""Files on the disks of this machine: packed copies of pictures, and leftovers that can be removed."""
+
+import os
+import re
+import shlex
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from filelock import Timeout
+from platformdirs import user_cache_path
+
+from manyhands.cluster.agents.claim import claim, new_holder
+from manyhands.core.errors import UserError
+from manyhands.core.machine import cores
+from manyhands.core.scratch import PREFIX, abandoned
+from manyhands.core.stops import ended_like_ctrl_c
+from manyhands.data.listed import place_of_pack
+from manyhands.data.packed import PackedSet, altered, altered_shards, is_pack, open_pack
+from manyhands.data.packing import PackRequest, is_up_to_date, make_pack, read_contents
+from manyhands.data.places import cache_folder
+from manyhands.run.registry import find_run, running
+
+USUAL_QUALITY, MOST_QUALITY = 90, 95  # of JPEG
+# A file that hasn't been written for longer than this has no writer any more.
+OLD_S = 24 * 3600.0
+_CACHES = {
+    "compiled": "compiled networks, compiled again when needed",
+    "decoded": "decoded pictures, decoded again when needed",
+    "unpacked": "unpacked archives, unpacked again when needed",
+}
+_MADE_BY_US = re.compile(rf"{PREFIX}(agent|doctor|logs|git|probe|objects|private)-\w+")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Files and folders of one kind."""
+
+    kind: str  # "code", "compiled", "decoded", "unpacked", "parts", "temporary" or "run"
+    what: str  # a description for the user
+    paths: tuple[Path, ...]  # to be removed
+    size_bytes: int
+
+
+def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]:
+    """Finds what can be removed: caches that are made again when needed, leftovers of killed processes, and named runs.
+
+    Only files of this user, and none that a process uses now; also returns descriptions of files that are in use.
+
+    Raises:
+        UserError: a name matches no run, or matches an active run.
+    """
+    active = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_ours(process)]
+    places = [Path(process.info["cwd"]) for process in active if process.info["cwd"]]
+    cache, copies = cache_folder(), set(_own((user_cache_path("manyhands") / "code").glob("*")))
+    used = {copy for copy in copies if any(place.is_relative_to(copy) for place in places)}
+    kept = [f"copies of code that processes use now: {len(used)}"] if used else []
+    made = {kind: list(_own((cache / kind).glob("*"))) for kind in _CACHES}
+    if any(made.values()) and (active or running()):
+        made = {}
+        kept.append("compiled networks, decoded pictures and unpacked archives, which your processes may be using")
+    parts = [path for path in _own(cache.rglob(".*.part"), old=True) if path.is_file() and not path.is_symlink()]
+    table = [
+        ("code", "copies of code made by launch --sync-code", copies - used),
+        *((kind, what, made.get(kind, ())) for kind, what in _CACHES.items()),
+        ("parts", "incomplete files of ended processes", parts),
+        ("temporary", f"temporary folders of killed processes in {tempfile.gettempdir()}", _temporary()),
+        *(("run", f"the run {path}", [path]) for path in map(_run, runs)),
+    ]
+    listed = [(kind, what, tuple(sorted(paths))) for kind, what, paths in table]
+    return [Leftover(kind, what, paths, sum(map(_size, paths))) for kind, what, paths in listed if paths], kept
+
+
+def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
+    """Removes leftovers, names what can't be removed, and returns True if all could."""
+    complete = True
+    for path in [path for leftover in leftovers for path in leftover.paths]:
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            complete = False
+            say(f"{path} can't be removed: {error.strerror or error}")
+    return complete
+
+
+def _own(paths: Iterable[Path], *, old: bool = False) -> Iterator[Path]:
+    """Yields the paths that belong to this user, with `old` those that have no writer any more."""
+    for path in paths:
+        with suppress(OSError):
+            state = path.lstat()
+            if state.st_uid == os.getuid() and (not old or time.time() - state.st_mtime > OLD_S):
+                yield path
+
+
+def _temporary() -> set[Path]:
+    """Returns folders whose lock is free, and old folders without a lock."""
+    named = (path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if _MADE_BY_US.fullmatch(path.name))
+    unlocked = (path for path in _own(named, old=True) if not any(path.glob(".alive")))
+    return {*abandoned(), *(path for path in unlocked if path.is_dir() and not path.is_symlink())}
+
+
+def _run(word: str) -> Path:
+    """Returns the folder of an ended run. Raises UserError: there is none, or it is active."""
+    folder = find_run(word, parts=False)
+    try:
+        lock = claim(folder, new_holder())
+    except Timeout:
+        hints = (f"stop the run: manyhands stop {shlex.quote(word)}", "or wait until the run ends")
+        raise UserError("an active run can't be removed", str(folder.path), hints) from None
+    if lock:
+        lock.release()
+    return folder.path
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    """True for a process of this user, other than this one, that manyhands runs in."""
+    uids, words = process.info["uids"], process.info["cmdline"] or ()
+    own = uids is not None and uids.real == os.getuid() and process.pid != os.getpid()
+    return own and any("manyhands" in word for word in words)
+
+
+def _size(path: Path) -> int:
+    """Bytes on the disk; links aren't followed."""
+    with suppress(OSError):
+        state = path.lstat()
+        own = state.st_blocks * 512
+        if not stat.S_ISDIR(state.st_mode):
+            return own
+        return own + sum(_size(Path(entry.path)) for entry in os.scandir(path))
+    return 0
+
+
+def request_of(root: Path, target: Path | None, size: int, quality: int) -> PackRequest:
+    """Raises UserError: the folder isn't there, or is a packed copy itself."""
+    if not root.is_dir():
+        raise UserError(f"there is no folder {root}", str(root), ("name a folder of class folders",))
+    if is_pack(root):
+        raise UserError(f"{root} is already a packed copy", "", (f"run manyhands train {shlex.quote(str(root))}",))
+    if size < 0 or not 0 <= quality <= MOST_QUALITY or (quality and not size):
+        hints = (f"use a --size in pixels, such as 256; --quality (1 to {MOST_QUALITY}) requires --size",)
+        raise UserError(f"--size {size} with --quality {quality} is not valid", "--size", hints)
+    target = target or place_of_pack(root)
+    if target.resolve().is_relative_to(root.resolve()):
+        hints = ("name a folder outside with --to, or remove --to",)
+        raise UserError("the packed copy would be inside the folder of pictures", str(target), hints)
+    return PackRequest(root, target, size, (quality or USUAL_QUALITY) if size else 0)
+
+
+def pack(
+    request: PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
+) -> tuple[PackedSet, tuple[str, ...] | None]:
+    """Packs a folder, or resumes an interrupted call; returns the pack and its unreadable pictures.
+
+    The second value is None if the pack was up to date already.
+
+    Raises:
+        ManyhandsError: the folder can't be used, there is another pack, or the disk can't be written.
+    """
+    contents = read_contents(request.root)
+    if not replaced and is_up_to_date(contents, request):
+        return open_pack(request.target), None
+    processes = processes or max(1, int(cores()))
+    with ended_like_ctrl_c():
+        return make_pack(contents, request, processes=processes, replace=replaced, progress=progress)
+
+
+def check_pack(folder: Path, target: Path | None) -> PackedSet:
+    """Reads all of a pack, named itself or by its folder. Raises UserError: there is none, or it was altered."""
+    place = target or (folder if is_pack(folder) else place_of_pack(folder))
+    if not is_pack(place):
+        raise UserError(f"there is no packed copy at {place}", str(place), ("run manyhands pack FOLDER",))
+    pack = open_pack(place)
+    if bad := altered_shards(pack):
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise altered(place / bad[0], f"{bad[0]}{more} changed after packing")
+    return pack

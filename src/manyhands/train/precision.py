@@ -1,0 +1,394 @@
+"""Selects the precision and memory format of a job from a short measurement, the same for any number of processes."""
+
+import contextlib
+import copy
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from manyhands.checkpoint import files
+from manyhands.checkpoint.files import read_plain
+from manyhands.checkpoint.folders import resolve
+from manyhands.checkpoint.trained import find_record
+from manyhands.config.job import MEASURED, Job, TrainOptions
+from manyhands.config.load import written_values
+from manyhands.core.devices import computes_bf16, wait_for
+from manyhands.core.errors import UserError
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.seeds import derive
+from manyhands.core.user_code import code_digests
+from manyhands.core.world import World
+from manyhands.data.splits import Splits
+from manyhands.data.transforms import Batch, Pixels
+from manyhands.models.build import build_model
+from manyhands.parallel.apply import takes_mesh
+from manyhands.parallel.group.plain import broadcast_plain, gather_plain
+from manyhands.parallel.replicas.batch_norm import group_batch_norms
+from manyhands.planner.timing import OpTimes, environment
+from manyhands.train.data_setup import class_names, make_loader, open_splits, pixels_for
+from manyhands.train.draws import drawing
+from manyhands.train.loss import make_loss_fn
+from manyhands.train.objects import Objects
+from manyhands.train.trial_step import StepProbe
+
+EXACT, HALF = "fp32", "bf16"
+# How many times as fast bf16 must be for its rounding, and channels_last for the trouble of another layout.
+LEAST_GAIN, LEAST_GAIN_OF_LAYOUT = 1.3, 1.05
+# Rounds in turns after a first one: so many at least, more within the seconds; none begins after the last of them.
+_LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S, _MOST_S = 2, 40, 0.4, 2.0
+# A measured pass has as many samples as make so many pixels, within these limits: 16 of CIFAR-10, 4 of ImageNet. With
+# more of them bf16 and channels_last gain more, so what is taken pays in training too.
+_PIXELS, _MIN, _MOST = 16 * 32 * 32, 4, 64
+# A network without a convolution gains nothing by bf16 below so many numbers.
+_SMALL = 1_000_000
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A precision of the job, in one of two memory formats."""
+
+    precision: str
+    channels_last: bool
+
+    def __str__(self) -> str:
+        return f"{self.precision} {'channels_last' if self.channels_last else 'contiguous'}"
+
+
+@dataclass(frozen=True)
+class KindOfMachine:
+    """The measurements of a kind of machine."""
+
+    name: str  # of the processor or card
+    bf16: bool  # it computes that itself
+    # of an update's forward and backward, by variant; without those that failed
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    failed: Mapping[str, str] = field(default_factory=dict[str, str])  # by variant, why the network can't run so
+
+
+@dataclass(frozen=True)
+class PrecisionRequest:
+    """The requested precision and memory format; "auto" must be resolved."""
+
+    precision: str
+    channels_last: bool | Literal["auto"]
+
+    def variants(self, *, bf16: bool) -> list[Variant]:
+        """Returns the possible variants; `bf16`: all machines support it natively."""
+        precisions = [EXACT, *([HALF] if bf16 else [])] if self.precision == "auto" else [self.precision]
+        layouts = [False, True] if self.channels_last == "auto" else [self.channels_last]
+        return [Variant(precision, layout) for precision in precisions for layout in layouts]
+
+
+def choose_variant(requested: PrecisionRequest, kinds: Sequence[KindOfMachine]) -> tuple[Variant, list[str]]:
+    """Selects the variant for all machines of a run, with a sentence on each automatic option.
+
+    The smallest gain over all kinds of machines counts.
+    """
+
+    def gain(before: Variant, after: Variant) -> float:
+        """Returns the speedup of one variant over another; 0 if a kind of machine can't run both."""
+        seconds = [(kind.seconds.get(str(before), 0.0), kind.seconds.get(str(after), 0.0)) for kind in kinds]
+        return min(old / new if old and new else 0.0 for old, new in seconds)
+
+    def layout(precision: str) -> Variant:
+        if requested.channels_last != "auto":
+            return Variant(precision, requested.channels_last)
+        pays = gain(Variant(precision, False), Variant(precision, True)) >= LEAST_GAIN_OF_LAYOUT
+        return Variant(precision, pays)
+
+    taken, said = layout(EXACT if requested.precision == "auto" else requested.precision), list[str]()
+    if requested.precision == "auto":
+        half, without = layout(HALF), [kind.name for kind in kinds if not kind.bf16]
+        gained = gain(taken, half)
+        why = _why_not(kinds, half)
+        if without:
+            why = [f"{without[0]} has no native bf16"]
+        elif gained >= LEAST_GAIN:
+            taken, why = half, [f"{gained:.2f} times as fast as fp32 in a short measurement"]
+        elif gained:
+            why = [f"bf16 is {gained:.2f} times as fast, below the threshold of {LEAST_GAIN}"]
+        said += [f"train.precision is {taken.precision}: {one}" for one in why]
+    if requested.channels_last == "auto":
+        other = Variant(taken.precision, True)
+        gained = gain(Variant(taken.precision, False), other)
+        why = [f"the speedup is {gained:.2f}, below {LEAST_GAIN_OF_LAYOUT}"] if gained else _why_not(kinds, other)
+        if taken.channels_last:
+            why = [f"{gained:.2f} times as fast in a short measurement"]
+        said += [f"train.channels_last is {str(taken.channels_last).lower()}: {one}" for one in why]
+    return taken, said
+
+
+def _why_not(kinds: Sequence[KindOfMachine], variant: Variant) -> list[str]:
+    """Returns why a variant failed; empty if it wasn't tried, or if all failed, which is reported elsewhere."""
+    why = [kind.failed[str(variant)] for kind in kinds if str(variant) in kind.failed and kind.seconds]
+    return [f"the benchmark of {variant} failed ({one})" for one in why[:1]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One variant of a network's update, to be timed."""
+
+    ready: Callable[[], None]  # puts everything in place; isn't timed
+    run: Callable[[], torch.Tensor]  # forward and backward; gives the loss []
+
+
+def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, float], dict[str, str]]:
+    """Returns (seconds by variant, errors by variant): the fastest of several rounds in turns, on one thread.
+
+    On a CPU, the processor time of this one thread counts, which depends neither on the number of processes nor on the
+    load of the machine.
+    """
+    clock = time.process_time if torch.device(device).type == "cpu" else time.perf_counter
+    seconds, failed, threads = dict[str, float](), dict[str, str](), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for variant, trial in trials.items():
+            try:
+                first, loss = _timed(trial, device, clock)
+                if torch.isfinite(loss):
+                    seconds[str(variant)] = first
+                else:
+                    failed[str(variant)] = "the loss is not finite"
+            except Exception as error:  # noqa: BLE001 - whatever a network says of a layout or type it doesn't know
+                failed[str(variant)] = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+        left = [(str(variant), trial) for variant, trial in trials.items() if str(variant) not in failed]
+        if min(seconds.values(), default=0.0) > _MOST_S:  # the first pass of all sets things up; later ones count
+            left = left[:1]
+        began = time.perf_counter()
+        for number in range(_MOST_ROUNDS):
+            taken_s = time.perf_counter() - began
+            if number and (taken_s > _MOST_S or (number >= _LEAST_ROUNDS and taken_s > _ENOUGH_S)):
+                break
+            for name, trial in left:
+                taken = _timed(trial, device, clock)[0]
+                seconds[name] = min(taken, seconds.get(name, taken))
+    finally:
+        torch.set_num_threads(threads)
+    return seconds, failed
+
+
+def _timed(trial: Trial, device: str, clock: Callable[[], float]) -> tuple[float, torch.Tensor]:
+    trial.ready()
+    wait_for(device)
+    started = clock()
+    loss = trial.run()
+    wait_for(device)
+    return clock() - started, loss
+
+
+def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
+    """Creates a job's network in training mode, the same on every process, for data of these channels and classes."""
+    torch.manual_seed(derive(job.train.seed, "model"))
+    options = job.model.model_copy(update={"pretrained": False, "weights": ""})
+    model = build_model(options, channels=network["channels"], size=network["size"], num_classes=network["classes"])
+    if job.train.precision == "fp64":
+        model = model.double()
+    layout = torch.channels_last if job.train.channels_last is True else torch.preserve_format
+    return model.to(device, memory_format=layout).train()  # pyright: ignore[reportCallIssue] - missing in its types
+
+
+@dataclass(frozen=True)
+class ResolvedPrecision:
+    """A job with resolved precision and layout."""
+
+    job: Job  # with a precision and a layout
+    said: list[str] = field(default_factory=list[str])  # a sentence on each that was measured
+    # for plan.json: what of the job this decided, and each kind of machine's seconds
+    about: dict[str, Any] = field(default_factory=dict[str, Any])
+    splits: Splits | None = None  # the data, where it had to be opened
+
+
+def resolve_precision(
+    job: Job,
+    folder: RunFolder,
+    world: World,
+    mode: str,
+    objects: Objects,
+    *,
+    measure: bool = True,
+    say: Callable[["Measurement", str], object] = lambda *_: None,
+) -> ResolvedPrecision:
+    """Resolves "auto" for precision and layout; a collective.
+
+    A resumed run keeps its values, and a run that resumes from another run's checkpoint uses that run's values.
+    Otherwise, each kind of machine is measured once with one process on one thread, so that the number of processes
+    has no influence; results are cached, and without `measure` only cached ones are used. `say` is called with the
+    measurement and a sentence before a measurement.
+    """
+    previous = broadcast_plain(_previous(folder, job) if world.is_main else None, world) or ["auto", "auto"]
+    now = _with(job, *(old if new == "auto" else new for old, new in zip(previous, _values(job), strict=True)))
+    if not now.train.measured_precision:
+        return ResolvedPrecision(now, about={"resolved": _resolved(job, now)})
+    requested = PrecisionRequest(now.train.precision, now.train.channels_last)
+    splits = open_splits(job, world, objects)
+    measurement = Measurement(job, splits, world.device, objects, pixels_for(job, splits, objects))
+    mine = KindOfMachine(environment(world.device)["device"], computes_bf16(world.device))
+    everybody = [KindOfMachine(**one) for one in gather_plain(asdict(mine), world)]
+    found = None
+    if everybody.index(mine) == world.rank and not takes_mesh(mode):
+        variants = requested.variants(bf16=all(one.bf16 for one in everybody))
+        announce = functools.partial(say, measurement) if measure else None
+        found = asdict(measured(measurement, mine, variants, announce))
+    kinds = [KindOfMachine(**one) for one in gather_plain(found, world) if one] or everybody
+    taken, said = choose_variant(requested, kinds)
+    resolved = _with(job, taken.precision, taken.channels_last)
+    about = {"resolved": _resolved(job, resolved), "precision_measured": list(map(asdict, kinds))}
+    return ResolvedPrecision(resolved, said, about, splits)
+
+
+def plain_precision(job: Job) -> ResolvedPrecision:
+    """Returns the job in fp32 and the default layout if they are "auto", for a device that is not on this machine."""
+    plain = [EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True]
+    said = [f"{key} is {value}: no device to measure" for key, value in _resolved(job, _with(job, *plain)).items()]
+    return ResolvedPrecision(_with(job, *plain), said)
+
+
+def _values(job: Job) -> list[Any]:
+    return [job.train.precision, job.train.channels_last]
+
+
+def _with(job: Job, precision: str, channels_last: bool | str) -> Job:
+    update = {"precision": precision, "channels_last": channels_last}
+    return job.model_copy(update={"train": job.train.model_copy(update=update)})
+
+
+def _resolved(asked: Job, resolved: Job) -> dict[str, Any]:
+    pairs = zip(MEASURED, _values(asked), _values(resolved), strict=True)
+    return {key: value for key, before, value in pairs if before == "auto"}
+
+
+def _previous(folder: RunFolder, job: Job) -> list[Any] | None:
+    """Returns precision and layout of an earlier start or of a checkpoint; "auto" if unknown."""
+    resume = job.checkpoint.resume
+    if folder.exists() and folder.has_trained():
+        precision, channels_last = (written_values(folder.job).get(key, "auto") for key in MEASURED)
+        named = precision in get_args(TrainOptions.model_fields["precision"].annotation)
+        return [precision if named else "auto", channels_last if isinstance(channels_last, bool) else "auto"]
+    # What is wrong with a checkpoint is said where it is read.
+    with contextlib.suppress(UserError, OSError):
+        if resume not in {"auto", "never"} and (path := resolve(Path(resume).expanduser(), "last")).is_dir():
+            record = find_record(path, read_plain(path / files.STATE))
+            return [record.precision, record.channels_last] if record and record.precision else None
+    return None
+
+
+def sizes_of(job: Job, splits: Splits, pixels: Pixels) -> dict[str, Any]:
+    """Returns the sizes for `make_network`: channels, size and classes."""
+    return {"channels": pixels.channels, "size": pixels.size, "classes": len(class_names(job, splits))}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The measured case: a job's network on a device, with the first samples of its data."""
+
+    job: Job
+    splits: Splits
+    device: str
+    objects: Objects
+    pixels: Pixels
+
+    def key(self) -> str:
+        """Returns the cache key: everything that affects the seconds except the kind of machine."""
+        job, objects = self.job, self.objects
+        words: list[Any] = [self.sizes, self.count(), job.train.loss, job.train.label_smoothing]
+        words += [job.model.model_dump(mode="json"), code_digests((job.model.name, *job.train.custom_code))]
+        if isinstance(objects.model, nn.Module):
+            shapes = [[name, list(one.shape), str(one.dtype)] for name, one in objects.model.named_parameters()]
+            words += [str(objects.model), shapes]
+        return hashlib.sha256(json.dumps(words, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def network(self) -> nn.Module:
+        """Returns a copy of the network."""
+        own = self.objects.model
+        if own is not None:
+            return copy.deepcopy(own).to(self.device).train()
+        return make_network(self.job, self.sizes, self.device)
+
+    def trials(self, model: nn.Module, variants: list[Variant]) -> dict[Variant, Trial]:
+        """Returns the trials of all variants, on one network."""
+        job = self.job
+        group_batch_norms(model)
+        batch, world = self.batch(self.count()), World(device=self.device)
+        loss_fn = make_loss_fn(job.train, self.objects.loss)
+
+        def trial(variant: Variant) -> Trial:
+            layout = torch.channels_last if variant.channels_last else torch.contiguous_format
+            options = job.train.model_copy(update={"precision": variant.precision})
+            probe = StepProbe(model, loss_fn, options, world)
+            images = batch.images.to(memory_format=layout) if batch.images.ndim == 4 else batch.images
+            part = replace(batch, images=images)
+
+            def ready() -> None:
+                model.to(memory_format=layout)  # pyright: ignore[reportCallIssue] - missing in its types
+                for parameter in model.parameters():
+                    parameter.grad = None
+
+            return Trial(ready, lambda: probe.run(part).loss)
+
+        return {variant: trial(variant) for variant in variants}
+
+    def batch(self, count: int) -> Batch:
+        """Returns the first samples in single precision."""
+        data = self.job.data.model_copy(update={"workers": 0, "machine_workers": 0})
+        plain = _with(self.job.model_copy(update={"data": data}), EXACT, channels_last=False)
+        classes, world = self.sizes["classes"], World(device=self.device)
+        loader = make_loader(plain, self.splits.train, self.pixels, world, train=True, classes=classes)
+        found = next(iter(loader.batches(0, [torch.arange(count)])))
+        loader.close()
+        return found
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, Any]:
+        return sizes_of(self.job, self.splits, self.pixels)
+
+    def count(self) -> int:
+        """Returns the number of samples of a pass, which is independent of the number of processes."""
+        most = max(_MIN, min(_MOST, _PIXELS // max(1, self.pixels.size) ** 2))
+        return min(most, self.job.train.batch, len(self.splits.train), self.job.train.micro_batch or most)
+
+
+def measured(
+    measurement: Measurement,
+    kind: KindOfMachine,
+    variants: list[Variant],
+    say: Callable[[str], object] | None,
+) -> KindOfMachine:
+    """Returns a kind of machine with the seconds of all variants, cached or, with `say`, measured now."""
+    if len(variants) < 2:
+        return kind
+    times, key = OpTimes(measurement.device, 0.0, threads=1), measurement.key()
+    known = {str(one): times.cached(f"precision {key} {one}") for one in variants}
+    if say is None or all(known.values()):
+        return replace(kind, seconds={name: seconds for name, seconds in known.items() if seconds})
+    device = measurement.device
+    try:
+        with drawing(derive(measurement.job.train.seed, "precision"), device.partition(":")[0]):
+            model = measurement.network()
+            variants = _worth_timing(model, variants)
+            if len(variants) < 2:
+                return kind
+            say("benchmarking the network in each precision and layout; the results are cached")
+            seconds, failed = time_variants(measurement.trials(model, variants), device)
+    except Exception:  # noqa: BLE001 - what is wrong with network or data is said where they are built
+        return kind
+    for name, one in seconds.items():
+        times.keep(f"precision {key} {name}", one)
+    times.save()
+    return replace(kind, seconds=seconds, failed=failed)
+
+
+def _worth_timing(model: nn.Module, variants: list[Variant]) -> list[Variant]:
+    """Without the layout where the network has no convolution, and none where it is small besides."""
+    numbers = list(model.parameters())
+    if any(one.ndim == 4 for one in numbers):
+        return variants
+    small = sum(one.numel() for one in numbers) < _SMALL
+    return [] if small else [one for one in variants if one.channels_last == variants[0].channels_last]

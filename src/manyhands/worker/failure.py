@@ -1,0 +1,236 @@
+"""Failure records: the exception that ended a process, a failed peer, the first cause; and advice on memory."""
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_USAGE, ManyhandsError, RunError
+from manyhands.core.records import FAILURE_FILE, Failure, write_json
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.user_code import users_traceback
+from manyhands.parallel.gradients import AUTOCAST
+from manyhands.parallel.group.rendezvous import PeerFailure
+
+if TYPE_CHECKING:
+    from manyhands.data.transforms import Batch
+    from manyhands.train.trainer import Trainer
+
+# What torch says on a process whose peer has gone. Such an error is a consequence, not a cause.
+CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out waiting",
+    "Application timeout caused pair closure",
+    "recvBytes failed",
+    "failed to recv",
+    "connectFullMesh",
+    "remote process exited",
+    "Socket closed",
+    # NCCL's words for it, and those of torch's watch over NCCL.
+    "Connection closed by remote peer",
+    "remote process exiting",
+    "communicator was aborted",
+    "collective operation timeout",
+    "operations have failed or timed out",
+    "wait timeout after",
+    "Socket Timeout",
+)
+# A store that can't be reached is a peer that has gone, but for a port that somebody else holds.
+OWN_MISTAKES = ("EADDRINUSE", "Address already in use", "address already in use")
+
+
+def describe_failure(error: BaseException, *, rank: int, step: int | None, phase: str) -> Failure:
+    """Returns the record of a failure on this process."""
+    if isinstance(error, KeyboardInterrupt):
+        error = ManyhandsError("stopped without a save")
+        error.exit_code = EXIT_INTERRUPTED
+    known = error if isinstance(error, ManyhandsError) else None
+    text = "".join(traceback.format_exception(error))
+    cause = known.__cause__ if known else error
+    excerpt = users_traceback(cause) if cause else "\n".join(getattr(error, "__notes__", ()))
+    what = known.message if known else f"{type(error).__name__}: {error}".strip()
+    return Failure(
+        time=time.time(),
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        step=step,
+        phase=phase,
+        exit_code=known.exit_code if known else 1,
+        error=type(error).__name__,
+        what=what,
+        where=known.where if known else "",
+        hints=list(known.hints) if known else [],
+        traceback="" if known and known.__cause__ is None else text,
+        excerpt=excerpt or ("" if known else text),
+        consequence=is_consequence(error),
+    )
+
+
+def is_consequence(error: BaseException) -> bool:
+    """True if the error only reports the loss of a peer."""
+    if isinstance(error, ManyhandsError):
+        return False
+    said = str(error)
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return not any(text in said for text in OWN_MISTAKES)
+    # A backend's error may as well be the cause: NCCL's "Duplicate GPU detected" comes as one on every rank.
+    return isinstance(error, RuntimeError) and any(text in said for text in CONSEQUENCES)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if a device or the machine was out of memory."""
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+def explained(error: BaseException, trainer: "Trainer | None") -> BaseException:
+    """Returns an error that says what to do if this one is out of memory; else this one."""
+    if not is_out_of_memory(error):
+        return error
+    if trainer:
+        found = explain_memory(error, trainer)
+    else:
+        hints = (
+            "choose a smaller network or a smaller data.image_size",
+            "or shard the network over several processes: --parallel fsdp",
+        )
+        found = RunError(f"out of memory before the first update: {_first_line(error)}", socket.gethostname(), hints)
+    found.__cause__ = error
+    return found
+
+
+def explain_memory(error: BaseException, trainer: "Trainer") -> RunError:
+    """Returns the error for out of memory; tries smaller micro-batches on this process to find one that fits."""
+    # What is tried here is nobody else's business.
+    trainer.synchronizer.close()
+    # The error's frames hold the tensors of the pass that failed.
+    traceback.clear_frames(error.__traceback__)
+    options, evaluating = trainer.job.train, trainer.heartbeats.phase == "evaluate"
+    if evaluating:
+        taken = options.evaluate_batch
+        fits = _largest_that_fits(trainer, taken, _try_evaluation)
+        hints = [f"reduce the batch: --set train.evaluate_batch={fits}"] if fits else []
+    else:
+        share = max(trainer.feed.samples_of_each())
+        taken = min(options.micro_batch or share, share)
+        fits = _largest_that_fits(trainer, taken, _try_update)
+        hints = [f"add --set train.micro_batch={fits}; the global batch stays {options.batch}"] if fits else []
+        if fits and trainer.network.norms.layers and isinstance(options.norm_group, int) and fits < options.norm_group:
+            hints.append(f"also add --set train.norm_group={max(2, fits)}: a BatchNorm group must fit a micro-batch")
+    kind = "an evaluation batch" if evaluating else "a micro-batch"
+    halved = "" if options.precision in AUTOCAST else ", or add --set train.precision=bf16"
+    return RunError(
+        f"out of memory with {taken} pictures in {kind}: {_first_line(error)}",
+        f"rank {trainer.world.rank} on {socket.gethostname()}, {trainer.world.device}",
+        (*hints, f"{'or ' * bool(hints)}reduce data.image_size{halved}"),
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
+def _largest_that_fits(trainer: "Trainer", taken: int, attempt: "Callable[[Trainer, Batch], object]") -> int:
+    """Halves the pass until it fits; 0 when not even one picture does, or when other processes would have to help."""
+    size = taken // 2 if not trainer.network.share.collective_forward else 0
+    while size >= 1:
+        trainer.update.optimizer.zero_grad(set_to_none=True)
+        try:
+            samples = torch.arange(size) % trainer.feed.order.length
+            attempt(trainer, next(iter(trainer.feed.loader.batches(0, [samples]))))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                return 0
+            traceback.clear_frames(error.__traceback__)
+            size //= 2
+        else:
+            return size
+        finally:
+            trainer.update.optimizer.zero_grad(set_to_none=True)
+    return 0
+
+
+def _try_update(trainer: "Trainer", batch: "Batch") -> None:
+    from manyhands.train.trial_step import StepProbe
+
+    # In another precision other sizes fit.
+    StepProbe(trainer.network.model, trainer.update.loss_fn, trainer.job.train, trainer.world).run(batch)
+
+
+def _try_evaluation(trainer: "Trainer", batch: "Batch") -> None:
+    trainer.network.model.eval()
+    with torch.inference_mode(), trainer.update.gradients.autocast():
+        trainer.network.model(batch.images)
+
+
+def leave_record(record: Failure, folder: RunFolder) -> Failure:
+    """Writes why a process ended to where its head looks for it, and the whole traceback into its log.
+
+    This comes before anything that may wait for other processes, who may be gone. Nothing is made anew: the folder may
+    not be known yet, or be gone already.
+    """
+    log = folder.ranks / f"{record.rank}.log"
+    if record.traceback and folder.failures.is_dir():
+        with suppress(OSError), log.open("a", encoding="utf-8") as file:
+            file.write(record.traceback)
+            if record.exit_code != EXIT_USAGE and not record.hints:
+                record = record.model_copy(update={"hints": [f"see the full traceback in {log}"]})
+    write_record(record, folder)
+    return record
+
+
+def write_record(record: Failure, folder: RunFolder) -> None:
+    """For the agent that started this process, if one did, and into the run folder, whose disk may be full."""
+    places = [Path(os.environ[FAILURE_FILE])] if FAILURE_FILE in os.environ else []
+    places += [folder.failures / f"{record.rank}.json"] if folder.failures.is_dir() else []
+    for place in places:
+        with suppress(OSError):
+            write_json(place, record)
+
+
+def first_of_all(group: Any, record: Failure) -> Failure:
+    """Publishes the first cause to the other processes, or reads it from them if this error is a consequence."""
+    if not record.consequence:
+        group.cause.publish(PeerFailure.of(record.rank, record.host, record.what))
+        return record
+    failure = group.cause.learn()
+    if not failure:
+        # Nothing better is known than what the library itself has said.
+        what = f"another process ended or is unreachable: {record.what}"
+        hints = ["see the last messages of the other processes", *record.hints]
+        return record.model_copy(update={"what": what, "hints": hints, "excerpt": ""})
+    return record.model_copy(update=heard(failure))
+
+
+def heard(failure: Any) -> dict[str, Any]:
+    """Returns the fields of a failure record if another process failed first: its message without its hints."""
+    what = f"rank {failure.rank} on {failure.host} failed first: {failure.what}"
+    return {"what": what, "hints": [f"see the terminal or log of rank {failure.rank}"], "excerpt": ""}
+
+
+def describe_peer(rank: int, failure: Any, trainer: Any) -> Failure:
+    """Returns the record of a process that ends because of another one, whose record is `failure` (None if unknown)."""
+    record = Failure(
+        time=time.time(),
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        step=trainer.progress.step if trainer else None,
+        phase=trainer.heartbeats.phase if trainer else "build",
+        error="PeerGone",
+        what="rank 0's store is unreachable, so the run can't continue",
+        hints=["see the last messages of rank 0"],
+        consequence=True,
+    )
+    return record.model_copy(update=heard(failure)) if failure else record

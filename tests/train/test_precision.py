@@ -1,0 +1,112 @@
+"""What precision and layout are taken follows from the kinds of machines alone, and a slower machine forbids."""
+
+import itertools
+
+import pytest
+import torch
+
+from manyhands.core.machine import processor_of
+from manyhands.train.precision import KindOfMachine, PrecisionRequest, Trial, Variant, choose_variant, time_variants
+
+BOTH = PrecisionRequest("auto", "auto")
+VARIANTS = ["fp32 contiguous", "fp32 channels_last", "bf16 contiguous", "bf16 channels_last"]
+
+
+def kind(*seconds, bf16=True, name="one", **failed):
+    return KindOfMachine(name, bf16, {key: one for key, one in zip(VARIANTS, seconds, strict=False) if one}, failed)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "taken"),
+    [
+        ((4.0, 4.0, 3.1, 3.1), Variant("fp32", False)),  # 1.29
+        ((4.0, 4.0, 3.0, 3.0), Variant("bf16", False)),  # 1.33
+        ((4.0, 3.9, 3.9, 2.0), Variant("bf16", True)),  # the layout pays under bf16 alone
+        ((4.0, 2.5, 2.0, 2.0), Variant("fp32", True)),  # the best of each precision are compared
+        ((4.0, 0.0, 2.0, 0.0), Variant("bf16", False)),  # it can't run in the other layout
+        ((4.0, 3.0, 0.0, 0.0), Variant("fp32", True)),  # it can't run in bf16
+    ],
+)
+def test_bf16_and_the_layout_are_taken_where_they_pay(seconds, taken):
+    cannot = {key: "no" for key, one in zip(VARIANTS, seconds, strict=True) if not one}
+    found, said = choose_variant(BOTH, [kind(*seconds, **cannot)])
+    assert found == taken
+    assert [f"train.precision is {taken.precision}" in said[0], "train.channels_last is" in said[1]] == [True, True]
+
+
+def test_what_was_not_measured_is_not_spoken_of():
+    untried, broken = kind(), kind(**dict.fromkeys(VARIANTS, "the labels are wrong"))
+    for one in (untried, broken):
+        assert choose_variant(BOTH, [one]) == (Variant("fp32", False), [])
+
+
+def test_a_machine_that_does_not_compute_bf16_itself_takes_fp32_whatever_was_measured():
+    found, said = choose_variant(BOTH, [kind(4.0, 4.0, 1.0, 1.0, bf16=False, name="old")])
+    assert found == Variant("fp32", False)
+    assert said[0] == "train.precision is fp32: old has no native bf16"
+    assert all("bf16" not in str(one) for one in BOTH.variants(bf16=False))
+
+
+def test_all_kinds_of_machines_must_gain_in_any_order():
+    fast, slow, without = kind(4.0, 2.0, 1.0, 0.9), kind(4.0, 4.0, 3.9, 3.9), kind(4.0, 2.0, bf16=False, name="old")
+    for several, taken in (((fast, slow), "fp32"), ((fast, without), "fp32"), ((fast, fast), "bf16")):
+        for order in itertools.permutations(several):
+            assert choose_variant(BOTH, order)[0].precision == taken
+
+
+def test_what_the_user_says_is_never_decided():
+    seconds = kind(4.0, 1.0, 1.0, 4.0)
+    assert choose_variant(PrecisionRequest("auto", True), [seconds])[0] == Variant("fp32", True)
+    assert choose_variant(PrecisionRequest("bf16", "auto"), [seconds])[0] == Variant("bf16", False)
+    assert PrecisionRequest("fp64", "auto").variants(bf16=True) == [Variant("fp64", False), Variant("fp64", True)]
+
+
+def test_one_that_fails_or_gives_no_number_is_left_out_and_the_others_are_timed():
+    def refuses():
+        raise RuntimeError("view size is not compatible\nand more")
+
+    runs = {
+        Variant("fp32", False): lambda: torch.tensor(1.0),
+        Variant("fp32", True): refuses,
+        Variant("bf16", False): lambda: torch.tensor(float("nan")),
+    }
+    trials = {variant: Trial(lambda: None, run) for variant, run in runs.items()}
+    threads = torch.get_num_threads()
+    seconds, failed = time_variants(trials, "cpu")
+    assert seconds.keys() == {"fp32 contiguous"}
+    assert failed == {
+        "fp32 channels_last": "RuntimeError: view size is not compatible",
+        "bf16 contiguous": "the loss is not finite",
+    }
+    assert torch.get_num_threads() == threads
+
+
+def test_a_slow_network_is_timed_by_as_few_passes_as_can_be(monkeypatch):
+    monkeypatch.setattr("manyhands.train.precision._MOST_S", 0.0)
+    passes = []
+    variants = PrecisionRequest("auto", "auto").variants(bf16=True)
+    trials = {
+        variant: Trial(lambda: None, lambda variant=variant: passes.append(variant) or torch.rand(100, 100).sum())
+        for variant in variants
+    }
+    seconds, failed = time_variants(trials, "cpu")
+    assert (seconds.keys(), failed) == ({str(variant) for variant in variants}, {})
+    # The very first pass, which also sets things up, is made again.
+    assert passes == [*variants, variants[0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "bf16"),
+    [
+        ("processor\t: 0\nmodel name\t: Xeon\nflags\t\t: fpu avx2 avx512f avx512_bf16\n\nprocessor\t: 1\n", True),
+        ("processor\t: 0\nmodel name\t: Xeon\nflags\t\t: fpu avx2\n", False),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16\nCPU part\t: 0xd40\n", True),
+        ("nothing of that kind", False),
+        ("", False),
+    ],
+)
+def test_what_the_system_says_of_a_processor(text, bf16):
+    found = processor_of(text)
+    assert found.bf16 is bf16
+    assert found.name or not text
+    assert len({processor_of(text.replace(" avx512_bf16", "")).name, found.name}) == 1 + ("avx512_bf16" in text)
