@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +30,7 @@ from manyhands.data.order import BatchSharing
 from manyhands.data.splits import ImagesInMemory, UserSamples
 from manyhands.data.transforms import Pixels
 from manyhands.parallel.gradients import Gradients
-from manyhands.parallel.group.join import join as group
+from manyhands.parallel.group import join as group
 from manyhands.parallel.modes import dataparallel
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
@@ -248,10 +249,11 @@ def _ahead_by_torchs_own_streams():
 def _prefix(kind):
     prefixes = []
     pth_tar.write_foreign = lambda path, snapshot, arch, prefix: prefixes.append(prefix)
-    pth_tar._remember = lambda trainer, written: None
+    pth_tar._identity = lambda path: []
     with tempfile.TemporaryDirectory() as folder:
         job = SimpleNamespace(checkpoint=SimpleNamespace(pth_tar=folder), model=SimpleNamespace(name="cnn"))
-        pth_tar._write(SimpleNamespace(job=job, world=World(device=f"{kind}:0")), None, False)
+        run = SimpleNamespace(job=job, world=World(device=f"{kind}:0"), folder=SimpleNamespace(path=Path(folder)))
+        pth_tar._write(run, None, False)
     return prefixes
 
 
@@ -333,7 +335,7 @@ def test_a_processor_and_apples_gpu_have_no_streams_of_ours(kind, monkeypatch):
     assert not devices.is_tested(kind)
     assert devices.device_name(kind) == this_processor().name
     assert loading._on_device(IMAGES, torch.device(kind)) is IMAGES
-    assert not Gradients(ParallelNetwork(call=nn.ReLU(), inner=nn.ReLU()), World(device=kind)).on_card
+    assert not Gradients(ParallelNetwork(nn.ReLU()), World(device=kind)).on_card
 
 
 def test_no_type_is_tested_and_a_variable_may_say_otherwise(monkeypatch):

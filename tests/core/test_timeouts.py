@@ -2,7 +2,7 @@
 
 from manyhands.cluster.agents import heartbeats
 from manyhands.core import timeouts as limits
-from manyhands.parallel.group.join import join as group
+from manyhands.parallel.group import join as group
 
 
 def test_a_machine_is_lost_before_its_own_processes_end():

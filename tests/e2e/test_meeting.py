@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from manyhands.cli.main import main
 from manyhands.config.load import load_job
-from manyhands.parallel.group.join import rendezvous as meet
+from manyhands.parallel.group import rendezvous as meet
 from manyhands.worker.member import shared_options
 from tests.e2e.command import (
     NETS,

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from manyhands.cluster.failures import as_error
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.world import ProcessInfo
+from manyhands.parallel.group import join as group
+from manyhands.parallel.group import rendezvous as meet
 from manyhands.parallel.group.join import Cause
-from manyhands.parallel.group.join import join as group
-from manyhands.parallel.group.join import rendezvous as meet
 from manyhands.parallel.group.rendezvous import DuplicateRank, PeerFailure, Present, check_in, understood
 from manyhands.worker.failure import describe_peer, heard
 

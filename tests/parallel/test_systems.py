@@ -9,7 +9,7 @@ import torch
 
 from manyhands.core.errors import UserError
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel.group.join import join as group
+from manyhands.parallel.group import join as group
 
 NO_LOCKS = "import sys; sys.modules['fcntl'] = None\n"
 

@@ -7,8 +7,8 @@ import pytest
 
 from manyhands.core.errors import UserError
 from manyhands.core.world import ProcessInfo
-from manyhands.parallel.group.join import join as group
-from manyhands.parallel.group.join import ports
+from manyhands.parallel.group import join as group
+from manyhands.parallel.group import ports
 
 LOOPBACK = ports.loopback_interface()
 HERE, THERE = {"machine": "a", "addresses": ["192.0.2.1"]}, {"machine": "b", "addresses": ["192.0.2.2"]}

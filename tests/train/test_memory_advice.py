@@ -10,7 +10,7 @@ from manyhands.config.load import load_job
 from manyhands.core.errors import UserError
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
-from manyhands.parallel.group.join import join as group
+from manyhands.parallel.group import join as group
 from manyhands.run.python import _flags
 from manyhands.train.build import build
 from manyhands.train.objects import Objects

@@ -11,8 +11,8 @@ from manyhands.config.load import load_job
 from manyhands.core.records import FAILURE_FILE
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import ProcessInfo, World
+from manyhands.parallel.group import join as group
 from manyhands.parallel.group.join import Cause, Group
-from manyhands.parallel.group.join import join as group
 from manyhands.parallel.group.rendezvous import PeerFailure
 from manyhands.worker import entry
 from manyhands.worker.entry import train_here
