@@ -21,7 +21,6 @@ import traceback
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from tests.checkpoint.cuts import save_one_by_one
@@ -33,6 +32,7 @@ from manyhands.checkpoint.folders import choose, newest, prune
 from manyhands.checkpoint.read import load
 from manyhands.checkpoint.write import save
 from manyhands.core.mesh import Mesh, TensorLayout
+from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.saver import SaveOutcome, Saver
 from manyhands.train.state import Progress, capture
 
@@ -45,7 +45,7 @@ class Trained:
 
     def __init__(self, columns=COLUMNS):
         linear = torch.nn.Linear(columns, ROWS, bias=False)
-        self.network = SimpleNamespace(inner=linear, sharded=False, endless=frozenset())
+        self.network = ParallelNetwork(linear)
         self.optimizer = torch.optim.SGD(linear.parameters(), lr=0.1, momentum=0.9)
         linear.weight.grad = torch.zeros_like(linear.weight)
         self.optimizer.step()
