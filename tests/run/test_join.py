@@ -8,8 +8,10 @@ import threading
 
 import pytest
 
+from manyhands.cluster.agents.protocol import WorkerCommand
 from manyhands.cluster.hosts.formats import hostfile
 from manyhands.cluster.hosts.machines import machines_of, with_machines
+from manyhands.cluster.messages import encode
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
 from manyhands.run.launch import SOCKET, join_here, join_listener
@@ -76,7 +78,7 @@ def test_noise_at_the_socket_harms_nobody(folder):
         for noise in (
             os.urandom(4096),
             b"GET / HTTP/1.0\r\n\r\n",
-            b'{"v": 2, "is": "StopWorkers", "id": 0, "with": {}}\n',
+            encode(WorkerCommand("stop")),
         ):
             with socket.socket(socket.AF_UNIX) as head, short(folder) as path:
                 head.connect(path)
