@@ -38,7 +38,7 @@ class MicroBatchResult:
 def _nothing(result: MicroBatchResult) -> None: ...
 
 
-# Made once: each is made in every update else.
+# Shared, to avoid creating one in every update.
 _AS_IT_IS = contextlib.nullcontext()
 
 
@@ -163,12 +163,12 @@ class Gradients:
                 dist.all_reduce(one, dist.ReduceOp.MAX)
 
     def skips(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a card itself leaves out an update with a gradient that isn't finite, as torch's fused ones can."""
+        """Returns True if the device itself skips non-finite updates, as torch's fused optimizers can."""
         fused: bool = getattr(optimizer, "_step_supports_amp_scaling", False)
         return self.on_card and fused and not self.scaler
 
     def finish_statistics(self) -> None:
-        """Moves BatchNorm's running statistics; a collective where there are any, and an update's last.
+        """Updates BatchNorm's running statistics; a collective if there are any.
 
         It comes before `step`, so that a process whose peer dies has either all of an update or nothing of it.
         """

@@ -36,7 +36,7 @@ from manyhands.train.trainer import Trainer
 
 @CLOCK.within(SAVING)
 def save(trainer: Trainer) -> None:
-    """Starts writing a checkpoint, in the background where possible; a collective. `finish_save` returns its result."""
+    """Starts writing a checkpoint, in the background where possible; a collective. `finish_save` reports errors."""
     finish_save(trainer)
     network, saver, step, started = trainer.network, trainer.saver, trainer.progress.step, time.perf_counter()
     trainer.heartbeats.phase = "save"
@@ -71,7 +71,7 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
     saver, step, started = trainer.saver, trainer.saver.step, time.perf_counter()
     if step is None or written not in {None, len(trainer.saver.writers)}:
         return
-    # Where all have written, nobody has a reason to come late: whoever does stands still.
+    # All have written, so a wait here is a stall: the phase stays what it is.
     phase, trainer.heartbeats.phase = trainer.heartbeats.phase, "save" if written is None else trainer.heartbeats.phase
     own = saver.end()
     answers = gather_plain(own and asdict(own), trainer.world)
@@ -226,7 +226,7 @@ def save_rank_state(trainer: Trainer) -> None:
     optimizer = named_optimizer(trainer.network.model, trainer.update.optimizer)
     said = ""
     try:
-        remove_step(folder, step)  # of an earlier attempt, whose steps may have gone otherwise
+        remove_step(folder, step)  # of an earlier attempt, that may have taken a different course
         commit(folder, step, Snapshot(content, optimizer, state, endless))
     except SaveError as error:
         said = error.message

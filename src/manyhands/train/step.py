@@ -30,7 +30,7 @@ from manyhands.train.loss import LossFn, something
 class LeftOutUpdate:
     """An update that all processes skipped because of a non-finite loss or gradient."""
 
-    step: int  # updates before it, those that were left out included
+    step: int  # number of the update, from 0, skipped ones included
     what: str  # wasn't finite
     where: str  # the rank, and the samples where they are known
     also: str  # what else that has cost
@@ -220,7 +220,7 @@ class Updater:
         """Accumulates the gradients of all micro-batches; the mode averages them over processes in the last one."""
         assert self.loss_fn is not None
         last, whole = len(update.micro_batches) - 1, self._divisor(update, self.loss_fn)
-        # What is shown is a mean over samples, but where they count unequally: then the whole batch's own.
+        # The reported loss is a mean over samples; with unequal weights, the weighted mean of the full batch.
         shown = None if self.loss_fn.weigh is None else update.count / whole
         for number, part in enumerate(update.micro_batches):
             if number == last:
@@ -247,7 +247,7 @@ class Updater:
     def _measure(
         self, part: LoadedMicroBatch, step: int, shown: float | Tensor | None, found: MicroBatchResult
     ) -> bool:
-        """False where the loss isn't finite, which all are to hear of by way of the gradients."""
+        """Returns False if the loss is not finite; NaN gradients then inform the other processes."""
         if found.count:
             self.note(part, step, found.loss if shown is None else found.loss * shown, found.count)
             rows = found.logits.size(0)
@@ -278,7 +278,7 @@ class Updater:
     def _check_and_clip(self, update: UpdateShare, step: int) -> bool:
         """Clips by the whole network's norm; False where a gradient isn't finite and the update is to be left out."""
         checked = self.gradients.scaler is None and self.gradients.spoilt is None
-        # Pieces are looked at before the others are asked; of what torch shards a norm alone is known.
+        # Split networks: local shards are checked before the collective norm. FSDP: only the norm is checked.
         asked, together = self.options.clip or self.network.traits.sharded, self.network.share.together
         if checked and (together or not asked) and not self._is_well(self._finite(), update, step):
             return False

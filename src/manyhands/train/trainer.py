@@ -108,7 +108,7 @@ class Trainer:
     """The objects of a run."""
 
     run: RunContext
-    trained: TrainedNetwork  # what the weights don't say of the network
+    trained: TrainedNetwork  # classes, input size and preprocessing, stored with the weights
     feed: Feed  # what this process computes for each update
     update: Updater  # makes an update
     # evaluates on all processes; takes a function that returns True if this process was asked to stop
