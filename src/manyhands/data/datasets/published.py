@@ -117,7 +117,8 @@ def unpack_once(archive: Path) -> Path:
     try:
         state = archive.stat()
     except OSError as error:
-        raise UserError(f"{archive.name} can't be read: {error.strerror}", str(archive), ("copy the file",)) from error
+        hints = ("copy the archive again",)
+        raise UserError(f"{archive.name} can't be read: {error.strerror}", str(archive), hints) from error
     key = hashlib.sha256(f"{archive.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:32]
     target = cache_folder() / "unpacked" / key
     with one_at_a_time(target):
@@ -131,7 +132,7 @@ def unpack_once(archive: Path) -> Path:
             except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, ValueError, MemoryError) as error:
                 shutil.rmtree(part, ignore_errors=True)
                 reason = str(error) or "unpacking needs more memory than is available"
-                hints = ("copy the archive again, or unpack the archive by hand beside itself",)
+                hints = ("copy the archive again, or unpack the archive by hand in its folder",)
                 raise UserError(f"{archive.name} can't be unpacked: {reason}", str(archive), hints) from error
     return target
 

@@ -134,7 +134,7 @@ class Axis:
     def __init__(self, grid: Grid, names: Sequence[str]) -> None:
         self._grid, self._axes = grid, axis_numbers(names, grid.mesh, "axis")
         if not self._axes:
-            raise UserError("no axis is named", "axis", (f"name an axis of the mesh {grid.mesh}",))
+            raise UserError("no mesh axis is given", "axis", (f"give an axis of the mesh {grid.mesh}",))
 
     @property
     def mesh(self) -> Grid:

@@ -57,7 +57,8 @@ def split(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwor
     """
     plan = request.plan
     if plan is None:
-        raise UserError("this mode needs a plan", "parallel", ('--pin "fc=n@dp o@tp"', "or --parallel.plan plan.json"))
+        hints = ('pin the strategy of an op: --pin "fc=n@dp o@tp"', "or give a plan file: --parallel.plan plan.json")
+        raise UserError("this parallel mode needs a plan", "parallel", hints)
     plan.mesh.check_size(world.size)
     group_batch_norms(model)
     graph = describe_network(model, request.picture)
