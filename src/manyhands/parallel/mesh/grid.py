@@ -111,7 +111,7 @@ def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None)
     )
     world = world or _present_world()
     if mesh.size != world.size:
-        hints = ("make the product of the sizes equal the processes, such as -n 4 --mesh dp=2,tp=2",)
+        hints = ("set sizes whose product is the number of processes, such as -n 4 --mesh dp=2,tp=2",)
         raise UserError(f"the mesh {mesh} is for {mesh.size} processes, but {world.size} are running", "mesh", hints)
     return Grid(mesh, world)
 
