@@ -177,7 +177,7 @@ def test_products_are_cut_with_their_parameters_as_tuples_say():
         ({"relu": "((2,1,1),)"}, "would be split into (2, 1)"),
         ({"*": "h@dp"}, "have no dimension h"),
         ({"[rc]*": "v@dp"}, "the ops relu, cumsum have"),
-        ({"matmul": "((1,1),(1,1,2))"}, "one of 2 numbers for the weight"),
+        ({"matmul": "((1,1),(1,1,2))"}, "a tuple of 2 numbers for the weight"),
     ],
 )
 def test_a_pin_that_no_op_keeps_is_refused(pin, said):

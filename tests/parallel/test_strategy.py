@@ -100,8 +100,8 @@ def test_mindspores_tuples(kind, text, wanted):
         ("conv", "((1, 2, 1, 1), (1, 1, 1, 1))", "split into 2 parts, but the weight's into 1"),
         ("pool", "((1, 1, 2, 1),)", "only samples and channels"),
         ("linear", "((2, 1), (1, 2), (3,))", "the bias as ((3,),)"),
-        ("linear", "((2, 1),)", "one of 2 numbers for the weight"),
-        ("conv", "((2, 1, 1, 1), (1, 2))", "one of 4 numbers for the weight"),
+        ("linear", "((2, 1),)", "a tuple of 2 numbers for the weight"),
+        ("conv", "((2, 1, 1, 1), (1, 2))", "a tuple of 4 numbers for the weight"),
     ],
 )
 def test_tuples_that_do_not_fit_are_named(kind, text, names):

@@ -306,7 +306,7 @@ def test_what_the_marks_mean():
     [
         (lambda grid: grid.axis("pp"), 'no axis "pp"'),
         (lambda grid: grid.axis("tp", "tp"), "twice"),
-        (lambda grid: grid.axis(), "no axis is named"),
+        (lambda grid: grid.axis(), "no mesh axis is given"),
         (lambda grid: grid.axis("tp").shard(torch.zeros(4, 2), 2), "no dimension 2"),
         (lambda grid: grid.axis("tp").shard(torch.zeros(4, 2), 1), "too short for 3"),
         (lambda grid: grid.axis("tp").shard(grid.axis("tp").shard(torch.zeros(9, 9)), 1), "already sharded"),
@@ -314,7 +314,7 @@ def test_what_the_marks_mean():
         (lambda grid: grid.axis("tp").gather(torch.zeros(2), 0, length=9), "shards have lengths"),
         (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=("tp", 1)), "doesn't fit dimension 1"),
         (lambda grid: Parameter(torch.zeros(2), layerwise_parallel=(1, "tp")), "layerwise_parallel can't be"),
-        (lambda grid: Parameter(torch.zeros(2), shape=(4,)), "differs from the shard's"),
+        (lambda grid: Parameter(torch.zeros(2), shape=(4,)), "but the unsharded tensor has shape"),
         (lambda grid: open_mesh("dp=2,tp=3"), "for 6 processes, but 1 are running"),
         (lambda grid: open_mesh("dp"), "is not a mesh"),
     ],

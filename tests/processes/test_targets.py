@@ -129,5 +129,5 @@ def test_what_makes_no_tensor_is_refused(y):
             _, _, batches = here.prepare(net, torch.optim.SGD(net.parameters(), 0.2), Curve(y), batch=BATCH)
             next(iter(batches))
 
-    with pytest.raises(UserError, match=r"^several samples' y don't form a tensor|^the target y is a (str|dict)"):
+    with pytest.raises(UserError, match=r"^the targets y can't be collated|^the target y is a (str|dict)"):
         trained()

@@ -348,9 +348,9 @@ class Job(Options):
         optimizer, schedule = self.train.optimizer, self.train.schedule
         if self.checkpoint.pth_tar and (optimizer != "sgd" or schedule not in {"constant", "step"}):
             raise ValueError(
-                f"checkpoint.pth_tar writes files for main.py, which supports sgd with the step schedule only, not "
-                f"{optimizer} with {schedule}; to write no such files, add --set 'checkpoint.pth_tar=\"\"'"
+                f"checkpoint.pth_tar writes files for main.py, which requires sgd with schedule step or constant, not "
+                f"{optimizer} with {schedule}; to disable these files, add --set 'checkpoint.pth_tar=\"\"'"
             )
         if self.checkpoint.pth_tar and self.train.best != BY_TOP1:
-            raise ValueError(f"checkpoint.pth_tar writes files for main.py, whose criterion is {BY_TOP1}; remove best")
+            raise ValueError(f'checkpoint.pth_tar requires train.best = "{BY_TOP1}", as in main.py; remove train.best')
         return self

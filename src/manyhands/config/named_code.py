@@ -43,4 +43,4 @@ def refuse_other_users(word: str, place: Path, said_by: Path, instead: str) -> N
     """Raises UserError if a file or folder that makes `word` run belongs to another user than root."""
     if place.exists() and (owner := place.stat().st_uid) not in {0, os.geteuid()}:
         what = f"{said_by} requests to run {word}, but {place} belongs to another user (uid {owner})"
-        raise UserError(what, str(place), (f"check {word}, then name it yourself: {instead}",))
+        raise UserError(what, str(place), (f"review {word}, then name it explicitly: {instead}",))

@@ -211,7 +211,7 @@ def read_columns(path: Path) -> Columns:
         with open_file(path) as file:
             found = numpy.load(file, allow_pickle=False)
             if isinstance(found, numpy.ndarray):
-                raise ValueError("the file holds a single array")
+                raise ValueError("the file holds a single array, not an .npz archive")
             with found:
                 return {name: found[name] for name in found.files}
     except DAMAGED as error:

@@ -171,10 +171,10 @@ def _read_batch(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, Ten
     try:
         _, shape, kind, by_columns, stored = data.state
         if kind.arguments[0] not in ("u1", b"u1") or by_columns or not isinstance(stored, bytes):
-            raise ValueError("an array of another type or order")
+            raise ValueError("the array is not uint8 in C order")
         images = torch.frombuffer(bytearray(stored), dtype=torch.uint8).view(*shape)
         if images.ndim != 2 or images.shape[1] != _CIFAR_PIXELS:
-            raise ValueError("an array of another shape")
+            raise ValueError(f"the array is not [n, {_CIFAR_PIXELS:,}]")
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         what = f'{file}: expected "data" to be bytes [n, {_CIFAR_PIXELS:,}], row by row'
         raise UserError(what, file, _HINTS) from error

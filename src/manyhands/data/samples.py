@@ -192,9 +192,9 @@ def as_targets(found: list[Any]) -> Tensor:
     try:
         targets: Any = default_collate(found)
     except (TypeError, RuntimeError) as error:
-        raise UserError(f"several samples' y don't form a tensor: {error}", "the data set", _TARGET) from error
+        raise UserError(f"the targets y can't be collated into a tensor: {error}", "the data set", _TARGET) from error
     if not isinstance(targets, Tensor):
-        raise UserError(f"the target y is a {type(found[0]).__name__}", "the data set", _TARGET)
+        raise UserError(f"the target y is a {type(found[0]).__name__}, not a number or tensor", "the data set", _TARGET)
     return targets
 
 
@@ -336,7 +336,7 @@ def _hold_out(source: Source, share: float) -> list[Source]:
     rest = torch.ones(len(source), dtype=torch.bool)
     rest[kept] = False
     if not rest.any():
-        raise UserError("one sample can't serve for both training and evaluation", "train", ("give a test set",))
+        raise UserError(f"no training sample is left: the data has only {len(source)}", "train", ("give a test set",))
     return [take(source, rest.nonzero().flatten()), take(source, kept)]
 
 

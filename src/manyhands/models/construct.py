@@ -24,7 +24,7 @@ def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any],
     except TypeError as error:
         raise refused(builder, name, arguments, error) from error
     except (ValueError, AssertionError, KeyError) as error:
-        raise UserError(f"{name} refuses its arguments: {error}", WHERE, (f"given: {arguments}",)) from error
+        raise UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"given: {arguments}",)) from error
 
 
 def refused(builder: Callable[..., Any], name: str, arguments: dict[str, Any], error: TypeError) -> UserError:
@@ -34,7 +34,7 @@ def refused(builder: Callable[..., Any], name: str, arguments: dict[str, Any], e
         return UserError(f"{name} takes no argument {word}", f"{WHERE}.{word}", _known(builder, word))
     if match := _MISSING.search(str(error)):
         return UserError(f"{name} needs {match[1]}", WHERE, ("set the argument under [model.arguments]",))
-    return UserError(f"{name} refuses its arguments: {error}", WHERE, (f"given: {arguments}",))
+    return UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"given: {arguments}",))
 
 
 def _known(builder: Callable[..., Any], word: str) -> tuple[str, ...]:

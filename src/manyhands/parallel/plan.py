@@ -104,8 +104,8 @@ def plan_of(options: ParallelOptions, world_size: int) -> Plan:
     kept = tuple(name for name in plan.pinned if name not in pins)
     rest = {name: text for name, text in plan.ops.items() if name not in pins}
     if options.full_batch and INPUT in pins:
-        hints = ("remove --parallel.full-batch", f"or remove the pin of {INPUT}")
-        raise UserError(f"parallel.full_batch and a pin of {INPUT} can't be combined", "parallel.pin", hints)
+        hints = ("remove --parallel.full-batch", f"or remove the pin for {INPUT}")
+        raise UserError(f"parallel.full_batch can't be combined with a pin for {INPUT}", "parallel.pin", hints)
     whole_input = {INPUT: f"r@{','.join(plan.mesh.names)}"} if options.full_batch else {}
     return replace(plan, ops={**rest, **pins, **whole_input}, pinned=(*kept, *pins))
 

@@ -79,7 +79,7 @@ def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> No
     axes = len(mesh.axes)
     for name, loops in layers.items():
         if len(loops) != axes:
-            raise UserError(f"{name} has {len(loops)} placements for the mesh {mesh}", "plan")
+            raise UserError(f"{name} has {len(loops)} placements, but the mesh {mesh} has {axes} axes", "plan")
     letters = sorted(
         {letter for loops in layers.values() for letter in loops}, key=lambda letter: (letter not in _WORDS, letter)
     )

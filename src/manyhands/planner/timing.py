@@ -248,7 +248,7 @@ class OpTimes:
         try:
             file = _TimesFile.model_validate(parse_json(read_bytes(self._file), infinite=True))
             if file.environment != self._environment:
-                raise ValueError("another environment")
+                raise ValueError("measured in another environment")
         except FileNotFoundError:
             return {}
         except ValidationError as error:

@@ -131,7 +131,7 @@ def unpack_once(archive: Path) -> Path:
             except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, ValueError, MemoryError) as error:
                 shutil.rmtree(part, ignore_errors=True)
                 reason = str(error) or "unpacking needs more memory than is available"
-                hints = ("copy the archive again, or unpack the archive by hand beside itself",)
+                hints = ("copy the archive again, or unpack the archive by hand in its folder",)
                 raise UserError(f"{archive.name} can't be unpacked: {reason}", str(archive), hints) from error
     return target
 

@@ -31,7 +31,7 @@ def make_cnn(channels: int, size: int, num_classes: int, width: int = 16, dropou
     if not isinstance(width, int) or isinstance(width, bool) or width < 1:
         raise UserError(f"width is {width!r}, expected a whole number", f"{WHERE}.width")
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise UserError(f"dropout is {dropout!r}, expected a number from 0 to below 1", f"{WHERE}.dropout")
+        raise UserError(f"dropout is {dropout!r}, expected a number of at least 0 and less than 1", f"{WHERE}.dropout")
     layers: list[nn.Module] = []
     inputs, outputs = channels, width
     if size < _COARSE:

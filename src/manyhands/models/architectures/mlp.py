@@ -20,7 +20,7 @@ def make_mlp(inputs: int, num_classes: int, hidden: int = 256, depth: int = 1, d
         if not isinstance(value, int) or isinstance(value, bool) or value < (1 if word == "hidden" else 0):
             raise UserError(f"{word} is {value!r}, expected a whole number", f"{WHERE}.{word}")
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise UserError(f"dropout is {dropout!r}, expected a number from 0 to below 1", f"{WHERE}.dropout")
+        raise UserError(f"dropout is {dropout!r}, expected a number of at least 0 and less than 1", f"{WHERE}.dropout")
     layers: list[nn.Module] = [nn.Flatten()]
     width = inputs
     for _ in range(depth):

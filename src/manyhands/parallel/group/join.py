@@ -300,7 +300,7 @@ def _chosen(kind: str, index: int, count: int) -> str:
 def _backend(process_info: ProcessInfo, device: str) -> str:
     if process_info.backend != "auto":
         if not dist.is_backend_available(process_info.backend):
-            what = f'torch has no backend "{process_info.backend}" here'
+            what = f'this installation of torch has no backend "{process_info.backend}"'
             raise UserError(what, "cluster.backend", ("remove cluster.backend to use the device's default",))
         supported = dist.Backend.backend_capability.get(process_info.backend, [])
         if supported and device.partition(":")[0] not in supported:

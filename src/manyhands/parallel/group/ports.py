@@ -137,7 +137,7 @@ def require_interface(names: str, given_by: str) -> None:
     mine = psutil.net_if_addrs()
     for name in names.split(","):
         if name not in mine:
-            what = f'{given_by} names "{name}", but this machine has {", ".join(sorted(mine))}'
+            what = f'{given_by} names "{name}", but this machine has the interfaces {", ".join(sorted(mine))}'
             raise UserError(what, given_by, (f"unset {given_by}", "or name one of these interfaces"))
 
 

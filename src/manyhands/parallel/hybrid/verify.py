@@ -143,7 +143,7 @@ def _mesh_of(net: Any) -> Grid:
         if isinstance(value, Axis | Grid):
             return value.mesh if isinstance(value, Axis) else value
     hints = ("give the network's mesh: mesh=manyhands.open_mesh(...)",)
-    raise UserError("the network has no axis of a mesh", "verify_gradients", hints)
+    raise UserError("no module of the network stores a mesh axis", "verify_gradients", hints)
 
 
 def _copies(net: nn.Module | Make, grid: Grid) -> tuple[nn.Module, nn.Module]:
@@ -180,7 +180,7 @@ class _Check:
         parts = self.grid.parts(network.samples)
         self.count = broadcast_plain(len(batch[0]), self.grid.world) // parts * parts
         if not self.count:
-            what = f"{len(batch[0])} samples are too few for the {parts} processes that share them"
+            what = f"{len(batch[0])} samples can't be divided among {parts} processes"
             raise UserError(what, "verify_gradients", (f"give {parts} samples or more",))
         self.sample = self._from_rank_0(batch[0])
         self.labels = None if batch[1] is None else self._from_rank_0(batch[1])

@@ -111,7 +111,7 @@ def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None)
     )
     world = world or _present_world()
     if mesh.size != world.size:
-        hints = ("make the product of the sizes equal the processes, such as -n 4 --mesh dp=2,tp=2",)
+        hints = ("set sizes whose product is the number of processes, such as -n 4 --mesh dp=2,tp=2",)
         raise UserError(f"the mesh {mesh} is for {mesh.size} processes, but {world.size} are running", "mesh", hints)
     return Grid(mesh, world)
 
@@ -134,7 +134,7 @@ class Axis:
     def __init__(self, grid: Grid, names: Sequence[str]) -> None:
         self._grid, self._axes = grid, axis_numbers(names, grid.mesh, "axis")
         if not self._axes:
-            raise UserError("no axis is named", "axis", (f"name an axis of the mesh {grid.mesh}",))
+            raise UserError("no mesh axis is given", "axis", (f"give an axis of the mesh {grid.mesh}",))
 
     @property
     def mesh(self) -> Grid:

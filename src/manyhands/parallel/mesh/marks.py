@@ -74,14 +74,14 @@ class Parameter(nn.Parameter):
 def _read(given: bool | str | tuple[str, int], piece: tuple[int, ...], shape: tuple[int, ...] | None) -> Mark | None:
     if given is False:
         if shape is not None and shape != piece:
-            raise UserError(f"the full shape {shape} differs from the shard's {piece}", "Parameter", _FORMS)
+            raise UserError(f"shape={shape}, but the unsharded tensor has shape {piece}", "Parameter", _FORMS)
         return None
     names = () if given is True else (given,) if isinstance(given, str) else tuple(given[:1])
     dim = given[1] if isinstance(given, tuple) and len(given) == 2 else 0
     if not all(isinstance(name, str) for name in names) or not isinstance(dim, int):
         raise UserError(f"layerwise_parallel can't be {given!r}", "Parameter", _FORMS)
     if not -len(piece) <= dim < len(piece) or (shape is not None and len(shape) != len(piece)):
-        raise UserError(f"a shard of shape {piece} doesn't fit dimension {dim} of {shape}", "Parameter", _FORMS)
+        raise UserError(f"a shard {piece} doesn't fit dimension {dim} of {shape or 'its tensor'}", "Parameter", _FORMS)
     if shape is not None and not isinstance(given, tuple):
         differing = [place for place, length in enumerate(shape) if length != piece[place]]
         dim = differing[0] if differing else dim

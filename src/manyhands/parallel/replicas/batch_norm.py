@@ -185,8 +185,8 @@ class GroupedNorm(_BatchNorm):
         groups = self.groups
         rows = groups.spans[-1].stop * self.rows_per_sample if groups.spans else input.shape[0]
         if (len(groups.spans) > 1 or groups.shared_sizes) and rows != input.shape[0]:
-            what = f"the input of BatchNorm has {input.shape[0]} rows, but its groups of samples expect {rows}"
-            hints = ("take statistics over each rank's own rows: --set train.norm_group=local",)
+            what = f"the input of BatchNorm has {input.shape[0]} rows, but this micro-batch should have {rows}"
+            hints = ("compute statistics on each rank separately: --set train.norm_group=local",)
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", hints)
 
     def _held_whole(self, part: Tensor, run: Run) -> Tensor:

@@ -57,7 +57,7 @@ def split(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwor
     """
     plan = request.plan
     if plan is None:
-        raise UserError("this mode needs a plan", "parallel", ('--pin "fc=n@dp o@tp"', "or --parallel.plan plan.json"))
+        raise UserError("the plan is missing", "parallel", ('set --pin "fc=n@dp o@tp" or --parallel.plan plan.json',))
     plan.mesh.check_size(world.size)
     group_batch_norms(model)
     graph = describe_network(model, request.picture)

@@ -46,7 +46,7 @@ def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
         for name in match[2].split(","):
             if name not in mesh.names:
                 hints = (f"name axes of the mesh {mesh}, {EXAMPLE}",)
-                raise UserError(f'"{text}" names the axis {name}, which the mesh lacks', where, hints)
+                raise UserError(f'"{text}" names the axis {name}, which the mesh does not have', where, hints)
             axis = mesh.names.index(name)
             if axis in found:
                 raise UserError(f'"{text}" names the axis {name} twice', where, (EXAMPLE,))
@@ -78,10 +78,10 @@ def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
         content: Any = ast.literal_eval(plain)
         found = tuple(tuple(operator.index(number) for number in one) for one in content)
     except (ValueError, SyntaxError, TypeError) as error:
-        hints = ("write MindSpore's form, such as ((1, 1), (1, 2))", f"or axes, {EXAMPLE}")
+        hints = ("write MindSpore's form, such as ((1, 1), (1, 2))", f"or letters and axes, {EXAMPLE}")
         raise UserError(f'"{text}" is not a strategy', where, hints) from error
     if not found or not all(found) or any(number < 1 for one in found for number in one):
-        raise UserError(f'"{text}" is not a strategy: counts start at 1', where, (f"write axes, {EXAMPLE}",))
+        raise UserError(f'"{text}" is not a strategy: numbers must be 1 or more', where, (f"write axes, {EXAMPLE}",))
     return found
 
 
@@ -104,24 +104,24 @@ def _pieces(kind: str, tuples: tuple[tuple[int, ...], ...], where: str) -> dict[
     if kind not in _WEIGHTED:
         first, last = tuples[0], tuples[-1]
         if set(first[2:]) - {1}:
-            raise UserError("only samples and channels can be split here", where, ("give 1 for all other dimensions",))
+            raise UserError(f"only samples and channels of {kind} can be split", where, ("use 1 for other dimensions",))
         return {"n": first[0], "c": first[1] if len(first) > 1 else last[0]}
     inner, outer, pixels_too = _WEIGHTED[kind]
     dims = len(tuples[0]) if pixels_too else 2
     if len(tuples) < 2 or len(tuples[0]) < 2 or len(tuples[1]) != dims:
         form = ", ".join("1" * dims)
-        what = f"{tuples} should have a tuple for the input and one of {dims} numbers for the weight"
+        what = f"expected a tuple for the input and a tuple of {dims} numbers for the weight, found {tuples}"
         raise UserError(what, where, (f"such as (({form}), ({form}))",))
     (samples, *pixels), weight = tuples[0], tuples[1]
     features = pixels.pop(0 if pixels_too else -1)
     if {*pixels, *weight[2:]} - {1}:
-        raise UserError("height and width can't be split here", where, ("give 1 for height and width",))
+        raise UserError(f"height and width of {kind} can't be split", where, ("give 1 for height and width",))
     if features != weight[inner]:
         what = f"the input's features are split into {features} parts, but the weight's into {weight[inner]}"
-        raise UserError(what, where, ("split both alike",))
+        raise UserError(what, where, ("split both into the same number of parts",))
     if any(one != (weight[outer],) for one in tuples[2:]):
         what = f"the weight's outputs are split into {weight[outer]} parts, but the bias as {tuples[2:]}"
-        raise UserError(what, where, ("split both alike",))
+        raise UserError(what, where, ("split both into the same number of parts",))
     return {"n": samples, "i": features, "o": weight[outer]}
 
 
@@ -141,7 +141,7 @@ def _axes_of(count: int, mesh: Mesh, taken: Mapping[int, str], where: str) -> li
         axes = [axis for place, axis in enumerate(free) if chosen >> place & 1]
         if mesh.parts(axes) == count:
             return axes
-    raise UserError(f"no axes of the mesh {mesh} have {count} processes for {count} pieces", where, ("change --mesh",))
+    raise UserError(f"no unused axes of the mesh {mesh} multiply to {count} pieces", where, ("change --mesh",))
 
 
 def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, ...]]:

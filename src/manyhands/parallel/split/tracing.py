@@ -140,7 +140,7 @@ def _try(traced: fx.GraphModule, model: nn.Module, picture: Tensor) -> tuple[dic
         model.eval()
         return run_twice(traced, (samples,))
     except Exception as error:
-        what = f"the network doesn't run on {FEWER} or {SAMPLES} samples {list(picture.shape)}: {error}"
+        what = f"the network fails on {FEWER} or {SAMPLES} samples of shape {list(picture.shape)}: {error}"
         raise UserError(what.partition("\n")[0], "model.name", ("use one process: --parallel single",)) from error
     finally:
         for module, training in modes.items():
