@@ -163,4 +163,4 @@ def test_a_session_without_with_is_refused():
     with pytest.raises(UserError, match="the session is not open") as refused:
         manyhands.session().prepare(None, None, None, batch=1)
     assert refused.value.where == "session.prepare"
-    assert refused.value.hints == ("write with manyhands.session() as here: …",)
+    assert refused.value.hints == ("open it: with manyhands.session() as here: …",)

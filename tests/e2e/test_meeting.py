@@ -243,6 +243,6 @@ def test_what_rank_0_resumes_counts_for_all():
     jobs = [by_hand(address, 2, rank, *LATE, "--out", "more", *own[rank]) for rank in (0, 1)]
     ended = [finish(by) for by in [forked(*job) for job in jobs]]
     assert [each.code for each in ended] == [0, 0], [each.err for each in ended]
-    assert "--resume no/such/run of rank 1 is ignored: all ranks use --resume first of rank 0" in ended[1].err
+    assert "--resume no/such/run of rank 1 is ignored: all ranks use rank 0's --resume first" in ended[1].err
     (resumed,) = events("more", "resumed")
     assert resumed["step"] == 23

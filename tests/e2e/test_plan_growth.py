@@ -86,7 +86,7 @@ def test_shares_are_timed_here(plan, here):
     [
         (("-n", "4..1"), "is not a number of processes"),
         (("-n", "many"), "is not a number of processes"),
-        (("-n", "1..8"), "need the speed of their links"),
+        (("-n", "1..8"), "need the link speed"),
         (("-n", "1..8", "--link", "1gbit", "--mesh", "dp=2"), "--mesh needs one number"),
         (("-n", "1..8", "--link", "1gbit", "--out", "plan.json"), "must be a .svg or .png file"),
         (("-n", "64..128", "--link", "1gbit"), "at most 32 machines"),

@@ -301,7 +301,7 @@ def test_a_session_moves_the_learning_rate_where_it_knows_how_long():
     [
         (lambda: manyhands.fit(nets.Net(), tiny(), job={"train": {}}, **QUIET), "job is a dict, neither a Job"),
         (lambda: manyhands.fit(nets.Net(), tiny(), job="no.toml", **QUIET), "there is no job file no.toml"),
-        (lambda: manyhands.fit(nets.Net(), None, **QUIET), "fit has no training set"),
+        (lambda: manyhands.fit(nets.Net(), None, **QUIET), "fit was called without a training set"),
         (lambda: manyhands.fit("mlp", "digits", tiny(), **QUIET), "test_set needs a train_set that is a Dataset"),
         (lambda: manyhands.evaluate(nets.Net(), tiny(), batch=0), "train.evaluate_batch"),
     ],

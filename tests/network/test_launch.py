@@ -209,7 +209,7 @@ def test_unequal_machines_without_a_shared_disk(lab, here):
     lost = run("resume", "run", "--epochs", "7")
     assert lost.code == 2
     assert "n1 has no checkpoint of" in lost.err
-    assert "the last checkpoint is of step" in lost.err
+    assert "the last checkpoint was saved at step" in lost.err
     whole = last_evaluation("whole")
     assert evaluated["loss"] == whole["loss"]
     gone(lab)

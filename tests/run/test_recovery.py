@@ -135,7 +135,7 @@ def test_what_fails_with_a_machine_that_has_just_come_does_not_end_the_run(folde
     job = load_job({}, environment={}).job
     assert run_to_end(job, folder, Joining(["n4"]), lambda *_: {}, Watch(), lambda *_: None).ok
     (line,) = read_lines(folder.events)
-    assert line["message"] == "the start with n4 failed (that is too much for n4): restarting from step 10"
+    assert line["message"] == "starting with n4 failed (that is too much for n4): restarting from step 10"
     assert not policy(folder).after(refused, Joining())
 
 

@@ -232,7 +232,7 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         met = next(iter(orders.values())).rendezvous
         store = "" if met.address == LOOPBACK[0] else f"port {met.port} of {met.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
-        say(f"during the all-reduce test, {store}a free port on each of {where} are open without a password")
+        say(f"the all-reduce test opens {store}a free port on each of {where}, all without a password")
         ending = supervise(orders, Watch())
     if ending.ok:
         return AllReduceTest("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))

@@ -133,7 +133,7 @@ class _RecordKeeper:
         except (OSError, ValueError) as error:
             self._works = False
             what = f"the records of the run can no longer be written on this machine: {error}"
-            self._screen.say(f"{what}; new records are on {self._source} only", "WARNING")
+            self._screen.say(f"{what}; new records are stored on {self._source} only", "WARNING")
 
 
 def _prepare(job: Job, membership: Membership, starts: Starts, folder: RunFolder, screen: Screen) -> None:
@@ -197,7 +197,7 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) ->
     saved, first = saved_step(folder), machines.running[0]
     if saved is not None and job.checkpoint.resume == "auto" and not first.run_folder.checkpoints:
         had = next((f" on {place.host}" for place in read_places(folder)), "")
-        what = f"{first.name} has no checkpoint of {folder.path}; the last checkpoint is of step {saved}{had}"
+        what = f"{first.name} has no checkpoint of {folder.path}; the last checkpoint was saved at step {saved}{had}"
         hints = ("list the machine with the checkpoint first", "or copy its run folder to rank 0", "or use a new --out")
         raise UserError(what, f"{first.name}:{first.run_folder.folder}/checkpoints", hints)
 

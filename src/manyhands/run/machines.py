@@ -153,7 +153,7 @@ class Membership(RestartHooks):
             what = "a script of your own" if self._job.run.script else f"a run with {wanted}"
             raise UserError(f"machines can't be added to {what}")
         if not self.room:
-            raise UserError(f"the run has {len(self.connected)} machines, and {wanted} allows no more")
+            raise UserError(f"the run already has {len(self.connected)} machines, the maximum of {wanted}")
         machine = self._refused.pop(name, None) or RunMachine(spec)
         machine.spec, machine.state, machine.until, machine.since = spec, MachineState.LOST, 0.0, time.monotonic()
         machine.requested, machine.notify = True, notify
@@ -167,7 +167,7 @@ class Membership(RestartHooks):
         """
         if self.on_trial() and not ending.regrouped and not from_outside(first_cause(ending)):
             for machine in self.joined:
-                self.refuse(machine, RefusedError(f"the start with {machine.name} failed: {what_failed(ending)}"))
+                self.refuse(machine, RefusedError(f"starting with {machine.name} failed: {what_failed(ending)}"))
             return
         step, rank = saved_step(self._folder) or 0, failed_rank(ending)
         lost = [machine for machine in self.machines.running if machine.name in ending.lost]
@@ -270,7 +270,7 @@ class Membership(RestartHooks):
         seen = yield call(Agent.inspect_run, folder, machine.position, machine.generation, run, self.term)
         if self.term and seen.run == run and seen.term > self.term:
             self.replaced_on = machine.name
-            raise TimeoutError(f"{machine.name} belongs to another launcher")
+            raise TimeoutError(f"{machine.name} is already used by a newer launcher of this run")
         if seen.busy:
             raise TimeoutError(f"{machine.name} {BUSY}")
         if seen.checkpoints and seen.run != run:

@@ -186,7 +186,7 @@ def fit(  # noqa: PLR0913 - all but three are named
     """
     if job is None and (model is None or train_set is None):
         what = "network" if model is None else "training set"
-        raise UserError(f"fit has no {what}", "fit", ("call fit(model, train_set)", "or fit(job=…)"))
+        raise UserError(f"fit was called without a {what}", "fit", ("call fit(model, train_set)", "or fit(job=…)"))
     named = _options_of(model) | {"train.metrics": metric_words(metrics), "cluster.processes": processes}
     named["run.out"] = str(out) if out else None
     if train_set is not None:
@@ -434,7 +434,7 @@ class _SessionBlock(contextlib.AbstractContextManager["Session"]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise UserError("the session is not open", f"session.{name}", ("write with manyhands.session() as here: …",))
+        raise UserError("the session is not open", f"session.{name}", ("open it: with manyhands.session() as here: …",))
 
 
 @contextlib.contextmanager

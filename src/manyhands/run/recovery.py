@@ -106,7 +106,7 @@ class RestartPolicy:
         cause = first_cause(ending)
         trial = "" if from_outside(cause) else " and ".join(machines.on_trial())
         if trial:
-            return Restart("restarted", f"the start with {trial} failed ({what_failed(ending)})", cause)
+            return Restart("restarted", f"starting with {trial} failed ({what_failed(ending)})", cause)
         if ending.refused:
             return None
         useless, too_few = self.count_fault(cause), machines.too_few()

@@ -309,7 +309,7 @@ def stop_run(record: Running, *, now: bool) -> Event | None:
             say(f"{record.name} did not end within {KILL_RUN_S:.0f} s: killing the run")
             signal_head(record, signal.SIGKILL)
             if not _ends_within(KILL_RUN_S, record):
-                raise RunError(f"{record.name} can't be ended", f"pid {record.pid}", (f"run kill -9 {record.pid}",))
+                raise RunError(f"{record.name} survived SIGKILL", f"pid {record.pid}", (f"run kill -9 {record.pid}",))
         return look(record).end
     say(f"asked {record.name} (pid {record.pid}) to save and stop")
     shown, wait_s = "", _EXPLAIN_S

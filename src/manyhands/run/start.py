@@ -241,7 +241,7 @@ class Starts(contextlib.ExitStack):
         self.open_folders(output=self._script, records=False)
         last_step = saved_step(self._folder)
         if self.saved < 0 and last_step is not None and not self._script:
-            raise LostWorkError(f"no remaining machine has a checkpoint; the newest checkpoint is of step {last_step}")
+            raise LostWorkError(f"no remaining machine has a checkpoint; the last one was saved at step {last_step}")
         self._give_records(self._newest_first())
         self.open_folders(output=self._script)
 

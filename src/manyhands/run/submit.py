@@ -60,13 +60,13 @@ def _for_slurm(job: Job, job_file: Path | None) -> Submission:
 def _for_kubernetes(job: Job) -> Submission:
     if not job.submit.image:
         hints = ("add --submit.image registry/name:tag",)
-        raise UserError("Kubernetes needs a container image with manyhands in it", "submit.image", hints)
+        raise UserError("Kubernetes needs a container image that contains manyhands", "submit.image", hints)
     for key in ("time_limit", "options"):
         if getattr(job.submit, key):
             raise UserError(f"submit.{key} is for Slurm", f"submit.{key}", (f"remove submit.{key}",))
     if not job.run.out:
         hints = ("add --out /data/runs/first, where /data is a volume that the runtime mounts",)
-        raise UserError("Kubernetes deletes the files of a container, and with them the run", "--out", hints)
+        raise UserError("Kubernetes deletes the files of a container, including the run folder", "--out", hints)
     return _submission(job, ("manyhands", "train", *_words(job, None), "--out", job.run.out))
 
 

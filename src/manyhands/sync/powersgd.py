@@ -185,7 +185,7 @@ class PowerSgd(Synchronizer):
             return  # a pass that isn't the last one
         if id(parameter) not in batch.missing:
             what = "a parameter got a gradient twice in one backward pass"
-            raise RunError(what, "sync.method", ("use --sync allreduce", "or checkpoint with use_reentrant=False"))
+            raise RunError(what, "sync.method", ("use --sync allreduce", "or pass use_reentrant=False to checkpoint()"))
         batch.missing.remove(id(parameter))
         self._offer()
 

@@ -264,7 +264,7 @@ def _run_trial(parts: Parts, samples: DataSetup, probe: StepProbe) -> TrialResul
     for layer, each in zip(layers, rows, strict=True):
         layer.rows_per_sample = each
     if unused:
-        message = f"{', '.join(unused[:3])} never get a gradient (do: freeze parameters that should not train)"
+        message = f"no gradient reaches {', '.join(unused[:3])} (do: freeze parameters that should not train)"
         parts.journal.event("warning", message, 0)
     return TrialResult(unused, draws, found.outputs, found.count)
 

@@ -82,7 +82,7 @@ def open_splits(job: Job, world: World, objects: Objects, *, whole: bool = False
     for word, split in splits.named():
         if not len(split):
             hints = ("add samples", "or change the share for evaluation, such as --set data.validation=0.3")
-            raise UserError(f"the {word} split holds no samples", "data.name", hints)
+            raise UserError(f"the {word} split is empty", "data.name", hints)
     refuse_other_data(splits, world)
     return splits
 

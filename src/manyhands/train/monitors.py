@@ -39,7 +39,7 @@ class Watcher:
     def timed(self) -> Timed:
         """The synchronizer's measured times."""
         if self.synchronizer.timed is None:
-            raise ValueError("the sync method never waits")
+            raise ValueError("the sync method measures no times")
         return self.synchronizer.timed
 
     def mine(self, seconds: float, steps: int) -> list[float]:

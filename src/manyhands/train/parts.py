@@ -206,7 +206,7 @@ def as_plan(plan: PlanLike) -> Plan:
         isinstance(word, str) for word in (given.get("mesh"), *given.values())
     ):
         hints = ('pass "plan.json" or {"mesh": "dp=2", "fc": "o@dp"}',)
-        raise UserError("plan is neither a path nor a dict of strings with the key mesh", "plan", hints)
+        raise UserError('plan must be a path, or a dict of strings with the key "mesh"', "plan", hints)
     return Plan(parse_mesh(plan["mesh"]), {name: text for name, text in plan.items() if name != "mesh"})
 
 
@@ -235,9 +235,7 @@ def refuse_uncuttable(parts: Parts) -> None:
         return
     if job.checkpoint.pth_tar:
         hints = ("remove checkpoint.pth_tar, and after training run: manyhands checkpoint merge RUN weights.pth",)
-        raise UserError(
-            "main.py's checkpoint format (.pth.tar) can't store a sharded network", "checkpoint.pth_tar", hints
-        )
+        raise UserError("a .pth.tar checkpoint can't store a sharded network", "checkpoint.pth_tar", hints)
     if job.train.compile:
         raise UserError("torch.compile doesn't support sharded networks", "train.compile", ("remove train.compile",))
 
@@ -311,7 +309,7 @@ def _schedule_of_loop(job: Job, own: CustomParts, optimizer: torch.optim.Optimiz
     set_rates = make_schedule(optimizer, job.train, steps_per_epoch)
     if isinstance(set_rates, CustomScheduler) and set_rates.waits:
         hints = ("pass the scheduler to session.prepare(…, scheduler=scheduler), and call scheduler.step(loss)",)
-        raise UserError("this schedule needs evaluations, which sessions don't make", "train.schedule", hints)
+        raise UserError("this schedule needs evaluations, which sessions don't run", "train.schedule", hints)
     return set_rates
 
 
@@ -352,7 +350,7 @@ def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan
     if plan or not follows_plan(mode):
         return mode, plan
     if job.parallel.searches:
-        what = f"--parallel {mode} times plans with the job's loss, but sessions have their own loss"
+        what = f"--parallel {mode} benchmarks plans with the job's loss, but sessions have their own loss"
         hints = ("call session.prepare(…, plan=manyhands.find_plan(net, x, world_size=here.size))",)
         raise UserError(what, "parallel.mode", hints)
     return mode, shared_plan(job.parallel, world)

@@ -113,7 +113,7 @@ def _write(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
         write_json(record, written)
     except OSError as error:
         said = f"{error.filename or folder}: {error.strerror or error}"
-        trainer.journal.event("warning", f"main.py's files can't be written: {said}", trainer.progress.step)
+        trainer.journal.event("warning", f"the .pth.tar files can't be written: {said}", trainer.progress.step)
 
 
 def _make_room(path: Path, trainer: Trainer, written: dict[str, Any]) -> None:

@@ -100,7 +100,7 @@ def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> 
         changes = f"the order of the classes changed from {_quoted(then)} to {_quoted(now)}"
     alike = [difference for name in new if name not in old and (difference := lookalike_difference(name, old))]
     hints = (*alike[:3], "undo the change of the class names", "or start a new run in another folder: --out NEW")
-    raise UserError(f"{changes}, so the network's outputs would change their meaning", where, hints)
+    raise UserError(f"{changes}, so the network's outputs would no longer match them", where, hints)
 
 
 def _known_names(names: Sequence[str]) -> list[str]:

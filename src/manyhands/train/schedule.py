@@ -47,7 +47,7 @@ def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
     """
     given = {name: from_plain_data(value) for name, value in state.items()}
     if not isinstance(given.get("last_epoch", 0), int):
-        raise ValueError(f"last_epoch is {str(given['last_epoch'])[:60]}")
+        raise ValueError(f"last_epoch is not an integer: {str(given['last_epoch'])[:60]}")
     scheduler.load_state_dict({**scheduler.state_dict(), **given})
     # The optimizer has made steps, in another process: else torch warns of a scheduler that comes first.
     scheduler.optimizer.__dict__["_opt_called"] = True
@@ -149,14 +149,14 @@ def _asked_for(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[b
     except ValueError:  # of what is written in C it isn't always known
         return False, {}
     if not parameters:
-        raise UserError("the schedule has no parameter", _WHERE, ("pass a function: lambda step: 0.99 ** step",))
+        raise UserError("the schedule takes no argument", _WHERE, ("pass a function: lambda step: 0.99 ** step",))
     first, *others = parameters
     known = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
     for one in others:
         required = one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
         if required and one.name not in known:
             hints = ("use only the further parameters total_steps and steps_per_epoch",)
-            raise UserError(f"the schedule has an unknown parameter: {one.name}", _WHERE, hints)
+            raise UserError(f"the schedule function has an unknown parameter: {one.name}", _WHERE, hints)
     return first.name == "optimizer", {one.name: known[one.name] for one in others if one.name in known}
 
 

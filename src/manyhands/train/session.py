@@ -332,7 +332,7 @@ class Session(Subgroup):
         """
         if has_targets(data):
             hints = ("add up your own metric with session.all_reduce(sums)",)
-            raise UserError("evaluate needs class numbers, but y is not a whole number", "session.evaluate", hints)
+            raise UserError("evaluate needs class indices, but y is not a whole number", "session.evaluate", hints)
         # The data of a network that was trained in this process, else that of the prepared network.
         trained = self._trainer.trained if self._trainer else None
         trained_on = noted_trained_on(model) or (TrainedOn(trained.pictures, trained.classes) if trained else None)

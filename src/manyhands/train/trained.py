@@ -184,11 +184,9 @@ class Transform:
             return self._normalised(prepare(to_tensor(to_mode(image, self._pixels.channels)), self._pixels, None))
         if not isinstance(picture, Tensor | numpy.ndarray):
             what = f"a {type(picture).__name__} is neither a picture nor a path"
-            raise UserError(what, "", ("pass a path, a PIL image, 8-bit pixels, or a tensor as the data set returns",))
+            raise UserError(what, "", ("pass a path, a PIL image, uint8 pixels, or a tensor like the data set's",))
         if not self._pixels.own:
-            what = (
-                f"the picture has the type {str(picture.dtype).removeprefix('torch.')} instead of 8-bit pixels (uint8)"
-            )
+            what = f"the picture has dtype {str(picture.dtype).removeprefix('torch.')} instead of uint8"
             raise UserError(what, "", ("pass a path, a PIL image, or uint8 [C, H, W]",))
         return torch.as_tensor(picture).to(self._device, self._dtype)
 

@@ -130,7 +130,7 @@ def _from_where_rank_0_says(job: Job, world: Any, say: Say) -> Job:
     own = job.checkpoint.resume
     said = broadcast_plain(own, world)
     if own not in {said, CheckpointOptions().resume}:
-        say(f"--resume {own} of rank {world.rank} is ignored: all ranks use --resume {said} of rank 0")
+        say(f"--resume {own} of rank {world.rank} is ignored: all ranks use rank 0's --resume {said}")
     return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"resume": said})})
 
 

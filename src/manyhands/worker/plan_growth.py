@@ -56,7 +56,7 @@ def predict_growth(job: Job, requested: Mapping[str, Any]) -> Growth:
     case = case_to_plan(job, request)
     if (between := case.between) is None:
         hints = ("set the link speed: --link 1gbit", "or choose one number of processes: -n 4")
-        raise UserError("predictions for a range of machines need the speed of their links", "--link", hints)
+        raise UserError("predictions for several numbers of machines need the link speed", "--link", hints)
     batch, notes = case.network["batch"], list[str]()
     if last > batch:
         what, hint = (
