@@ -313,7 +313,7 @@ class RunOptions(Options):
 
     out: str = option("", "run folder; empty: runs/<date>-<data>-<model>")
     log_every_s: float = option(
-        0.5, "seconds between progress records, and between checks for Ctrl-C, SIGTERM and stop", gt=0.0, le=60.0
+        0.5, "seconds between progress records and checks for Ctrl-C, SIGTERM and manyhands stop", gt=0.0, le=60.0
     )
     log_steps: int = option(
         0, "print a progress line at the first update of an epoch and every N updates; 0: at time intervals", ge=0
