@@ -182,7 +182,7 @@ class PlaceFlags(Flags):
     rank_table: Annotated[
         str | None, Help("Ascend rank table that lists this machine"), Key("cluster.rank_table")
     ] = None  # fmt: skip
-    cluster: Annotated[str | None, Help("file of machines that includes this one"), Key("cluster.file")] = None
+    cluster: Annotated[str | None, Help("cluster file that lists this machine"), Key("cluster.file")] = None
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

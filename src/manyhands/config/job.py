@@ -108,7 +108,7 @@ class TrainOptions(Options):
     evaluate_views: Literal[1, 2, 6] = option(
         1,
         "number of views of each picture over which an evaluation averages the outputs; 2: the picture and its mirror "
-        "image; 6: additionally both of them shifted by one pixel toward two corners",
+        "image; 6: also these two shifted by one pixel toward two opposite corners",
     )
     audit_every: int = option(500, "number of updates between checks that the replicas are equal; 0: no checks", ge=0)
     max_steps: int = option(0, "maximum number of updates; 0: no limit", ge=0)
@@ -116,7 +116,7 @@ class TrainOptions(Options):
 
     @property
     def built_in(self) -> bool:
-        """True if the optimizer is a built-in one."""
+        """True if the optimizer is built in (sgd or adamw), False if it is user code."""
         return self.optimizer in BUILT_IN_OPTIMIZERS
 
     @property
@@ -181,7 +181,7 @@ class ClusterOptions(Options):
     """Options of the processes and machines of a run, and of their connections."""
 
     processes: int = option(
-        0, "processes on this machine; 0: one per accelerator, or one without accelerators", ge=0, le=1024
+        0, "processes on this machine; 0: one per accelerator, or one if there is no accelerator", ge=0, le=1024
     )
     init: str = option("", "rendezvous URL: tcp://, file:// or env://", pattern=r"^($|tcp://.+|file://.+|env://.*)")
     world_size: int = option(0, "number of processes on all machines; used only with init", ge=0)
@@ -190,12 +190,12 @@ class ClusterOptions(Options):
         "auto", "torch.distributed backend: gloo, nccl, hccl, xccl …; auto: the default for the device"
     )
     device: str = option("auto", "device type: cpu, cuda, npu, xpu or mps; auto: the accelerator if there is one")
-    threads: int = option(0, "number of CPU threads per process; 0: the machine's cores divided by its processes", ge=0)
+    threads: int = option(0, "CPU threads per process; 0: CPU cores divided by the processes on the machine", ge=0)
     hosts: tuple[str, ...] = option(
         (), 'machines to launch on, over ssh: "n1", "user@n2:4" for 4 processes, "ssh://user@n3:31234" for an ssh port'
     )
     hostfile: str = option("", 'file that lists the machines to launch on, one per line, such as "n1 slots=4 port=22"')
-    file: str = option("", "file of machines that includes this one, in any supported format (--cluster FILE)")
+    file: str = option("", "cluster file that lists this machine, in any supported format (--cluster FILE)")
     rank_table: str = option("", "Ascend rank table that lists this machine")
     on: Literal["", "slurm", "kubernetes"] = option("", "scheduler to submit the job to; empty: none")
     shares: Literal["machines", "equal", "auto"] | tuple[int, ...] = option(
@@ -259,7 +259,7 @@ class ClusterOptions(Options):
 
     @property
     def machines_wanted(self) -> range:
-        """The range of the number of machines with which the run may start or continue."""
+        """The numbers of machines on which the run may start or restart."""
         least, _, most = self.elastic.partition(":")
         return range(int(least) if least.isdecimal() else 1, int(most or 10_000) + 1)
 
@@ -313,7 +313,7 @@ class RunOptions(Options):
 
     out: str = option("", "run folder; empty: runs/<date>-<data>-<model>")
     log_every_s: float = option(
-        0.5, "seconds between progress records; requests to stop are checked at the same interval", gt=0.0, le=60.0
+        0.5, "seconds between progress records and checks for Ctrl-C, SIGTERM and manyhands stop", gt=0.0, le=60.0
     )
     log_steps: int = option(
         0, "print a progress line at the first update of an epoch and every N updates; 0: at time intervals", ge=0

@@ -20,7 +20,7 @@ MOST_PROCESSES = 65_536
 
 @dataclass(frozen=True)
 class Mesh:
-    """The named axes of a mesh. The last one varies fastest: with dp=2,tp=4, ranks 0 to 3 have the same index on dp."""
+    """The named axes of a mesh. The last axis varies fastest: with dp=2,tp=4, ranks 0 to 3 share an index on dp."""
 
     axes: tuple[tuple[str, int], ...]  # (name, size) of each axis
 
@@ -40,7 +40,7 @@ class Mesh:
         return tuple(size for _, size in self.axes)
 
     def check_size(self, processes: int, where: str = "parallel.mesh") -> None:
-        """Raises UserError unless the mesh has this number of processes."""
+        """Raises UserError if the size of the mesh is not `processes`."""
         if self.size != processes:
             hints = (f"start {self.size} processes: -n {self.size}", f"or set a mesh such as --mesh dp={processes}")
             raise UserError(f"the mesh {self} is for {self.size} processes, but the run has {processes}", where, hints)

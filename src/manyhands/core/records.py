@@ -74,7 +74,7 @@ class PhaseMetrics(Record):
 
 
 class EvaluationMetrics(Record):
-    """The metrics of one evaluation, which counts each sample once."""
+    """The metrics of one evaluation, in which each sample is counted exactly once."""
 
     kind: Literal["evaluation"] = "evaluation"
     epoch: int

@@ -48,7 +48,7 @@ class DataOptions(Options):
     skip_corrupt: bool = option(
         False,
         "skip pictures that are unreadable at startup, and replace training (not evaluation) pictures that become "
-        "unreadable later; the run ends if more than 10 pictures, and more than 0.1 % of all, are unreadable",
+        "unreadable later; the run ends if over 10 pictures and over 0.1 % of all pictures are unreadable",
     )
     packed: bool = option(True, "read the packed copy of a folder (FOLDER.pack) if it is up to date")
     workers: int = option(-1, "decoding processes per rank; -1: derived from the number of CPU cores", ge=-1, le=256)

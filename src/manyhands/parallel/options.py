@@ -28,8 +28,8 @@ class ParallelOptions(Options):
     mesh: str = option("", "device mesh with named axes, such as dp=2,tp=2; empty: all processes along one axis, dp")
     pin: tuple[str, ...] = option(
         (),
-        'sharding of the ops that match a module path or glob: "fc=n@dp o@tp" shards dimension n of fc over the axis '
-        "dp and o over tp; used only with modes semi and auto",
+        'sharding of the ops that match a module path or glob: "fc=n@dp o@tp" shards the samples (n) of fc over '
+        "the axis dp and its output features (o) over tp; used only with modes semi and auto",
     )
     plan: str = option("", "plan.json with the sharding of each op; used only with modes semi and auto")
     samples: str = option(
@@ -38,7 +38,7 @@ class ParallelOptions(Options):
     )
     fill: Literal["data", "search"] = option(
         "data",
-        "sharding of ops that are not pinned; data: shard the batch; search: the fastest; used only with mode semi",
+        "sharding of ops that are not pinned; data: shard the batch; search: fastest found; used only with mode semi",
     )
     memory: str = option("", "memory limit per process, such as 14GiB; used only when searching for a plan")
     link: str = option(
@@ -52,11 +52,8 @@ class ParallelOptions(Options):
     parameter_broadcast: bool = option(
         False, "broadcast the parameters of rank 0 at startup; false: check that all processes have equal parameters"
     )
-
     shared_memory: bool = option(
-        True,
-        "average CPU gradients within a machine through shared memory, used only with mode data; false: average them "
-        "with the backend (gloo)",
+        True, "average CPU gradients within a machine through shared memory; false: with gloo; used only with mode data"
     )
 
     @property

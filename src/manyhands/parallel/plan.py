@@ -24,7 +24,7 @@ class Plan:
     Attributes:
         mesh: the mesh of processes.
         ops: strategies by op, module path or glob; the last match applies.
-        default: the strategy of ops that `ops` does not name; empty: their samples are sharded over all axes.
+        default: the strategy of ops that match no key of `ops`; empty: samples are sharded over all axes.
         pinned: the keys of `ops` that the user set.
         layouts: the layout of each tensor, for tools that read the plan without the network.
         about: other fields of plan.json, such as predicted, measured, reason and graph; see `PlanRecord`.

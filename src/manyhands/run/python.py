@@ -53,7 +53,7 @@ class Run:
     Attributes:
         path: the run folder.
         status: always "finished", because `fit` raises an exception if the run is stopped.
-        model: the trained network, if `fit` was given a module; None if it was given a name.
+        model: the trained network; None if `fit` was called with the name of a network.
     """
 
     path: Path
@@ -80,12 +80,12 @@ class Run:
 
     @property
     def test(self) -> EvaluationDetail | None:
-        """The final test of the best weights on held-out samples; None if no samples were held out."""
+        """The final test of the best weights; None if the run has no held-out data set."""
         return read_run(self.path).tests.get("best")
 
     @property
     def shares(self) -> list[int]:
-        """The number of samples of each process in an update, by rank, at the end of the run."""
+        """The samples per update of each rank at the end of the run."""
         return samples_of_each(read_run(self.path))
 
     def report(self) -> Path:
@@ -158,18 +158,18 @@ def fit(  # noqa: PLR0913 - all but three are named
     Args:
         model: a torch.nn.Module, or the name of a network such as "resnet18"; None: the network of the job.
         train_set: a torch Dataset of (x, y), or a name or folder such as "cifar10"; None: the data of the job.
-        test_set: a Dataset to evaluate on, which also selects the best epoch; None: a tenth of train_set, held out.
+        test_set: a Dataset to evaluate on and select the best epoch; None: that of the data, or a tenth of train_set.
         job: a Job or the path of a job.toml. Other arguments override the values of the job.
         held_out_set: a Dataset for the final test, evaluated once at the end, with the best and with the last weights.
-        processes: number of processes to start on this machine; None: the number in the job. Without a number, this
-            process trains alone, or as a rank of the group that torchrun started.
+        processes: number of processes to start on this machine; None: the number in the job. If neither is set, this
+            process trains alone, or as one of the ranks that torchrun started.
         loss: function of (output, labels) that returns the mean loss or one loss per sample, or a value of train.loss;
             None: cross-entropy.
         optimizer: function of the list of parameters that returns a torch.optim.Optimizer, such as torch.optim.RMSprop,
             or a value of train.optimizer. The schedule scales the learning rate of the optimizer.
-        schedule: function of the update number, from 0, that returns the fraction of the peak learning rate, or
-            function of one parameter named optimizer that returns a torch scheduler. Both may have parameters
-            named total_steps and steps_per_epoch. Or a value of train.schedule.
+        schedule: function of the update number (from 0) that returns the fraction of the peak learning rate; or
+            function with a first parameter named optimizer that returns a torch scheduler. Either may also take
+            total_steps and steps_per_epoch. Or a value of train.schedule.
         metrics: additional evaluation metrics by name: functions of (outputs [n, C], labels [n]) that return one value
             per sample, or objects with update(outputs, labels), which returns sums, and compute(sums). Or a value of
             train.metrics.
@@ -347,14 +347,14 @@ def load(
 
     Args:
         run: a Run, a run folder or a checkpoint.
-        which: "best" or "last", if `run` is a run.
+        which: the weights of the run to load, "best" or "last".
         model: a network to load the weights into, or its name; required if the run was given a network object.
         device: torch device of the network.
 
     Returns:
         A Trained with three fields. network: the network in evaluation mode. transform: function that turns a picture
-        (a path, a PIL image or 8-bit pixels) into an input tensor [C, S, S]; tensors of your own data pass unchanged.
-        classes: the class name of each output.
+        (a path, a PIL image or 8-bit pixels) into an input tensor [C, S, S]; if the network was trained on a Dataset of
+        tensors, it accepts such tensors and doesn't normalize them. classes: the class name of each output.
 
     Raises:
         UserError: the run does not exist, or its network can't be rebuilt without `model`.
@@ -378,7 +378,7 @@ def predict(
     Args:
         run: a Run, a run folder or a checkpoint.
         pictures: paths of files and folders, PIL images, 8-bit pixels, or tensors as in the training data.
-        which: "best" or "last", if `run` is a run.
+        which: the weights of the run to load, "best" or "last".
         model: the network, as in `load`.
 
     Raises:

@@ -175,7 +175,7 @@ class Evaluation:
         top1: top-1 accuracy, 0 to 1.
         top5: top-5 accuracy, 0 to 1.
         cells: int64 [cells, 3], the nonzero cells of the confusion matrix: true class, predicted class, count.
-        classes: the number of rows of the confusion matrix; more than the classes if a further output was predicted.
+        classes: the size of the confusion matrix: the number of classes, or more if outputs beyond them were predicted.
         seconds: the duration of the evaluation.
         metrics: the user's metrics, by name.
     """

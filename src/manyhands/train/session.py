@@ -132,7 +132,7 @@ class Session(Subgroup):
             train_set: a torch Dataset of (x, y).
             batch: the global batch size: samples per update over all processes.
             plan: how to shard the model: from `find_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"},
-                which shards the samples of op fc over axis dp, and its outputs over tp.
+                which shards the samples of op fc over the axis dp, and its output features over tp.
             scheduler: a scheduler of this optimizer. Checkpoints include its state.
 
         Returns:
@@ -141,7 +141,7 @@ class Session(Subgroup):
             `zero_grad` only between two updates.
 
         Raises:
-            UserError: the arguments contradict each other or the job's options, or the run folder is another run's.
+            UserError: the arguments contradict each other or the job's options, or the run folder contains another run.
         """
         if self._folder and self._trainer:
             hints = ("open a new session with another out=… for each training run",)
@@ -172,7 +172,7 @@ class Session(Subgroup):
         return trainer.network.call, prepared, SessionSamples(self.batches, trainer.feed.order)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yields the remaining epoch numbers, 0 … count - 1 for a new run. Saves a checkpoint after each epoch.
+        """Yields the numbers of the remaining epochs, from 0 for a new run. Saves a checkpoint after each epoch.
 
         Raises:
             UserError: all epochs are complete, but the network or the data changed.
@@ -191,7 +191,7 @@ class Session(Subgroup):
             self._conclude()
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the micro-batches that remain in the epoch for this process."""
+        """Yields the remaining micro-batches of this process in the current epoch."""
         trainer = self._ready()
         if self._owed:
             # All its updates were made before it was saved; what the user's loop does at its end was not.
@@ -233,7 +233,7 @@ class Session(Subgroup):
         self._loss = [torch.stack([added.to(counts.dtype), counts]) + sum(self._loss)]
 
     def mean_loss(self) -> float:
-        """Returns the mean loss over all processes since the last call, NaN if there was no loss; a collective."""
+        """Returns the mean loss of all processes since the last call (NaN if none). Call it on all processes."""
         loss, counts = self.all_reduce(self._loss_sums())
         self._loss = []
         return float(loss / counts)
@@ -244,9 +244,9 @@ class Session(Subgroup):
             print(*words, flush=True)  # noqa: T201 - the user's own words
 
     def save(self) -> None:
-        """Saves the model, optimizer, scheduler and data position as a checkpoint in the run folder; a collective.
+        """Saves the model, optimizer, scheduler and data position as a checkpoint in the run folder.
 
-        Does nothing at the end of an epoch, because `epochs` saves there.
+        Must be called on all processes. Does nothing at the end of an epoch, because `epochs` saves there.
 
         Raises:
             UserError: the session has no run folder, or the update isn't finished.
@@ -264,7 +264,7 @@ class Session(Subgroup):
     def evaluate(
         self, model: nn.Module, test_set: Any, classes: int | None = None, metrics: Mapping[str, Any] | None = None
     ) -> Evaluation:
-        """Evaluates a model, counting each sample once; a collective. Results of the prepared model are recorded."""
+        """Evaluates a model on all processes, each sample once. Records the results of the model from `prepare`."""
         own = self._trainer
         trainer = own if own and model in (own.network.call, own.network.model) else None
         network = trainer.network if trainer else ParallelNetwork(model)
@@ -288,13 +288,13 @@ class Session(Subgroup):
         return found
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns the prepared model's state dict with unsharded, synchronized tensors on the CPU; a collective."""
+        """Returns the model's state dict with full, synchronized tensors on the CPU. Call it on all processes."""
         trainer = self._ready()
         with agreed(trainer):
             return trainer.network.full_state_dict()
 
     def finish(self) -> None:
-        """Synchronizes the model and saves a checkpoint; a collective. The session calls it when it ends."""
+        """Synchronizes the model and saves a checkpoint. Runs on all processes at the end of the `with` block."""
         trainer = self._trainer
         if not trainer or self._owed:
             return

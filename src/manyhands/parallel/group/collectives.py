@@ -66,7 +66,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Returns the tensor of member `source` on all members. Others pass a tensor of the same shape and dtype."""
+        """Returns the tensor of member `source` on all members. The others pass one of the same shape and dtype."""
         sender, result = self._rank_of(source, "broadcast"), _own_copy(tensor)
         if self.size > 1:
             dist.broadcast(result, src=sender, group=self._handle)
@@ -95,7 +95,7 @@ class Subgroup:
 
     @CLOCK.within(COMMUNICATION)
     def all_to_all(self, tensors: Tensor) -> Tensor:
-        """Exchanges rows: row i of the result [size, …] is row `rank` of the tensor [size, …] that member i passes."""
+        """Sends row i of the tensor [size, …] to member i; returns the rows received, in the order of the members."""
         self._require_member()
         self._require_rows(tensors, "all_to_all")
         mine = _own_copy(tensors)
@@ -118,7 +118,7 @@ class Subgroup:
         return result
 
     def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
-        """Returns row `rank` of the tensor [size, …] that member `source` passes; others pass one of this shape."""
+        """Returns row `rank` of the tensor [size, …] of member `source`; the others pass a tensor of the same shape."""
         self._require_member()
         self._require_rows(tensors, "scatter")
         return self.broadcast(tensors, source)[self.rank].clone()

@@ -40,8 +40,8 @@ class Finding:
 
     Attributes:
         name: the parameter, or "output".
-        cause: "missing": an all-reduce is missing; "doubled": an all-reduce is done twice; "replicas": replicas differ;
-            "cut": the output is sharded; "mark": a shard is not a manyhands.Parameter; "wrong": any other.
+        cause: "missing": an all-reduce is missing; "doubled": there is one all-reduce too many; "replicas": replicas
+            differ; "cut": the output has a wrong shape; "mark": a shard is not a manyhands.Parameter; "wrong": other.
         axes: the names of the mesh axes over which the error occurs.
         what: the observation, with the rank that has the largest error.
         hints: a likely correction.
@@ -100,19 +100,19 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
     tolerance: float = 1e-6,
     check: bool = False,
 ) -> GradientCheck:
-    """Compares the gradients of a network that is sharded by hand with those of one process; a collective.
+    """Compares the gradients of a network that is sharded by hand with the gradients computed on one process.
 
-    All processes pass the same arguments. Copies of the network run in double precision, in training mode but without
-    dropout. BatchNorm treats the samples of each process as one group. The network and its gradients are not changed.
+    All processes must call it with the same arguments. Copies of the network run in double precision, in training mode
+    without dropout; BatchNorm treats the samples of each process as one group. The network itself is not changed.
 
     Args:
-        net: a function of a mesh that makes the network, such as its class; or the network. A copy of the network runs
-            on a mesh of one process, so `forward` must read the sizes of axes at each call; don't cache them.
+        net: a function that takes a mesh and returns the network, such as its class; or the network. A copy of it also
+            runs on a mesh of one process, so `forward` must read the axis sizes at each call, not store them.
         sample: a batch [n, …]. The batch of rank 0 is used, truncated so that processes get equal shares.
         labels: the labels of the samples, for `loss` or the default, cross-entropy.
-        mesh: required with a function, and with a network that has no axis of a mesh.
+        mesh: the mesh; required if `net` is a function, or a network that holds no Axis.
         loss: a function of (output, labels) that returns the mean loss or one loss per sample. Without labels
-            and loss, a fixed weighted sum of all outputs is used: an error in the output then changes no gradient.
+            and loss, a fixed weighted sum of all outputs is used, so an error in the output changes no gradient.
         samples: names of the axes that shard the batch; None: all axes that shard no parameter.
         tolerance: the largest error allowed, relative to the largest value of the compared tensor.
         check: raise an error if there are findings.

@@ -78,7 +78,7 @@ class Grid:
         return all(self.coordinates[axis] == 0 for axis in axes)
 
     def axis(self, *names: str) -> "Axis":
-        """Returns an axis by name, or several combined into one: `mesh.axis("tp")`.
+        """Returns an axis by name, or several axes combined into one: `mesh.axis("tp")`.
 
         Raises:
             UserError: the mesh has no such axis.
@@ -97,7 +97,7 @@ class Grid:
 
 
 def open_mesh(sizes: str | Mapping[str, int] | Mesh, world: World | None = None) -> Grid:
-    """Arranges all processes as a mesh; a collective.
+    """Arranges all processes as a mesh. Must be called on all processes.
 
     Args:
         sizes: the axes: "dp=2,tp=2" or {"dp": 2, "tp": 2}. The last axis varies fastest.
@@ -176,7 +176,7 @@ class Axis:
 
         Args:
             module: the layer, with the same full tensors on all processes.
-            dims: the dimension to shard, by name of the parameter or buffer.
+            dims: the dimension to shard of each parameter or buffer, as keyword arguments: `weight=0`.
 
         Returns:
             The layer.
@@ -215,7 +215,7 @@ class Axis:
         return piece.clone(memory_format=torch.contiguous_format), Mark((*cuts, (dim, self.names)), shape)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Marks x as the input of sharded work: identity in forward, all-reduce in backward.
+        """Marks x as the input of a sharded computation: identity in forward, all-reduce in backward.
 
         Each process computes one term of x's gradient; the all-reduce sums the terms. The adjoint of `all_reduce`.
         """
@@ -232,7 +232,7 @@ class Axis:
     def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
         """Concatenates the shards of all processes: all-gather in forward, slice in backward.
 
-        Computation on the result must be the same on all processes along the axis. If it is sharded again, use
+        All processes along the axis must compute the same with the result. If the next computation is sharded, use
         `tp.enter(tp.gather(x, dim))`. The adjoint of `scatter`.
 
         Args:

@@ -37,10 +37,10 @@ class Parameter(nn.Parameter):
     Args:
         data: this process's shard, or the full tensor if layerwise_parallel is False.
         requires_grad: as in torch.
-        layerwise_parallel: the mesh axis and the sharded dimension, ("tp", 1); "tp" shards dimension 0. True shards
-            over all axes but the first, or over the only axis.
-        shape: the full shape; required if the shards differ in length. With layerwise_parallel=True, the first
-            dimension in which it differs from the shard is the sharded one. None: all shards have the same length.
+        layerwise_parallel: the mesh axis and the sharded dimension, such as ("tp", 1); "tp" means the axis tp. True
+            means all axes except the first; if the mesh has only one axis, that axis.
+        shape: the full shape; None: all shards have the same length. If layerwise_parallel names no dimension, the
+            first one in which `shape` differs from the shard's shape is sharded; without `shape`, dimension 0.
     """
 
     mark: Mark | None

@@ -26,13 +26,16 @@ _of_users: dict[type[nn.Module], Describe] = {}
 def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
     """Registers a function that declares how modules of a class can be sharded.
 
-    The function receives the op and its input ops. It sets `op.letters`, the dimensions that can be sharded, and
-    `op.feature`, the dimension of the output that holds features:
+    The function receives the op and the ops that compute its inputs. It sets `op.feature`, the dimension of the output
+    that holds the channels or features, and `op.letters`, a dict from the letters of plans (n, o, i, c, h, v, r) to a
+    `Loop` each: the sharded dimension of each input, of the output and of each parameter, and its length.
+    `whole_or_batch` returns the Loops of "r" (replicated) and, unless the op mixes samples, "n" (samples sharded):
 
-        @manyhands.register_rule(Scale)  # multiplies each channel by a weight [C], dimension 0 of "weight"
+        @manyhands.register_rule(Scale)  # multiplies each channel (dimension 1) by its parameter `weight` [C]
         def scale(op, inputs):
             op.feature = 1
-            op.letters = {**whole_or_batch(op, inputs), "c": Loop((1,), 1, {"weight": 0}, length=op.extent.dims[1])}
+            op.letters = whole_or_batch(op, inputs)
+            op.letters["c"] = Loop(inputs=(1,), output=1, cuts={"weight": 0}, length=op.extent.dims[1])
     """
 
     def register(describe: Describe) -> Describe:

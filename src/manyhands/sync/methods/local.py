@@ -51,7 +51,7 @@ class Options(RankOptions):
     every: int = option(0, "updates between exchanges; 0: chosen by network speed; used only with method local", ge=0)
     delay: int = option(
         -1,
-        "steps made during an exchange of weights; 0: wait; -1: chosen by network speed; used only with method local",
+        "updates to make during an exchange; 0: wait for it; -1: chosen by network speed; used only with method local",
         ge=-1,
     )
     outer_lr: float = option(
