@@ -47,6 +47,7 @@ from manyhands.cluster.messages import (
     Lines,
     Message,
     Misunderstood,
+    Reconnected,
     Request,
     RequestFailed,
     call,
@@ -254,6 +255,21 @@ def test_a_conversation_goes_on_over_a_new_connection_and_no_message_is_lost_or_
     assert agent.is_running()
     close_all([line])
     agent.wait(10)  # its head has left, which is not a connection that was lost
+
+
+def test_a_message_that_begins_behind_the_word_of_reconnection_is_complete(line):
+    """The agent sends both in one stream, which a read may end anywhere in."""
+    agent_of(line)
+    message = encode(CallResult(7), 9)
+    ours, theirs = os.pipe()
+    before, line.fileno = line._lines.received, lambda: ours
+    for piece in (encode(Reconnected(0)) + message[:10], message[10:]):
+        os.write(theirs, piece)
+        os.set_blocking(ours, False)
+        found = line.read()
+    del line.fileno
+    assert [number for number, _ in found] == [9]
+    assert line._lines.received == before + 1
 
 
 def test_a_connection_that_is_lost_while_the_agent_imports_torch_is_replaced(line):

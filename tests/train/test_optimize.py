@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from manyhands.config.job import TrainOptions
-from manyhands.train.optimize import largest_rate, make_optimizer, slots_of, steps_to_make, total_steps
+from manyhands.train.optimize import (
+    largest_rate,
+    make_optimizer,
+    restore_optimizer,
+    slots_of,
+    steps_to_make,
+    total_steps,
+)
 from manyhands.train.schedule import make_schedule
 
 
@@ -89,3 +96,35 @@ def test_our_optimizers_are_torchs_own(options, torchs):
     assert isinstance(optimizer, type(other))
     assert type(pickle.loads(pickle.dumps(optimizer))) is type(optimizer)
     torch.testing.assert_close(_after_updates(ours, optimizer), _after_updates(others, other), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"optimizer": "adamw"}])
+def test_a_restored_optimizer_makes_the_updates_of_the_saved_one_in_any_memory_format(options):
+    """Fused optimizers read memory in order, whatever the strides of what they are given."""
+    train, models = TrainOptions(lr=0.1, **options), list[torch.nn.Conv2d]()
+    optimizers = list[torch.optim.Optimizer]()
+    saved = dict[str, object]()
+    for number in range(2):
+        torch.manual_seed(0)
+        models.append(torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
+        optimizers.append(make_optimizer(models[-1], train, sharded=False))
+        if number:
+            models[1].load_state_dict(models[0].state_dict())
+            restore_optimizer(saved, models[1], optimizers[1])
+            strides = {key: one.stride() for key, one in optimizers[1].state[models[1].weight].items() if one.ndim == 4}
+            assert set(strides.values()) == {models[1].weight.stride()}
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for _ in range(2 - number):
+                torch.manual_seed(1 + number)
+                for parameter in model.parameters():
+                    parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape))
+                optimizer.step()
+        if not number:  # as a checkpoint has it: contiguous
+            names = dict(models[0].named_parameters())
+            state = {
+                name: {key: one.contiguous().clone() for key, one in optimizers[0].state[parameter].items()}
+                for name, parameter in names.items()
+            }
+            saved = {"state": state, "param_groups": optimizers[0].state_dict()["param_groups"]}
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

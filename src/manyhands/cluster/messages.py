@@ -239,7 +239,11 @@ class Lines:
         while len(self._unacknowledged) > max(0, self._sent - count):
             self._unacknowledged.popleft()
 
-    def reconnect(self) -> bytes:
-        """Drops an incomplete line of the last connection; returns all lines that may have been lost with it."""
-        self._rest.clear()
+    @property
+    def unacknowledged(self) -> bytes:
+        """All lines that may have been lost with the last connection."""
         return b"".join(self._unacknowledged)
+
+    def disconnect(self) -> None:
+        """Drops an incomplete line of the last connection."""
+        self._rest.clear()

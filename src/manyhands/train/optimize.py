@@ -155,8 +155,11 @@ def _fits(found: dict[str, Any], fresh: dict[str, Tensor]) -> bool:
 
 def _placed(value: Any, parameter: Tensor) -> Any:
     """A copy of a saved tensor, in the layout of its parameter if it has the parameter's shape."""
-    if isinstance(value, Tensor) and is_spread(parameter) and value.shape == parameter.shape:
-        return value if is_spread(value) else spread_like(value.to(parameter.device), parameter)
+    if isinstance(value, Tensor) and parameter.ndim and value.shape == parameter.shape:
+        if is_spread(parameter):
+            return value if is_spread(value) else spread_like(value.to(parameter.device), parameter)
+        # With the parameter's strides: fused optimizers read memory in order.
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -133,7 +133,7 @@ class AgentConnection:
                 for number, message in self._lines.take(received):
                     if isinstance(message, Reconnected):
                         self.connected = True
-                        self.unsent += self._lines.reconnect()
+                        self.unsent += self._lines.unacknowledged
                         self.flush()
                     elif isinstance(message, Reachable):
                         self._socket = message.socket
@@ -159,7 +159,7 @@ class AgentConnection:
         if not self.closed:
             self._reconnect_at = now + (0.0 if self.connected else RECONNECT_S)
             self.connected = False
-            self._lines.reconnect()
+            self._lines.disconnect()
             self.unsent.clear()
 
     def _reconnect(self) -> None:
@@ -454,7 +454,8 @@ class Wire:
             self._passed_by, self.connected = passed_by, True
             self.last_received = time.monotonic()
             self._lines.acknowledge(int(count))
-            self._write(encode(Reconnected(self._lines.received)) + self._lines.reconnect())
+            self._lines.disconnect()
+            self._write(encode(Reconnected(self._lines.received)) + self._lines.unacknowledged)
 
 
 def pass_on(path: str, received: str) -> int:
