@@ -361,7 +361,7 @@ def test_noise_is_damaged_and_never_code(tmp_path: Path):
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"epoch": "three"}, "epoch in checkpoint.pth.tar is 'three', not a number"),
+        ({"epoch": "three"}, "epoch in checkpoint.pth.tar is 'three', expected a number"),
         ({"epoch": None}, "epoch"),
         ({"epoch": -1}, "epoch"),
         ({"epoch": float("nan")}, "epoch"),
