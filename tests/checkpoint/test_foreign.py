@@ -361,14 +361,14 @@ def test_noise_is_damaged_and_never_code(tmp_path: Path):
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"epoch": "three"}, "epoch in checkpoint.pth.tar is 'three', not a number"),
+        ({"epoch": "three"}, "epoch in checkpoint.pth.tar is 'three', expected a number"),
         ({"epoch": None}, "epoch"),
         ({"epoch": -1}, "epoch"),
         ({"epoch": float("nan")}, "epoch"),
         ({"epoch": 10**400}, "epoch"),
         ({"best_acc1": torch.ones(3)}, "best_acc1 in checkpoint.pth.tar is a tensor of 3 numbers"),
         ({"best_acc1": [1]}, "best_acc1"),
-        ({"optimizer": {"state": {}}}, "optimizer's state in checkpoint.pth.tar has a different form"),
+        ({"optimizer": {"state": {}}}, "optimizer state in checkpoint.pth.tar is not a torch.optim state_dict"),
         ({"optimizer": {"state": [], "param_groups": []}}, "optimizer"),
         ({"optimizer": {"state": {9: {}}, "param_groups": [{"params": [0]}]}}, "optimizer"),
         ({"optimizer": {"state": {}, "param_groups": [{"params": ["0"]}]}}, "optimizer"),

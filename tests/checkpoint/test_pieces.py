@@ -266,7 +266,7 @@ def test_a_state_that_is_cut_in_no_known_way_is_refused():
 def test_a_piece_with_two_names_needs_two_layouts():
     lies = TensorLayout((4, 3), (4, 3), ((0, (0,)),))
     tied = torch.zeros(2, 3)
-    with pytest.raises(RunError, match="embedding shares its values with the sharded head"):
+    with pytest.raises(RunError, match="embedding is tied to the sharded head"):
         held_contents(1, Snapshot({"head": tied, "embedding": tied}), NetworkLayout(TP2, {"head": lies}), 0)
     both = held_contents(
         1, Snapshot({"head": tied, "embedding": tied}), NetworkLayout(TP2, {"head": lies, "embedding": lies}), 0
@@ -328,7 +328,7 @@ def test_single_files(in_pieces, tmp_path):
     assert {n: bits(t) for n, t in torch.load(tmp_path / "w.pth", weights_only=True).items()} == {
         n: bits(t) for n, t in load_file(tmp_path / "w.safetensors").items()
     }
-    with pytest.raises(UserError, match="one process's pieces"):
+    with pytest.raises(UserError, match="one process's shards"):
         open_checkpoint(path / "model-00000-of-00002.safetensors")
 
 

@@ -147,7 +147,7 @@ def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]
         }
         sound = MODEL in tensors and describe_pieces(mesh, tensors) == content
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError("pieces.json describes no pieces", where, hints) from error
+        raise UserError("pieces.json has an invalid format", where, hints) from error
     if not sound:
         raise UserError("the saved shards don't match the layouts of the tensors", where, hints)
     return mesh, tensors
@@ -215,7 +215,7 @@ def open_description(path: Path, *, verified: bool = False, wanted: Collection[s
         UserError: there is nothing, or what is there is no checkpoint.
     """
     if files.is_piece(path):
-        what = f"{path.name} holds one process's pieces of a checkpoint"
+        what = f"{path.name} contains only one process's shards of a checkpoint"
         raise UserError(what, str(path), (f"name the folder: {path.parent}",))
     if path.is_file():
         try:
@@ -278,7 +278,7 @@ def written_order(file: Any) -> list[str]:
     order = (file.metadata() or {}).get("order")
     written = parse_json(order) if order is not None else names
     if not isinstance(written, list) or not all(isinstance(name, str) for name in written):
-        raise UnreadableError("the order of the tensors is not a list of names")
+        raise UnreadableError("order in the metadata is not a list of tensor names")
     return written if sorted(written) == sorted(names) else names
 
 

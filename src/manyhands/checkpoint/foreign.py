@@ -171,7 +171,7 @@ def _number(content: dict[str, Any], key: str, path: Path) -> float:
     if not isinstance(value, int | float) or not 0 <= value <= _MOST:
         shown = shortened(repr(value)) if not isinstance(value, Tensor) else f"a tensor of {value.numel()} numbers"
         hints = ("write the file again with imagenet main.py, or save only its state_dict",)
-        raise UserError(f"{key} in {path.name} is {shown}, not a number as main.py writes it", str(path), hints)
+        raise UserError(f"{key} in {path.name} is {shown}, expected a number", str(path), hints)
     return value
 
 
@@ -190,7 +190,7 @@ def _main_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | Non
         right = right and all(isinstance(entries, dict) for entries in state.values())
     if not right:
         hints = ("write the file again with imagenet main.py, or save only its state_dict",)
-        raise UserError(f"the optimizer's state in {path.name} has a different form than torch's", str(path), hints)
+        raise UserError(f"the optimizer state in {path.name} is not a torch.optim state_dict", str(path), hints)
     return found
 
 

@@ -53,7 +53,7 @@ def plain_extra_state(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
     found, inner = dict[str, Any](), dict[str, Tensor]()
     for name, value in state_dict.items():
         if not isinstance(name, str) or not (isinstance(value, Tensor) or is_extra(name)):
-            raise TypeError(f"{name} is a {type(value).__name__}")
+            raise TypeError(f"{name} is a {type(value).__name__}, expected a tensor")
         if not isinstance(value, Tensor):
             found[name] = flatten(value, name, inner)
     if inner:

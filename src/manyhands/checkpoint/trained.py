@@ -126,7 +126,7 @@ def parse_record(content: Any, where: str) -> TrainedNetwork:
     version = cast(dict[str, Any], content).get("v") if isinstance(content, dict) else None
     if isinstance(version, int) and version > VERSION:
         hints = ("update manyhands",)
-        raise UserError("a newer version of manyhands wrote the description of the network", where, hints)
+        raise UserError("the network description was written by a newer version of manyhands", where, hints)
     try:
         return TrainedNetwork.model_validate(content)
     except ValidationError as error:
@@ -134,5 +134,5 @@ def parse_record(content: Any, where: str) -> TrainedNetwork:
 
 
 def _damaged(where: str, reason: str) -> UserError:
-    what = f"the description of the network can't be read: {reason.splitlines()[0] if reason else 'empty file'}"
+    what = f"the network description can't be read: {reason.splitlines()[0] if reason else 'empty file'}"
     return UserError(what, where, ("use another checkpoint of the run, or a copy of this checkpoint",))

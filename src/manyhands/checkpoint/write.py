@@ -287,7 +287,7 @@ class CheckpointWriter:
         digests = self.group.run(describe)
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
-            raise RunError(f"ranks 0 and {other} hold pieces of different networks or steps", f"rank {other}")
+            raise RunError(f"ranks 0 and {other} are saving different networks or steps", f"rank {other}")
         return made[0]
 
     def _is_there(self, target: Path, contents: Contents) -> bool:
@@ -453,7 +453,7 @@ def _refuse_half_named(model: Mapping[str, Tensor], network_layout: NetworkLayou
     for name, tensor in model.items():
         other = pieces.get(tensor.data_ptr())
         if other is not None and name not in network_layout.layouts and tensor.numel():
-            raise RunError(f"{name} shares its values with the sharded {other}, but has no layout", name)
+            raise RunError(f"{name} is tied to the sharded {other}, but has no layout", name)
 
 
 def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayout, rank: int) -> TensorEntry:

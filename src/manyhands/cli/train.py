@@ -167,7 +167,7 @@ def _print_profile(run: "RunData", *, as_json: bool) -> None:
         show_json({"run": str(run.folder.path), "ranks": ranks, "shares": shares, "change": suggestion, **more})
         return
     if not change:
-        show("the run has no time records yet; the first is written after half a minute or one epoch")
+        show("the run has no time records yet; the first record is written after 30 s or one epoch")
         return
     rows = {str(rank): seconds for rank, seconds in enumerate(ranks)}
     if len(rows) > 1:

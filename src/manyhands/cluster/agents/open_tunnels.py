@@ -210,7 +210,7 @@ def _no_tunnel(pairs: Sequence[Pair], said: Mapping[Pair, str]) -> NoTunnelError
     more = f" (and {len(pairs) - 1} more pairs)" if len(pairs) > 1 else ""
     error = NoTunnelError(
         f"{one} and {two}{more} can't log in to each other without a password{why and f' ({why})'}, and no machine of "
-        "the run reaches both",
+        "the run can log in to both machines",
         "cluster.relay",
         ("relay the traffic through this machine, at half its bandwidth: --relay",
          f"or set up ssh with a key from {one} to {two}", "or connect the two machines by a network"),

@@ -203,7 +203,7 @@ class Tunnels(Children):
         if address:
             words = [sys.executable, "-P", "-m", switchboard.__name__, address, str(folder)]
             for said in self.start({"the switchboard": words}, switchboard.READY, folder, SWITCHBOARD_S).values():
-                raise RunError(f"the process that connects ssh tunnels did not start: {said}")
+                raise RunError(f"can't start the process for ssh tunnels: {said}")
         return str(folder)
 
     def open_tunnels(

@@ -295,7 +295,7 @@ def _reachable_url(options: ClusterOptions) -> str:
     if url.scheme != "tcp" or not host or not port:
         return init  # torch.distributed reports what is wrong with it
     if options.rank > 0 and host in {"0.0.0.0", "::"}:
-        message = f"{host} means all addresses of rank 0's machine; other ranks can't connect to {host}"
+        message = f"{host} is a wildcard address; other ranks can't connect to {host}"
         raise UserError(message, "--init", ("write rank 0's address",))
     # An explicit loopback address stays: the processes may all be on one machine.
     return f"tcp://{in_brackets(host if _is_loopback(host) else reachable(host))}:{port}"

@@ -61,7 +61,7 @@ def _different(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFi
     common, odd = odd_ones(names)
     if odd and common and not any("npu" in kind for kind in kinds.values()):
         shown = ", ".join(f"{host} has {name or 'none'}" for host, name in odd.items())
-        what = f"accelerators differ: {shown}, other machines have {common}; the slowest sets the pace"
+        what = f"accelerators differ: {shown}, other machines have {common}; the slowest device limits the speed"
         yield DoctorFinding("accelerators", "warn", tuple(odd), what, (), "unlike")
 
 

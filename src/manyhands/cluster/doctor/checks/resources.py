@@ -53,7 +53,7 @@ def _cpu(survey: Survey) -> Iterator[DoctorFinding]:
     }
     if busy:
         shown = ", ".join(f"load {load:.1f} on the {cores[host]:g} cores of {host}" for host, load in busy.items())
-        what = f"cores are busy with other programs: {shown}; the slowest machine sets the pace"
+        what = f"cores are busy with other programs: {shown}; the slowest machine limits the speed"
         listing = survey.on_host(max(busy, key=lambda host: busy[host]), "top -b -n 1")
         hints = ("wait for other programs, or end them", f"list the programs: {listing}")
         yield DoctorFinding("cpu", "warn", tuple(busy), what, hints, "load")

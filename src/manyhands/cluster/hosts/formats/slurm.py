@@ -93,7 +93,7 @@ def _first_host(environment: Mapping[str, str]) -> tuple[str, str]:
         lines = decoded(read_bytes(Path(name), MOST_TEXT_BYTES)).splitlines()
     except (OSError, ValueError) as error:
         hints = ("set MASTER_ADDR to an address of the first machine in the file",)
-        message = f"{name}, the file of SLURM_HOSTFILE, can't be read: {error}"
+        message = f"can't read the SLURM_HOSTFILE {name}: {error}"
         raise UserError(message, "SLURM_HOSTFILE", hints) from error
     hosts = [host for line in lines if (host := line.partition("#")[0].partition("*")[0].strip())]
     return expand_hosts(hosts[0] if hosts else "", "SLURM_HOSTFILE")[0], "first of SLURM_HOSTFILE"
