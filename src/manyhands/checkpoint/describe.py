@@ -278,7 +278,7 @@ def written_order(file: Any) -> list[str]:
     order = (file.metadata() or {}).get("order")
     written = parse_json(order) if order is not None else names
     if not isinstance(written, list) or not all(isinstance(name, str) for name in written):
-        raise UnreadableError("order in the metadata is not a list of tensor names")
+        raise UnreadableError('the metadata entry "order" is not a list of tensor names')
     return written if sorted(written) == sorted(names) else names
 
 

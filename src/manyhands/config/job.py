@@ -126,7 +126,7 @@ class TrainOptions(Options):
 
     @property
     def custom_code(self) -> tuple[str, ...]:
-        """The values of the options that may refer to user code, written file.py:object."""
+        """The values of all options that accept user code as file.py:object."""
         return (self.loss, self.optimizer, self.schedule, *self.metrics)
 
     @property

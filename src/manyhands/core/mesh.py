@@ -61,7 +61,7 @@ class Mesh:
         return number
 
     def parts(self, axes: Iterable[int]) -> int:
-        """Returns the number of processes in a group along the axes at the indices `axes`."""
+        """Returns the product of the sizes of some axes, given by index."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place(self, axes: Iterable[int], rank: int) -> int:

@@ -232,7 +232,7 @@ class Axis:
     def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
         """Concatenates the shards of all processes: all-gather in forward, slice in backward.
 
-        All processes along the axis must compute the same with the result. If the next computation is sharded, use
+        All processes along the axis must apply the same computation to the result. If that computation is sharded, use
         `tp.enter(tp.gather(x, dim))`. The adjoint of `scatter`.
 
         Args:
