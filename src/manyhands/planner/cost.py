@@ -173,7 +173,7 @@ class Work:
 
 
 def _runner(op: Op, graph: Graph, batch: int) -> Callable[[], Callable[[], object]] | None:
-    """What makes a function that runs the op and its backward pass once; None where it can't run by itself."""
+    """Returns a maker of a function that runs the op's forward and backward pass once; None if it can't run alone."""
     node = op.node
     if node is None or node.op not in {"call_module", "call_function", "call_method"} or op.name == LOSS:
         return None

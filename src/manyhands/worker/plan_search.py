@@ -113,7 +113,7 @@ class JobCase:
     measured: bool  # False to measure nothing
     # operations and bytes a second of a device that isn't here; None of one that is
     rates: tuple[float, float] | None = None
-    said: tuple[str, ...] = ()  # sentences on what was settled
+    said: tuple[str, ...] = ()  # messages about the choices
 
     @property
     def here(self) -> str:

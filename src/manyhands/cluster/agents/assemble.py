@@ -72,7 +72,7 @@ def allow_open_files(count: int) -> None:
 
 
 def refuse_doubles(machines: Sequence[Machine]) -> None:
-    """Machines are told apart by their names. Raises UserError: one is named twice."""
+    """Checks that the names of machines are unique. Raises UserError: a name occurs twice."""
     names = [machine.name for machine in machines]
     twice = sorted({machine.target for machine in machines if names.count(machine.name) > 1})
     if twice:
