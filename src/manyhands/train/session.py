@@ -265,7 +265,7 @@ class Session(Subgroup):
     def evaluate(
         self, model: nn.Module, test_set: Any, classes: int | None = None, metrics: Mapping[str, Any] | None = None
     ) -> Evaluation:
-        """Evaluates a model on all processes, each sample once. Records the results if it is the model from `prepare`."""
+        """Evaluates a model on all processes, each sample once; records it if it is the model of `prepare`."""
         own = self._trainer
         trainer = own if own and model in (own.network.call, own.network.model) else None
         network = trainer.network if trainer else ParallelNetwork(model)
