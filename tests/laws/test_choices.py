@@ -62,7 +62,9 @@ def test_a_data_set_and_a_network(command, tmp_path):
 
 
 def test_a_mode_and_a_sync_method_with_an_option_of_its_own(command, tmp_path):
-    command(*TRAIN, "-n", "2", "--parallel", "plain_ddp", "--sync", "scaled", "--set", "sync.factor=0.5", "--out", "run")
+    command(
+        *TRAIN, "-n", "2", "--parallel", "plain_ddp", "--sync", "scaled", "--set", "sync.factor=0.5", "--out", "run"
+    )
     plan = plan_of(tmp_path / "run")
     assert (plan["mode"], plan["sync"]["method"]) == ("plain_ddp", "scaled")
     assert any("sync.method = scaled" in one for one in plan["exceptions"])
