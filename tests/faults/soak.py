@@ -1,6 +1,6 @@
 """Faults for a long time on three hosts of this machine (namespaces; needs root), and what is left of them.
 
-    python -m tests.faults.soak kills --count 50 --epochs 400    random kills in one run: its weights, and its useful share
+    python -m tests.faults.soak kills --count 50 --epochs 400    random kills in one run: weights, useful share
     python -m tests.faults.soak kills --count 50 --epochs 16 --every 60 --rate 50mbit    the same at one a minute
     python -m tests.faults.soak faults --minutes 30              a fault a minute: memory, descriptors, ports, files
     python -m tests.faults.soak launches --count 100             launches that are ended at random moments: what is left

@@ -1,7 +1,7 @@
 """Kills while checkpoints are written, and checkpoints that are altered: is ever one loaded that isn't what was saved?
 
     python -m tests.faults.soak_saves kills --count 200            SIGKILL at random moments of saving
-    python -m tests.faults.soak_saves alterations --count 1000     so many changed bytes, and so many files that are cut short
+    python -m tests.faults.soak_saves alterations --count 1000     changed bytes, and files that are cut short
 
 Whole checkpoints and those in pieces in turn. Needs no root. The last line is JSON; --json FILE keeps it. Ends with 1
 where a promise doesn't hold.
