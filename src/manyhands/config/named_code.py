@@ -1,7 +1,4 @@
-"""Messages about code that a run folder or a plan names, before it runs.
-
-Code named on the command line runs without a message. A run folder or a plan may belong to somebody else.
-"""
+"""Messages about code that a run folder or a plan, which may be somebody else's, names, before the code runs."""
 
 import os
 from collections.abc import Iterable

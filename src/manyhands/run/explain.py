@@ -17,10 +17,7 @@ from manyhands.core.world import ProcessInfo
 
 # Options as a `LaunchDecision` names them.
 OPTIONS = {"-n": "processes", "--init": "init", "--rank": "rank", "--world-size": "world_size"}
-# Training waits for a cluster file that is still being written; explain reports that it is.
-SHORT_S = 0.1
-# Those of the time limits that are printed for people; see core/timeouts.py.
-_SHOWN_LIMITS = ("silent", "alone", "leave", "stop")
+SHORT_S = 0.1  # training waits for a cluster file that is still being written; explain reports that it is
 ONE_EACH = "one per accelerator; one without accelerators"
 # Files that a driver creates for each device, and the name of the device type.
 DEVICE_FILES = {"nvidia[0-9]*": "cuda", "davinci[0-9]*": "npu", "accel/accel[0-9]*": "accelerator"}
@@ -36,16 +33,11 @@ class ExplainedValue(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The value for people."""
         return self.words or str(self.value)
 
 
 def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -> list[ExplainedValue]:
-    """Returns the values, each after those that it depends on.
-
-    Raises:
-        UserError: training couldn't start.
-    """
+    """Returns the values, each after those that it depends on. Raises UserError: training couldn't start."""
     variables = os.environ if environment is None else environment
     cluster, origins = loaded.job.cluster, loaded.origins
     found = participate(cluster.model_copy(update={"join_timeout_s": SHORT_S}), variables)
@@ -68,7 +60,7 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
         words = f"{', '.join(map(str, shares))} samples per update"
         rows.append(ExplainedValue("shares", list(shares), origin, words))
     limits = time_limits()
-    shown = ", ".join(f"{name.replace('_', ' ')} {limits[name]:g} s" for name in _SHOWN_LIMITS)
+    shown = ", ".join(f"{name} {limits[name]:g} s" for name in ("silent", "alone", "leave", "stop"))
     rows.append(ExplainedValue("time_limits", limits, "fixed", shown))
     if "overridden" in found.origins:
         rows.append(ExplainedValue("not_followed", found.origins["overridden"], "the values above take precedence"))
@@ -78,11 +70,8 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
 def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] | None = None) -> list[str]:
     """Writes the job's machines to a new file: a rank table if its name ends in .json, else a hostfile.
 
-    The machines are those of the job's cluster file, its hosts or hostfile, or of the environment (PET_*, Slurm).
-    Returns notes on values that the format doesn't support.
-
-    Raises:
-        UserError: no machines are given, the format doesn't support them, or the file exists already.
+    Returns notes on values that the format doesn't support. Raises UserError: neither the job nor the environment
+    (PET_*, Slurm) gives machines, the format doesn't support them, or the file exists already.
     """
     variables = os.environ if environment is None else environment
     at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})
