@@ -1,7 +1,6 @@
-"""Builds a Job from its five sources and records the source of each value.
+"""Builds a Job from its five sources and records the source of each value; reports all mistakes at once.
 
-Flags win over the environment, the environment over job.toml, job.toml over the recipe of the data set and network,
-the recipe over the defaults. All mistakes are reported at once, each with its source.
+Flags win over the environment, job.toml, the recipe of the data set and network, and the defaults, in this order.
 """
 
 import functools

@@ -15,11 +15,8 @@ def announce(
 ) -> None:
     """Prints which code a run is about to execute, and with `compared` whether it has changed since training.
 
-    `said_by` is the folder or file that contains the names, of which those that aren't code are skipped; `record` has
-    the digests of the code that was trained, and `instead` is how the user names the code on the command line.
-
-    Raises:
-        UserError: the folder or the code is another user's.
+    `said_by` is the folder or file with the names, of which those that aren't code are skipped; `record` has digests of
+    the trained code, and `instead` is how the user names the code. Raises UserError: it is another user's.
     """
     known = record.code if record else {}
     for word in dict.fromkeys(words):

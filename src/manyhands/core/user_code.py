@@ -99,9 +99,8 @@ def load_object(reference: str, where: str) -> Any:
 
 
 def _make_importable(path: Path) -> None:
-    """Lets a user's file import its neighbours, as Python does for a script.
+    """Lets a user's file import its neighbours, after the standard library, whose modules new processes need.
 
-    The standard library stays first: a process that starts anew with this path needs its `random`, not the user's.
     For a file below the current folder that folder is added too, after all installed packages.
     """
     if str(path.parent) not in sys.path:

@@ -1,7 +1,4 @@
-"""The screen of an active run: a live line on a terminal, plain lines elsewhere.
-
-Draws the line itself, because rich's live display hides the cursor and starts a thread.
-"""
+"""The screen of an active run: a live line on a terminal, drawn without rich's thread, and plain lines elsewhere."""
 
 import os
 import sys

@@ -9,7 +9,7 @@ from urllib.parse import urlparse
 from manyhands.cluster.hosts.formats import hostfile, rank_table, slurm
 from manyhands.cluster.hosts.inventory import Cluster, Rendezvous
 from manyhands.cluster.hosts.machines import described_cluster, given_cluster, machines_of
-from manyhands.cluster.hosts.this_process import LaunchDecision, participate
+from manyhands.cluster.hosts.this_process import participate
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
 from manyhands.core.timeouts import time_limits
@@ -47,7 +47,13 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
     elif found.rendezvous:
         rows, many, index = _machine(found.rendezvous, found.origins), sum(found.rendezvous.sizes) != 1, None
     else:
-        rows, many, index = _here(found), found.processes != 1, None
+        count, many, index = found.processes or None, found.processes != 1, None
+        rows = [
+            ExplainedValue("started_by", "manyhands", words="manyhands, on this machine only"),
+            ExplainedValue("processes", count, found.origins["processes"], "" if count else ONE_EACH),
+            ExplainedValue("master_address", "127.0.0.1", "a single machine"),
+            ExplainedValue("master_port", None, "chosen at start", "a free port"),
+        ]
     # An option was given as the flag itself, in a file, or by a variable.
     by_option = {flag: origins.get(f"cluster.{name}", "flag") for flag, name in OPTIONS.items()}
     given = {flag: origin for flag, origin in by_option.items() if origin != "flag"}
@@ -131,16 +137,6 @@ def _machine(rendezvous: Rendezvous, origins: Mapping[str, str]) -> list[Explain
         ExplainedValue("world_size", sum(sizes) if known else None, origins["size"], "" if known else "?"),
         ExplainedValue("master_address", rendezvous.address, origins["master_address"]),
         ExplainedValue("master_port", rendezvous.port, origins["master_port"]),
-    ]
-
-
-def _here(found: LaunchDecision) -> list[ExplainedValue]:
-    count = found.processes or None
-    return [
-        ExplainedValue("started_by", "manyhands", words="manyhands, on this machine only"),
-        ExplainedValue("processes", count, found.origins["processes"], "" if count else ONE_EACH),
-        ExplainedValue("master_address", "127.0.0.1", "a single machine"),
-        ExplainedValue("master_port", None, "chosen at start", "a free port"),
     ]
 
 

@@ -1,7 +1,4 @@
-"""This user's runs: the list of active ones, how their machines are reached, lookup by names, and requests to stop.
-
-The list and the ssh settings are in the user's state folder.
-"""
+"""This user's runs: the list of active ones, how their machines are reached, lookup by names, and requests to stop."""
 
 import hashlib
 import os

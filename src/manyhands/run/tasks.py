@@ -256,13 +256,11 @@ def _private_folder() -> Iterator[RunFolder]:
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """A search, and what it imports, make many small objects and keep nearly all."""
-    collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collecting:
-            gc.enable()
+        gc.enable()
 
 
 @_no_garbage_collection()
