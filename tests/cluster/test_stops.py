@@ -23,20 +23,12 @@ from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import Alive, encode
 from manyhands.config.load import load_job
 from manyhands.core.errors import ManyhandsError, RunError
-from manyhands.core.records import Event, Failure, Running, append, read_lines
+from manyhands.core.records import REPLACED, Event, Failure, Running, append, read_lines
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.stops import STOPS, ended_like_ctrl_c, handled
 from manyhands.core.timeouts import AWAITED_S, KILL_S, SILENT_S
 from manyhands.report.read import read_run
-from manyhands.run.outcome import (
-    conclude,
-    ends_noted,
-    explained,
-    failure_of,
-    interrupted,
-    note_replaced,
-    starts_and_stops,
-)
+from manyhands.run.outcome import conclude, ends_noted, explained, failure_of, interrupted, note, starts_and_stops
 from tests.e2e.command import finish, running, wait_until
 
 
@@ -357,7 +349,7 @@ def test_a_run_whose_head_was_replaced_says_so_and_where_to_ask(tmp_path):
     folder.job.write_text("")
     append(folder.events, Event(time=1.0, kind="saved", step=8, message="s"))
     append(folder.events, Event(time=2.0, kind="stopped", step=8, message="saved"))
-    note_replaced(folder, "the run was stopped from n2 or taken over by another launcher")
+    note(folder, REPLACED, "the run was stopped from n2 or taken over by another launcher")
     found = explained(read_run(tmp_path))
     assert found.cause == "the run was stopped from n2 or taken over by another launcher"
     assert "on the other launcher's machine, run manyhands why" in found.do[0]

@@ -1,5 +1,7 @@
 """A folder that others may write to: nothing of it runs because a command was given there."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -130,9 +132,10 @@ def strange_run(here):
 
 
 def shown_logs(folder, **settings):
-    told = []
-    show_logs(folder, None, last=0, follow=False, show=told.append, say=told.append, settings=settings)
-    return "\n".join(told)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        show_logs(folder, None, last=0, follow=False, settings=settings)
+    return told.getvalue()
 
 
 def test_logs_never_execute_what_a_run_folder_says(strange_run, here):

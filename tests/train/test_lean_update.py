@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from manyhands.config.job import TrainOptions
-from manyhands.core.shares import Share
-from manyhands.core.world import World
+from manyhands.core.world import Share, World
 from manyhands.data.transforms import Batch
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.network import ParallelNetwork

@@ -6,8 +6,7 @@ from typing import Any, cast
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError
 from manyhands.core.files import parse_json, read_bytes
 from manyhands.core.records import read_lines
-from manyhands.core.resuming import resume_command
-from manyhands.core.run_folder import RunFolder
+from manyhands.core.run_folder import RunFolder, resume_command
 
 
 def saved_steps(folder: RunFolder) -> list[int]:

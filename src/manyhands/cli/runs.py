@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from manyhands.cli.flags import Help, Int, Json, RunName, Settings, settings
 from manyhands.cli.printing import align, answer
 from manyhands.core.errors import EXIT_FAILED, EXIT_OK, UserError
-from manyhands.core.run_folder import RunFolder
+from manyhands.core.run_folder import RunFolder, resume_command
 from manyhands.core.terminal import plain, say, show, show_json
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def logs(
     if last < 0:
         raise UserError(f"--last must be 0 or more, found {last}", "--last", ("use --last 20, for example",))
     try:
-        show_logs(find_run(run), rank, last=last, follow=follow, show=show, say=say, settings=settings(set_))
+        show_logs(find_run(run), rank, last=last, follow=follow, settings=settings(set_))
     except KeyboardInterrupt:
         return 0  # the usual way out of -f
     return 0
@@ -107,7 +107,6 @@ def why(run: RunName, /, *, as_json: Json = False) -> int:
 def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, without saving")] = False) -> int:
     """Ask an active run to save and stop, and wait for its end."""
     from manyhands.checkpoint.saved import saved_step
-    from manyhands.core.resuming import resume_command
     from manyhands.run.registry import find_run, head_of_active, stop_headless, stop_run
 
     folder = find_run(run, active=True)

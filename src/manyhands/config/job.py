@@ -21,12 +21,10 @@ BUILT_IN_OPTIMIZERS = ("sgd", "adamw")
 OF_BUILT_IN_OPTIMIZERS = ("lr", "momentum", "nesterov", "betas", "weight_decay", "decay_norm_and_bias", "bias_rate")
 KEYS_OF_BUILT_IN_OPTIMIZERS = tuple(f"train.{name}" for name in OF_BUILT_IN_OPTIMIZERS)
 BUILT_IN_SCHEDULES = ("constant", "step", "cosine", "one-cycle")
-# Ten days: longer than anybody debugs, and a time limit that every backend takes.
-_DEBUG_TIMEOUT_S = 864_000.0
+_DEBUG_TIMEOUT_S = 864_000.0  # ten days: longer than anybody debugs, and a time limit that every backend takes
 # Options that a run decides once where they are "auto", by their dotted keys; its job.toml holds the decisions.
 MEASURED = ("train.precision", "train.channels_last")
-# The value of an option that was an object in Python; object:NAME for one of several.
-OBJECT = "object"
+OBJECT = "object"  # the value of an option that was an object in Python; object:NAME for one of several
 # The figures of every evaluation, and which of their values is better.
 _BETTER = {"top1": "highest", "top5": "highest", "loss": "lowest"}
 BY_TOP1 = "highest top1"
@@ -121,7 +119,6 @@ class TrainOptions(Options):
 
     @property
     def measured_precision(self) -> bool:
-        """True if measurements choose the precision or the memory format."""
         return "auto" in (self.precision, self.channels_last)
 
     @property
@@ -131,7 +128,6 @@ class TrainOptions(Options):
 
     @property
     def custom_schedule(self) -> bool:
-        """True if the schedule is user code."""
         return self.schedule not in BUILT_IN_SCHEDULES
 
     @field_validator("optimizer", "schedule")
@@ -234,17 +230,14 @@ class ClusterOptions(Options):
 
     @cached_property
     def flags(self) -> frozenset[str]:
-        """Names of the options that were given by a flag or a Python argument."""
         return frozenset()
 
     @property
     def recovers(self) -> bool:
-        """True if the run restarts automatically after a fault."""
         return self.elastic != "off" and not self.debugging
 
     @property
     def debugging(self) -> bool:
-        """True if a rank is started under a debugger."""
         return self.debug_rank >= 0
 
     @property
@@ -254,7 +247,6 @@ class ClusterOptions(Options):
 
     @property
     def through_ssh(self) -> bool:
-        """True if the processes of different machines must connect through ssh."""
         return self.interface == "ssh"
 
     @property
@@ -328,10 +320,7 @@ class RunOptions(Options):
 
 
 class Job(Options):
-    """The complete configuration of a run.
-
-    Precedence, from highest to lowest: flags, environment variables, job.toml, the recipe, the defaults.
-    """
+    """The complete configuration of a run. Flags win over the environment, job.toml, the recipe and the defaults."""
 
     data: DataOptions = Field(default_factory=DataOptions)
     model: ModelOptions = Field(default_factory=ModelOptions)

@@ -1,7 +1,6 @@
-"""Builds a Job from its five sources and records the source of each value.
+"""Builds a Job from its five sources and records the source of each value; reports all mistakes at once.
 
-Flags win over the environment, the environment over job.toml, job.toml over the recipe of the data set and network,
-the recipe over the defaults. All mistakes are reported at once, each with its source.
+Flags win over the environment, job.toml, the recipe of the data set and network, and the defaults, in this order.
 """
 
 import functools
@@ -34,8 +33,7 @@ NAMES_OF_FILES = {
     "data.name", "data.dir", "model.name", "model.weights", "parallel.plan", "cluster.hostfile", "cluster.file",
     "cluster.rank_table", "cluster.workdir", "checkpoint.resume", "checkpoint.pth_tar", "run.out",
 }  # fmt: skip
-# A problem of one value: the fact, where the value is from, and a hint.
-Problem = tuple[str, str, str]
+Problem = tuple[str, str, str]  # a problem of one value: the fact, where the value is from, and a hint
 _MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4_095
 Values = dict[str, Any]
 
@@ -81,7 +79,7 @@ def load_job(
     environment: Mapping[str, str] | None = None,
     recipe: str = "",
 ) -> LoadedJob:
-    """Builds the job.
+    """Builds the job. Raises UserError: values are wrong; all of them are named.
 
     Args:
         flags: dotted key to value, as given on the command line or in Python; None values are left out.
@@ -89,9 +87,6 @@ def load_job(
         job: what was given in Python in place of a job.toml; its defaults don't count.
         environment: MANYHANDS_SECTION__KEY variables; the process's own if None.
         recipe: name of the recipe; empty for that of the data set.
-
-    Raises:
-        UserError: one or more values are wrong; all of them are named.
     """
     layers = [
         (written_values(file) if file else {}, f"{file}" if file else ""),
@@ -124,7 +119,6 @@ def load_job(
 
 
 def _is_custom(value: Any) -> bool:
-    """True for the user's own object, in Python or as file.py:name."""
     return isinstance(value, str) and (value == OBJECT or is_object_reference(value))
 
 
@@ -140,11 +134,7 @@ def _leave_to_own_optimizer(recipe: Values, origins: dict[str, str]) -> None:
 
 
 def load_on(base: Job | str | Path | None, flags: Mapping[str, Any]) -> LoadedJob:
-    """Builds a job on what Python code gives: a Job, the path of a job.toml, or nothing; `flags` win over it.
-
-    Raises:
-        UserError: `base` is something else, or a value is wrong.
-    """
+    """Builds a job on a Job, the path of a job.toml, or nothing; `flags` win. Raises UserError: a value is wrong."""
     if isinstance(base, str | Path):
         return load_job(flags, file=Path(base).expanduser())
     given: Any = base

@@ -1,7 +1,4 @@
-"""Messages about code that a run folder or a plan names, before it runs.
-
-Code named on the command line runs without a message. A run folder or a plan may belong to somebody else.
-"""
+"""Messages about code that a run folder or a plan, which may be somebody else's, names, before the code runs."""
 
 import os
 from collections.abc import Iterable
@@ -18,11 +15,8 @@ def announce(
 ) -> None:
     """Prints which code a run is about to execute, and with `compared` whether it has changed since training.
 
-    `said_by` is the folder or file that contains the names, of which those that aren't code are skipped; `record` has
-    the digests of the code that was trained, and `instead` is how the user names the code on the command line.
-
-    Raises:
-        UserError: the folder or the code is another user's.
+    `said_by` is the folder or file with the names, of which those that aren't code are skipped; `record` has digests of
+    the trained code, and `instead` is how the user names the code. Raises UserError: it is another user's.
     """
     known = record.code if record else {}
     for word in dict.fromkeys(words):

@@ -1,4 +1,1 @@
-"""What several packages share: errors, files, the run folder, records, the mesh, seeds, finding a choice.
-
-No module here imports another package of manyhands, and only `devices` imports torch.
-"""
+"""What several packages share; imports no other package of manyhands, and only `devices` imports torch."""

@@ -14,24 +14,17 @@ from typing import Any
 
 from manyhands.core.errors import UserError, shortened
 
-_LONGEST_WORD = 200
-
 
 def module_names(package: str) -> list[str]:
-    """Names of the choice files in a package, without importing them."""
     return sorted(m.name for m in pkgutil.iter_modules(importlib.import_module(package).__path__))
 
 
 def load_choice(package: str, name: str) -> ModuleType:
-    """Imports the choice file `name` of `package`."""
     return importlib.import_module(f"{package}.{name}")
 
 
 def read_choice(package: str, name: str) -> dict[str, Any]:
-    """Returns what a choice file defines, without importing the file, which may import torch.
-
-    Constants, and functions that only return one, have their values; what is computed is None.
-    """
+    """Returns a choice file's constants, and those that its functions return, without importing it; None for others."""
     spec = importlib.util.find_spec(f"{package}.{name}")
     found: dict[str, Any] = {}
     for node in ast.parse(Path(str(spec and spec.origin)).read_text(encoding="utf-8")).body:
@@ -51,7 +44,7 @@ def read_choice(package: str, name: str) -> dict[str, Any]:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns the most similar known word, ignoring case, hyphens and blanks; empty if none is similar."""
-    if len(word) > _LONGEST_WORD:  # comparing takes the product of both lengths, and no known word is as long
+    if len(word) > 200:  # comparing takes the product of both lengths, and no known word is as long
         return ""
     bare = {re.sub(r"[-_ ]", "", name).casefold(): name for name in known}
     plain = re.sub(r"[-_ ]", "", word).casefold()
@@ -60,13 +53,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns a question with the nearest known word, or an empty string."""
     near = nearest(word, known)
     return f'did you mean "{near}"?' if near else ""
 
 
 def unknown_choice(kind: str, word: str, known: Iterable[str], where: str) -> UserError:
-    """Makes the error for a word that names no choice, with a suggestion and the list."""
+    """Returns the error for a word that names no choice, with a suggestion and the list."""
     words = sorted(known)
     shown = ", ".join(words[:30]) + (f" … ({len(words)} in all)" if len(words) > 30 else "")
     hints = tuple(filter(None, (did_you_mean(word, words), f"choose one of: {shown}")))

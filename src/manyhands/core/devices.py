@@ -37,16 +37,13 @@ def device_name(device: str | torch.device) -> str:
 
 
 def device_kind(wanted: str, processes: int) -> str:
-    """Resolves "auto" and "auto:1" to a device type for a number of processes; other words are returned unchanged.
-
-    Only one process can use the GPU of an Apple computer: torch has no collectives for it.
-    """
+    """Resolves "auto" and "auto:1" to a device type for a number of processes; returns other words unchanged."""
     if wanted.partition(":")[0] != "auto":
         return wanted
     found = accelerator()
     if ":" in wanted:  # without an accelerator it is kept, and refused later
         return wanted if found == "cpu" else wanted.replace("auto", found)
-    return "cpu" if found == "mps" and processes > 1 else found
+    return "cpu" if found == "mps" and processes > 1 else found  # torch has no collectives for mps
 
 
 def require_device(kind: str, *hints: str) -> None:

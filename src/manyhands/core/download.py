@@ -13,7 +13,6 @@ from typing import NamedTuple
 from manyhands.core.files import temporary
 
 PATIENCE_S = 5.0
-_BLOCK_BYTES = 1 << 20
 
 
 class Digest(NamedTuple):
@@ -24,11 +23,7 @@ class Digest(NamedTuple):
 
 
 def download(url: str, into: Path, digest: Digest | None) -> str:
-    """Downloads a file. Returns what went wrong, or an empty string.
-
-    A user and a password in the URL (https://user:password@server/) are sent to that server as HTTP's basic
-    authorization, and never shown.
-    """
+    """Downloads a file; returns what went wrong. A password in the URL is sent to that server, and never shown."""
     try:
         parts = urllib.parse.urlsplit(url)
         user, at, server = parts.netloc.rpartition("@")
@@ -50,7 +45,7 @@ def download(url: str, into: Path, digest: Digest | None) -> str:
     with temporary(into) as part:
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer, part.open("wb") as file:
-                while block := answer.read(_BLOCK_BYTES):
+                while block := answer.read(1 << 20):
                     content.update(block)
                     file.write(block)
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -64,7 +59,6 @@ def download(url: str, into: Path, digest: Digest | None) -> str:
 
 
 def without_password(url: str) -> str:
-    """Returns a URL without user and password."""
     scheme, slashes, rest = url.partition("://")
     return f"{scheme}{slashes}{rest.rpartition('@')[2]}"
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 
 from manyhands.core.terminal import plain
 
-# Limits of one error, which should fit on one screen.
-MOST_CHARACTERS, MOST_LINES = 1_200, 30
+MOST_CHARACTERS, MOST_LINES = 1_200, 30  # limits of one error, which should fit on one screen
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -26,7 +25,6 @@ class ManyhandsError(Exception):
     exit_code = EXIT_FAILED
 
     def __post_init__(self) -> None:
-        """Sets the exception's arguments, so that the error can be pickled and printed."""
         self.message, self.where = _quotable(self.message), _quotable(self.where)
         hints = (self.hints,) if isinstance(self.hints, str) else tuple(self.hints)
         more = (f"… and {len(hints) - MOST_LINES} more",) if len(hints) > MOST_LINES else ()
@@ -34,7 +32,6 @@ class ManyhandsError(Exception):
         super().__init__(self.message, self.where, self.hints)
 
     def __str__(self) -> str:
-        """Formats the message, the place and the hints in lines."""
         lines = [self.message]
         if self.where:
             lines.append(f"  where: {self.where}")
@@ -43,7 +40,6 @@ class ManyhandsError(Exception):
 
 
 def _quotable(text: str) -> str:
-    """Formats a text as one line, without its middle if it is too long."""
     text = plain(text)
     if len(text) <= MOST_CHARACTERS:
         return text
@@ -51,7 +47,6 @@ def _quotable(text: str) -> str:
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """Shortens a text from outside, for quotes in errors."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

@@ -1,7 +1,6 @@
 """Reading files from outside as plain data, and writing files atomically, durably and with the right permissions.
 
-Readers raise `UnreadableError` for content that is too large, too deeply nested, damaged, or no plain data, and OSError
-for a file that can't be read.
+Readers raise `UnreadableError` for content that is too large, too deep, damaged or no plain data, and OSError.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ import stat
 import tomllib
 from collections.abc import Generator
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import IO, Any, cast
 
 from manyhands.core.errors import UserError
 
@@ -24,7 +23,6 @@ MOST_TOML_BYTES = 2**20
 MOST_TEXT_BYTES = 8 * 2**20  # a host list: a rank table of ten thousand cards is about 2 MiB
 _MOST_YAML_BYTES = 128 * 2**10  # the parser is pure Python and takes about a second for this
 _MOST_DIGITS = 40
-_FULL_BYTES = 64 << 10
 
 
 class UnreadableError(ValueError):
@@ -56,10 +54,7 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES, *, pipes: bool = False)
 
 
 def read_growing(path: Path, offset: int, most_bytes: int, *, rest: bool = False) -> bytes:
-    """Reads the complete lines of a growing file from byte `offset` on; with `rest` also a last line without its end.
-
-    A line that is longer than `most_bytes` comes in pieces. Returns nothing if there is no such file.
-    """
+    """Reads complete lines from byte `offset` on, very long ones in pieces; with `rest` also an unfinished one."""
     if not path.is_file():
         return b""
     with path.open("rb") as file:
@@ -98,7 +93,7 @@ def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = F
             text,
             parse_int=_short_integer,
             parse_float=None if infinite else _finite_number,
-            parse_constant=None if infinite else _refuse_constant,
+            parse_constant=None if infinite else _finite_number,
             object_pairs_hook=_refuse_duplicates if once_each else None,
         )
         if "\\u" in text or not text.isascii():
@@ -107,7 +102,6 @@ def parse_json(text: str | bytes, *, infinite: bool = False, once_each: bool = F
 
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
-    """Parses TOML of at most 1 MiB."""
     text = decoded(text) if isinstance(text, bytes) else text
     _check_size(text, MOST_TOML_BYTES)
     with _parsing():
@@ -150,7 +144,6 @@ def typed_number(text: str) -> int | None:
 
 @contextlib.contextmanager
 def _parsing(prefix: str = "") -> Generator[None]:
-    """Turns every error of a parser into an `UnreadableError`."""
     try:
         yield
     except UnreadableError:
@@ -170,14 +163,12 @@ def _short_integer(digits: str) -> int:
     return int(digits)
 
 
-def _finite_number(digits: str) -> float:
-    if math.isinf(value := float(digits)):
+def _finite_number(word: str) -> float:
+    if word.strip("-").isalpha():
+        raise UnreadableError(f"{word} is not a JSON value")
+    if math.isinf(value := float(word)):
         raise UnreadableError("a number exceeds the range of a 64-bit float")
     return value
-
-
-def _refuse_constant(word: str) -> NoReturn:
-    raise UnreadableError(f"{word} is not a JSON value")
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -195,8 +186,7 @@ def _check_size(content: str | bytes, most_bytes: int) -> None:
         raise UnreadableError(f"the file exceeds the limit of {limit}")
 
 
-# The umasks to restore, the user's own first.
-_umasks: list[int] = []
+_umasks: list[int] = []  # the umasks to restore, the user's own first
 
 
 @contextlib.contextmanager
@@ -215,16 +205,11 @@ def usual_umask() -> int:
 
 
 @contextlib.contextmanager
-def one_at_a_time(
-    path: Path,
-    hints: tuple[str, ...] = ("choose a writable folder: --data-dir for data, MANYHANDS_CACHE for the cache",),
-) -> Generator[None]:
+def one_at_a_time(path: Path, hints: tuple[str, ...] = ()) -> Generator[None]:
     """Creates the folder of `path` and holds a lock beside `path`, which the system releases if the process dies.
 
-    New files have the user's own umask, because users may share data sets and caches.
-
-    Raises:
-        UserError: the folder can't be written; with the hints.
+    New files have the user's own umask, because users may share data sets and caches. Raises UserError, with the hints,
+    if the folder can't be written.
     """
     from filelock import FileLock  # not needed to read files, which `--help` does
 
@@ -235,7 +220,9 @@ def one_at_a_time(
             path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except OSError as error:
-            raise UserError(f"{path.parent} can't be written: {error.strerror or error}", str(path), hints) from error
+            usual = ("choose a writable folder: --data-dir for data, MANYHANDS_CACHE for the cache",)
+            what = f"{path.parent} can't be written: {error.strerror or error}"
+            raise UserError(what, str(path), hints or usual) from error
         yield
     finally:
         lock.release()
@@ -263,11 +250,7 @@ def replacing(path: Path) -> Generator[Path]:
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
-    """Writes a text and a line end to a file atomically, and makes its folder; `durable` waits for the disk.
-
-    Raises:
-        OSError: the file can't be written; its earlier content is kept.
-    """
+    """Writes a text and a line end atomically, and makes the folder; `durable` waits for the disk. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
         part.write_text(text + "\n", encoding="utf-8")
@@ -280,10 +263,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
 def append_line(path: Path, text: str) -> None:
     """Appends a line, in one write if possible, because other processes may append to the same file.
 
-    An unfinished last line, of a writer that was killed, is ended first.
-
-    Raises:
-        OSError: the line can't be written completely, for example because the disk is full.
+    An unfinished last line, of a writer that was killed, is ended first. Raises OSError: the line isn't complete.
     """
     line = (text + "\n").encode()
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
@@ -328,11 +308,10 @@ def free_name(folder: Path, stem: str, suffix: str = "", first: int = 1) -> Path
 
 
 def is_full(path: Path) -> bool:
-    """Returns True if this user has less than 64 KiB of space on the disk of a folder; False if that is unknown."""
+    """Returns True if this user has less than 64 KiB of space on the disk of a folder."""
     try:
         state = os.statvfs(path)
     except OSError:
         return False
-    # Some file systems reserve space for root.
-    blocks = state.f_bfree if os.geteuid() == 0 else state.f_bavail
-    return state.f_blocks > 0 and blocks * state.f_frsize < _FULL_BYTES
+    blocks = state.f_bfree if os.geteuid() == 0 else state.f_bavail  # some file systems reserve space for root
+    return state.f_blocks > 0 and blocks * state.f_frsize < 64 << 10

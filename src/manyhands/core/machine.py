@@ -77,7 +77,6 @@ class Processor(NamedTuple):
 
 @functools.cache
 def this_processor() -> Processor:
-    """Returns the kind of this machine's processor."""
     text = ""
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -91,6 +90,5 @@ def processor_of(cpuinfo: str) -> Processor:
     keys = ("model name", "CPU part", "cpu model")
     name = next((values[key] for key in keys if values.get(key)), platform.processor() or platform.machine())
     flags = set(values.get("flags", values.get("Features", "")).split())
-    # Some clouds give all their processors the same name.
-    known = sorted(flags & (_BF16 | {"avx2", "avx512f"}))
+    known = sorted(flags & (_BF16 | {"avx2", "avx512f"}))  # some clouds give all their processors the same name
     return Processor(" ".join([name, *known]), bool(flags & _BF16))

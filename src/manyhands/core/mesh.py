@@ -26,27 +26,22 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of processes."""
         return math.prod(self.sizes)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes, the slowest varying axis first."""
         return tuple(name for name, _ in self.axes)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the axes, major to minor."""
         return tuple(size for _, size in self.axes)
 
     def check_size(self, processes: int, where: str = "parallel.mesh") -> None:
-        """Raises UserError if the size of the mesh is not `processes`."""
         if self.size != processes:
             hints = (f"start {self.size} processes: -n {self.size}", f"or set a mesh such as --mesh dp={processes}")
             raise UserError(f"the mesh {self} is for {self.size} processes, but the run has {processes}", where, hints)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Returns the index of a rank on each axis."""
         places: list[int] = []
         for size in reversed(self.sizes):
             rank, place = divmod(rank, size)
@@ -61,7 +56,6 @@ class Mesh:
         return number
 
     def parts(self, axes: Iterable[int]) -> int:
-        """Returns the product of the sizes of some axes, given by index."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place(self, axes: Iterable[int], rank: int) -> int:
@@ -78,7 +72,6 @@ class Mesh:
         return [self.rank(place) for place in itertools.product(*choices)]
 
     def as_dict(self) -> dict[str, int]:
-        """Returns the size of each axis by name, for JSON."""
         return dict(self.axes)
 
     def __str__(self) -> str:
@@ -97,11 +90,7 @@ def parse_mesh(text: str, where: str = "parallel.mesh") -> Mesh:
 
 
 def make_mesh(sizes: Mapping[str, Any], where: str = "mesh", count: int | None = None) -> Mesh:
-    """Creates a mesh from axis names and sizes; `count` is their number with repeated names.
-
-    Raises:
-        UserError: an axis is repeated or has no process, or there are too many axes or processes.
-    """
+    """Creates a mesh from axis names and sizes, of which `count` include repeated names. Raises UserError."""
     if not 0 < len(sizes) <= MOST_AXES or len(sizes) != (count or len(sizes)):
         hints = ("write a mesh such as dp=2,tp=2",)
         raise UserError("a mesh needs one to three axes with different names", where, hints)
@@ -164,7 +153,6 @@ class TensorLayout:
 
     @property
     def sharded_axes(self) -> set[int]:
-        """The axes along which processes hold different shards."""
         return {axis for _, axes in self.cuts for axis in axes}
 
     def region(self, mesh: Mesh, rank: int) -> Region:
@@ -201,7 +189,6 @@ class TensorLayout:
         return {min(holders, key=lambda rank: (rank not in near, rank)): region for holders, region in found}
 
     def as_plain(self) -> dict[str, Any]:
-        """Returns the layout as JSON data."""
         return _LAYOUT.dump_python(self, mode="json")
 
 
@@ -209,7 +196,6 @@ _LAYOUT = TypeAdapter(TensorLayout)
 
 
 def unsharded(shape: tuple[int, ...], gradient_axes: tuple[int, ...] = ()) -> TensorLayout:
-    """Returns the layout of a replicated tensor."""
     return TensorLayout(shape, shape, (), gradient_axes)
 
 

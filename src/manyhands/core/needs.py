@@ -45,12 +45,9 @@ class HasGradients(Protocol):
         """Yields all parameters, unsharded, with the names of the user's network."""
         ...
 
-    def buffers(self) -> "Iterator[Tensor]":
-        """Yields BatchNorm statistics and other buffers."""
-        ...
+    def buffers(self) -> "Iterator[Tensor]": ...
 
 
 def missing(needs: Iterable[Need], offers: Iterable[Need]) -> Need | None:
-    """Returns the first requirement that is not offered."""
     there = set(offers)
     return next((need for need in needs if need not in there), None)

@@ -16,7 +16,7 @@ class PhaseClock:
     def __init__(self) -> None:
         # phase, start and end (`time.perf_counter`) of each span of time; None if they aren't recorded
         self.spans: list[tuple[int, float, float]] | None = None
-        self._seconds, self._taken, self._phase = [0.0] * len(PHASES), [0.0] * len(PHASES), OTHER
+        self._seconds, self._phase = [0.0] * len(PHASES), OTHER
         self._since = self._computed = perf_counter()
         self._queued = 0.0
         self.take_queued()
@@ -52,7 +52,6 @@ class PhaseClock:
         """Returns the seconds of each phase since the last call."""
         self.to(self._phase)
         taken, self._seconds = self._seconds, [0.0] * len(PHASES)
-        self._taken = [before + more for before, more in zip(self._taken, taken, strict=True)]
         return taken
 
     def take_queued(self) -> float:
@@ -62,11 +61,5 @@ class PhaseClock:
             self._queued = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
         return max(0.0, self._queued - before)  # in a fork it begins at zero again
 
-    def spent(self, phase: int) -> float:
-        """Returns the seconds of a phase since the creation of the clock."""
-        self.to(self._phase)
-        return self._taken[phase] + self._seconds[phase]
 
-
-# The clock of this process.
-CLOCK = PhaseClock()
+CLOCK = PhaseClock()  # the clock of this process

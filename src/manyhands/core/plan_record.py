@@ -57,11 +57,9 @@ class PlanRecord(BaseModel):
     resolved: dict[str, Any] = Field(default={}, description="resolved values of automatic options, by dotted key")
 
     def as_plain(self) -> dict[str, Any]:
-        """Returns the given fields as JSON data, in their order."""
         return {"format": self.format, **self.model_dump(exclude_unset=True)}
 
     def about(self) -> dict[str, Any]:
-        """Returns the fields beside the split as JSON data."""
         return self.model_dump(exclude_unset=True, exclude=set(SPLIT))
 
     def mesh_and_layouts(self, where: str) -> tuple[Mesh, Mapping[str, TensorLayout]]:
@@ -72,7 +70,6 @@ class PlanRecord(BaseModel):
 
 
 def write_plan_record(path: Path, record: PlanRecord) -> None:
-    """Writes a plan.json atomically."""
     write_json(path, record.as_plain())
 
 
@@ -108,5 +105,4 @@ def parse_plan_record(content: Any, where: str) -> PlanRecord:
 
 
 def no_plan(where: str) -> UserError:
-    """Makes the error for a file that is not a plan."""
     return UserError(f'not a plan: expected "format": "{FORMAT}" and a "mesh"', where, (_NEW_PLAN,))

@@ -5,7 +5,6 @@ import re
 from manyhands.core.errors import UserError
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z/]*)", re.ASCII)
-_LONGEST = 40  # a float can hold a number of this length
 _PREFIXES = ("", "k", "m", "g", "t")
 _BYTES = {
     f"{prefix}{word}": base**power
@@ -60,5 +59,5 @@ def short_time(seconds: float) -> str:
 
 def _split(text: str) -> tuple[float, str]:
     text = text.strip()
-    match = _NUMBER.fullmatch(text) if len(text) <= _LONGEST else None
+    match = _NUMBER.fullmatch(text) if len(text) <= 40 else None  # a float can hold that
     return (float(match[1]), match[2]) if match else (0.0, "")

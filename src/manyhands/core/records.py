@@ -1,7 +1,4 @@
-"""Records in the lines of metrics.jsonl and events.jsonl, and in other small versioned files.
-
-A record is one JSON object. Readers ignore unknown keys and refuse a higher version.
-"""
+"""Records: lines of metrics.jsonl and events.jsonl, and other small files; readers ignore keys that they don't know."""
 
 import json
 import platform
@@ -9,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import MOST_BYTES, append_line, parse_json, write_atomic
@@ -22,14 +19,7 @@ REPLACED = "head-replaced"  # the kind of event of a head whose machines obey an
 FAILURE_FILE = "MANYHANDS_FAILURE_FILE"
 
 
-def _identifier(name: str) -> str:
-    if not name.isidentifier():
-        raise ValueError("should be a Python identifier")
-    return name
-
-
-# The user's own metrics by name.
-Figures = dict[Annotated[str, AfterValidator(_identifier)], float]
+Figures = dict[Annotated[str, Field(pattern=r"^[^\W\d]\w*$")], float]  # the user's own metrics by name
 
 
 class Record(BaseModel):
@@ -146,17 +136,14 @@ class Running(Record):
 
     @property
     def name(self) -> str:
-        """The name of the run folder."""
         return Path(self.run).name
 
     @property
     def here(self) -> bool:
-        """True if the launcher is on this machine."""
         return self.host == platform.node()
 
 
 def append(path: Path, record: Record) -> None:
-    """Appends a record to a .jsonl file; see `append_line`."""
     append_line(path, record.model_dump_json())
 
 
@@ -167,12 +154,9 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the complete lines of a .jsonl file as plain objects.
+    """Yields the complete lines of a .jsonl file as plain objects, except damaged ones.
 
-    Damaged lines are skipped, and so is all that follows a line without an end.
-
-    Raises:
-        UserError: this user may not read the file.
+    All that follows a line without an end is skipped. Raises UserError: this user may not read the file.
     """
     if not path.is_file():
         return

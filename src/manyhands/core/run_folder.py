@@ -1,12 +1,17 @@
-"""The run folder: all files of one run, which its processes and commands share."""
+"""The run folder: all files of one run, which its processes and commands share; and how the user resumes the run."""
 
 import os
+import shlex
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
-# The head links a folder that was moved from its old path within this time; see `run.folder`.
-_LINKED_S, _POLL_S = 5.0, 0.05
+from manyhands.core.files import parse_toml, read_bytes, read_object
+
+OBJECTS = "objects"  # the name of data that the user's program passes as objects
+_COMMAND, _PROGRAM = "manyhands resume", "the same program with out="
 
 
 class _Path:
@@ -44,19 +49,38 @@ class RunFolder:
         return self.job.is_file()
 
     def wait_for_link(self) -> None:
-        """Waits up to 5 s for the head to link a moved run folder from its old path."""
-        until = time.monotonic() + _LINKED_S
+        """Waits up to 5 s for the head to link a moved run folder from its old path; see `run.folder`."""
+        until = time.monotonic() + 5.0
         while not self.exists() and time.monotonic() < until:
-            time.sleep(_POLL_S)
+            time.sleep(0.05)
 
     def has_trained(self) -> bool:
-        """Returns True if an update or an evaluation was recorded."""
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
 
     def has_checkpoints(self) -> bool:
-        """Returns True if there are checkpoints, complete or not."""
+        """True if there are checkpoints, complete or not."""
         return any(self.checkpoints.glob("step-*"))
 
 
-# Stands for no run folder, or for one that isn't known yet.
-NOWHERE = RunFolder(Path(os.devnull))
+NOWHERE = RunFolder(Path(os.devnull))  # stands for no run folder, or for one that isn't known yet
+
+
+def in_python(path: Path) -> tuple[str, ...]:
+    """Returns which parts of a run were objects of the user's program: "data", "network", both or none."""
+    folder, data = RunFolder(path), None
+    with suppress(OSError, ValueError):
+        data = parse_toml(read_bytes(folder.job)).get("data")
+    of_data = isinstance(data, dict) and cast(dict[str, Any], data).get("name") == OBJECTS
+    passed = {"data": of_data, "network": (read_object(folder.network) or {}).get("made_in_python") is True}
+    return tuple(what for what, is_object in passed.items() if is_object)
+
+
+def resume_command(path: Path, flags: str = "", settings: str = "") -> str:
+    """Returns what resumes a run; `flags` are for the command, `settings` mean the same in Python."""
+    if in_python(path):
+        return f"{_PROGRAM}{str(path)!r}{settings and ', '}{settings}"
+    return f"{_COMMAND} {shlex.quote(str(path))}{flags and ' '}{flags}"
+
+
+def names_resume(line: str) -> bool:
+    return _COMMAND in line or _PROGRAM in line

@@ -1,7 +1,6 @@
 """Temporary folders that are removed with their process, even if it is killed.
 
-A process holds a lock in its folder, which the system releases when the process ends. The next process that creates
-such a folder removes this user's folders without a holder. `swept=True` doesn't wait for a next one.
+The process holds a lock in the folder. Without a holder, the next process that creates such a folder removes it.
 """
 
 import os
@@ -20,8 +19,7 @@ from manyhands.core.records import FAILURE_FILE
 
 PREFIX = "manyhands-"
 ALIVE = ".alive"
-# Age from which a folder without a holder is abandoned: the lock is taken after the folder is made.
-NEW_S = 60.0
+NEW_S = 60.0  # age from which a folder without a holder is abandoned: the lock is taken after the folder is made
 # Waits for a line or for the end of its writer. Processes that are still ending may create a file meanwhile.
 _SWEEP = 'read -r _; rm -rf -- "$0" || { sleep 1; exec rm -rf -- "$0"; }'
 
@@ -39,10 +37,8 @@ def scratch(purpose: str, *, swept: bool = False) -> Generator[Path]:
     try:
         with FileLock(folder / ALIVE):
             if swept:
-                command, null = ["sh", "-c", _SWEEP, str(folder)], subprocess.DEVNULL
-                shell = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
-                )
+                words, null = ["sh", "-c", _SWEEP, str(folder)], subprocess.DEVNULL
+                shell = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True)
             yield folder
     finally:
         if shell:

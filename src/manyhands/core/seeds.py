@@ -5,10 +5,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix(value: int) -> int:
-    """Scrambles 64 bits; a bijection with good avalanche.
-
-    Source: SplitMix64's finaliser, Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195.
-    """
+    """Scrambles 64 bits: SplitMix64's finaliser, Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195."""
     value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -16,10 +13,7 @@ def mix(value: int) -> int:
 
 
 def derive(seed: int, *parts: int | str) -> int:
-    """Derives a seed of 63 bits for one purpose, such as (7, "order", epoch).
-
-    Equal arguments give equal seeds on every machine and Python version (no use of `hash`).
-    """
+    """Derives a seed of 63 bits for one purpose, such as (7, "order", epoch); equal on all machines and Pythons."""
     state = mix(seed & _MASK)
     for part in parts:
         if isinstance(part, str):

@@ -10,20 +10,15 @@ Handler = Callable[[int, FrameType | None], Any]
 
 # Ctrl-C, the scheduler's end, a closed terminal, and a scheduler's early warning. Not all systems have all.
 STOPS = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-# Those that this process has received, in order.
-RECEIVED: list[int] = []
-# Handlers of the open blocks, innermost last; a block off the main thread has one too.
-_OPEN: list[Handler] = []
+RECEIVED: list[int] = []  # those that this process has received, in order
+_OPEN: list[Handler] = []  # handlers of the open blocks, innermost last; a block off the main thread has one too
 
 
 @contextlib.contextmanager
 def handled(handler: Handler) -> Generator[dict[signal.Signals, Any]]:
-    """Installs a handler for each of `STOPS`, in the main thread only.
+    """Installs a handler for each of `STOPS`, in the main thread only; gives the earlier ones, and restores them.
 
-    A SIGHUP that is ignored (by `nohup`) stays ignored. Handlers installed outside Python stay, since they could not
-    be restored.
-
-    Yields the previous handlers, which are restored after the block.
+    An ignored SIGHUP (`nohup`) stays ignored. Handlers from outside Python stay, since they can't be restored.
     """
 
     def receive(number: int, frame: FrameType | None) -> Any:

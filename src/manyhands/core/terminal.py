@@ -1,8 +1,4 @@
-"""Output to the terminal, and the removal of control characters from texts that others wrote.
-
-`say`, `show` and `show_json` are the only functions that write to the standard streams; `ManyhandsError` cleans its own
-texts with `plain`.
-"""
+"""Output to the terminal, all of it through `say`, `show` and `show_json`, without control characters of others."""
 
 import errno
 import json
@@ -37,7 +33,6 @@ class UnwritableError(Exception):
 
 
 def as_json(content: Any) -> str:
-    """Formats plain data as one line of JSON, with control characters escaped."""
     return _UNESCAPED_BY_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(content, ensure_ascii=False))
 
 
@@ -49,12 +44,7 @@ def say(text: str, who: str = "manyhands") -> None:
 
 
 def show(lines: str | Iterable[str], to: TextIO | None = None) -> None:
-    """Writes the output of a command to standard output or to another stream.
-
-    Raises:
-        BrokenPipeError: nobody reads the output.
-        UnwritableError: it can't be written for another reason.
-    """
+    """Writes a command's output. Raises BrokenPipeError if nobody reads it, UnwritableError if it can't be written."""
     stream = sys.stdout if to is None else to
     text = "".join(f"{plain_lines(line)}\n" for line in ([lines] if isinstance(lines, str) else lines))
     try:
@@ -67,7 +57,6 @@ def show(lines: str | Iterable[str], to: TextIO | None = None) -> None:
 
 
 def show_json(content: Any) -> None:
-    """Writes one line of JSON to standard output."""
     show(as_json(content))
 
 
@@ -87,17 +76,14 @@ class Tolerant:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Writes as much as the stream takes; returns the length of the text."""
         with suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Writes each line."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Flushes the stream if that is possible."""
         with suppress(OSError):
             self._stream.flush()

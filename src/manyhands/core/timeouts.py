@@ -4,49 +4,36 @@ tests/core/test_timeouts.py checks the inequalities between them. `manyhands exp
 """
 
 # --- Heartbeats and stalls ---
-
-# Interval of the heartbeats of workers, agents and launchers.
-HEARTBEAT_S = 1.0
-# A step that takes STALL_S longer than STALL times the usual is a stall.
-STALL_S, STALL = 30.0, 3.0
+HEARTBEAT_S = 1.0  # interval of the heartbeats of workers, agents and launchers
+STALL_S, STALL = 30.0, 3.0  # a step that takes STALL_S longer than STALL times the usual is a stall
 # A rank whose process does not run at all (stopped, as its agent sees) is killed after this time, if the run recovers.
 EVICT_S = 15.0
 # A machine without a message for this long is lost; until then a broken connection is replaced. After a break of 8 s
 # TCP retransmits after 12.6 s; the last heartbeat was sent up to an interval before, and busy machines are slow.
 SILENT_S = 16.0
-# A machine without a message for this long is named, while the user waits for the end of the run.
-AWAITED_S = 4.0
+AWAITED_S = 4.0  # a machine without a message for this long is named, while the user waits for the end of the run
 # The launcher looks ten times a second; after a longer gap it was itself suspended, or its machine slept.
 PAUSED_S = 3.0
-# Interval between two attempts to replace a broken connection to an agent, until SILENT_S is over.
-RECONNECT_S = 1.0
+RECONNECT_S = 1.0  # interval between two attempts to replace a broken connection to an agent, until SILENT_S is over
 
 # --- Contacting machines ---
-
 # ssh gives up on a machine that does not answer after SSH_CONNECT_S, and on a dead connection after 3 * SSH_ALIVE_S.
 SSH_CONNECT_S, SSH_ALIVE_S = 10, 5
 # First answer of an agent: ssh connects first, and Python starts slowly on a busy machine. Each ssh also takes this
 # machine's processor for a moment, to agree on keys.
 HELLO_S, HELLO_EACH_S = 45.0, 0.2
-# Answer of an agent to a short request.
-REQUEST_S = 30.0
-# Importing torch from a cold disk.
-PREPARE_S = 300.0
+REQUEST_S = 30.0  # answer of an agent to a short request
+PREPARE_S = 300.0  # importing torch from a cold disk
 # A machine may be silent for this long, instead of SILENT_S, until its workers have started: they may import torch.
 START_WORKERS_S = 300.0
-# All requests to a machine that rejoins or is added, instead of HELLO_S, REQUEST_S and PREPARE_S.
-CONTACT_S = 300.0
+CONTACT_S = 300.0  # all requests to a machine that rejoins or is added, instead of HELLO_S, REQUEST_S and PREPARE_S
 # Pause between two contacts with a lost machine: 2 % of the time since its loss, but within these.
 RETRY_LEAST_S, RETRY_MOST_S = 1.0, 5.0
-# Copying code or records to a machine over a slow link.
-COPY_S = 120.0
-# Opening or checking the store on the first machine.
-STORE_S, STORE_CONNECT_S = 30.0, 10.0
-# Output of a process on another machine.
-READ_LOG_S = 20.0
+COPY_S = 120.0  # copying code or records to a machine over a slow link
+STORE_S, STORE_CONNECT_S = 30.0, 10.0  # opening or checking the store on the first machine
+READ_LOG_S = 20.0  # output of a process on another machine
 
 # --- Tunnels through ssh ---
-
 # Login of one tunnel; a request to its ssh; ending all tunnels.
 TUNNEL_OPEN_S, TUNNEL_ASK_S, TUNNEL_CLOSE_S = 20.0, 10.0, 5.0
 SWITCHBOARD_S = 30.0
@@ -54,9 +41,7 @@ SWITCHBOARD_S = 30.0
 OPEN_TUNNELS_S, TUNNEL_ENDS_S = SSH_CONNECT_S + 20.0, 60.0
 
 # --- Stopping, leaving and saving ---
-
-# After a worker has failed, the others of its machine are killed this much later, unless they are saving.
-LEAVE_S = 6.0
+LEAVE_S = 6.0  # after a worker has failed, the others of its machine are killed this much later, unless they are saving
 # When the workers of one machine failed, those of the other machines are killed this long after their agents' last
 # report that they are still saving.
 LEAVE_OTHERS_S = 6.0
@@ -69,21 +54,16 @@ SAVE_QUIET_S, SAVE_MOST_S = 30.0, 600.0
 STOP_S = 600.0
 # A hung process is recognized this long after a stop request, and all are killed; others get the time they need.
 HUNG_S = 2.0
-# Agents kill their workers after a second Ctrl-C.
-KILL_S = 10.0
-# `manyhands stop --now` waits this long for a run before it kills the launcher.
-KILL_RUN_S = 20.0
+KILL_S = 10.0  # agents kill their workers after a second Ctrl-C
+KILL_RUN_S = 20.0  # `manyhands stop --now` waits this long for a run before it kills the launcher
 # Workers that lost their launcher are killed this long after its last message: ALONE_SAVING_S if they are saving.
 ALONE_S, ALONE_SAVING_S = 26.0, 30.0
-# A new start waits at most this long for each agent of an earlier start whose launcher was killed.
-LEAVING_S = 10.0
+LEAVING_S = 10.0  # a new start waits at most this long for each agent of an earlier start whose launcher was killed
 # A machine waits this long for another machine of the run, with which it shares the disk, to claim the run folder.
 CLAIM_S = 2.0
 
 # --- Restarting and taking over ---
-
-# Opening the run folder on a machine.
-OPEN_FOLDER_S = 30.0
+OPEN_FOLDER_S = 30.0  # opening the run folder on a machine
 # A new launcher of a detached run waits this long for the lock of the run folder, and again for its agents to leave.
 MAKE_WAY_S = 90.0
 # The new launcher waits this long for the answers of all machines, each of which waits twice MAKE_WAY_S at most.
@@ -91,12 +71,10 @@ TAKE_OVER_S = 200.0
 # A machine that fails again soon is excluded for EXCLUDED_S, doubled with each failure up to EXCLUDED_MOST_S; a lost
 # machine is not contacted for that long.
 EXCLUDED_S, EXCLUDED_MOST_S = 5.0, 60.0
-# The same error three times (MOST_ALIKE in run/recovery.py) within this time ends the run.
-ALIKE_S = 600.0
+ALIKE_S = 600.0  # the same error three times (MOST_ALIKE in run/recovery.py) within this time ends the run
 # Estimated duration of a restart; a run that would end sooner is not restarted for a machine that can join.
 RESTART_S = 5.0
 
 
 def time_limits() -> dict[str, float]:
-    """Returns all time limits by name."""
     return {name.removesuffix("_S").lower(): value for name, value in globals().items() if name.endswith("_S")}

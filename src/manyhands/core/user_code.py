@@ -18,14 +18,11 @@ from typing import Any
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 
-# Local modules of a file of code whose digests are recorded.
-_MOST_FILES = 500
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _STANDARD = {*map(sysconfig.get_path, ("stdlib", "platstdlib")), f"{sysconfig.get_path('platstdlib')}/lib-dynload"}
 
 
 def is_object_reference(word: str) -> bool:
-    """Returns True for "file.py:object"."""
     path, colon, name = word.rpartition(":")
     return bool(colon) and path.endswith(".py") and name.isidentifier()
 
@@ -36,10 +33,7 @@ def code_file(word: str) -> Path | None:
 
 
 def code_digests(words: Iterable[str]) -> dict[str, str]:
-    """Returns the SHA-256 of each "file.py:object" whose file can be read, and of the local modules that it imports.
-
-    Other words are skipped. The name of a module is its path relative to the paths in the words.
-    """
+    """Returns, by path, the SHA-256 of each readable "file.py:object" and of the local modules that it imports."""
     found: dict[str, Path] = {}
     for word in words:
         if file := code_file(word):
@@ -54,9 +48,8 @@ def code_digests(words: Iterable[str]) -> dict[str, str]:
 
 
 def imported_files(file: Path) -> list[Path]:
-    """Returns the modules below a file's folder that it imports, directly or through each other, by its text alone."""
     found, waiting = dict.fromkeys([file]), [file]
-    while waiting and len(found) < _MOST_FILES:
+    while waiting and len(found) < 500:
         module = waiting.pop()
         try:
             tree = ast.parse(module.read_bytes())
@@ -88,18 +81,13 @@ def _module_paths(node: ast.Import | ast.ImportFrom, module: Path, root: Path) -
 
 
 def refuse_no_code(word: str, where: str) -> None:
-    """Raises UserError for "file.py:object" if the file is missing."""
     if (file := code_file(word)) and not file.is_file():
         hints = ("write path/to/file.py:object",)
         raise UserError(f"there is no file {word.rpartition(':')[0]}", where, hints)
 
 
 def load_object(reference: str, where: str) -> Any:
-    """Loads `object` from the user's `file.py:object`; the file's folder becomes importable.
-
-    Raises:
-        UserError: the file is missing, can't be run, or has no such object.
-    """
+    """Loads `object` from the user's `file.py:object`, whose folder becomes importable. Raises UserError for none."""
     refuse_no_code(reference, where)
     path_text, _, name = reference.rpartition(":")
     module = _run_file(Path(path_text).expanduser().resolve(), where)
@@ -111,9 +99,8 @@ def load_object(reference: str, where: str) -> Any:
 
 
 def _make_importable(path: Path) -> None:
-    """Lets a user's file import its neighbours, as Python does for a script.
+    """Lets a user's file import its neighbours, after the standard library, whose modules new processes need.
 
-    The standard library stays first: a process that starts anew with this path needs its `random`, not the user's.
     For a file below the current folder that folder is added too, after all installed packages.
     """
     if str(path.parent) not in sys.path:
@@ -130,8 +117,7 @@ def _run_file(path: Path, where: str) -> ModuleType:
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
         return loaded
     if loaded is not None or name in sys.stdlib_module_names:
-        # A user's types.py or random.py must not replace the library's.
-        name = f"{path.stem}@{path.parent}"
+        name = f"{path.stem}@{path.parent}"  # a user's types.py or random.py must not replace the library's
         if name in sys.modules:
             return sys.modules[name]
     _make_importable(path)

@@ -1,6 +1,8 @@
-"""The rank of this process and the number of processes, before and after rendezvous."""
+"""The rank of this process and the number of processes, before and after rendezvous; and its share of a micro-batch."""
 
 from dataclasses import dataclass
+
+from manyhands.core.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -18,12 +20,10 @@ class World:
 
     @property
     def alone(self) -> bool:
-        """True if the run has one process."""
         return self.size == 1
 
     @property
     def is_main(self) -> bool:
-        """True for the process that writes records and checkpoints."""
         return self.rank == 0
 
 
@@ -44,3 +44,36 @@ class ProcessInfo:
     join_timeout_s: float = 600.0  # seconds after which the process gives up
     attempt: int = 0  # how many times the launcher has restarted its workers
     device_index: int | None = None  # number of this process's accelerator; None for the local rank's
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of a BatchNorm group that a process holds."""
+
+    group: int  # number of the group within the pass
+    start: int  # first row in the process's own batch
+    stop: int  # row after the last one
+    size: int  # samples in the whole group, over all processes
+    shared: int  # index in the list of groups that several processes hold, or -1 for a group of this process alone
+    first: bool  # True on the process that holds the group's first sample
+
+
+@dataclass(frozen=True)
+class Share:
+    """The samples of a process in a micro-batch."""
+
+    start: int  # first sample, counted within the global batch
+    stop: int  # sample after the last one; equal to start for a process without samples
+    spans: tuple[Span, ...]  # the BatchNorm groups it holds, in order
+    # sizes of the groups of this micro-batch that several processes hold; equal on all processes
+    shared_groups: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+def check_batch(batch: int, processes: int) -> None:
+    if batch < processes:
+        what = f"train.batch ({batch}) is smaller than the number of processes ({processes})"
+        raise UserError(what, "train.batch", (f"set --batch {processes} or higher", "or use fewer processes"))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manyhands.core.errors import UserError
 from manyhands.core.seeds import derive
-from manyhands.core.shares import Share, Span
+from manyhands.core.world import Share, Span
 
 # A process may get this much more than the fair share if that spares BatchNorm all communication.
 ALIGNED_SHARE_LIMIT = 1.15

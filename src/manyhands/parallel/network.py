@@ -11,8 +11,7 @@ import torch.nn.utils as nn_utils
 from torch import Tensor, nn
 
 from manyhands.core.mesh import Mesh, TensorLayout, bounds
-from manyhands.core.shares import Share
-from manyhands.core.world import World
+from manyhands.core.world import Share, World
 from manyhands.parallel.replicas.batch_norm import norms_of
 from manyhands.parallel.spread import full_tensor
 

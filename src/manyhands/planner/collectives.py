@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from manyhands.core.mesh import Mesh
-from manyhands.core.shares import Share
+from manyhands.core.world import Share
 from manyhands.data.order import BatchSharing, sharing
 from manyhands.parallel.mesh.placement import Extent, Layout, messages, value_of
 from manyhands.parallel.mesh.reduce import bucket_names, summed_over

@@ -10,7 +10,7 @@ from typing import Any
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh
 from manyhands.core.quantities import short_time
-from manyhands.core.shares import check_batch
+from manyhands.core.world import check_batch
 from manyhands.parallel.options import MODE_OF_PLANS, MODE_OF_SEARCHES, SEARCH, USUAL_MODE
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.split.execute import Letters, parameter_layouts

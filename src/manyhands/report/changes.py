@@ -12,14 +12,12 @@ from manyhands.config.job import KEYS_OF_BUILT_IN_OPTIMIZERS, MEASURED, Job
 from manyhands.config.load import LoadedJob, flatten, written_values
 from manyhands.core.errors import UserError
 from manyhands.core.files import free_name
-from manyhands.core.resuming import OBJECTS
-from manyhands.core.run_folder import RunFolder
+from manyhands.core.run_folder import OBJECTS, RunFolder
 from manyhands.core.user_code import code_digests
 from manyhands.report.read import read_run
 from manyhands.report.summary import status
 
-# The location of the run, which each start names again.
-_OF_THE_START = {"run.out", "checkpoint.resume"}
+_OF_THE_START = {"run.out", "checkpoint.resume"}  # the location of the run, which each start names again
 # Sections that affect the result, and their options that don't.
 _DECIDING = {"data", "model", "train", "parallel", "sync"}
 _NOT_DECIDING = {
@@ -51,10 +49,7 @@ class Change(NamedTuple):
 
 
 def changes_since(folder: RunFolder, job: Job) -> list[Change]:
-    """Options that differ from the folder's job.toml. Paths are compared resolved. Raises UserError: it is no TOML.
-
-    An option that the run has chosen, and that is left to the program again, is no change.
-    """
+    """Options that differ from the folder's job.toml, except those left to the program again. Raises UserError."""
     former = written_values(folder.job) if folder.exists() else {}
     now = flatten(job.model_dump(mode="json")).items()
     known = [Change(key, former[key], value) for key, value in now if key in former and key not in _OF_THE_START]
@@ -66,13 +61,8 @@ def refuse_changes(
 ) -> None:
     """Refuses to resume a finished run under a changed job, which would train nothing.
 
-    Args:
-        loaded: the job.
-        resume_hint: the user asked to resume, so that only changes without effect are refused.
-        digests: digests of code and objects that the job doesn't name, to compare too.
-
-    Raises:
-        UserError: options, or code files that the job names, changed.
+    With `resume_hint` the user asked to resume, so only changes without effect are refused. `digests` are of code and
+    objects that the job doesn't name. Raises UserError: options, or code files that the job names, changed.
     """
     job, folder = loaded.job, RunFolder(Path(loaded.job.run.out).expanduser())
     if not job.run.out or job.checkpoint.resume != "auto" or not folder.exists():
@@ -108,7 +98,6 @@ def refuse_changes(
 
 
 def refuse_idle(folder: RunFolder, found: list[Change], step: int, total: int) -> None:
-    """Refuses changes after the last update. Raises UserError: one of them would affect the result."""
     if deciding := [change for change in found if change.decides]:
         made = f"this run has made {step} updates and the job asks for {total}"
         hints = ("increase --epochs to train longer", "or use another --out to train from scratch")

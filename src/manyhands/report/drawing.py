@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 BLUE, VERMILION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#6b7280"
 INK, HAIR = "#1f2933", "#e3e7ec"
 
-# A page can't show more points; more are averaged.
-_MOST_POINTS = 600
+_MOST_POINTS = 600  # a page can't show more points; more are averaged
 _FIRST_FONT = "DejaVu Sans"
 # Fonts with Chinese letters, by their names on several systems, that match the first font.
 _PREFERRED_FONTS = (
@@ -181,7 +180,6 @@ def _installed_fonts() -> list[tuple[str, str]]:
 
 @cache
 def _letters(file: str) -> frozenset[str]:
-    """The letters that a font file has; none if it can't be read."""
     from matplotlib import ft2font
 
     try:

@@ -25,15 +25,13 @@ _PHASE_COLOURS = {
     "saving": "#CC79A7", "records": "#F0E442", "other": GREY,
 }  # fmt: skip
 _MOST_BARS = 60
-# A phase with a smaller share of the time wouldn't be visible.
-_LEAST_SHARE = 0.002
+_LEAST_SHARE = 0.002  # a phase with a smaller share of the time wouldn't be visible
 # The confusion matrix has its counts written in up to the first number of classes, and is drawn up to the second.
 _WITH_COUNTS, _AS_MATRIX = 12, 50
 _WORST_CLASSES, _PAIRS = 20, 30
 
 
 def curves(run: RunData) -> "Figure | None":
-    """Loss and accuracy, in training and in evaluation."""
     if not run.steps and not run.evaluations:
         return None
     figure = new_figure(6)
@@ -86,7 +84,6 @@ def learning_rate(run: RunData) -> "Figure | None":
 
 
 def throughput(run: RunData) -> "Figure | None":
-    """Images per second over the training time, with the share of it that waited for data."""
     if not run.steps:
         return None
     unit, unit_s = time_unit(sum(session.seconds for session in run.sessions))
@@ -177,7 +174,6 @@ class ClassScore:
 
     @property
     def recall(self) -> float:
-        """The share of the class's samples that was recognised; NaN without samples."""
         return self.right / self.count if self.count else math.nan
 
     @property
@@ -233,7 +229,6 @@ def confused_pairs(detail: EvaluationDetail, most: int = _PAIRS) -> list[Pair]:
 
 
 def confusion(run: RunData) -> "Figure | None":
-    """The confusion matrix, or the most frequent mistakes if there are too many classes for a matrix."""
     detail = shown_detail(run)
     if detail and len(detail.classes) <= _AS_MATRIX:
         return _matrix(detail)
@@ -279,7 +274,6 @@ def _matrix(detail: EvaluationDetail) -> "Figure":
 
 
 def per_class(run: RunData) -> "Figure | None":
-    """Recall of the worst classes."""
     detail = shown_detail(run)
     worst = [score for score in class_scores(detail) if score.count][:_WORST_CLASSES] if detail else []
     if not detail or not worst:

@@ -13,8 +13,7 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.report.read import STARTS, parse, parse_metrics
 from manyhands.report.summary import ENDS, place
 
-# The size of a file's end that holds some hundred records.
-_END_BYTES = 1 << 16
+_END_BYTES = 1 << 16  # the size of a file's end that holds some hundred records
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Tail:
 
 
 class Follower:
-    """Returns the new records of a run folder in the order of their times."""
+    """The new records of a run folder in the order of their times."""
 
     def __init__(self, path: Path, *, only_new: bool = False) -> None:
         """Begins at the start of the files, or with `only_new` at their present end."""
@@ -52,7 +51,6 @@ class Follower:
                 tail.offset = tail.path.stat().st_size
 
     def poll(self) -> list[StepMetrics | EvaluationMetrics | Event]:
-        """The records since the last poll."""
         new: list[StepMetrics | EvaluationMetrics | Event] = []
         new += [event for line in self._events.poll() if (event := parse(Event, line, self._folder.events))]
         new += [record for line in self._metrics.poll() if (record := parse_metrics(line, self._folder))]
@@ -97,7 +95,6 @@ def look(record: Running) -> Now:
 
 
 def as_object(record: Running, now: Now) -> dict[str, Any]:
-    """A run as plain data, for --json."""
     step = now.step
     return {
         "run": record.run,

@@ -13,12 +13,10 @@ from manyhands.report.drawing import BLUE, GREEN, GREY, VERMILION, house_style, 
 
 Rows = Sequence[Mapping[str, Any]]
 _ENDINGS = (".svg", ".png")
-# The most marks of an axis that don't touch.
-_FEW = 7
+_FEW = 7  # the most marks of an axis that don't touch
 
 
 def refuse_file(file: Path, *, force: bool) -> None:
-    """Raises UserError if the picture can't be written there, or would overwrite a file."""
     if file.suffix.lower() not in _ENDINGS:
         what = f"the picture must be a {' or '.join(_ENDINGS)} file, found {file.name}"
         raise UserError(what, "--out", ("use --out growth.svg", "or --json for the figures"))
@@ -28,8 +26,6 @@ def refuse_file(file: Path, *, force: bool) -> None:
 
 
 def growth_table(rows: Rows) -> Table:
-    """A row for each number of processes."""
-
     def short(value: float) -> str:
         return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
@@ -47,7 +43,6 @@ def growth_table(rows: Rows) -> Table:
 
 
 def draw_growth(rows: Rows, title: str, file: Path) -> None:
-    """Writes the picture to `file`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with house_style():
         figure = new_figure(3.6, 10)

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NO_FONT = "no font on this machine has {}, so the pictures show boxes instead; install a font such as fonts-noto-cjk"
-# Longer tables are folded after so many rows.
-_ROWS_IN_SIGHT = 20
+_ROWS_IN_SIGHT = 20  # longer tables are folded after so many rows
 # Colours of pictures that become variables of the page's style, which has a light and a dark form.
 _PAGE_COLOURS = {INK: "--ink", GREY: "--dim", HAIR: "--hair", "#ffffff": "--sheet"}
 _WARNINGS = ("warning", "stopping", "restarted", "left-out", "replaced", "slow", "stall", "undone")
@@ -33,10 +32,7 @@ _LEVELS = {"failed": "error", **dict.fromkeys(_WARNINGS, "warning")}
 
 
 def write_report(path: Path) -> Path:
-    """Writes the report of the run in `path`, in whatever state the run is, and returns the page's path.
-
-    The same files give the same page, byte for byte. Readers never see half of it. Raises UserError: there is no run.
-    """
+    """Writes the report of the run in `path`, whatever its state, atomically. Raises UserError: there is no run."""
     run = read_run(path)
     with private_files():
         text = render(run, _draw_pictures(run, run.folder.pictures))
@@ -48,7 +44,6 @@ def write_report(path: Path) -> Path:
 
 
 def render(run: RunData, pictures: dict[str, str]) -> str:
-    """The page as text; `pictures` are SVG elements by name."""
     return _template().render(_content(run, pictures))
 
 
@@ -117,7 +112,7 @@ def _evaluation(run: RunData, evaluation: Any) -> dict[str, Any] | None:
 
 
 def _facts(run: RunData) -> list[tuple[str, str]]:
-    """The small figures under the headline: name and value, only those that are known."""
+    """Returns the known figures under the headline: name and value."""
     speed, evaluation = summary.images_per_s(run), summary.final_evaluation(run)
     found = {
         "images/s": summary.rate(speed) if speed is not None else "",
@@ -142,7 +137,6 @@ def _epochs(run: RunData) -> str:
 
 
 def _first(run: RunData, *keys: str) -> str:
-    """The first of `keys` that the plan or the environment has a plain value for."""
     for source in (run.plan.as_plain(), run.environment):
         for key in keys:
             if source.get(key) and not isinstance(source[key], dict):
@@ -217,10 +211,7 @@ def _time_line(run: RunData) -> list[dict[str, str]]:
 
 
 def _draw_pictures(run: RunData, folder: Path) -> dict[str, str]:
-    """Draws the pictures that the run has records for, as PNG files in `folder` and as SVG text by name.
-
-    Removes pictures of an earlier report that are no longer drawn. Sets the run's `unreadable`.
-    """
+    """Draws the pictures that the run has records for, as PNG and as SVG text by name; sets the run's `unreadable`."""
     drawn: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
     fonts, run.unreadable = fonts_for(name for detail in (run.best, run.last) if detail for name in detail.classes)

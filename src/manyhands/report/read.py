@@ -27,8 +27,7 @@ _RETURNS = frozenset({"resumed", "undone"})
 AnyRecord = TypeVar("AnyRecord", bound=records.Record)
 Measured = TypeVar("Measured", StepMetrics, EvaluationMetrics)
 
-# Step records kept of a long run, many more than a page shows.
-MOST_RECORDS = 1 << 14
+MOST_RECORDS = 1 << 14  # step records kept of a long run, many more than a page shows
 
 
 class WorkPeriod(NamedTuple):
@@ -39,7 +38,6 @@ class WorkPeriod(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Never negative, even if a clock was set back."""
         return max(0.0, self.end - self.start)
 
 
@@ -64,7 +62,6 @@ class RunData:
     unreadable: str = ""  # letters of class names that no installed font has; known once the pictures are drawn
 
     def option(self, section: str, key: str, default: Any = "") -> Any:
-        """A value of job.toml."""
         values = self.job.get(section)
         return values.get(key, default) if isinstance(values, dict) else default
 
@@ -149,10 +146,7 @@ def parse_metrics(line: dict[str, Any], folder: RunFolder) -> StepMetrics | Eval
 
 
 def parse(schema: type[AnyRecord], line: dict[str, Any], file: Path) -> AnyRecord | None:
-    """Parses a record. Returns None if it is damaged. Raises UserError: a newer manyhands wrote it.
-
-    JSON has no NaN: it is written as null, and null is read as NaN.
-    """
+    """Parses a record, with null as NaN; None if it is damaged. Raises UserError: a newer manyhands wrote it."""
     version = line.get("v")
     if isinstance(version, int) and version > records.VERSION:
         raise UserError("this run was written by a newer manyhands", str(file), ("update manyhands",))
@@ -173,8 +167,7 @@ def _read_record(schema: type[AnyRecord], file: Path) -> AnyRecord | None:
 def _read_plan(file: Path) -> PlanRecord:
     with suppress(UserError):
         return read_plan_record(file)
-    # What results depend on is shown even if another field is damaged.
-    content = read_object(file) or {}
+    content = read_object(file) or {}  # what results depend on is shown even if another field is damaged
     with suppress(ValidationError):
         return PlanRecord.model_validate({key: content[key] for key in ("exceptions", "resolved") if key in content})
     return PlanRecord()
@@ -198,10 +191,7 @@ def newest_runs(bases: Iterable[Path], listed: Iterable[Path] = (), count: int =
 def without_repeats(measured: Iterable[Measured], events: Iterable[Event], most: int = sys.maxsize) -> list[Measured]:
     """Removes undone records: those beyond the step that a run returned to. Averages neighbours to stay below `most`.
 
-    Args:
-        measured: records in the order that they were written.
-        events: all events of the run.
-        most: an even number; a smaller one than `sys.maxsize` is for step records only.
+    `most` is even, and smaller than `sys.maxsize` for step records only.
     """
     returns = sorted((e.time, e.step) for e in events if e.kind in _RETURNS and e.step is not None)
     kept: list[Measured] = []  # each the average of `size` neighbours
@@ -249,7 +239,6 @@ def _average(records: Sequence[Measured]) -> Measured:
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The weighted mean of the finite values."""
     known = [(value, weight) for value, weight in zip(values, weights, strict=True) if math.isfinite(value)]
     total = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / total if total else values[-1]

@@ -1,7 +1,4 @@
-"""The screen of an active run: a live line on a terminal, plain lines elsewhere.
-
-Draws the line itself, because rich's live display hides the cursor and starts a thread.
-"""
+"""The screen of an active run: a live line on a terminal, drawn without rich's thread, and plain lines elsewhere."""
 
 import os
 import sys
@@ -26,14 +23,11 @@ from manyhands.report import summary
 from manyhands.report.follow import Follower
 from manyhands.report.read import STARTS
 
-# The window of the speed that the remaining time is computed from, so that it neither jumps nor lags.
-_WINDOW_S = 120.0
-# After so long without a record, the live line shows its age.
-_SILENT_S = 20.0
+_WINDOW_S = 120.0  # the window of the speed that the remaining time is computed from, so that it neither jumps nor lags
+_SILENT_S = 20.0  # after so long without a record, the live line shows its age
 _BAR_MIN, _BAR_MAX = 8, 24
 _PLAIN_EVERY_S = 30.0
-# On a full disk the processes can't record that it is full, so the screen checks.
-_DISK_EVERY_S = 5.0
+_DISK_EVERY_S = 5.0  # on a full disk the processes can't record that it is full, so the screen checks
 # The kinds of events that are shown, by level. All others are only in events.jsonl.
 LEVELS = {
     **dict.fromkeys(("changed", "note", "decision", "regrouped", "resumed", "setup", "undone"), "INFO"),
@@ -148,7 +142,6 @@ def evaluation_line(record: EvaluationMetrics, last: StepMetrics | None, *, log:
 
 
 def epoch_line(last: StepMetrics, *, log: bool = False) -> str:
-    """The training loss of an epoch that no evaluation follows."""
     loss, top1 = last.epoch_loss or 0.0, last.epoch_top1 or 0.0
     if log:
         return f"epoch={last.epoch} train_loss={loss:.3f} train_top1={percentage(top1, 2)}"
@@ -167,9 +160,9 @@ class Screen:
         lines: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Begins to follow `folder`, which need not exist yet.
+        """Begins to follow `folder`, which need not exist yet; `quiet` shows the setup in one line, and warnings.
 
-        With `quiet`, shows only the setup, in one line, and warnings. With `lines`, writes plain lines to a terminal.
+        With `lines`, writes plain lines to a terminal.
         """
         output = stream or sys.stderr
         terminal = not lines and output.isatty() and os.environ.get("TERM", "") not in {"dumb", "unknown"}
@@ -237,7 +230,6 @@ class Screen:
             self._console.print(line)
 
     def close(self) -> None:
-        """Shows the last records and erases the live line."""
         self.update()
         self._show_events_before_setup()
         self._show_epoch()
@@ -276,7 +268,6 @@ class Screen:
             self.say(message, level, always=always)
 
     def _check_disk(self) -> None:
-        """Shows when the disk of the run folder is full, and when it has space again."""
         if (now := self._clock()) - self._disk_at < _DISK_EVERY_S:
             return
         self._disk_at, before = now, self._disk_full

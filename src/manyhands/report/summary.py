@@ -8,14 +8,13 @@ from typing import Any
 
 from manyhands.core.quantities import percentage
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics, StepMetrics
-from manyhands.core.resuming import resume_command
+from manyhands.core.run_folder import resume_command
 from manyhands.core.terminal import plain
 from manyhands.report.read import STARTS, RunData
 
 # Kinds of events that end a session, and the status of the run after each.
 ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed"}
-# With so few classes, top-5 accuracy is always 100 %.
-FEW_CLASSES = 5
+FEW_CLASSES = 5  # with so few classes, top-5 accuracy is always 100 %
 # Shown with the best figure of a run without a held-out set.
 CHOSEN = (
     "the best epoch was selected on these samples; for an independent test, "
@@ -66,7 +65,6 @@ def images_per_s(run: RunData) -> float | None:
 
 
 def classes_of(evaluation: EvaluationMetrics | EvaluationDetail) -> int:
-    """The number of classes; 0 in older records without this value."""
     return evaluation.classes if isinstance(evaluation, EvaluationMetrics) else len(evaluation.classes)
 
 
@@ -113,7 +111,6 @@ def result_object(run: RunData) -> dict[str, Any]:
 
 
 def result_lines(run: RunData) -> list[str]:
-    """The lines printed at the end of a run."""
     best, final, speed, word = best_evaluation(run), final_evaluation(run), images_per_s(run), status(run)
     lines: list[str] = []
     if best and final:
@@ -150,7 +147,6 @@ def _scores(run: RunData, evaluation: EvaluationMetrics | EvaluationDetail) -> s
 
 
 def shorten(text: str, width: int) -> str:
-    """Cuts the middle out of a text that is too long."""
     return text if len(text) <= width else f"{text[: width // 2]}…{text[len(text) - (width - 1) // 2 :]}"
 
 
@@ -180,7 +176,6 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def percent(share: float) -> str:
-    """A share of one: 46.2 %."""
     return f"{percentage(share)} %" if math.isfinite(share) else "?"
 
 
@@ -205,7 +200,6 @@ def number(value: float) -> str:
 
 
 def rate(images_per_s: float) -> str:
-    """Images per second without false precision."""
     if not math.isfinite(images_per_s):
         return "?"
     return f"{images_per_s:.0f}" if images_per_s >= 100 else f"{images_per_s:.3g}"

@@ -11,12 +11,9 @@ from manyhands.parallel.options import USUAL_MODE
 from manyhands.report.read import STARTS, RunData
 from manyhands.sync.options import SyncOptions
 
-# Below this share of the time, synchronization is no reason for another method.
-_LEAST_SYNC = 1 / 3
-# A rank is slow if its own work takes so many times as long as the median of the others.
-_SLOW = 1.1
-# A change must save at least this share of the time.
-_LEAST_GAIN = 0.05
+_LEAST_SYNC = 1 / 3  # below this share of the time, synchronization is no reason for another method
+_SLOW = 1.1  # a rank is slow if its own work takes so many times as long as the median of the others
+_LEAST_GAIN = 0.05  # a change must save at least this share of the time
 
 Seconds = dict[str, float]  # by phase
 
@@ -62,7 +59,6 @@ def unequal_line(run: RunData) -> str:
 
 
 def shares_of(seconds: Mapping[str, float]) -> Seconds:
-    """The same as shares of their sum."""
     total = sum(seconds.values()) or 1.0
     return {phase: value / total for phase, value in seconds.items()}
 
@@ -88,7 +84,6 @@ def best_change(run: RunData) -> Improvement | None:
 
 
 def change_line(run: RunData) -> str:
-    """The same in words; empty without records."""
     change = best_change(run)
     return change.what + (f" (up to {change.gain:.0%} less time)" if change.gain else "") if change else ""
 

@@ -28,8 +28,6 @@ from manyhands.data.places import cache_folder
 from manyhands.run.registry import find_run, running
 
 USUAL_QUALITY, MOST_QUALITY = 90, 95  # of JPEG
-# A file that hasn't been written for longer than this has no writer any more.
-OLD_S = 24 * 3600.0
 _CACHES = {
     "compiled": "compiled networks, compiled again when needed",
     "decoded": "decoded pictures, decoded again when needed",
@@ -51,10 +49,8 @@ class Leftover:
 def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]:
     """Finds what can be removed: caches that are made again when needed, leftovers of killed processes, and named runs.
 
-    Only files of this user, and none that a process uses now; also returns descriptions of files that are in use.
-
-    Raises:
-        UserError: a name matches no run, or matches an active run.
+    Only files of this user that no process uses; also returns descriptions of files in use. Raises UserError if a name
+    matches no run, or an active one.
     """
     active = [process for process in psutil.process_iter(["cmdline", "cwd", "uids"]) if _is_ours(process)]
     places = [Path(process.info["cwd"]) for process in active if process.info["cwd"]]
@@ -66,11 +62,14 @@ def find_leftovers(runs: Sequence[str] = ()) -> tuple[list[Leftover], list[str]]
         made = {}
         kept.append("compiled networks, decoded pictures and unpacked archives, which your processes may be using")
     parts = [path for path in _own(cache.rglob(".*.part"), old=True) if path.is_file() and not path.is_symlink()]
+    there = _own(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), old=True)
+    ours = [path for path in there if _MADE_BY_US.fullmatch(path.name) and not path.is_symlink()]
+    unlocked = [path for path in ours if path.is_dir() and not any(path.glob(".alive"))]
     table = [
         ("code", "copies of code made by launch --sync-code", copies - used),
         *((kind, what, made.get(kind, ())) for kind, what in _CACHES.items()),
         ("parts", "incomplete files of ended processes", parts),
-        ("temporary", f"temporary folders of killed processes in {tempfile.gettempdir()}", _temporary()),
+        ("temporary", f"temporary folders of killed processes in {tempfile.gettempdir()}", {*abandoned(), *unlocked}),
         *(("run", f"the run {path}", [path]) for path in map(_run, runs)),
     ]
     listed = [(kind, what, tuple(sorted(paths))) for kind, what, paths in table]
@@ -93,23 +92,15 @@ def remove(leftovers: Iterable[Leftover], say: Callable[[str], object]) -> bool:
 
 
 def _own(paths: Iterable[Path], *, old: bool = False) -> Iterator[Path]:
-    """Yields the paths that belong to this user, with `old` those that have no writer any more."""
+    """Yields the paths that belong to this user, with `old` those not written for a day, which have no writer."""
     for path in paths:
         with suppress(OSError):
             state = path.lstat()
-            if state.st_uid == os.getuid() and (not old or time.time() - state.st_mtime > OLD_S):
+            if state.st_uid == os.getuid() and (not old or time.time() - state.st_mtime > 24 * 3600):
                 yield path
 
 
-def _temporary() -> set[Path]:
-    """Returns folders whose lock is free, and old folders without a lock."""
-    named = (path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if _MADE_BY_US.fullmatch(path.name))
-    unlocked = (path for path in _own(named, old=True) if not any(path.glob(".alive")))
-    return {*abandoned(), *(path for path in unlocked if path.is_dir() and not path.is_symlink())}
-
-
 def _run(word: str) -> Path:
-    """Returns the folder of an ended run. Raises UserError: there is none, or it is active."""
     folder = find_run(word, parts=False)
     try:
         lock = claim(folder, new_holder())
@@ -122,14 +113,13 @@ def _run(word: str) -> Path:
 
 
 def _is_ours(process: psutil.Process) -> bool:
-    """True for a process of this user, other than this one, that manyhands runs in."""
     uids, words = process.info["uids"], process.info["cmdline"] or ()
     own = uids is not None and uids.real == os.getuid() and process.pid != os.getpid()
     return own and any("manyhands" in word for word in words)
 
 
 def _size(path: Path) -> int:
-    """Bytes on the disk; links aren't followed."""
+    """Returns bytes on the disk; links aren't followed."""
     with suppress(OSError):
         state = path.lstat()
         own = state.st_blocks * 512
@@ -140,7 +130,6 @@ def _size(path: Path) -> int:
 
 
 def request_of(root: Path, target: Path | None, size: int, quality: int) -> PackRequest:
-    """Raises UserError: the folder isn't there, or is a packed copy itself."""
     if not root.is_dir():
         raise UserError(f"there is no folder {root}", str(root), ("name a folder of class folders",))
     if is_pack(root):
@@ -158,13 +147,7 @@ def request_of(root: Path, target: Path | None, size: int, quality: int) -> Pack
 def pack(
     request: PackRequest, *, processes: int = 0, replaced: bool = False, progress: Callable[[int, int], None]
 ) -> tuple[PackedSet, tuple[str, ...] | None]:
-    """Packs a folder, or resumes an interrupted call; returns the pack and its unreadable pictures.
-
-    The second value is None if the pack was up to date already.
-
-    Raises:
-        ManyhandsError: the folder can't be used, there is another pack, or the disk can't be written.
-    """
+    """Packs a folder, or resumes that; returns the pack and its unreadable pictures, None if it was up to date."""
     contents = read_contents(request.root)
     if not replaced and is_up_to_date(contents, request):
         return open_pack(request.target), None

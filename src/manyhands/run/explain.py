@@ -9,7 +9,7 @@ from urllib.parse import urlparse
 from manyhands.cluster.hosts.formats import hostfile, rank_table, slurm
 from manyhands.cluster.hosts.inventory import Cluster, Rendezvous
 from manyhands.cluster.hosts.machines import described_cluster, given_cluster, machines_of
-from manyhands.cluster.hosts.this_process import LaunchDecision, participate
+from manyhands.cluster.hosts.this_process import participate
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import UserError
 from manyhands.core.timeouts import time_limits
@@ -17,10 +17,7 @@ from manyhands.core.world import ProcessInfo
 
 # Options as a `LaunchDecision` names them.
 OPTIONS = {"-n": "processes", "--init": "init", "--rank": "rank", "--world-size": "world_size"}
-# Training waits for a cluster file that is still being written; explain reports that it is.
-SHORT_S = 0.1
-# Those of the time limits that are printed for people; see core/timeouts.py.
-_SHOWN_LIMITS = ("silent", "alone", "leave", "stop")
+SHORT_S = 0.1  # training waits for a cluster file that is still being written; explain reports that it is
 ONE_EACH = "one per accelerator; one without accelerators"
 # Files that a driver creates for each device, and the name of the device type.
 DEVICE_FILES = {"nvidia[0-9]*": "cuda", "davinci[0-9]*": "npu", "accel/accel[0-9]*": "accelerator"}
@@ -36,16 +33,11 @@ class ExplainedValue(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The value for people."""
         return self.words or str(self.value)
 
 
 def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -> list[ExplainedValue]:
-    """Returns the values, each after those that it depends on.
-
-    Raises:
-        UserError: training couldn't start.
-    """
+    """Returns the values, each after those that it depends on. Raises UserError: training couldn't start."""
     variables = os.environ if environment is None else environment
     cluster, origins = loaded.job.cluster, loaded.origins
     found = participate(cluster.model_copy(update={"join_timeout_s": SHORT_S}), variables)
@@ -55,7 +47,13 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
     elif found.rendezvous:
         rows, many, index = _machine(found.rendezvous, found.origins), sum(found.rendezvous.sizes) != 1, None
     else:
-        rows, many, index = _here(found), found.processes != 1, None
+        count, many, index = found.processes or None, found.processes != 1, None
+        rows = [
+            ExplainedValue("started_by", "manyhands", words="manyhands, on this machine only"),
+            ExplainedValue("processes", count, found.origins["processes"], "" if count else ONE_EACH),
+            ExplainedValue("master_address", "127.0.0.1", "a single machine"),
+            ExplainedValue("master_port", None, "chosen at start", "a free port"),
+        ]
     # An option was given as the flag itself, in a file, or by a variable.
     by_option = {flag: origins.get(f"cluster.{name}", "flag") for flag, name in OPTIONS.items()}
     given = {flag: origin for flag, origin in by_option.items() if origin != "flag"}
@@ -68,7 +66,7 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
         words = f"{', '.join(map(str, shares))} samples per update"
         rows.append(ExplainedValue("shares", list(shares), origin, words))
     limits = time_limits()
-    shown = ", ".join(f"{name.replace('_', ' ')} {limits[name]:g} s" for name in _SHOWN_LIMITS)
+    shown = ", ".join(f"{name} {limits[name]:g} s" for name in ("silent", "alone", "leave", "stop"))
     rows.append(ExplainedValue("time_limits", limits, "fixed", shown))
     if "overridden" in found.origins:
         rows.append(ExplainedValue("not_followed", found.origins["overridden"], "the values above take precedence"))
@@ -78,11 +76,8 @@ def explained(loaded: LoadedJob, environment: Mapping[str, str] | None = None) -
 def write_cluster(loaded: LoadedJob, file: Path, environment: Mapping[str, str] | None = None) -> list[str]:
     """Writes the job's machines to a new file: a rank table if its name ends in .json, else a hostfile.
 
-    The machines are those of the job's cluster file, its hosts or hostfile, or of the environment (PET_*, Slurm).
-    Returns notes on values that the format doesn't support.
-
-    Raises:
-        UserError: no machines are given, the format doesn't support them, or the file exists already.
+    Returns notes on values that the format doesn't support. Raises UserError: neither the job nor the environment
+    (PET_*, Slurm) gives machines, the format doesn't support them, or the file exists already.
     """
     variables = os.environ if environment is None else environment
     at_once = loaded.job.cluster.model_copy(update={"join_timeout_s": SHORT_S})
@@ -142,16 +137,6 @@ def _machine(rendezvous: Rendezvous, origins: Mapping[str, str]) -> list[Explain
         ExplainedValue("world_size", sum(sizes) if known else None, origins["size"], "" if known else "?"),
         ExplainedValue("master_address", rendezvous.address, origins["master_address"]),
         ExplainedValue("master_port", rendezvous.port, origins["master_port"]),
-    ]
-
-
-def _here(found: LaunchDecision) -> list[ExplainedValue]:
-    count = found.processes or None
-    return [
-        ExplainedValue("started_by", "manyhands", words="manyhands, on this machine only"),
-        ExplainedValue("processes", count, found.origins["processes"], "" if count else ONE_EACH),
-        ExplainedValue("master_address", "127.0.0.1", "a single machine"),
-        ExplainedValue("master_port", None, "chosen at start", "a free port"),
     ]
 
 

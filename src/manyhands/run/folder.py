@@ -27,16 +27,14 @@ from manyhands.config.load import LoadedJob, flatten, load_job, read_toml
 from manyhands.config.named_code import announce, refuse_other_users
 from manyhands.core.errors import EXIT_DOCTOR, EXIT_USAGE, ManyhandsError, UserError
 from manyhands.core.files import free_name, private_files
-from manyhands.core.resuming import in_python, resume_command
-from manyhands.core.run_folder import RunFolder
+from manyhands.core.run_folder import RunFolder, in_python, resume_command
 from manyhands.core.stops import ended_like_ctrl_c, request_stop
 from manyhands.core.terminal import say
 from manyhands.core.timeouts import MAKE_WAY_S
 from manyhands.report.read import read_run
 from manyhands.run.registry import RUNS, find_reference, headed_here, registered, remembered_reach
 
-# Seconds between two looks, and how long a job file may be missing while it is replaced.
-POLL_S, REPLACING_S = 1.0, 0.05
+POLL_S = 1.0  # between two looks
 # Options whose values may be code of the user's, in this order.
 _MAY_NAME_CODE = (
     "model.name", "data.name", "data.held_out", "train.loss", "train.optimizer", "train.schedule", "train.metrics",
@@ -103,7 +101,6 @@ def _open_folder(job: Job) -> tuple[RunFolder, FileLock | None]:
 
 
 def already_running(folder: RunFolder, *more: str) -> UserError:
-    """Returns the error for a folder whose run is active."""
     hints = (f"wait until the run ends, or stop the run: manyhands stop {shlex.quote(str(folder.path))}", *more)
     return UserError(f"a run is active in {folder.path}", "--out" if more else str(folder.path), hints)
 
@@ -153,7 +150,7 @@ class FolderWatch:
         folder = RunFolder(self._path)
         missing = self._missing(folder)
         if missing == [folder.job]:
-            time.sleep(REPLACING_S)
+            time.sleep(0.05)  # it is missing while it is replaced
             missing = self._missing(folder)
         if not {folder.job, folder.ranks} <= set(missing):
             for path in missing:
@@ -202,7 +199,7 @@ class FolderWatch:
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def _new_place(self) -> Path | None:
-        """Where the opened folder is now; None if it was deleted or emptied."""
+        """Returns where the opened folder is now; None if it was deleted or emptied."""
         on_macos: int | None = getattr(fcntl, "F_GETPATH", None)
         if on_macos is not None:
             found = Path(os.fsdecode(fcntl.fcntl(self._descriptor, on_macos, bytes(1024)).rstrip(b"\0")))
@@ -218,11 +215,7 @@ def record_of(checkpoint: Path) -> TrainedNetwork | None:
 
 
 def load_resumed(name: str, flags: Mapping[str, Any]) -> LoadedJob:
-    """Loads the job of a run that is to be resumed, with the options that the user changes.
-
-    Raises:
-        UserError: there is no such run, it is active, it can't be read, or `announce_resumed` refuses it.
-    """
+    """Loads the job of a run to resume, with changes. Raises UserError: there is no such run, or it is active."""
     folder = RunFolder(find_reference(name))
     if headed_here(folder.path):
         raise already_running(folder)
@@ -233,11 +226,7 @@ def load_resumed(name: str, flags: Mapping[str, Any]) -> LoadedJob:
 
 
 def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
-    """Announces the code files that a resumed run executes because its own job.toml names them.
-
-    Raises:
-        UserError: the folder or the code is another user's, or only a program of the user's has the trained objects.
-    """
+    """Announces code that a resumed run executes because its own job.toml names it. Raises UserError to refuse it."""
     keys = {"data": "data.name", "network": "model.name"}
     lost = [what for what in in_python(folder.path) if loaded.origins.get(keys[what]) == str(folder.job)]
     if lost:
@@ -257,11 +246,7 @@ def announce_resumed(folder: RunFolder, loaded: LoadedJob) -> None:
 
 
 def announce_reach(loaded: LoadedJob) -> None:
-    """Announces the command that reaches the machines, if a run's job.toml names it rather than the user.
-
-    Raises:
-        UserError: the file that names the command is another user's.
-    """
+    """Announces ssh and Python if a job.toml names them, not the user. Raises UserError: another user wrote it."""
     standard = ClusterOptions()
     for name in ("ssh", "python"):
         wanted, file = getattr(loaded.job.cluster, name), Path(loaded.origins.get(f"cluster.{name}", ""))

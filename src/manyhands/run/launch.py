@@ -1,13 +1,13 @@
 """Launches a job on several machines over ssh and watches them; detaches from the terminal, and takes join requests."""
 
 import os
+import re
 import shlex
 import signal
 import socket
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.checkpoint.saved import saved_step
@@ -18,45 +18,40 @@ from manyhands.cluster.agents.machines import Machines
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.cluster.agents.ssh import copied_by
+from manyhands.cluster.agents.supervise import Watch
 from manyhands.cluster.agents.worker_start import attach_notice
 from manyhands.cluster.code_files import copied_code
 from manyhands.cluster.hosts.formats import hostfile
 from manyhands.cluster.hosts.inventory import Machine
-from manyhands.cluster.messages import Lines, Message, call, encode
+from manyhands.cluster.messages import call
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.files import private_files
-from manyhands.core.resuming import resume_command
-from manyhands.core.run_folder import RunFolder
+from manyhands.core.records import REPLACED
+from manyhands.core.run_folder import RunFolder, resume_command
 from manyhands.core.stops import STOPS, handled
 from manyhands.core.terminal import show, show_json
 from manyhands.core.timeouts import COPY_S
 from manyhands.report.screen import Screen
 from manyhands.run.doctor import LISTENING, facts_wanted
 from manyhands.run.folder import run_folder
-from manyhands.run.logs import reach_of, read_places
+from manyhands.run.logs import EXECUTED, read_places
 from manyhands.run.machines import Membership
-from manyhands.run.outcome import Outcome, conclude, ends_noted, note_replaced, starts_and_stops
+from manyhands.run.outcome import Outcome, conclude, ends_noted, note, starts_and_stops
 from manyhands.run.recovery import Say, run_to_end
 from manyhands.run.registry import find_run, head_of_active, remember_reach
 from manyhands.run.start import Starts, check_machines
 from manyhands.run.train import check_names, watch_on
 
-NOT_BEGUN = "stopping before training has begun"
-# In the run folder.
-SOCKET, LOG = "head.sock", "head.log"
-# Receives how a request to join ended, and whether the machine takes part.
-Notify = Callable[[str, bool], object]
+SOCKET, LOG = "head.sock", "head.log"  # in the run folder
+# A request through the socket. The answer begins with JOINED if the machine takes part.
+_REQUEST, _JOINED = re.compile(rb"join ([^\n]+)\n"), "joined: "
 
 
 def launch(
     job: Job, machines: Sequence[Machine], *, quiet: bool = False, begun: Callable[[Path], None] = lambda _run: None
 ) -> Outcome:
-    """Trains on several machines, the first of which has rank 0; `begun` is called often, once the run trains.
-
-    Raises:
-        ManyhandsError: a machine can't be used, or the run failed; the error describes the first cause.
-    """
+    """Trains on several machines, the first of which has rank 0; `begun` is called often, once the run trains."""
     refuse_doubles(machines)
     if not job.run.script:
         check_names(job, data=False)
@@ -75,10 +70,10 @@ def launch(
                 screen.say(attach_notice(job.cluster))
             if len(machines) > 1 and not job.cluster.through_ssh:
                 screen.say(LISTENING)
-            wanted, on_stop = facts_wanted(job), lambda: screen.say(NOT_BEGUN)
+            wanted, on_stop = facts_wanted(job), lambda: screen.say("stopping before training has begun")
             with assembled(machines, job.cluster, folder.ranks, wanted, on_stop) as found, ExitStack() as stack:
                 _require_enough(job, folder, found, screen)
-                remember_reach(folder.path, reach_of(job.cluster))
+                remember_reach(folder.path, {name: str(getattr(job.cluster, name)) for name in EXECUTED})
                 membership = stack.enter_context(closing(Membership(job, found, folder, screen.say)))
                 starts = stack.enter_context(Starts(job, membership, folder, receiver, screen.say))
                 _prepare(job, membership, starts, folder, screen)
@@ -94,17 +89,15 @@ def launch(
                 def regroups() -> bool:
                     hear()
                     membership.tick()
-                    if starts.copy:
-                        starts.copy.carry()
+                    starts.copy_records()
                     return membership.regroups()
 
                 watch.on_tick, watch.regroups, watch.cut = on_tick, regroups, starts.tunnels.ended
-                watch.on_file = _RecordKeeper(receiver, screen, found.running[0].name)
+                _keep_records(watch, receiver, screen, found.running[0].name)
                 ending = run_to_end(job, folder, membership, starts.orders, watch, screen.say)
-                if starts.copy:
-                    starts.copy.finish()
-                if ending.replaced:
-                    note_replaced(folder, ending.replaced)
+                starts.finish_copy()
+                if ending.replaced:  # further records are in the other launcher's folder
+                    note(folder, REPLACED, ending.replaced, step=saved_step(folder))
         return conclude(job, folder, ending, earlier)
 
 
@@ -119,25 +112,21 @@ def _require_enough(job: Job, folder: RunFolder, machines: Machines, screen: Scr
             machine.problem = None
 
 
-class _RecordKeeper:
+def _keep_records(watch: Watch, receiver: Receiver, screen: Screen, source: str) -> None:
     """Writes the records that arrive; after a failure the run continues, and its records stay where they are made."""
 
-    def __init__(self, receiver: Receiver, screen: Screen, source: str) -> None:
-        self._receiver, self._screen, self._source, self._works = receiver, screen, source, True
-
-    def __call__(self, piece: FilePiece) -> None:
-        if not self._works:
-            return
+    def keep(piece: FilePiece) -> None:
         try:
-            self._receiver.take(piece)
+            receiver.take(piece)
         except (OSError, ValueError) as error:
-            self._works = False
+            watch.on_file = lambda _piece: None
             what = f"the records of the run can no longer be written on this machine: {error}"
-            self._screen.say(f"{what}; new records are stored on {self._source} only", "WARNING")
+            screen.say(f"{what}; new records are stored on {source} only", "WARNING")
+
+    watch.on_file = keep
 
 
 def _prepare(job: Job, membership: Membership, starts: Starts, folder: RunFolder, screen: Screen) -> None:
-    """Prepares everything that the first start needs: addresses, devices, folders, code."""
     machines = membership.machines
     # Checks come first, so that a user's mistake leaves no folders on other machines.
     addresses = check_machines(job, screen.say, machines)
@@ -151,7 +140,12 @@ def _prepare(job: Job, membership: Membership, starts: Starts, folder: RunFolder
         starts.resume_from_newest()
     _refuse_lost_checkpoints(job, folder, machines)
     if job.cluster.sync_code:
-        membership.code = _share_code(machines, screen)
+        membership.code, left_out = copied_code(Path.cwd())
+        for line in left_out:
+            screen.say(line)
+        others = [machine for machine in machines.running if not machine.agent.here]
+        # Their agents, and so their workers, change to the folder of the code.
+        machines.ask(dict.fromkeys(others, call(Agent.take_code, membership.code)), COPY_S)
 
 
 def _refuse_devices(job: Job, machines: Machines) -> None:
@@ -169,31 +163,27 @@ def _refuse_devices(job: Job, machines: Machines) -> None:
 
 
 def _refuse_another_run(job: Job, folder: RunFolder, machines: Machines) -> None:
-    """Raises UserError for a folder of this name that is in use, or has checkpoints of another run."""
     resumes = job.run.out and job.checkpoint.resume != "never"
     for machine in machines.running:
         name, answer, place = machine.name, machine.run_folder, machine.run_folder.folder
+        another = "choose another --out runs/NAME"
         if answer.taken:
-            hints = ("wait until the run ends, or stop it where it was launched", "or choose another --out runs/NAME")
+            hints = ("wait until the run ends, or stop it where it was launched", f"or {another}")
             raise UserError(f"a run is active in {name}:{place}", "--out", hints)
         if machine.agent.here or answer.shared or not answer.checkpoints:
             continue
         found = answer.run
         if found and found != run_id(folder):
             copy = copied_by(machine.spec, place, str(folder.path))
-            hints = ("choose another --out runs/NAME", f"or, to resume that run, copy it to a new folder: {copy}")
+            hints = (another, f"or, to resume that run, copy it to a new folder: {copy}")
             what = f"the folder {place} on {name} belongs to a different run than {folder.path}"
             raise UserError(what, "--out", hints)
         if not found and not resumes:
-            hints = (
-                "choose another --out runs/NAME",
-                "or resume that run: name its folder with --out, and add --resume auto",
-            )
+            hints = (another, "or resume that run: name its folder with --out, and add --resume auto")
             raise UserError(f"the folder {place} on {name} already contains a run", "--out", hints)
 
 
 def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) -> None:
-    """Raises UserError for a saved run that would restart from scratch, since the first machine has no checkpoint."""
     saved, first = saved_step(folder), machines.running[0]
     if saved is not None and job.checkpoint.resume == "auto" and not first.run_folder.checkpoints:
         had = next((f" on {place.host}" for place in read_places(folder)), "")
@@ -202,40 +192,13 @@ def _refuse_lost_checkpoints(job: Job, folder: RunFolder, machines: Machines) ->
         raise UserError(what, f"{first.name}:{first.run_folder.folder}/checkpoints", hints)
 
 
-def _share_code(machines: Machines, screen: Screen) -> dict[str, str]:
-    """Copies the code of this folder to every other machine; agents, and so their workers, change to that folder."""
-    files, left = copied_code(Path.cwd())
-    for line in left:
-        screen.say(line)
-    others = [machine for machine in machines.running if not machine.agent.here]
-    machines.ask(dict.fromkeys(others, call(Agent.take_code, files)), COPY_S)
-    return files
-
-
-@dataclass(frozen=True)
-class AskToJoin(Message):
-    """A request to add this machine, as a user writes it."""
-
-    host: str
-
-
-@dataclass(frozen=True)
-class JoinStatus(Message):
-    """The answer to it."""
-
-    text: str
-    takes_part: bool
-
-
 @contextmanager
-def join_listener(
-    folder: Path, on_request: Callable[[Machine, Notify], None], say: Say
-) -> Generator[Callable[[], None]]:
-    """Opens the socket while the block runs, and gives a function that is to be called often and never waits.
+def join_listener(folder: Path, on_request: Callable[..., None], say: Say) -> Generator[Callable[[], None]]:
+    """Accepts requests to join during the block, in the function that it gives, which is called often and never waits.
 
-    `on_request` is called with each requested machine and whom to notify; it raises ManyhandsError to refuse it.
+    `on_request` receives each machine and whom to notify; it raises ManyhandsError to refuse the machine.
     """
-    path, clients = folder / SOCKET, dict[socket.socket, Lines]()
+    path, clients = folder / SOCKET, dict[socket.socket, bytes]()  # what each has sent
     with closing(socket.socket(socket.AF_UNIX)) as listener:
         try:
             path.unlink(missing_ok=True)
@@ -252,7 +215,7 @@ def join_listener(
                 while True:
                     client = listener.accept()[0]
                     client.setblocking(False)
-                    clients[client] = Lines()
+                    clients[client] = b""
             for client in list(clients):
                 with suppress(BlockingIOError):
                     _read(client, clients, on_request)
@@ -266,15 +229,10 @@ def join_listener(
                 client.close()
 
 
-def _read(client: socket.socket, clients: dict[socket.socket, Lines], on_request: Callable[..., None]) -> None:
-    """Reads a client's request and forwards it."""
-
+def _read(client: socket.socket, clients: dict[socket.socket, bytes], on_request: Callable[..., None]) -> None:
     def notify(text: str, takes_part: bool) -> None:
         with suppress(OSError):  # the client may have gone
-            client.sendall(encode(JoinStatus(text, takes_part)))
-        disconnect()
-
-    def disconnect() -> None:
+            client.sendall((_JOINED * takes_part + text).encode(errors="replace"))
         clients.pop(client, None)
         client.close()
 
@@ -282,14 +240,14 @@ def _read(client: socket.socket, clients: dict[socket.socket, Lines], on_request
         received = client.recv(1 << 16)
     except ConnectionError:
         received = b""
-    lines = clients[client]
-    requests = [message for _, message in lines.take(received) if isinstance(message, AskToJoin)]
-    if not requests:
-        if not received or lines.too_long:
-            disconnect()
+    request = _REQUEST.fullmatch(sent := clients[client] + received)
+    clients[client] = b"" if request else sent
+    if not request:
+        if not received or len(sent) > 1 << 16:
+            notify("", False)
         return
     try:
-        (machine,) = hostfile.read_list(requests[0].host, "--host").machines
+        (machine,) = hostfile.read_list(os.fsdecode(request[1]), "--host").machines
         on_request(machine, notify)
     except ManyhandsError as error:
         notify("; ".join([error.message, *error.hints]), False)
@@ -311,12 +269,7 @@ def _short(path: Path) -> Generator[str]:
 
 
 def join_here(run: str, host: str) -> str:
-    """Asks the launcher of a run, on this machine, to add another machine, and waits until that has joined.
-
-    Raises:
-        UserError: there is no such run, or it can't add machines.
-        RunError: the machine can't join; the error has the reason.
-    """
+    """Asks the launcher of a run, here, to add a machine, and waits for it. Raises ManyhandsError: it can't join."""
     found = find_run(run, active=True)
     folder = found.path
     if not (folder / SOCKET).exists() and not (head := head_of_active(found)).here:
@@ -329,15 +282,12 @@ def join_here(run: str, host: str) -> str:
         except OSError:
             hints = ("name an active run that was started by manyhands launch",)
             raise UserError("the launcher of the run does not answer", str(folder), hints) from None
-        head.sendall(encode(AskToJoin(host)))
-        lines = Lines()
-        while received := head.recv(1 << 16):
-            for _, message in lines.take(received):
-                if isinstance(message, JoinStatus):
-                    if message.takes_part:
-                        return message.text
-                    raise RunError(message.text, host)
-    raise RunError(f"the run ended before {host} joined", str(folder))
+        head.sendall(b"join " + os.fsencode(host) + b"\n")
+        with head.makefile(encoding="utf-8") as answer:
+            text = answer.read()
+    if text.startswith(_JOINED):
+        return text.removeprefix(_JOINED)
+    raise RunError(text, host) if text else RunError(f"the run ended before {host} joined", str(folder))
 
 
 class Background:
@@ -358,7 +308,7 @@ class Background:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
 
     def leave(self, run: Path) -> None:
-        """Leaves the terminal and writes further messages into the run folder; a second call changes nothing."""
+        """Leaves the terminal: further messages go into the run folder."""
         if self._left:
             return
         self._left = True

@@ -3,7 +3,7 @@
 import shlex
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import open_file, parse_json, read_bytes
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.scratch import scratch
+from manyhands.core.terminal import say, show
 from manyhands.core.timeouts import READ_LOG_S
 from manyhands.run.registry import head_of, is_running, remembered_reach
 
@@ -44,11 +45,9 @@ class LogPlace(BaseModel):
 
     @property
     def machine(self) -> Machine:
-        """The machine to reach over ssh."""
         return Machine(self.host, port=self.port)
 
     def has(self, rank: int) -> bool:
-        """True for a rank of this machine."""
         return self.ranks[0] <= rank < sum(self.ranks)
 
 
@@ -82,25 +81,11 @@ class Log:
             raise UserError(what, self.path, ("remove the file",)) from error
 
 
-def show_logs(
-    folder: RunFolder,
-    rank: int | None,
-    *,
-    last: int,
-    follow: bool,
-    show: Callable[[str], None],
-    say: Callable[[str], None],
-    settings: Mapping[str, Any] | None = None,
-) -> None:
+def show_logs(folder: RunFolder, rank: int | None, *, last: int, follow: bool, settings: Mapping[str, Any]) -> None:
     """Shows the output of one rank, or of all with the rank before each line; other machines' over ssh.
 
-    `last` is the number of last lines of each, 0 for all. With `follow` the output is shown until the run ends. `show`
-    receives the lines, `say` notes about logs that can't be shown. `settings` are options of the cluster, by dotted
-    key, that the user gives now.
-
-    Raises:
-        UserError: there is no such rank.
-        RunError: the machine that has its file can't be reached.
+    Shows only the `last` lines of each, all for 0; with `follow` until the run ends. `settings` are the user's options
+    of the cluster. Raises UserError: there is no such rank. Raises RunError: its machine can't be reached.
     """
     places, known = read_places(folder), _local_logs(folder)
     if rank is not None and known and rank not in known and not any(place.has(rank) for place in places):
@@ -111,7 +96,7 @@ def show_logs(
     with ExitStack() as stack:
         logs = dict[int, Log]()
         if remote:
-            logs = stack.enter_context(_remote_logs(remote, rank, _ssh_options(folder, settings or {}, say), say))
+            logs = stack.enter_context(_remote_logs(remote, rank, _ssh_options(folder, settings)))
         over = False
         while not over:
             # Checked before the files are read, so that nothing written before the end is missed.
@@ -131,10 +116,8 @@ def show_logs(
 
 
 @contextmanager
-def _remote_logs(
-    places: Sequence[LogPlace], rank: int | None, options: ClusterOptions, say: Callable[[str], None]
-) -> Iterator[dict[int, Log]]:
-    """Connects to the machines that have the wanted logs, and gives those that can be read, by rank."""
+def _remote_logs(places: Sequence[LogPlace], rank: int | None, options: ClusterOptions) -> Iterator[dict[int, Log]]:
+    """Connects to machines, and gives those of the logs that can be read, by rank."""
     machines, wanted = [place.machine for place in places], FactsWanted(only=("name",))
     with scratch("logs") as private, assembled(machines, options, private, wanted) as agents:
         if rank is not None:
@@ -151,25 +134,17 @@ def _remote_logs(
 
 
 # Options of the cluster that are executed, here or on the machines that a run folder names.
-_EXECUTED = ("ssh", "python", "workdir")
+EXECUTED = ("ssh", "python", "workdir")
 
 
-def reach_of(options: ClusterOptions) -> dict[str, str]:
-    """Returns the options that reach the machines, for `remember_reach`."""
-    return {name: str(getattr(options, name)) for name in _EXECUTED}
-
-
-def _ssh_options(folder: RunFolder, settings: Mapping[str, Any], say: Callable[[str], None]) -> ClusterOptions:
-    """Returns how to reach the machines of a run: by the user's flags, or as the user's own launch did.
-
-    The folder's job.toml may be another user's; its commands are printed, but never executed.
-    """
+def _ssh_options(folder: RunFolder, settings: Mapping[str, Any]) -> ClusterOptions:
+    """Returns how to reach a run's machines; the job.toml, maybe another user's, is printed, but never executed."""
     own = load_job(settings).job.cluster
     given = {key.removeprefix("cluster.") for key in settings}
     remembered = remembered_reach(folder.path) or {}
-    own = own.model_copy(update={name: remembered[name] for name in _EXECUTED if name in remembered.keys() - given})
+    own = own.model_copy(update={name: remembered[name] for name in EXECUTED if name in remembered.keys() - given})
     written = written_values(folder.job)
-    for name in _EXECUTED:
+    for name in EXECUTED:
         wanted = written.get(f"cluster.{name}", getattr(own, name))
         if name not in given and wanted != getattr(own, name):
             words = shlex.quote(f"cluster.{name}={wanted}")
@@ -178,16 +153,11 @@ def _ssh_options(folder: RunFolder, settings: Mapping[str, Any], say: Callable[[
 
 
 def _local_logs(folder: RunFolder) -> dict[int, Log]:
-    """Returns the files on this machine, by rank."""
     return {int(path.stem): Log(str(path)) for path in folder.ranks.glob("*.log") if path.stem.isdecimal()}
 
 
 def read_places(folder: RunFolder) -> list[LogPlace]:
-    """Reads where the machines of the run keep their files; empty if all are in the run folder.
-
-    Raises:
-        UserError: machines.json is damaged.
-    """
+    """Reads where a run's machines keep their files; empty if all are here. Raises UserError: it is damaged."""
     path = folder.machines
     try:
         return TypeAdapter(list[LogPlace]).validate_python(parse_json(read_bytes(path)))

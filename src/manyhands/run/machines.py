@@ -37,10 +37,7 @@ from manyhands.core.timeouts import CONTACT_S, RETRY_LEAST_S, RETRY_MOST_S, SILE
 from manyhands.run.doctor import facts_wanted, known_of
 from manyhands.run.recovery import RestartHooks, Say, failed_rank, from_outside, what_failed, worth_a_start
 
-# The pause between two contacts is this part of the time that a machine has been lost.
-PAUSE = 0.02
-# The agent of a machine that was cut off may still have its processes.
-BUSY = "is still ending its earlier processes"
+BUSY = "is still ending its earlier processes"  # the agent of a machine that was cut off may still have its processes
 REPLACED = "another launcher has taken over the run"
 
 
@@ -49,61 +46,42 @@ class RefusedError(ManyhandsError):
 
 
 class Membership(RestartHooks):
-    """The machines of a launched run. No method waits.
-
-    Attributes:
-        machines: all machines, with their states.
-        code: files that a machine that joins is given.
-        term: of this launcher; 0 if the run isn't detached.
-        replaced_on: a machine that obeys another launcher.
-    """
+    """The machines of a launched run. No method waits."""
 
     def __init__(self, job: Job, machines: Machines, folder: RunFolder, say: Say) -> None:
-        self.machines, self.code = machines, dict[str, str]()
-        self.term, self.replaced_on = term_in(folder.ranks).head if job.cluster.detach else 0, ""
-        self._job, self._folder, self._say = job, folder, say
+        self.machines, self._job, self._folder, self._say = machines, job, folder, say
+        self.code = dict[str, str]()  # files that a machine that joins is given
+        self.term = term_in(folder.ranks).head if job.cluster.detach else 0  # of this launcher
+        self.replaced_on = ""  # a machine that obeys another launcher
         self._measured = 0  # bytes of metrics before the current start
         self._refused = dict[str, RunMachine]()
 
     @property
     def connected(self) -> list[RunMachine]:
-        """The machines that take part and are not lost."""
         return [machine for machine in self.machines.running if not machine.agent.closed]
 
     @property
     def room(self) -> int:
-        """The number of machines that may still join."""
         return max(0, self._job.cluster.machines_wanted.stop - 1 - len(self.connected))
 
     @property
     def joined(self) -> list[RunMachine]:
-        """The machines that joined with the current start."""
         return [machine for machine in self.machines.running if machine.joined]
 
     @property
     def ready(self) -> list[RunMachine]:
-        """The machines that can join now."""
         found = [machine for machine in self.machines.all if machine.state is MachineState.READY]
         return [machine for machine in found if time.monotonic() >= machine.until]
 
     @property
-    def joinable(self) -> list[RunMachine]:
-        """The ready machines; none while another contact makes progress, so that one restart serves both."""
-        soon = any(machine.state is MachineState.CONTACTING and machine.facts for machine in self.machines.all)
-        return [] if soon else self.ready
-
-    @property
     def trained(self) -> bool:
-        """Whether the current start has made an update."""
         return _size(self._folder.metrics) > self._measured
 
     @property
     def added(self) -> list[Machine]:
-        """The machines that have joined on request of the user."""
         return [machine.spec for machine in self.machines.all if machine.added]
 
     def too_few(self) -> str:
-        """Returns why the run can't continue on the remaining machines, or an empty string."""
         left, least = len(self.connected), self._job.cluster.machines_wanted.start
         if self.replaced_on:
             return f"{REPLACED} on {self.replaced_on}"
@@ -112,19 +90,17 @@ class Membership(RestartHooks):
         return f"--elastic {self._job.cluster.elastic} requires at least {least} machines, but the run has only {left}"
 
     def on_trial(self) -> list[str]:
-        """Returns the machines that joined with the current start, until it has made an update."""
         return [] if self.trained else [machine.name for machine in self.joined]
 
     def can_join(self) -> list[str]:
-        """Returns the machines that join with the next start."""
-        return [machine.name for machine in self.joinable][: self.room]
+        # None while another contact makes progress, so that one restart serves both.
+        soon = any(machine.state is MachineState.CONTACTING and machine.facts for machine in self.machines.all)
+        return [] if soon else [machine.name for machine in self.ready][: self.room]
 
     def regroups(self) -> bool:
         """Whether to restart now, because a machine can join or another launcher has taken over the run."""
         joins = not self._job.run.script and self.can_join() and self.trained and worth_a_start(self._folder)
         return bool(joins or self.replaced_on)
-
-    # Changes.
 
     def record_start(self, number: int) -> None:
         """Records that a start begins with the members, in their present order and with their opened folders."""
@@ -139,11 +115,7 @@ class Membership(RestartHooks):
                 machine.notify = lambda _text, _takes_part: None
 
     def add(self, spec: Machine, notify: Callable[[str, bool], object]) -> None:
-        """Adds a machine that the user requests; it joins as soon as it can.
-
-        Raises:
-            UserError: it is part of the run already, or no more machines are allowed.
-        """
+        """Adds a machine that the user requests. Raises UserError: it is part of the run, or there is no room."""
         name, wanted = spec.name, f"--elastic {self._job.cluster.elastic}"
         if name in {machine.name for machine in self.machines.running}:
             raise UserError(f"{name} is already part of the run")
@@ -160,10 +132,9 @@ class Membership(RestartHooks):
         self.machines.all.append(machine)
 
     def note_ending(self, ending: Ending) -> None:
-        """Refuses machines with which the start failed; else counts the failure of each that was lost or has failed.
+        """Refuses machines with which the start failed; else counts a failure of each that was lost or has failed.
 
-        A lost machine is contacted again later the more often it has failed; one that failed is excluded, unless it
-        is needed.
+        A failed one is excluded for a time that grows, unless it is needed; a lost one is not contacted for that time.
         """
         if self.on_trial() and not ending.regrouped and not from_outside(first_cause(ending)):
             for machine in self.joined:
@@ -193,7 +164,6 @@ class Membership(RestartHooks):
         return joining
 
     def refuse(self, machine: RunMachine, error: ManyhandsError) -> None:
-        """Removes a machine permanently, and prints the reason."""
         self.machines.all.remove(machine)
         machine.lose()
         machine.added = machine.requested = False
@@ -204,12 +174,9 @@ class Membership(RestartHooks):
         machine.notify(text, False)
 
     def close(self) -> None:
-        """Ends the contacts with machines that don't take part."""
         for machine in self.machines.waiting:
             machine.disconnect()
             machine.notify(f"the run ended before {machine.name} joined", False)
-
-    # Contacts.
 
     def tick(self) -> None:
         """Continues the contact with each machine that doesn't take part, without waiting."""
@@ -226,14 +193,14 @@ class Membership(RestartHooks):
                 self.refuse(machine, error)
 
     def _open(self, machine: RunMachine) -> None:
-        """Starts the agent of a lost machine when its pause is over."""
         now = time.monotonic()
         if now < machine.until:
             return
         machine.link = open_agent(machine.spec, self._job.cluster, self._folder.ranks)
         machine.state, machine.until = MachineState.CONTACTING, now + CONTACT_S
         machine.contact = self._contact(machine, machine.link)
-        machine.asked = _post(machine.link, next(machine.contact))
+        request = next(machine.contact)
+        machine.asked = machine.link.post(request), request
 
     def _receive(self, machine: RunMachine) -> None:
         """Takes the next answer of a machine that is contacted, and sends the next request."""
@@ -247,13 +214,13 @@ class Membership(RestartHooks):
         if isinstance(answers[0], RunError):
             raise answers[0]
         try:
-            machine.asked = _post(machine.agent, machine.contact.send(answers[0]))
+            request = machine.contact.send(answers[0])
+            machine.asked = machine.agent.post(request), request
         except StopIteration:
             machine.contact = machine.asked = None
             machine.state, machine.until = MachineState.READY, 0.0
 
     def _check(self, machine: RunMachine) -> None:
-        """Raises TimeoutError if a ready machine is lost again."""
         link = machine.agent
         link.read()
         if link.closed or (not link.here and time.monotonic() - link.last_received > SILENT_S):
@@ -280,13 +247,12 @@ class Membership(RestartHooks):
         slots = machine.spec.slots
         found = yield call(Agent.prepare, slots, self._job.cluster.threads, self._job.cluster.device)
         if slots > found.count and found.device not in {"cpu", "mps"}:
-            raise RefusedError(
-                f"{slots} processes are requested, but the machine has {found.count} {found.device} devices"
-            )
+            what = f"{slots} processes are requested, but the machine has {found.count} {found.device} devices"
+            raise RefusedError(what)
         machine.device, machine.processes = found.device, slots or found.count
 
     def _judge(self, machine: RunMachine, facts: Facts) -> None:
-        """Raises RefusedError if its facts and those of the members show that training with it would fail."""
+        """Raises RefusedError if training with it would fail, as its facts and those of the members show."""
         everyone = [*self.connected, machine]
         known = {one.name: one.facts for one in self.connected} | {machine.name: facts}
         found = examine(known_of(self._job, [one.spec for one in everyone], known))
@@ -303,7 +269,7 @@ class Membership(RestartHooks):
         excluded_until = machine.until if machine.state is MachineState.READY else 0.0
         machine.disconnect()
         now = time.monotonic()
-        pause_s = min(max(RETRY_LEAST_S, PAUSE * (now - machine.since)), RETRY_MOST_S)
+        pause_s = min(max(RETRY_LEAST_S, 0.02 * (now - machine.since)), RETRY_MOST_S)
         machine.state, machine.until = MachineState.LOST, max(excluded_until, now + pause_s)
 
 
@@ -311,10 +277,6 @@ def folder_on(machine: RunMachine, folder: RunFolder) -> str:
     """Returns the path of the run folder on a machine: as opened there, or as seen from the work folder."""
     path = folder.path.absolute()
     return machine.folder or str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _post(link: AgentConnection, request: Request[Any]) -> tuple[int, Request[Any]]:
-    return link.post(request), request
 
 
 def _size(path: Path) -> int:

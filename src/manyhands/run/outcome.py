@@ -19,8 +19,7 @@ from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError, RunError, shortened
 from manyhands.core.records import MACHINE_LOST, REPLACED, Event, Failure, Running, append, read_lines, write_json
-from manyhands.core.resuming import names_resume, resume_command
-from manyhands.core.run_folder import RunFolder
+from manyhands.core.run_folder import RunFolder, names_resume, resume_command
 from manyhands.core.terminal import plain, say
 from manyhands.report import summary
 from manyhands.report.read import RunData, read_run
@@ -43,19 +42,14 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """For the shell."""
         return EXIT_SAVED if self.status == "stopped" else 0
 
     def read(self) -> RunData:
-        """Reads the records of the run."""
         return read_run(self.folder.path)
 
 
 def conclude(job: Job, folder: RunFolder, ending: Ending, earlier: int = 0) -> Outcome:
-    """Records how a run ended, writes the report, and returns the outcome or raises the first cause.
-
-    `earlier` is the number of events of `starts_and_stops` before this command.
-    """
+    """Records how a run ended, after `earlier` starts and stops, and writes the report; raises the first cause."""
     if job.run.script and ending.interrupted:
         note(folder, "stopped")
         hints = (f"for its output: manyhands logs {shlex.quote(str(folder.path))}",)
@@ -99,7 +93,6 @@ def _record_failure(job: Job, folder: RunFolder, ending: Ending) -> ManyhandsErr
 
 
 def failure_of(folder: RunFolder, ending: Ending) -> ManyhandsError:
-    """Returns the first cause as an error for the user."""
     if ending.refused:
         return ending.refused
     what, where = f"the agent that watches the processes failed: {ending.broken}", str(folder.ranks / "agent.log")
@@ -149,7 +142,6 @@ def interrupted(folder: RunFolder, hung: str = "", *, idle: bool = False) -> Man
 
 
 def starts_and_stops(folder: RunFolder) -> list[dict[str, Any]]:
-    """Returns the events that record starts and stops of the processes."""
     kinds = {"started", "stopping", "stopped"}
     return [line for line in read_lines(folder.events) if line.get("kind") in kinds]
 
@@ -165,13 +157,7 @@ def _stop_saved(folder: RunFolder, earlier: int) -> bool:
     return True
 
 
-def note_replaced(folder: RunFolder, message: str) -> None:
-    """Records that another launcher has taken the run over; its further records are in that launcher's folder."""
-    note(folder, REPLACED, message, step=saved_step(folder))
-
-
 def note_cause(folder: RunFolder, cause: Failure) -> None:
-    """Records a first cause, in full if the failed process could not write its own record."""
     about = {"time": cause.time, "rank": cause.rank, "step": cause.step, "data": {"host": cause.host}}
     note(folder, "failed", cause.what, **about)
     with suppress(OSError):
@@ -191,11 +177,7 @@ def note_head(job: Job, folder: RunFolder, error: Exception) -> None:
 
 @contextmanager
 def ends_noted(job: Job, folder: RunFolder) -> Generator[None]:
-    """Records a failure or a stop that ends the block while no process trains.
-
-    Raises:
-        ManyhandsError: the user stopped it.
-    """
+    """Records a failure or a stop that ends the block while no process trains. Raises ManyhandsError for a stop."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -239,11 +221,7 @@ class Why:
 
 
 def why(word: str) -> Why:
-    """Explains the run that a word names.
-
-    Raises:
-        UserError: there is none, or its records can't be read.
-    """
+    """Explains the run that a word names. Raises UserError: there is none, or its records can't be read."""
     run = read_run(find_reference(word))
     return explained(run, head_of(run.folder.path))
 
@@ -252,7 +230,7 @@ def explained(run: RunData, head: Running | None = None) -> Why:
     """Explains a run from its records; `head` is its launcher, if one is active."""
     state, folder, done = _state(run, head), str(run.folder.path), _done(run)
     after = f"after {duration(summary.seconds(run))} of work, {_place(run)}"
-    now = f"{_place(run)}{_last_record(run)}"
+    now, cause, on, do = f"{_place(run)}{_last_record(run)}", "", "", list[str]()
     match state:
         case "running" if head:
             where = "" if head.here else f" on {head.host}, unless that machine is down"
@@ -260,26 +238,24 @@ def explained(run: RunData, head: Running | None = None) -> Why:
             headline = f"{folder} is active{where}, {now}"
             ranks = [(place.host, place.ranks[0], sum(place.ranks) - 1) for place in read_places(run.folder)]
             on = ", ".join(f"{host} (rank{f's {one} to' if one < last else ''} {last})" for host, one, last in ranks)
-            return Why(folder, state, headline, machines=plain(on), done=done, do=do)
         case "running":
             headline = f"{folder} is active, {now}; the launcher is on another machine, or lost"
             do = [f"to save and stop, run on the launching machine: manyhands stop {folder}"]
             if term_in(run.folder.ranks) != Term():  # it is detached
                 take_over = f"to take over from a lost launcher: {resume_command(run.folder.path)}"
                 do = [take_over, f"to save and stop: manyhands stop {folder}"]
-            return Why(folder, state, headline, done=done, do=do)
         case "finished":
-            return Why(folder, state, f"{folder} finished {after}", done=done)
-        case "stopped" | "interrupted":
-            return _stopped(run, state, after, done)
+            headline = f"{folder} finished {after}"
         case "killed":
             all_killed = "all processes were killed from outside, or the machine of the launcher went down"
             look = "look for out-of-memory kills with dmesg | tail, and for a shutdown of the machine with last -x"
-            headline = f"{folder} ended without a record {after}{_last_record(run)}"
+            headline, do = f"{folder} ended without a record {after}{_last_record(run)}", [look, _resume_hint(run)]
             cause = f"no process recorded a reason: {all_killed}"
-            return Why(folder, state, headline, cause, done=done, do=[look, _resume_hint(run)])
+        case "stopped" | "interrupted":
+            return _stopped(run, state, after, done)
         case _:
             return _failed(run, f"{folder} failed {after}", done, [_resume_hint(run)])
+    return Why(folder, state, headline, cause, done=done, do=do, machines=plain(on))
 
 
 def _stopped(run: RunData, state: str, after: str, done: list[str]) -> Why:
@@ -348,7 +324,6 @@ def _first(run: RunData, event: Event | None) -> Failure:
 
 
 def _others(run: RunData, first: Failure) -> str:
-    """Describes what happened to the other processes."""
     rest = [one for one in run.failures if one is not first and one.rank != first.rank]
     headline = "; ".join(
         f"{_who(one)} {'ended after another rank failed' if one.consequence else 'failed too: ' + shortened(one.what)}"
@@ -362,7 +337,6 @@ def _others(run: RunData, first: Failure) -> str:
 
 
 def _done(run: RunData) -> list[str]:
-    """Describes restarts, skipped updates, replaced pictures, and slow or stalled ranks."""
     found: list[str] = []
     starts = [event for event in run.events if event.kind in {"restarted", "regrouped"}]
     for event in starts[-_SHOWN:]:

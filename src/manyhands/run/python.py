@@ -18,8 +18,7 @@ from manyhands.config.load import ONE_WORD, is_switch, known_keys, load_on, mean
 from manyhands.config.named_code import announce
 from manyhands.core.errors import EXIT_SAVED, ManyhandsError, UserError
 from manyhands.core.records import EvaluationDetail, EvaluationMetrics
-from manyhands.core.resuming import OBJECTS
-from manyhands.core.run_folder import NOWHERE
+from manyhands.core.run_folder import NOWHERE, OBJECTS
 from manyhands.core.stops import RECEIVED
 from manyhands.core.world import ProcessInfo
 from manyhands.report.changes import refuse_changes
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
     from manyhands.train.session import Session
     from manyhands.train.trained import Trained
 
-# What every function takes as `job`.
-JobLike = Job | str | Path | None
+JobLike = Job | str | Path | None  # what every function takes as `job`
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ _OPTIONS = {"n": "processes", "sync": "sync.method", "parallel": "parallel.mode"
 
 
 def _as_arguments(line: str, bare: str = "=…") -> str:
-    """A hint with the arguments of its flags, `bare` behind those without a value; command lines stay unchanged."""
+    """Returns a hint with arguments for flags, `bare` behind those without a value; command lines stay unchanged."""
 
     def argument(flag: re.Match[str]) -> str:
         key = (flag["key"] or flag["name"].removeprefix("-").replace("-", "_")).removeprefix("train.")
@@ -193,8 +191,7 @@ def fit(  # noqa: PLR0913 - all but three are named
     if train_set is not None:
         named["data.name"] = str(train_set) if isinstance(train_set, str | Path) else OBJECTS
     functions = {"optimizer": optimizer, "loss": loss, "schedule": schedule}
-    for name, value in functions.items():
-        named[f"train.{name}"] = value if value is None or isinstance(value, str) else OBJECT
+    named |= {f"train.{key}": one if one is None or isinstance(one, str) else OBJECT for key, one in functions.items()}
     loaded = load_on(job, {**_flags(settings, "fit"), **named})
     if at_epoch_end is not None and not callable(at_epoch_end):
         raise UserError("at_epoch_end is not a function", "fit", ("such as at_epoch_end=lambda end: print(end.epoch)",))
@@ -259,9 +256,8 @@ def _options_of(model: Any) -> dict[str, Any]:
         return {"model.name": model}
     if isinstance(model, type) or not hasattr(model, "named_parameters"):
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise UserError(
-            f"model is {kind}, not a network", "model", ("pass a torch.nn.Module, such as nn.Linear(64, 10)",)
-        )
+        hints = ("pass a torch.nn.Module, such as nn.Linear(64, 10)",)
+        raise UserError(f"model is {kind}, not a network", "model", hints)
     # A float64 network receives its inputs unchanged, as in a session; one of several types keeps its types.
     double = {str(one.dtype) for one in model.parameters()} == {"torch.float64"}
     return {"model.name": type(model).__name__, **({"train.precision": "fp64"} if double else {})}
@@ -300,7 +296,6 @@ def _existing_group(job: Job) -> ProcessInfo | None:
 
 
 def _process_info(job: Job) -> ProcessInfo:
-    """Rank and size of this process in the script's group, or as a launcher gave them, or alone."""
     launched = _existing_group(job) or place_of(job).process_info
     return launched or ProcessInfo(device=job.cluster.device, backend=job.cluster.backend)
 

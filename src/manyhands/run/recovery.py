@@ -20,21 +20,20 @@ from manyhands.report.follow import end_of
 from manyhands.report.read import parse_metrics
 from manyhands.run.outcome import note
 
-# The same error at the same line so often within ALIKE_S would occur again after every restart.
-MOST_ALIKE = 3
-# Starts in a row after which nothing new was saved.
-MOST_IN_VAIN = 3
-# Updates over which the duration of an update is measured.
-_RECENT = 20
-# Prints a sentence, with its log level.
-Say = Callable[[str, str], object]
+MOST_ALIKE = 3  # the same error at the same line so often within ALIKE_S would occur again after every restart
+MOST_IN_VAIN = 3  # starts in a row after which nothing new was saved
+Say = Callable[[str, str], object]  # prints a sentence, with its log level
+
+
+# Prepares the start with this number, which may drop or add machines.
+Prepare = Callable[[Job, int], Mapping[AgentConnection, Orders]]
 
 
 class RestartHooks:
     """Decisions about restarts that depend on the machines; these are the ones for a single machine."""
 
     def too_few(self) -> str:
-        """Returns why the run can't continue on the remaining machines, or an empty string."""
+        """Returns why the run can't continue on the remaining machines."""
         return ""
 
     def on_trial(self) -> list[str]:
@@ -49,18 +48,8 @@ class RestartHooks:
         """Notes which machines were lost or have failed, before the next start."""
 
 
-def run_to_end(
-    job: Job,
-    folder: RunFolder,
-    machines: RestartHooks,
-    orders: Callable[[Job, int], Mapping[AgentConnection, Orders]],
-    watch: Watch,
-    say: Say,
-) -> Ending:
-    """Starts the processes of a run, and again after each fault that a restart may fix; returns how the last one ended.
-
-    `orders` prepares the start with this number, which may drop or add machines, and returns the machines' orders.
-    """
+def run_to_end(job: Job, folder: RunFolder, machines: RestartHooks, orders: Prepare, watch: Watch, say: Say) -> Ending:
+    """Starts the processes of a run, and again after each fault that a restart may fix; returns the last ending."""
     policy, number, first_step = RestartPolicy(job, folder, say), 0, saved_step(folder)
     while True:
         ending = supervise_once(orders(job, number), watch)
@@ -167,7 +156,6 @@ def failed_rank(ending: Ending) -> int | None:
 
 
 def what_failed(ending: Ending) -> str:
-    """Returns in a sentence why a start failed."""
     cause = first_cause(ending)
     return cause.what if cause else ending.refused.message if ending.refused else ending.broken
 
@@ -175,7 +163,7 @@ def what_failed(ending: Ending) -> str:
 def worth_a_start(folder: RunFolder) -> bool:
     """Returns True if the remaining training, without the current update, takes longer than a restart."""
     found = [parse_metrics(line, folder) for line in end_of(folder.metrics)]
-    steps = [one for one in found if isinstance(one, StepMetrics)][-_RECENT:]
+    steps = [one for one in found if isinstance(one, StepMetrics)][-20:]
     if not steps:
         return False
     first, last = steps[0], steps[-1]
@@ -184,7 +172,7 @@ def worth_a_start(folder: RunFolder) -> bool:
 
 
 def _raised_at(cause: Failure) -> str:
-    """Returns the exception type and the last line of its traceback, without the message, which may have numbers."""
+    """Returns the exception type and the last line of the traceback, without the message, which may have numbers."""
     lines = [line.strip() for line in cause.traceback.splitlines() if line.lstrip().startswith("File ")]
     return f"{cause.error} {lines[-1] if lines else cause.where}"
 
@@ -197,8 +185,7 @@ def resumed(job: Job) -> Job:
 def _note(folder: RunFolder, restart: Restart, number: int, message: str, step: int | None) -> None:
     """Records a restart, and moves the failed processes' records aside for those of the next start."""
     cause = restart.cause
-    rank, at = (cause.rank, cause.time) if cause else (0, time.time())
-    host = cause.host if cause else ""
+    rank, at, host = (cause.rank, cause.time, cause.host) if cause else (0, time.time(), "")
     note(folder, restart.kind, message, time=at, rank=rank, step=step, data={"host": host})
     with suppress(OSError):
         kept = folder.failures / f"start-{number}"

@@ -1,7 +1,4 @@
-"""This user's runs: the list of active ones, how their machines are reached, lookup by names, and requests to stop.
-
-The list and the ssh settings are in the user's state folder.
-"""
+"""This user's runs: the list of active ones, how their machines are reached, lookup by names, and requests to stop."""
 
 import hashlib
 import os
@@ -23,21 +20,14 @@ from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.files import read_object
 from manyhands.core.records import Event, Record, Running, write_json
-from manyhands.core.resuming import resume_command
-from manyhands.core.run_folder import RunFolder
+from manyhands.core.run_folder import RunFolder, resume_command
 from manyhands.core.terminal import say
 from manyhands.core.timeouts import KILL_RUN_S
 from manyhands.report.follow import look
 from manyhands.report.read import RunData, newest_runs, no_run, parse, read_run
 
 RUNS = Path("runs")
-# Setting the clock moves the start times of all processes a little.
-_SAME_START_S = 2.0
 _POLL_S = 0.1
-# Two signals at once may arrive as one.
-_BETWEEN_SIGNALS_S = 0.5
-# A stop that takes longer is explained.
-_EXPLAIN_S = 2.0
 R = TypeVar("R", bound=Record)
 
 
@@ -56,7 +46,7 @@ def _load(kind: type[R], path: Path) -> R | None:
 
 
 def _write(path: Path, record: Record, purpose: str) -> None:
-    """Writes a record that only this user can read; prints a message if that fails."""
+    """Writes a record that only this user can read, or prints why that failed."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.parent.chmod(0o700)
@@ -72,7 +62,6 @@ def registry_folder() -> Path:
 
 @contextmanager
 def registered(run: Path, hosts: Iterable[str] = ()) -> Generator[None]:
-    """Lists this process as the head of a run until the end of the block."""
     me, host = psutil.Process(), platform.node()
     record = Running(
         time=time.time(), pid=me.pid, created=me.create_time(), host=host, run=str(run.resolve()),
@@ -102,7 +91,7 @@ def remember_reach(run: Path, options: dict[str, str]) -> None:
 
 
 def remembered_reach(run: Path) -> dict[str, str] | None:
-    """Returns the options that `remember_reach` saved; None if this user hasn't launched the run from here."""
+    """Returns what `remember_reach` saved; None if this user hasn't launched the run from here."""
     found = _load(Reach, _reach_path(run))
     return found.options if found else None
 
@@ -152,7 +141,6 @@ def head_of(run: Path) -> Running | None:
 
 
 def headed_here(run: Path) -> bool:
-    """Returns True if a process of this machine is the head of a run."""
     head = head_of(run)
     return bool(head and head.here)
 
@@ -163,16 +151,15 @@ def is_running(record: Running) -> bool:
 
 
 def is_alive(record: Running) -> bool:
-    """Returns True if the process that wrote the record still has its process id."""
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # denied: the id was reused by another user's process
         process = psutil.Process(record.pid)
-        same = abs(process.create_time() - record.created) < _SAME_START_S or process.cmdline() == record.command
+        # Setting the clock moves the start times of all processes a little.
+        same = abs(process.create_time() - record.created) < 2.0 or process.cmdline() == record.command
         return same and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def signal_head(record: Running, number: int) -> None:
-    """Sends a signal to the head, unless it has ended."""
     if is_alive(record):
         with suppress(ProcessLookupError):
             os.kill(record.pid, number)
@@ -183,13 +170,10 @@ def _path(record: Running) -> Path:
 
 
 def find_run(word: str, *, parts: bool = True, active: bool = False) -> RunFolder:
-    """Returns the run named by a folder, its name, a part of the name, or "last".
+    """Returns the run named by a folder, its name, a part of the name, or "last". Raises UserError: none, or several.
 
     Without `parts` the beginning of the name is required, where the word may be a data set's. With `active`, active
     runs are preferred to ended ones.
-
-    Raises:
-        UserError: there is none, or there are several.
     """
     working = {Path(record.run): None for records in _listed() for record in records}
     for folder in (RunFolder(Path(word).expanduser()), RunFolder(RUNS / word)):
@@ -223,7 +207,6 @@ def named_by(word: str, names: Iterable[str], *, parts: bool = True) -> list[str
 
 
 def read_named(word: str) -> RunData | None:
-    """Reads the run of this name; None if there is none. Raises UserError: it can't be read."""
     try:
         folder = find_run(word, parts=False)
     except UserError:
@@ -246,20 +229,14 @@ def find_start(word: str | None) -> str | None:
 
 
 def head_of_active(folder: RunFolder) -> Running:
-    """Returns the launcher process of a run.
-
-    Raises:
-        UserError: there is none; the error says whether processes train without it.
-    """
+    """Returns the launcher of a run. Raises UserError for none, which says whether processes train without it."""
     if head := head_of(folder.path):
         return head
     run = shlex.quote(str(folder.path))
     if agents_work(folder.ranks):
         what = "the launcher of the run is gone, but its processes still train"
-        hints = [
-            f"to take over the run, see manyhands why {run}",
-            f"or save and stop the processes: manyhands stop {run}",
-        ]
+        hints = [f"to take over the run, see manyhands why {run}"]
+        hints.append(f"or save and stop the processes: manyhands stop {run}")
     else:
         what = "the run is not active"
         hints = [f"to see how the run ended: manyhands why {run}", f"to resume the run: {resume_command(folder.path)}"]
@@ -270,7 +247,7 @@ def head_of_active(folder: RunFolder) -> Running:
 def stop_headless(folder: RunFolder, *, now: bool) -> bool:
     """Stops a run with processes but no launcher on this machine; returns False for any other run.
 
-    All its processes, everywhere, save and exit. With `now`, local processes are killed without saving.
+    All its processes save and exit. With `now`, local processes are killed without saving.
     """
     run, ranks, term = folder.path, folder.ranks, term_in(folder.ranks)
     # The launcher of a run that isn't detached may be on another machine, unless it is known to be gone.
@@ -293,9 +270,7 @@ def stop_headless(folder: RunFolder, *, now: bool) -> bool:
 def stop_run(record: Running, *, now: bool) -> Event | None:
     """Asks a run to save and stop, or ends it at once, and waits; returns the event that ended it, if it wrote one.
 
-    Raises:
-        UserError: its launcher is on another machine.
-        RunError: it could not be ended.
+    Raises UserError: its launcher is on another machine. Raises RunError: it could not be ended.
     """
     if not record.here:
         hints = (f"run this on {record.host}: manyhands stop {shlex.quote(record.name)}",)
@@ -303,7 +278,7 @@ def stop_run(record: Running, *, now: bool) -> Event | None:
     signal_head(record, signal.SIGTERM)
     if now:
         say(f"ending {record.name} (pid {record.pid}) without saving")
-        time.sleep(_BETWEEN_SIGNALS_S)
+        time.sleep(0.5)  # two signals at once may arrive as one
         signal_head(record, signal.SIGINT)
         if not _ends_within(KILL_RUN_S, record):
             say(f"{record.name} did not end within {KILL_RUN_S:.0f} s: killing the run")
@@ -312,7 +287,7 @@ def stop_run(record: Running, *, now: bool) -> Event | None:
                 raise RunError(f"{record.name} survived SIGKILL", f"pid {record.pid}", (f"run kill -9 {record.pid}",))
         return look(record).end
     say(f"asked {record.name} (pid {record.pid}) to save and stop")
-    shown, wait_s = "", _EXPLAIN_S
+    shown, wait_s = "", 2.0  # a stop that takes longer is explained
     while not _ends_within(wait_s, record):
         stopping = look(record).state == "stopping"
         words = "waiting for the last checkpoint" if stopping else "waiting for the current update"

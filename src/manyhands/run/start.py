@@ -39,23 +39,9 @@ from manyhands.run.doctor import public_addresses, survey_agents
 from manyhands.run.machines import REPLACED, Membership, RefusedError, folder_on
 from manyhands.run.recovery import Say, resumed
 
-# Interval between two transfers of records to their copy.
-CARRY_S = 0.4
-# Checks of the doctor whose findings may have changed by the next minute.
-MOMENTARY = {"cpu", "jobs"}
-
-
-class LostWorkError(RunError):
-    """What was trained is on no machine that is left."""
-
 
 class Starts(contextlib.ExitStack):
-    """Prepares each start of a run; closed with the block, like the tunnels that it opens.
-
-    Attributes:
-        tunnels: those of this process, where it relays between machines.
-        copy: sends the records to a second machine, if one has a disk of its own.
-    """
+    """Prepares each start of a run; closed with the block, like the tunnels that it opens."""
 
     def __init__(self, job: Job, membership: Membership, folder: RunFolder, receiver: Receiver, say: Say) -> None:
         super().__init__()
@@ -67,15 +53,13 @@ class Starts(contextlib.ExitStack):
         self._ssh_only = False  # no network connects the machines
         self._routes: TunnelRoutes | None = None  # of this start, where only ssh connects several machines
         self._first_saved: int | None = None  # the newest step that was saved before the first start
-        self.copy: RecordsCopy | None = None
+        self._copy: tuple[AgentConnection, str, Sender] | None = None  # a second machine for the records
+        self._copy_at = 0.0  # when new records are sent to it
 
     def orders(self, job: Job, number: int) -> dict[AgentConnection, Orders]:
-        """Prepares a start, and returns the orders for each machine.
+        """Prepares a start, without machines that are lost meanwhile or can't train with the others; returns orders.
 
-        Machines that are lost meanwhile, or can't train with the others, don't take part.
-
-        Raises:
-            ManyhandsError: too few are left, or what was trained is on none of them.
+        Raises ManyhandsError: too few are left, or what was trained is on none of them.
         """
         for machine in self._machines.running:
             machine.joined = False
@@ -86,7 +70,7 @@ class Starts(contextlib.ExitStack):
         if self.saved != self._first_saved:  # also if the records here don't show it yet
             job = resumed(job)
         self._membership.record_start(number)
-        self.copy = self._second_copy()
+        self._choose_copy()
         write_places(self._folder, self._machines)
         if term:
             raise_term(self._folder.ranks, Term(term, number))
@@ -187,17 +171,13 @@ class Starts(contextlib.ExitStack):
 
     @property
     def saved(self) -> int:
-        """The newest step that is saved on any machine; -1 for none."""
         return max(machine.run_folder.saved for machine in self._machines.running)
 
     def open_folders(self, *, output: bool, records: bool = True, anew: bool = False) -> None:
-        """Opens the run folder on every machine, at the same place in its work folder.
+        """Opens the run folder on every machine. Raises RunError: another launcher has taken over the run.
 
-        The first machine sends the records if `records`, all of them if `anew`, since those that are here may differ;
-        they are kept aside. With `output` it sends what rank 0 prints, too.
-
-        Raises:
-            RunError: another launcher has taken over the run.
+        The first machine sends the records if `records`; if `anew`, all of them, since those here (kept aside) may
+        differ; with `output` also what rank 0 prints.
         """
         term = self._membership.term
         with self._token() as token:
@@ -241,7 +221,7 @@ class Starts(contextlib.ExitStack):
         self.open_folders(output=self._script, records=False)
         last_step = saved_step(self._folder)
         if self.saved < 0 and last_step is not None and not self._script:
-            raise LostWorkError(f"no remaining machine has a checkpoint; the last one was saved at step {last_step}")
+            raise RunError(f"no remaining machine has a checkpoint; the last one was saved at step {last_step}")
         self._give_records(self._newest_first())
         self.open_folders(output=self._script)
 
@@ -274,45 +254,34 @@ class Starts(contextlib.ExitStack):
             machine.agent.ask(call(Agent.keep_records, machine.run_folder.folder, pieces), COPY_S, self._machines.links)
         machine.records_may_differ = False
 
-    def _second_copy(self) -> "RecordsCopy | None":
+    def _choose_copy(self) -> None:
         """Chooses a second machine for the records: without a shared disk, it also holds a copy of each checkpoint."""
         first, *others = self._machines.running
-        machine = next((machine for machine in others if machine.run_folder.own), None)
-        if machine is None or not (first.run_folder.shared or first.run_folder.own):
-            return None
-        held = {} if machine.records_may_differ else machine.run_folder.held
-        return RecordsCopy(machine.agent, machine.run_folder.folder, Sender(self._folder.path, held))
+        machine, self._copy = next((machine for machine in others if machine.run_folder.own), None), None
+        if machine and (first.run_folder.shared or first.run_folder.own):
+            held = {} if machine.records_may_differ else machine.run_folder.held
+            self._copy = machine.agent, machine.run_folder.folder, Sender(self._folder.path, held)
 
+    def copy_records(self) -> None:
+        """Sends new records to the second machine at intervals, without waiting."""
+        if self._copy and time.monotonic() >= self._copy_at:
+            (link, folder, sender), self._copy_at = self._copy, time.monotonic() + 0.4
+            if not link.closed and (pieces := list(sender.news())):
+                link.post(call(Agent.keep_records, folder, pieces))
 
-class RecordsCopy:
-    """Sends the records of the run folder here to a folder on one machine."""
-
-    def __init__(self, link: AgentConnection, folder: str, sender: Sender) -> None:
-        self._link, self._folder, self._sender, self._at = link, folder, sender, 0.0
-
-    def carry(self) -> None:
-        """Sends new records at intervals, without waiting."""
-        if self._link.closed or time.monotonic() < self._at:
-            return
-        self._at = time.monotonic() + CARRY_S
-        if pieces := list(self._sender.news()):
-            self._link.post(call(Agent.keep_records, self._folder, pieces))
-
-    def finish(self) -> None:
+    def finish_copy(self) -> None:
         """Sends the remaining records and waits until they arrive; a lost machine is reported elsewhere."""
-        with contextlib.suppress(RunError):
-            while not self._link.closed and (pieces := list(self._sender.news())):
-                self._link.ask(call(Agent.keep_records, self._folder, pieces), COPY_S)
+        if self._copy:
+            link, folder, sender = self._copy
+            with contextlib.suppress(RunError):
+                while not link.closed and (pieces := list(sender.news())):
+                    link.ask(call(Agent.keep_records, folder, pieces), COPY_S)
 
 
 def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, Address]:
-    """Runs the doctor's checks without measurements, and returns the addresses at which the machines reach each other.
+    """Runs the doctor's checks without measurements; returns the machines' addresses, none if only ssh connects them.
 
-    Returns:
-        Nothing if they are connected through ssh only.
-
-    Raises:
-        RunError: they can't train together.
+    Raises RunError: they can't train together.
     """
     running = machines.running
     if len(running) == 1:
@@ -334,7 +303,8 @@ def check_machines(job: Job, say: Say, machines: Machines) -> dict[RunMachine, A
     if public and through_ssh and not job.cluster.through_ssh:
         say(f"{public}: connecting through ssh; to connect unencrypted, use --interface NAME", "INFO")
     for finding in found:
-        if finding.severity == "warn" and finding.check not in MOMENTARY:
+        # The findings of these checks may have changed by the next minute.
+        if finding.severity == "warn" and finding.check not in {"cpu", "jobs"}:
             say(finding.what, "WARNING")
     return {} if through_ssh else {machine: Address(*survey.chosen[machine.name]) for machine in running}
 

@@ -22,11 +22,8 @@ NOT_HANDED_ON = ("submit.", "cluster.on", "cluster.processes", "cluster.hosts", 
 def submit(job: Job, job_file: Path | None, on: str, *, dry_run: bool) -> str:
     """Submits a job to Slurm or Kubernetes and returns the scheduler's output; with `dry_run` the script or manifest.
 
-    `job_file` is the file that the user named, if any; on Slurm the processes read it too.
-
-    Raises:
-        UserError: an option is missing, or the scheduler's program isn't here.
-        RunError: the scheduler refused the job.
+    Processes on Slurm read the `job_file` that the user named, too. Raises UserError: an option or the scheduler's
+    program is missing. Raises RunError: the scheduler refused the job.
     """
     if on == "slurm":
         text, program = slurm.script(_for_slurm(job, job_file)), ["sbatch"]
@@ -107,7 +104,6 @@ def _words(job: Job, job_file: Path | None) -> list[str]:
 
 
 def _as_toml(value: Any) -> str:
-    """Returns a value as TOML on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)} = {_as_toml(inner)}" for key, inner in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False)

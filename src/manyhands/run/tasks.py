@@ -24,8 +24,7 @@ from manyhands.config.load import load_job
 from manyhands.config.named_code import announce
 from manyhands.core.errors import UserError
 from manyhands.core.plan_record import read_plan_record
-from manyhands.core.resuming import OBJECTS
-from manyhands.core.run_folder import RunFolder
+from manyhands.core.run_folder import OBJECTS, RunFolder
 from manyhands.core.scratch import scratch
 from manyhands.core.terminal import say
 from manyhands.parallel.options import MODE_OF_PLANS, USUAL_MODE, ParallelOptions
@@ -42,16 +41,10 @@ Guesses = list[tuple[str, float]]
 
 
 def evaluate_run(reference: Path, *, which: str, flags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Evaluates a checkpoint on the run's evaluation split or on the data that `flags` name.
+    """Evaluates a checkpoint on the run's evaluation split, or on other data; a plain folder of class folders entirely.
 
-    `flags` are changes to the run's job, by dotted key. A plain folder of class folders is evaluated entirely.
-
-    Returns:
-        checkpoint, data, count, loss, top1, top5, per_class and confusion, as plain data; None on processes other than
-        the first.
-
-    Raises:
-        ManyhandsError: there is no such run, or the evaluation failed.
+    `flags` are changes to the run's job, by dotted key. Returns checkpoint, data, count, loss, top1, top5, per_class
+    and confusion, as plain data; None on processes other than the first. Raises ManyhandsError: it failed.
     """
     from manyhands.worker.check import is_plain_folder
 
@@ -85,10 +78,9 @@ def _announce_code(job: Job, path: Path, given: Collection[str]) -> None:
 def evaluate_job(
     job: Job, path: Path | None, *, given: Collection[str] = (), whole: bool = False
 ) -> dict[str, Any] | None:
-    """Evaluates a checkpoint, or without `path` the job's untrained network, on the processes that the job names.
+    """Evaluates a checkpoint, or the job's untrained network, on the processes that the job names; see `evaluate_run`.
 
-    `given` has the keys of the options that the user changed; with `whole` all pictures of a plain folder are
-    evaluated. For the result and errors see `evaluate_run`.
+    `given` are keys of options that the user changed; with `whole` all pictures of a plain folder are evaluated.
     """
     argument = {"checkpoint": str(path.resolve()) if path else "", "given": list(given), "whole": whole}
     found = _in_group_or_started(job, "evaluate", argument)
@@ -124,26 +116,20 @@ def job_of(reference: Path, flags: Mapping[str, Any]) -> Job:
 
 
 def run_of(reference: Path) -> RunFolder | None:
-    """Returns the run folder at `reference`, or the run folder that contains this checkpoint."""
+    """Returns the run folder at `reference`, or that which contains this checkpoint."""
     folders = map(RunFolder, (reference, *reference.absolute().parents[:2]))
     return next((folder for folder in folders if folder.exists()), None)
 
 
 def resolve_checkpoint(reference: Path, which: str) -> Path:
-    """Returns the checkpoint that a reference means, and names damaged ones that were skipped.
-
-    Raises:
-        UserError: there is none, or it is on another machine.
-    """
+    """Returns the checkpoint that a reference means; names damaged ones that it skips. Raises UserError for none."""
     folder = RunFolder(reference)
     if folder.exists() and not folder.has_checkpoints():
         away = next((place for place in read_places(folder) if place.has(0) and not place.local), None)
         if away:
-            raise UserError(
-                f"the checkpoints of {reference} are on {away.machine.name}, where rank 0 ran",
-                f"{away.host}:{away.folder}/checkpoints",
-                (copied_by(away.machine, f"{away.folder}/checkpoints", f"{reference}/"),),
-            )
+            what, there = f"the checkpoints of {reference} are on {away.machine.name}", f"{away.folder}/checkpoints"
+            hints = (copied_by(away.machine, there, f"{reference}/"),)
+            raise UserError(f"{what}, where rank 0 ran", f"{away.host}:{there}", hints)
     path, passed_over = choose(reference, which)  # pyright: ignore[reportArgumentType]
     for note in passed_over:
         say(note)
@@ -163,10 +149,7 @@ def predict_files(
 
     `pictures` are files, and folders whose pictures are all predicted. `model` is the network's name, if the run
     doesn't record it. Without `processes` this process predicts, or those of a launcher; without `device` the CPU, or
-    what several processes select automatically.
-
-    Raises:
-        UserError: a picture is missing, or the checkpoint can't be used without more.
+    what several processes select automatically. Raises UserError: a picture or the network is missing.
     """
     files, path = list_pictures(pictures), resolve_checkpoint(reference, which)
     record = record_of(path)
@@ -186,21 +169,15 @@ def predict_files(
 
 
 def list_pictures(named: Iterable[Path]) -> list[Path]:
-    """Returns the named files, and all pictures in named folders at any depth, by name.
-
-    Raises:
-        UserError: there is no such file, or a folder contains no picture.
-    """
+    """Returns the named files, and by name all pictures in named folders, at any depth. Raises UserError for none."""
     from manyhands.data.decode import PICTURE_SUFFIXES
     from manyhands.data.walk import is_junk
 
     found: list[Path] = []
     for path in named:
         if path.is_dir():
-            named_so = sorted(file for file in path.rglob("*") if file.suffix.lower() in PICTURE_SUFFIXES)
-            inside = [
-                file for file in named_so if file.is_file() and not any(map(is_junk, file.relative_to(path).parts))
-            ]
+            files = sorted(file for file in path.rglob("*") if file.suffix.lower() in PICTURE_SUFFIXES)
+            inside = [file for file in files if file.is_file() and not any(map(is_junk, file.relative_to(path).parts))]
             if not inside:
                 hints = (f"name a folder with pictures that end in {', '.join(sorted(PICTURE_SUFFIXES))}",)
                 raise UserError(f"there is no picture in {path}", str(path), hints)
@@ -213,11 +190,7 @@ def list_pictures(named: Iterable[Path]) -> list[Path]:
 
 
 def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
-    """Describes a checkpoint: format, step, mesh, and the shape, dtype, sharding and size of each tensor.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
+    """Describes a checkpoint: format, step, mesh, and the shape, dtype, sharding and size of each tensor."""
     path = resolve_checkpoint(reference, which)
     if not is_pickled(path):
         return open_description(path, verified=path.is_dir()).as_plain()
@@ -229,10 +202,7 @@ def describe_checkpoint(reference: Path, *, which: str) -> dict[str, Any]:
 def rewrite_checkpoint(reference: Path, target: Path, *, which: str, plan: Path | None = None) -> tuple[str, ...]:
     """Writes a checkpoint unsharded, as a new folder or one file of weights, or as a folder sharded by a plan.
 
-    Returns what was left out, as sentences.
-
-    Raises:
-        ManyhandsError: the target exists, the plan doesn't fit, the source is damaged, or the disk is full.
+    Returns what was left out, as sentences. Raises ManyhandsError: the target exists, or the plan doesn't fit.
     """
     from manyhands.worker.checkpoints import merge_file, read_network_layout, refuse_existing, reshard_file
 
@@ -264,10 +234,6 @@ def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
     """Runs a worker's task on processes of this machine in a temporary run folder; returns what rank 0 returned.
 
     `argument` has the key "task", and what the task needs besides the job; plain data.
-
-    Raises:
-        ManyhandsError: the task failed.
-        KeyboardInterrupt: the user stopped it.
     """
     with _private_folder() as folder:
         orders = orders_for(job, folder=str(folder.path), rendezvous=Rendezvous((job.cluster.processes,)), **argument)
@@ -290,24 +256,18 @@ def _private_folder() -> Iterator[RunFolder]:
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """A search, and what it imports, make many small objects and keep nearly all."""
-    collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collecting:
-            gc.enable()
+        gc.enable()
 
 
 @_no_garbage_collection()
 def search_plan(
     job: Job, requested: Mapping[str, Any], out: Path, *, force: bool
 ) -> "tuple[Planned, tuple[Path, Path]]":
-    """Searches the plan for a job and writes it to `out`, with a picture beside it; see `worker.plan_search`.
-
-    Raises:
-        ManyhandsError: the job or a request can't be satisfied, or timing failed.
-    """
+    """Searches the plan for a job and writes it to `out`, with a picture beside it; see `worker.plan_search`."""
     check_names(job)
     from manyhands.worker import plan_search
 
@@ -316,11 +276,7 @@ def search_plan(
 
 @_no_garbage_collection()
 def predict_growth(job: Job, requested: Mapping[str, Any], out: Path | None, *, force: bool) -> "Growth":
-    """Predicts throughput, efficiency and cost of a job on several numbers of machines, and draws them to `out`.
-
-    Raises:
-        UserError: a request can't be satisfied, or the picture can't be written.
-    """
+    """Predicts throughput, efficiency and cost of a job on several numbers of machines, and draws them to `out`."""
     from manyhands.report.growth import draw_growth, refuse_file
 
     if out is not None:

@@ -23,15 +23,13 @@ from manyhands.cluster.hosts.this_process import LaunchDecision, RankOutsideErro
 from manyhands.config.job import Job
 from manyhands.config.load import LoadedJob
 from manyhands.core.errors import EXIT_INTERRUPTED, UserError
-from manyhands.core.files import private_files, write_all
+from manyhands.core.files import private_files, read_growing, write_all
 from manyhands.core.mesh import parse_mesh
-from manyhands.core.resuming import OBJECTS
-from manyhands.core.run_folder import NOWHERE, RunFolder
+from manyhands.core.run_folder import NOWHERE, OBJECTS, RunFolder
 from manyhands.core.scratch import scratch
-from manyhands.core.shares import check_batch
 from manyhands.core.terminal import say
 from manyhands.core.user_code import refuse_no_code
-from manyhands.core.world import ProcessInfo
+from manyhands.core.world import ProcessInfo, check_batch
 from manyhands.data.known import find_choice
 from manyhands.models.published import check_network
 from manyhands.parallel.group.ports import describe_exposure, listen
@@ -43,18 +41,14 @@ from manyhands.run.recovery import RestartHooks, run_to_end
 from manyhands.sync.choose import check_method
 
 STOPPING = "stopping after the current update; press Ctrl-C again to end at once without saving"
-# The sections of a job that apply to a script.
-_SCRIPT_SECTIONS = ("cluster.", "run.")
+_SCRIPT_SECTIONS = ("cluster.", "run.")  # the sections of a job that apply to a script
 
 
 def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Rendezvous | None = None) -> Outcome:
     """Trains as the job says: starts processes here, or joins a group that a launcher formed.
 
     `objects` are a Python user's `train.objects.Objects`. `rendezvous` is this machine among others that each start
-    their own processes; None: from flags and environment.
-
-    Raises:
-        ManyhandsError: the run failed; the error describes the first cause.
+    their own processes; None: from flags and environment. Raises ManyhandsError: the run failed, with the first cause.
     """
     decision = LaunchDecision(None, rendezvous=rendezvous) if rendezvous else place_of(job)
     if job.cluster.detach:
@@ -102,18 +96,14 @@ def train(job: Job, *, quiet: bool = False, objects: Any = None, rendezvous: Ren
 
 
 def trace(job: Job, steps: int, *, quiet: bool) -> Outcome:
-    """Trains for some updates on this machine, and writes their trace into a run folder."""
     run = job.run.model_copy(update={"trace_steps": steps, "report": False})
     return train(job.model_copy(update={"run": run}), quiet=quiet)
 
 
 def check_names(job: Job, *, data: bool = True, model: bool = True) -> None:
-    """Looks up the data set, network, mode and method that a job names, without importing torch.
+    """Looks up a job's data set, network, mode and method without importing torch. Raises UserError: one doesn't exist.
 
     `data` is False for objects and for folders that may be on another machine only, `model` for objects.
-
-    Raises:
-        UserError: one of them doesn't exist, or the batch or the mesh doesn't fit the number of processes.
     """
     if data:
         find_choice(job.data.name)
@@ -132,11 +122,8 @@ def _refuse_missing(job: Job, objects: Any) -> None:
     if job.run.script:
         return
     if job.cluster.device.partition(":")[0] == "gpu":
-        detect, choose = (
-            "remove --device to detect the accelerator",
-            "--device cuda (NVIDIA, AMD), npu, xpu, mps or cpu",
-        )
-        raise UserError("there is no device type gpu", "cluster.device", (detect, f"or use {choose}"))
+        how = ("remove --device to detect the accelerator", "or use --device cuda (NVIDIA, AMD), npu, xpu, mps or cpu")
+        raise UserError("there is no device type gpu", "cluster.device", how)
     check_names(job, data=job.data.name != OBJECTS, model=getattr(objects, "model", None) is None)
     refuse_no_code(job.data.name, "data.name")
     refuse_no_code(job.model.name, "model.name")
@@ -148,11 +135,7 @@ def _refuse_missing(job: Job, objects: Any) -> None:
 
 
 def place_of(job: Job) -> LaunchDecision:
-    """Returns how this process takes part; an invalid rank is published to the waiting processes before this raises.
-
-    Raises:
-        UserError: flags or variables contradict each other or are incomplete, or a flag can't be followed.
-    """
+    """Returns how this process takes part; an invalid rank is published to the waiting processes before this raises."""
     try:
         found = participate(job.cluster)
     except RankOutsideError as outside:
@@ -195,8 +178,6 @@ def _hand_over(objects: Any, private: Path) -> dict[str, Any]:
 
 
 def watch_on(job: Job, folder: RunFolder, screen: Screen, *, quiet: bool) -> Watch:
-    """Returns the callbacks by which supervision follows the run folder, and shows progress or a script's output."""
-
     def warn(text: str) -> None:
         screen.say(text, "WARNING")
 
@@ -223,22 +204,14 @@ class ScriptOutput:
         self._shown = log.stat().st_size if log.is_file() else 0
 
     def show_new(self) -> None:
-        if not self._log.is_file() or self._log.stat().st_size <= self._shown:
-            return
-        with self._log.open("rb") as file:
-            file.seek(self._shown)
-            new = file.read()
-        self._shown += len(new)
-        sys.stdout.flush()
-        write_all(sys.stdout.fileno(), new)
+        while new := read_growing(self._log, self._shown, 1 << 20, rest=True):
+            self._shown += len(new)
+            sys.stdout.flush()
+            write_all(sys.stdout.fileno(), new)
 
 
 def check_script(loaded: LoadedJob) -> None:
-    """Checks a script and its options before anything is started.
-
-    Raises:
-        UserError: there is no such script here, or an option was given that does not apply to scripts.
-    """
+    """Raises UserError if there is no such script here, or an option was given that does not apply to scripts."""
     job, script = loaded.job, loaded.job.run.script[0]
     given = [key for key, origin in loaded.origins.items() if origin == "flag" and not key.startswith(_SCRIPT_SECTIONS)]
     if given:

@@ -11,8 +11,7 @@ from torch import nn
 from manyhands.checkpoint.trained import find_record
 from manyhands.core.errors import UserError
 from manyhands.core.quantities import short_time
-from manyhands.core.resuming import OBJECTS, resume_command
-from manyhands.core.run_folder import NOWHERE
+from manyhands.core.run_folder import NOWHERE, OBJECTS, resume_command
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.splits import Source

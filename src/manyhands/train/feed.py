@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from manyhands.core.shares import Share
+from manyhands.core.world import Share
 from manyhands.data.loading import Loader
 from manyhands.data.order import BatchSharing, Order, sharing
 from manyhands.data.transforms import Batch

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from manyhands.core.resuming import resume_command
+from manyhands.core.run_folder import resume_command
 from manyhands.core.world import World
 from manyhands.sync.choose import EXACT, choose, words_of
 from manyhands.sync.costs import Cost, LinkCase

@@ -20,8 +20,7 @@ from manyhands.checkpoint.write import save as commit
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.machine import memory
 from manyhands.core.phases import CLOCK, SAVING
-from manyhands.core.resuming import resume_command
-from manyhands.core.run_folder import NOWHERE
+from manyhands.core.run_folder import NOWHERE, resume_command
 from manyhands.core.world import World
 from manyhands.parallel.apply import checksums
 from manyhands.parallel.group.plain import gather_plain

@@ -17,7 +17,7 @@ from manyhands.config.job import Job
 from manyhands.core.devices import is_accelerator
 from manyhands.core.errors import UserError
 from manyhands.core.machine import memory
-from manyhands.core.shares import Share, check_batch
+from manyhands.core.world import Share, check_batch
 from manyhands.data.order import ALIGNED_SHARE_LIMIT, BatchSharing, Order, group_edges
 from manyhands.parallel.apply import normalises_in_groups
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain

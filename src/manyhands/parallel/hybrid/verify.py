@@ -17,8 +17,7 @@ from torch.utils import _pytree as pytree
 
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.mesh import Mesh, bounds
-from manyhands.core.shares import Span
-from manyhands.core.world import World
+from manyhands.core.world import Span, World
 from manyhands.parallel.gradients import Gradients
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.hybrid.network import HybridNetwork, hybrid_network

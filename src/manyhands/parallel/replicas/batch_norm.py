@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from manyhands.core.devices import is_tested
 from manyhands.core.errors import UserError
 from manyhands.core.phases import CLOCK, COMMUNICATION
-from manyhands.core.shares import Span
+from manyhands.core.world import Span
 from manyhands.parallel.replicas.norm_pass import (
     Held,
     NormPass,
