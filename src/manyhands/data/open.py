@@ -1,4 +1,4 @@
-"""From the word that the user wrote to two sources of samples."""
+"""Opens a data set by its name: two sources of samples."""
 
 import contextlib
 import statistics
@@ -20,12 +20,11 @@ from manyhands.data.samples import splits_of_objects, splits_of_targets, splits_
 from manyhands.data.splits import Source, Splits, by_names, take
 from manyhands.data.transforms import Pixels
 
-# What this process, or the one that forked it, has opened ahead, by its options and place.
-_AHEAD: dict[tuple[str, str], Splits] = {}
+_AHEAD: dict[tuple[str, str], Splits] = {}  # opened ahead, by options and folder
 
 
 def open_ahead(options: DataOptions) -> None:
-    """Opens a data set that lies here for processes to be forked; what is wrong with it they say themselves."""
+    """Opens a local data set for processes to be forked; they report its errors themselves."""
     with contextlib.suppress(UserError):
         _AHEAD[_key(options)] = open_data(options.model_copy(update={"download": False}))
 
@@ -46,7 +45,7 @@ def open_data(options: DataOptions) -> Splits:
 
 
 def with_named_held_out(splits: Splits, options: DataOptions) -> Splits:
-    """With the third data set that `options.held_out` names, if any. Raises UserError: it has other classes."""
+    """Adds the third data set that `options.held_out` names, if any. Raises UserError: it has other classes."""
     if not options.held_out:
         return splits
     own = options.model_copy(update={"name": options.held_out, "held_out": "", "train_samples": 0, "test_samples": 0})
@@ -67,7 +66,7 @@ def is_plain_folder(name: str) -> bool:
 
 
 def open_whole(options: DataOptions) -> Splits:
-    """Opens a plain folder to be evaluated whole: both splits are all of its pictures. Raises UserError."""
+    """Opens a plain folder to be evaluated; both splits are all of its pictures."""
     opened = open_whole_folder(Path(options.name).expanduser(), options)
     test = _first(opened.test, options.test_samples)
     return replace(opened, train=test, test=test)
@@ -76,8 +75,8 @@ def open_whole(options: DataOptions) -> Splits:
 def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: Any | None = None) -> Splits:
     """Wraps the user's own data sets: torch's Dataset, or anything with a length and an index; see `UserSamples`.
 
-    Without `test`, `options.validation` of the training samples are kept for evaluation; `held_out` is evaluated once,
-    at the end. Raises UserError: an object is no data set, or its samples can't be used.
+    Without `test`, `options.validation` of the training samples are for evaluation; `held_out` is evaluated once, at
+    the end. Raises UserError: an object is no data set, or its samples can't be used.
     """
     splits = with_named_held_out(_limited(splits_of_objects(train, test, options), options), options)
     if held_out is None:
@@ -87,18 +86,14 @@ def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: A
 
 
 def from_targets(train: Any, options: DataOptions) -> Splits:
-    """Wraps the user's own samples whose y are no classes, for a loss of their own; see `UserSamples`."""
+    """Wraps samples whose y are no classes, for a custom loss; see `UserSamples`."""
     return _limited(splits_of_targets(train), options)
 
 
 def resolve_pixels(
     options: DataOptions, pixels: Pixels, *, model_channels: int | None = None, model_size: int | None = None
 ) -> Pixels:
-    """Decides size, channels, mean, deviation and augmentation.
-
-    What the user said comes first, then what the model needs, then what suits the data. Raises UserError: mean or
-    deviation has a wrong number of values, or the deviation isn't above zero.
-    """
+    """Selects size, channels, mean, deviation and augmentation: the user's, else the model's, else the data's."""
     channels = options.channels or model_channels or pixels.channels
     size = options.image_size or model_size or pixels.size
     return Pixels(
@@ -116,7 +111,7 @@ def resolve_pixels(
 
 
 def _limited(splits: Splits, options: DataOptions) -> Splits:
-    """Keeps `train_samples` and `test_samples` of each split, spread evenly, always the same ones."""
+    """Keeps `train_samples` and `test_samples` of each split, at even intervals."""
     train = _first(splits.train, options.train_samples)
     test = _first(splits.test, options.test_samples)
     held_out = _first(splits.held_out, options.test_samples) if splits.held_out is not None else None

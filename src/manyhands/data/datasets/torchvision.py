@@ -17,10 +17,9 @@ _TEST_WORDS = ("test", "val", "valid")
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens the data set below the data folder, one process of a host after the other; torchvision fetches it.
+    """Opens the data set below the data folder, one process of a host at a time; torchvision downloads it.
 
-    Its training and test splits are used; a data set without splits is divided. Raises UserError: there is no such
-    class, it takes more than a folder and a split, or its files are missing.
+    Raises UserError: there is no such class, it takes more than a folder and a split, or its files are missing.
     """
     from torchvision import datasets
 
