@@ -14,6 +14,10 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import UnreadableError, parse_json
 from manyhands.core.mesh import Mesh, TensorLayout, layout_from_plain, make_mesh, unsharded
 
+# Components of names that DDP, torch.compile, Fabric, FSDP and activation checkpointing add.
+_WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_AVERAGES = "n_averaged"  # the counter of torch.optim.swa_utils.AveragedModel, whose network is its `module`
+
 
 class ElementType(NamedTuple):
     """The type of one value."""
@@ -131,11 +135,6 @@ def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]
     return mesh, tensors
 
 
-# Components of names that DDP, torch.compile, Fabric, FSDP and activation checkpointing add.
-_WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_AVERAGES = "n_averaged"  # the counter of torch.optim.swa_utils.AveragedModel, whose network is its `module`
-
-
 class PlacedTensors(NamedTuple):
     """Tensors in .safetensors files."""
 
@@ -244,10 +243,7 @@ def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
 
 
 def written_order(file: Any) -> list[str]:
-    """The names in an open .safetensors file, in the recorded order of writing, if any.
-
-    Raises UnreadableError: the recorded order is no list of names.
-    """
+    """The names in an open .safetensors file, in the recorded order, if any. Raises UnreadableError: it is no list."""
     names = list(file.keys())
     order = (file.metadata() or {}).get("order")
     written = parse_json(order) if order is not None else names

@@ -64,12 +64,10 @@ def piece_name(kind: str, rank: int, size: int) -> str:
 
 
 def is_piece(file: Path) -> bool:
-    """True for a file of shards in a checkpoint folder."""
     return bool(_PIECE.fullmatch(file.name)) and (file.parent / PIECES).exists()
 
 
 def are_contents(names: set[str]) -> bool:
-    """True for the names of the files of one checkpoint, unsharded or in pieces."""
     if PIECES not in names:
         return {MODEL, STATE} <= names <= set(CONTENTS)
     rest = {name for name in names if not _PIECE.fullmatch(name)}
@@ -148,11 +146,7 @@ class TornCheckpointError(UserError):
 
 
 def verify(path: Path) -> None:
-    """Compares every file of a checkpoint folder with its manifest.
-
-    Raises TornCheckpointError: a file is missing, or its size or SHA-256 differs. UserError: a newer manyhands wrote
-    it.
-    """
+    """Compares a folder with its manifest. Raises TornCheckpointError, or UserError: a newer version wrote it."""
     for name, entry in read_manifest(path)["files"].items():
         file = path / name
         try:
@@ -167,7 +161,7 @@ def verify(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads and checks the manifest itself. Raises the errors of `verify`."""
+    """Reads and checks the manifest itself; raises the errors of `verify`."""
     file = path / MANIFEST
     if not path.is_dir():
         raise torn(path, "is missing")

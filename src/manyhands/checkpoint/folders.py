@@ -18,6 +18,12 @@ from manyhands.core.records import read_lines
 from manyhands.core.resuming import resume_command
 from manyhands.core.run_folder import RunFolder
 
+FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".ckpt", ".safetensors")
+_TRUST = "run this command only if you trust the folder, because the pickle may run code; then use weights.pth"
+Stamp = tuple[tuple[str, int, int, int], ...]
+# What this process wrote or hashed: names, inodes, sizes and times of the files as they were then.
+_known_good: dict[Path, Stamp] = {}
+
 
 @contextmanager
 def staging(folder: Path, step: int) -> Iterator[Path]:
@@ -57,10 +63,7 @@ def sweep(path: Path) -> bool:
 
 
 def remove(path: Path) -> bool:
-    """Removes a checkpoint: first its name, then its files; True if it is gone.
-
-    A folder without a manifest is kept, and so are other files in a checkpoint's folder.
-    """
+    """Removes a checkpoint, first its name; True if it is gone. Keeps other files, and folders without a manifest."""
     _known_good.pop(path, None)
     if not (path / files.MANIFEST).is_file():
         return False
@@ -83,10 +86,6 @@ def remove_files(path: Path) -> bool:
                 entry.unlink(missing_ok=True)
         path.rmdir()
     return not path.exists()
-
-
-FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".ckpt", ".safetensors")
-_TRUST = "run this command only if you trust the folder, because the pickle may run code; then use weights.pth"
 
 
 def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, list[str]]:
@@ -169,11 +168,6 @@ def read_state(path: Path) -> dict[str, Any]:
         raise torn(path, f"has unreadable content: {error}") from error
 
 
-Stamp = tuple[tuple[str, int, int, int], ...]
-# What this process wrote or hashed: names, inodes, sizes and times of the files as they were then.
-_known_good: dict[Path, Stamp] = {}
-
-
 def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
     """Deletes checkpoints except the newest `keep` that verify, and the best; returns those deleted."""
     removed: list[Path] = []
@@ -206,7 +200,6 @@ def verifies(path: Path) -> bool:
 
 
 def remember(path: Path) -> None:
-    """Records that this process has just written and read back a checkpoint."""
     _known_good[path] = _stamp(path)
 
 

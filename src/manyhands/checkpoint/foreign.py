@@ -59,10 +59,7 @@ def read_foreign(path: Path) -> Snapshot:
 
 
 def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) -> dict[str, Any]:
-    """Converts an optimizer's state dict, whose parameters are numbered, to the form of `Snapshot.optimizer`.
-
-    The names are in the order in which the optimizer was given the parameters. Raises UserError: their numbers differ.
-    """
+    """Converts an optimizer's state dict with numbered parameters, named in order, to `Snapshot.optimizer`'s form."""
     groups = optimizer_state["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     if len(numbers) != len(parameter_names):
@@ -169,7 +166,6 @@ def _number(content: dict[str, Any], key: str, path: Path) -> float:
 
 
 def _main_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    """main.py's optimizer state, if any, with numbered parameters."""
     found = content.get("optimizer")
     if not isinstance(found, dict):
         return None
@@ -216,7 +212,7 @@ def names_objects(path: Path) -> list[str]:
 
 
 def _asked_for(content: bytes) -> Iterator[str]:
-    """Module and name of each object, in loading order. Raises ValueError: no pickle."""
+    """Module and name of each object. Raises ValueError: no pickle."""
     stream = io.BytesIO(content)
     for number in range(5):  # torch's older files begin with a magic number, a version and a description of the system
         if number and stream.read(1) not in (b"\x80", b"(", b"c", b"}"):

@@ -9,22 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from manyhands.checkpoint.describe import (
-    BY_CODE,
-    MODEL,
-    OPTIMIZER,
-    Description,
-    ElementType,
-    NetworkLayout,
-    PlacedTensors,
-    Region,
-    TensorEntry,
-    Tensors,
-    is_pickled,
-    open_description,
-    size_of,
-    whole_region,
-)
+from manyhands.checkpoint import describe
+from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, Region, TensorEntry, Tensors, size_of
 from manyhands.checkpoint.files import torn
 from manyhands.checkpoint.foreign import read_foreign
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, parameter_names, unflatten
@@ -33,15 +19,12 @@ from manyhands.core.files import parse_json
 from manyhands.core.mesh import Mesh, TensorLayout, unsharded
 
 
-def torch_type(kind: ElementType) -> torch.dtype:
+def torch_type(kind: describe.ElementType) -> torch.dtype:
     return getattr(torch, kind.name)
 
 
 class StoredTensors:
-    """Tensors by name, read when they are requested; nothing is kept.
-
-    `described` is in the order of writing; `take(name, region)` reads a region of the stored view.
-    """
+    """Tensors by name, in the order of writing; `take(name, region)` reads a region of the stored view each time."""
 
     def __init__(self, described: Tensors, take: Callable[[str, Region], Tensor]) -> None:
         self.described, self._take = described, take
@@ -56,16 +39,13 @@ class StoredTensors:
         return torch_type(self.described[name].dtype)
 
     def read(self, name: str, view: tuple[int, ...] | None = None, region: Region | None = None) -> Tensor:
-        """The values in a region of a view, in memory of their own; by default all, in the tensor's own shape.
-
-        If the view isn't the stored one, the full tensor is in memory for a moment.
-        """
+        """A region of a view in memory of its own; by default all. For another view than the stored one, reads all."""
         stored = self.described[name].layout
         view = stored.shape if view is None else view
-        region = whole_region(view) if region is None else region
+        region = describe.whole_region(view) if region is None else region
         if view == stored.view:
             return self._take(name, region)
-        everything = self._take(name, whole_region(stored.view)).reshape(view)
+        everything = self._take(name, describe.whole_region(stored.view)).reshape(view)
         piece = everything[slices(region)]
         return piece if piece.numel() == everything.numel() else piece.clone(memory_format=torch.contiguous_format)
 
@@ -75,9 +55,7 @@ class StoredTensors:
 
 
 class _FileReader:
-    """Reads regions of tensors in .safetensors files."""
-
-    def __init__(self, placed: PlacedTensors) -> None:
+    def __init__(self, placed: describe.PlacedTensors) -> None:
         self._placed = placed
         self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
 
@@ -93,7 +71,6 @@ class _FileReader:
         return taken
 
     def _open(self, file: Path, name: str, there: Region, wanted: Region) -> Tensor:
-        """A part of one piece, mapped from the file."""
         expected = self._placed.entries[name].dtype
         try:
             if file not in self._headers:  # checked and read once, since it may be long
@@ -102,7 +79,7 @@ class _FileReader:
                     self._headers[file] = (8 + length, parse_json(opened.read(length)))
             start, entries = self._headers[file]
             entry = entries[self._placed.keys.get(name, name)]
-            found = (BY_CODE.get(entry["dtype"]), tuple(entry["shape"]))
+            found = (describe.BY_CODE.get(entry["dtype"]), tuple(entry["shape"]))
             if found != (expected, size_of(there)):
                 raise torn(file, f"holds {name} as {entry['dtype']} {list(found[1])}, expected {list(size_of(there))}")
             first, end = (start + offset for offset in entry["data_offsets"])
@@ -122,7 +99,7 @@ def slices(region: Region, within: Region | None = None) -> tuple[slice, ...]:
 
 def entry_of(tensor: Tensor, layout: TensorLayout | None = None) -> TensorEntry:
     """A tensor's entry, of any type, supported by the file format or not; by default unsharded."""
-    kind = ElementType(str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize)
+    kind = describe.ElementType(str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize)
     return TensorEntry(kind, layout or unsharded(tuple(tensor.shape)))
 
 
@@ -134,7 +111,7 @@ def in_memory(tensors: Mapping[str, Tensor]) -> StoredTensors:
 
 
 @dataclass(frozen=True)
-class Source(Description):
+class Source(describe.Description):
     """A checkpoint that is open for reading; of another tool's file `state` has the extra state alone."""
 
     stored: Mapping[str, StoredTensors] = field(default_factory=dict[str, StoredTensors])  # by kind
@@ -166,10 +143,7 @@ class Source(Description):
         return found
 
     def snapshot(self, network_layout: NetworkLayout | None = None, rank: int = 0) -> Snapshot:
-        """Everything unsharded, or the pieces that a rank holds, in the shapes of its network.
-
-        Raises UserError: the layout is of another network, or the optimizer's state is damaged.
-        """
+        """Everything unsharded, or the pieces of a rank, in its network's shapes. Raises the error of `layouts`."""
         network_layout = network_layout or NetworkLayout()
         layouts = self.layouts(network_layout)
         read = {
@@ -184,11 +158,8 @@ class Source(Description):
 
 
 def open_checkpoint(path: Path, *, verified: bool = False, wanted: Collection[str] = ()) -> Source:
-    """Opens a checkpoint folder, unsharded or in pieces, or a .pth.tar, .pth, .pt or .safetensors file.
-
-    A .pth file is in memory as long as the source is used. For arguments and errors see `open_description`.
-    """
-    found = None if is_pickled(path) else open_description(path, verified=verified, wanted=wanted)
+    """Opens a checkpoint folder or a .pth.tar, .pth, .pt (in memory) or .safetensors file; see `open_description`."""
+    found = None if describe.is_pickled(path) else describe.open_description(path, verified=verified, wanted=wanted)
     if found and (path.is_dir() or found.kinds[MODEL].entries.keys() >= set(wanted)):
         stored = {kind: StoredTensors(placed.entries, _FileReader(placed).take) for kind, placed in found.kinds.items()}
         return Source(**vars(found), stored=stored)
@@ -196,7 +167,8 @@ def open_checkpoint(path: Path, *, verified: bool = False, wanted: Collection[st
     notes = ("the optimizer state is omitted: its parameters are numbered, not named",) if read.optimizer else ()
     state = {EXTRA_STATE: read.state[EXTRA_STATE]} if EXTRA_STATE in read.state else {}
     model, form = in_memory(read.model), "safetensors" if found else "pth"
-    return Source(path, form, {MODEL: PlacedTensors(model.described, {})}, {}, state, None, notes, {MODEL: model})
+    kinds = {MODEL: describe.PlacedTensors(model.described, {})}
+    return Source(path, form, kinds, {}, state, None, notes, {MODEL: model})
 
 
 def load(path: Path) -> Snapshot:

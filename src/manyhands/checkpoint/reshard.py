@@ -40,10 +40,7 @@ def refuse_existing(target: Path) -> None:
 
 
 def reshard(source: Source, target: Path, network_layout: NetworkLayout) -> None:
-    """Writes a new checkpoint folder with another sharding.
-
-    Raises UserError: the target exists, or the layout is of another network. SaveError: no room, or the disk fails.
-    """
+    """Writes a new checkpoint folder with another sharding. Raises UserError; SaveError: no room, or the disk fails."""
     contents = _contents(source, network_layout)
 
     def write(staged: Path) -> None:
@@ -56,10 +53,7 @@ def reshard(source: Source, target: Path, network_layout: NetworkLayout) -> None
 
 
 def merge(source: Source, target: Path) -> None:
-    """Writes a checkpoint unsharded: a new folder, or the weights alone as one .safetensors, .pth or .pt file.
-
-    Raises UserError: the target exists, or its suffix is unsupported. SaveError: no room, or the disk fails.
-    """
+    """Writes a checkpoint unsharded: to a new folder, or weights alone to a file. Raises the errors of `reshard`."""
     contents = _contents(source, NetworkLayout())
     if target.name.endswith(_UNKNOWN):
         hints = ("end the name in .safetensors or .pth, or give a checkpoint folder's name without a suffix",)
@@ -78,7 +72,6 @@ def merge(source: Source, target: Path) -> None:
 
 
 def is_single_file(target: Path) -> bool:
-    """True if `merge` writes one file, of the weights alone."""
     return target.name.endswith(SAFETENSORS + PICKLED)
 
 
@@ -99,7 +92,6 @@ def _contents(source: Source, network_layout: NetworkLayout) -> Contents:
 
 
 def _commit(target: Path, contents: Contents, write: Callable[[Path], None]) -> None:
-    """Writes a new folder or single file atomically."""
     single, above = is_single_file(target), target.absolute().parent
     refuse_existing(target)
     try:

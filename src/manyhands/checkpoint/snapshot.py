@@ -15,6 +15,7 @@ from manyhands.core.files import UnreadableError
 EXTRA_STATE = "extra_state"  # in a snapshot's state: what modules' `get_extra_state` gives
 _TENSOR = "$tensor"
 _TUPLE = "$tuple"
+_COUNTER, _MEAN = "num_batches_tracked", "running_mean"  # of BatchNorm
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -46,10 +47,7 @@ def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def plain_extra_state(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
-    """{"extra_state": {name: JSON data}} of a state dict's entries beside tensors; {} if there are none.
-
-    Raises TypeError: one is not plain data, or no module's extra state.
-    """
+    """{"extra_state": {name: JSON data}} of a state dict's entries beside tensors, or {}. Raises TypeError."""
     found, inner = dict[str, Any](), dict[str, Tensor]()
     for name, value in state_dict.items():
         if not isinstance(name, str) or not (isinstance(value, Tensor) or is_extra(name)):
@@ -62,7 +60,6 @@ def plain_extra_state(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def flatten_optimizer(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`Snapshot.optimizer` without tensors, as JSON data, and these by name."""
     tensors: dict[str, Tensor] = {}
     return {key: flatten(value, key, tensors) for key, value in optimizer.items()}, tensors
 
@@ -92,9 +89,6 @@ def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
     return {key: unflatten(value, tensors) for key, value in tree.items()}
 
 
-_COUNTER, _MEAN = "num_batches_tracked", "running_mean"  # of BatchNorm
-
-
 @dataclass
 class Snapshot:
     """A run's state at one step, on one process."""
@@ -109,10 +103,7 @@ class Snapshot:
 
 
 def fitted(snapshot: Snapshot, wanted: Collection[str]) -> Snapshot:
-    """The snapshot under the names `wanted` of a network's state dict; see `fit_names`.
-
-    BatchNorm counters, which torch before 0.4.1 didn't save, are zero.
-    """
+    """The snapshot under a network's names, see `fit_names`; BatchNorm counters (since torch 0.4.1) may be missing."""
     extra = snapshot.state.get(EXTRA_STATE, {})
     names = fit_names([*snapshot.model, *extra], wanted)
     model = {names[key]: one for key, one in snapshot.model.items() if key in names}

@@ -16,6 +16,7 @@ from manyhands.core.files import parse_json, read_bytes
 STATE_KEY, FILE = "trained", "network.json"  # in a checkpoint's state, and in the run folder
 VERSION = 1
 INITIAL_WEIGHTS, TRAINABLE = "initial weights", "trainable parameters"  # names in `TrainedNetwork.digests`
+_TRAINED_ON: dict[int, "TrainedOn"] = {}  # by the network's id: a class may compare or hash its objects by value
 
 
 class Pictures(BaseModel):
@@ -41,9 +42,6 @@ class Pictures(BaseModel):
             if min(self.std) <= 0 or self.resize < self.size:
                 raise ValueError("std is not positive, or resize is less than size")
         return self
-
-
-_TRAINED_ON: dict[int, "TrainedOn"] = {}  # by the network's id: a class may compare or hash its objects by value
 
 
 def note_trained_on(network: Any, pictures: Pictures, classes: tuple[str, ...]) -> None:

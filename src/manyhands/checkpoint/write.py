@@ -20,22 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.checkpoint import files
-from manyhands.checkpoint.describe import (
-    BY_CODE,
-    KINDS,
-    MODEL,
-    OPTIMIZER,
-    UNSHARDED_FILES,
-    NetworkLayout,
-    Region,
-    TensorEntry,
-    Tensors,
-    describe_pieces,
-    first_held,
-    size_of,
-    whole_region,
-)
+from manyhands.checkpoint import describe, files
+from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, Region, Tensors, size_of
 from manyhands.checkpoint.files import TornCheckpointError
 from manyhands.checkpoint.folders import commit, remember, staging, verifies
 from manyhands.checkpoint.read import entry_of, slices, torch_type
@@ -46,6 +32,11 @@ from manyhands.core.mesh import Mesh, unsharded
 
 _MARGIN_BYTES = 64 * 1024
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each tensor of a file, by its key
+_CODES = {torch_type(kind): code for code, kind in describe.BY_CODE.items()}
+T = TypeVar("T")
+Files = dict[str, Any]  # entries of the manifest, by name
+_BLOCK_BYTES = 4 << 20
 
 
 class NotFiniteError(RunError):
@@ -84,10 +75,6 @@ def save_error(folder: Path, error: OSError) -> SaveError:
     return SaveError(f"writing failed: {text}", str(folder), ("earlier checkpoints are kept",))
 
 
-Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each tensor of a file, by its key
-_CODES = {torch_type(kind): code for code, kind in BY_CODE.items()}
-
-
 def write_stream(path: Path, specs: Specs, fetch: Callable[[str], Tensor]) -> None:
     """Writes a .safetensors file in the library's format, one tensor at a time: the file may exceed the memory.
 
@@ -124,7 +111,6 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-T = TypeVar("T")
 # Subclasses first.
 _ERRORS: dict[str, type[ManyhandsError]] = {
     kind.__name__: kind for kind in (NotFiniteError, SaveError, TornCheckpointError, UserError, RunError)
@@ -144,9 +130,6 @@ class CheckpointGroup:
     writers: Mapping[int, range] = field(default_factory=lambda: {0: range(1)})
 
 
-Files = dict[str, Any]  # entries of the manifest, by name
-
-
 @dataclass(frozen=True)
 class Contents:
     """A checkpoint to write; the manifest is its last file."""
@@ -157,14 +140,14 @@ class Contents:
     texts: Mapping[str, bytes]  # plain data, by file name
     fetch: Callable[[str, str, Region], Tensor]  # returns a region of the view of a kind's tensor
 
-    def size_bytes(self, kinds: Collection[str] = KINDS) -> int:
+    def size_bytes(self, kinds: Collection[str] = describe.KINDS) -> int:
         return sum(one.size_bytes for kind in kinds for one in self.tensors.get(kind, {}).values())
 
     def write_pieces(self, staged: Path, rank: int) -> Files:
         """Writes the files of one rank; returns their entries in the manifest."""
         written: Files = {}
         for kind, tensors in self.tensors.items():
-            if regions := first_held(tensors, self.mesh, rank):
+            if regions := describe.first_held(tensors, self.mesh, rank):
                 file = staged / files.piece_name(kind, rank, self.mesh.size)
                 self.write_file(file, kind, regions)
                 written[file.name] = _seal(file)
@@ -173,7 +156,7 @@ class Contents:
     def write_unsharded(self, staged: Path) -> None:
         written: Files = {}
         for kind in self.tensors:
-            file = staged / UNSHARDED_FILES[kind]
+            file = staged / describe.UNSHARDED_FILES[kind]
             self.write_file(file, kind)
             written[file.name] = _seal(file)
         self.finish(staged, written)
@@ -186,7 +169,7 @@ class Contents:
             specs = {name: (specs[name][0], size_of(region)) for name, region in regions.items()}
 
         def fetch(name: str) -> Tensor:
-            region = whole_region(tensors[name].layout.view) if regions is None else regions[name]
+            region = describe.whole_region(tensors[name].layout.view) if regions is None else regions[name]
             return self.fetch(kind, name, region).reshape(specs[name][1])
 
         write_stream(file, specs, fetch)
@@ -194,7 +177,7 @@ class Contents:
     def finish(self, staged: Path, written: Files, *, pieces: bool = False) -> None:
         """Writes the remaining files; `written` has the entries of all ranks."""
         entries: Files = {}
-        texts = {files.PIECES: files.json_text(describe_pieces(self.mesh, self.tensors))} if pieces else {}
+        texts = {files.PIECES: files.json_text(describe.describe_pieces(self.mesh, self.tensors))} if pieces else {}
         for name, text in {**texts, **self.texts}.items():
             (staged / name).write_bytes(text)
             entries[name] = _seal(staged / name)
@@ -216,9 +199,6 @@ def _seal(file: Path) -> dict[str, Any]:
     """Syncs a file; returns its entry in the manifest."""
     sync(file)
     return {"size": file.stat().st_size, "sha256": files.digest(file)}
-
-
-_BLOCK_BYTES = 4 << 20
 
 
 def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
@@ -262,10 +242,7 @@ class CheckpointWriter:
         return target
 
     def _run(self, work: Callable[[], T]) -> list[T]:
-        """Returns all processes' results (JSON data); a collective. Raises the error of the first that failed.
-
-        An OSError becomes a SaveError.
-        """
+        """All processes' JSON data; a collective. Raises the first failed rank's error, an OSError as SaveError."""
         error: Exception | None = None
         try:
             answer: dict[str, Any] = {"result": work()}
@@ -290,7 +267,7 @@ class CheckpointWriter:
         """This process's contents, after a check that all processes hold shards of the same network."""
         made: list[Contents] = []
 
-        def describe() -> str:
+        def digest() -> str:
             mesh = self.layout.mesh
             if self.group.size != mesh.size:
                 raise RunError(f"{self.group.size} processes can't save tensors sharded over {mesh}")
@@ -302,7 +279,7 @@ class CheckpointWriter:
             }
             return hashlib.sha256(json.dumps([step, mesh.as_dict(), tensors]).encode()).hexdigest()
 
-        digests = self._run(describe)
+        digests = self._run(digest)
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise RunError(f"ranks 0 and {other} are saving different networks or steps", f"rank {other}")
@@ -437,11 +414,7 @@ def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
 
 
 def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, rank: int) -> Contents:
-    """A rank's pieces as contents; `fetch` always returns the rank's own region of a tensor.
-
-    Raises RunError: a piece doesn't have the shape of its layout, or only one name of a tied piece has a layout.
-    TypeError: the state or the optimizer's state is not plain data.
-    """
+    """A rank's pieces as contents. Raises RunError: layouts don't match the pieces. TypeError: data is not plain."""
     _refuse_half_named(snapshot.model, network_layout)
     held: dict[str, Mapping[str, Tensor]] = {MODEL: snapshot.model}
     owners = {name: name for name in snapshot.model}
@@ -464,7 +437,6 @@ def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, 
 
 
 def _refuse_half_named(model: Mapping[str, Tensor], network_layout: NetworkLayout) -> None:
-    """Raises RunError if one of two names of a sharded tensor has no layout."""
     pieces = {
         model[name].data_ptr(): name for name, lies in network_layout.layouts.items() if lies.cuts and name in model
     }
@@ -474,7 +446,7 @@ def _refuse_half_named(model: Mapping[str, Tensor], network_layout: NetworkLayou
             raise RunError(f"{name} is tied to the sharded {other}, but has no layout", name)
 
 
-def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayout, rank: int) -> TensorEntry:
+def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayout, rank: int) -> describe.TensorEntry:
     """A tensor has the layout of the parameter it belongs to if it has that one's shape; else it is unsharded."""
     shape = tuple(tensor.shape)
     layout = network_layout.layouts.get(owner) or unsharded(shape)

@@ -11,21 +11,11 @@ from typing import NoReturn
 import numpy
 
 from manyhands.core.errors import UserError
+from manyhands.data import walk
 from manyhands.data.decode import PICTURE_SUFFIXES
 from manyhands.data.layout import read_layout, split_kind, split_word
 from manyhands.data.packed import PackedRows
-from manyhands.data.walk import (
-    UNREAD_SUFFIXES,
-    Identity,
-    PictureNames,
-    Unused,
-    Walk,
-    class_identities,
-    folders_in,
-    holds_pictures,
-    lookalike_difference,
-    plain_form,
-)
+from manyhands.data.walk import Identity, PictureNames, Unused, class_identities, folders_in
 
 _MOST_NAMES = 8
 _FORMATS = f"supported formats: {', '.join(sorted(PICTURE_SUFFIXES))}"
@@ -94,7 +84,7 @@ def list_parts(root: Path) -> tuple[Listing, ...]:
 
 
 def list_whole(root: Path) -> Listing:
-    """The pictures in root's class folders, one or more, at any depth. Raises UserError: there is none."""
+    """The pictures in root's class folders, at any depth. Raises UserError: there is none."""
     unused = Unused()
     unused.add_files(root)
     part, _ = _list_classes(root, root, unused, class_identities(root, folders_in(root)))
@@ -124,7 +114,7 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
     for part, there in zip(parts[1:], full[1:], strict=True):
         if unknown := sorted(there - {*parts[0].classes}):
             what = f"{part.folder}/ has class folders that {parts[0].folder}/ lacks ({len(unknown)}): "
-            alike = tuple(filter(None, (lookalike_difference(name, parts[0].classes) for name in unknown)))
+            alike = tuple(filter(None, (walk.lookalike_difference(name, parts[0].classes) for name in unknown)))
             hints = (*alike, f"add training pictures of the classes to {parts[0].folder}/, or remove the folders")
             raise UserError(what + _some(unknown), str(part.root), hints)
         if not there:
@@ -134,7 +124,7 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
     classes = tuple(name for name in parts[0].classes if name in seen)
     unseen = [name for name in empty if name not in seen]
     for name in unseen:
-        if holds_pictures(parts[0].root / name, suffixes=UNREAD_SUFFIXES):
+        if walk.holds_pictures(parts[0].root / name, suffixes=walk.UNREAD_SUFFIXES):
             hints = ("convert the pictures, for example to JPEG", _FORMATS)
             what = f'the class folder "{name}" has only pictures in formats that can\'t be read'
             raise UserError(what, str(parts[0].root / name), hints)
@@ -153,16 +143,16 @@ def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -
     classes = folders_in(root)
     if not classes:
         loose = sum(entry.suffix.lower() in PICTURE_SUFFIXES for entry in root.iterdir())
-        found = f"; pictures directly in the folder: {loose:,}" if loose else ""
+        more = f"; pictures directly in the folder: {loose:,}" if loose else ""
         make = "make a folder for each class and put its pictures there"
         hints = (make, "sort ImageNet's validation pictures into class folders, too")
-        raise UserError(f"{root} has no class folders{found}", str(root), hints)
+        raise UserError(f"{root} has no class folders{more}", str(root), hints)
     _check_names(root, classes)
     prefix = "" if root == top else f"{root.relative_to(top).as_posix()}/"
-    walk = Walk(root, taken | {os.path.realpath(top)}, unused, prefix)
-    names = walk.list_classes(classes)
+    found = walk.Walk(root, taken | {os.path.realpath(top)}, unused, prefix)
+    names = found.list_classes(classes)
     labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), list(map(len, names)))
-    return Listing(root, classes, PictureNames(numpy.concatenate(names)), labels), walk.entered
+    return Listing(root, classes, PictureNames(numpy.concatenate(names)), labels), found.entered
 
 
 def _check_names(root: Path, classes: tuple[str, ...]) -> None:
@@ -181,8 +171,8 @@ def _check_names(root: Path, classes: tuple[str, ...]) -> None:
             if not is_utf8:
                 hints = ("export PYTHONUTF8=1", "or choose a UTF-8 locale: export LC_ALL=C.UTF-8")
                 raise UserError(f"{shown} is UTF-8, but the locale's encoding is {encoding}", str(root), hints)
-    if len({plain_form(name) for name in classes}) < len(classes):
-        alike = next(filter(None, (lookalike_difference(name, classes) for name in classes)))
+    if len({walk.plain_form(name) for name in classes}) < len(classes):
+        alike = next(filter(None, (walk.lookalike_difference(name, classes) for name in classes)))
         hints = ("move the pictures of both folders into one folder",)
         raise UserError(f"two class folders look the same: {alike}", str(root), hints)
 

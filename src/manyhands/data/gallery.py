@@ -36,26 +36,21 @@ from manyhands.data.walk import PictureNames
 _FORMAT = 2  # changes with what decoding makes of a picture, too
 _BLOCK = 1024
 _MOST_THREADS = 8
+Decoded = tuple[Tensor, tuple[int, ...]]  # uint8 [N, C, S, S], and the pictures that can't be read, which are black
+_PROBES = 32
+_SMALL = 64
+_USUAL_SIZE = 224
 
 
 class _DiffersError(Exception):
     """A picture has another size, or colours unlike the set."""
 
 
-Decoded = tuple[Tensor, tuple[int, ...]]  # uint8 [N, C, S, S], and the pictures that can't be read, which are black
-
-
 def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) -> Decoded | None:
-    """Decodes all pictures, each of size x size, or maps the result that this host has already.
-
-    None if a picture differs in size, or has colours and `grey_only` is set.
-    """
+    """Decodes all pictures, of size x size, once per host; None if one differs in size, or in colour (`grey_only`)."""
     pixels = cache_folder() / "decoded" / f"{_key(listing, 'pixels', channels, size, grey_only)}.npy"
-    report = _once(
-        pixels.with_suffix(".json"),
-        lambda report: report["differs"] or pixels.is_file(),
-        lambda: _decode_all(listing, pixels, channels, size, grey_only),
-    )
+    file, make = pixels.with_suffix(".json"), lambda: _decode_all(listing, pixels, channels, size, grey_only)
+    report = _once(file, lambda report: report["differs"] or pixels.is_file(), make)
     if report["differs"]:
         return None
     # Copy on write, never written: torch takes no read-only arrays, and the pages stay shared.
@@ -74,7 +69,6 @@ def find_corrupt_once(listing: Listing) -> tuple[int, ...]:
 
 
 def _once(file: Path, usable: Callable[[dict[str, Any]], bool], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The report in a cache file, made first unless this host has a usable one."""
     with one_at_a_time(file):
         report = read_object(file)
         if not report or not isinstance(report.get("corrupt"), list) or not usable(report):
@@ -133,11 +127,6 @@ def _key(listing: Listing, *purpose: object) -> str:
     for name, size_bytes, time_ns in zip(listing.names, *folder_state(listing), strict=True):
         digest.update(f"{name}\0{size_bytes} {time_ns}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()[:32]
-
-
-_PROBES = 32
-_SMALL = 64
-_USUAL_SIZE = 224
 
 
 def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels | None = None) -> Splits:

@@ -52,10 +52,8 @@ def read_layout(root: Path) -> FolderLayout:
         notes += [f"within each class folder {_uses(splits)}"] if splits else []
         same = folders_in(root / folders[0]) if len(folders) > 1 and not splits else ()
         if len(same) > 1 and all(folders_in(root / name) == same for name in folders):
-            notes.append(
-                f"the classes {_quoted(folders[:3])} all hold the folders {_quoted(same[:3])}; if the outer folders "
-                "are splits, rename them to train and test"
-            )
+            what = f"the classes {_quoted(folders[:3])} all hold the folders {_quoted(same[:3])}"
+            notes.append(f"{what}; if the outer folders are splits, rename them to train and test")
         return FolderLayout(splits, bool(splits), notes=tuple(notes))
     train = _only(root, training)
     if len(beside) > 1:
@@ -84,15 +82,11 @@ def split_word(path: str) -> str:
 
 
 def split_kind(name: str) -> str:
-    """The split that a folder is named after: "train", "val", "test" or "unlabelled"."""
     return _parsed(name)[0]
 
 
 def _split_kinds(folders: Iterable[str]) -> dict[str, str]:
-    """The kind of split that each folder is named after, without those whose name has another meaning too.
-
-    Other words are ignored if training and another split share them, as in "pets_train", "pets_test".
-    """
+    """The kinds of split in folder names, whose other words must be those of several splits (pets_train, pets_test)."""
     parsed = {name: _parsed(name) for name in folders}
     kinds = {rest: {kind for kind, other in parsed.values() if kind and other == rest} for _, rest in parsed.values()}
     common = {rest for rest, found in kinds.items() if "train" in found and len(found) > 1}
@@ -109,7 +103,6 @@ def _parsed(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _has_classes(folder: Path) -> bool:
-    """True if a folder named after a split holds class folders, not several splits."""
     inner = folders_in(folder)
     return len(inner) == 1 or len(_split_kinds(inner)) < len(inner)
 
@@ -143,7 +136,7 @@ def _splits_inside(root: Path, classes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _only(root: Path, names: list[str]) -> str:
-    """The folder to use of those for one split; "" of none."""
+    """The folder to use of those for one split, or ""."""
     exact = [name for name in _EXACT if name in names]
     if not exact and len(names) > 1:
         hint = f"rename the right folder to {_parsed(names[0])[0]}, or move the rest elsewhere"
@@ -159,7 +152,6 @@ def _nested(root: Path, name: str) -> str:
 
 
 def _refuse_splits_as_classes(root: Path, kinds: dict[str, str], others: list[str]) -> None:
-    """Raises UserError: the folders are unusable splits, not classes."""
     names = list(kinds)
     if len(names) > 1 and "train" in kinds.values():
         rename = f"rename folders that are classes, such as {names[0]} to class-{names[0]}"

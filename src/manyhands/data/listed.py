@@ -22,21 +22,17 @@ from manyhands.data.packed import PackedRows, PackedSet, is_pack, open_pack
 from manyhands.data.walk import PictureNames
 
 Parts = tuple[Listing, ...]
+Listed = tuple[Parts, tuple[str, ...]]  # and notes for the user
+_INDEX = "listings.json"
+_requests: Counter[str] = Counter()
 
 
 def place_of_pack(root: Path) -> Path:
-    """Where the packed copy of a folder lies: beside it."""
     whole = root.resolve()
     return whole.with_name(f"{whole.name}.pack")
 
 
-def is_divided_pack(folder: Path) -> bool:
-    """True for a pack of a folder with train/ and others."""
-    return is_pack(folder) and bool(open_pack(folder).groups[0].word)
-
-
 def of_pack(folder: Path) -> tuple[Parts, tuple[str, ...]]:
-    """The listings of a pack without its folder, and notes for the user."""
     pack = open_pack(folder)
     listings: list[Listing] = []
     for word, start, stop in pack.groups:
@@ -82,7 +78,6 @@ def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
 
 
 def with_pack(root: Path, listings: Parts, options: DataOptions) -> tuple[Parts, tuple[str, ...]]:
-    """The listings of a folder, with its packed copy if that is used, and notes for the user."""
     place = place_of_pack(root)
     if not options.packed or not is_pack(place):
         return listings, ()
@@ -110,18 +105,8 @@ def _notes(pack: PackedSet) -> tuple[str, ...]:
     return tuple(notes)
 
 
-Listed = tuple[Parts, tuple[str, ...]]  # and notes for the user
-
-_INDEX = "listings.json"
-_requests: Counter[str] = Counter()
-
-
 def listed_once(root: Path, purpose: str, make: Callable[[], Listed]) -> Listed:
-    """Returns what `make` returns; within a run one process of each machine calls it.
-
-    All processes request listings in the same order: a second one for the same purpose is made anew, since the folder
-    may have changed.
-    """
+    """Returns what `make` returns, called once per machine within a run, but anew for a repeated request."""
     shared = of_this_start()
     if shared is None:
         return make()

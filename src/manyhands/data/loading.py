@@ -139,7 +139,6 @@ class MemoryLoader(Loader):
 
 
 def _grouped(requests: Iterable[Tensor], samples: int) -> Iterator[list[Tensor]]:
-    """Groups requests of at most `samples` samples together, up to 64."""
     group: list[Tensor] = []
     held = 0
     for request in requests:
@@ -192,11 +191,7 @@ class WorkerLoader(Loader):
             yield Batch(self._normalise(images), labels, posted.popleft())
 
     def close(self) -> None:
-        """Ends the worker processes; a later request starts new ones.
-
-        torch ends them when its iterator is collected, but in a cycle the queues may go first, and the wait takes 10
-        seconds.
-        """
+        """Ends the worker processes. The garbage collector may end their queues first, and then wait 10 seconds."""
         end = getattr(self._answers, "_shutdown_workers", None)
         self._answers = self._loader = None
         if end is not None:

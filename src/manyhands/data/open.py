@@ -11,9 +11,8 @@ from manyhands.core.errors import UserError
 from manyhands.data.gallery import open_whole_folder
 from manyhands.data.known import CHOICES, find_choice, named
 from manyhands.data.layout import read_layout
-from manyhands.data.listed import is_divided_pack
 from manyhands.data.options import DataOptions
-from manyhands.data.packed import is_pack
+from manyhands.data.packed import is_pack, open_pack
 from manyhands.data.places import data_folder
 from manyhands.data.random import spread
 from manyhands.data.samples import splits_of_objects, splits_of_targets, splits_to_evaluate
@@ -62,7 +61,7 @@ def _with_held_out(splits: Splits, source: Source, place: str) -> Splits:
 def is_plain_folder(name: str) -> bool:
     """True for a folder of class folders that isn't divided into splits. Raises UserError: its layout is ambiguous."""
     place, is_folder = Path(name).expanduser(), not named(name) and find_choice(name) == "imagefolder"
-    return is_folder and not (is_divided_pack(place) if is_pack(place) else read_layout(place).splits)
+    return is_folder and not (open_pack(place).groups[0].word if is_pack(place) else read_layout(place).splits)
 
 
 def open_whole(options: DataOptions) -> Splits:

@@ -60,7 +60,6 @@ class BatchSharing:
 
     @functools.cached_property
     def edges(self) -> tuple[int, ...]:
-        """Sums of the shares before each process, and of all."""
         return tuple(itertools.accumulate(self.shares or (1,) * self.processes, initial=0))
 
     @property
@@ -69,10 +68,7 @@ class BatchSharing:
         return self.micro_batch * self.edges[-1] // max(self.shares, default=1)
 
     def within(self, most: int, count: int) -> "BatchSharing":
-        """The same with passes of at most `most` samples (0: any number), or of one group if that needs more.
-
-        `count` are the samples of the largest update.
-        """
+        """The same with passes of at most `most` samples (0: any), or one group, for updates of at most `count`."""
         if self.micro_batch or not most:
             return replace(self, most=self.largest_share(count))
         widest = max(last - first for first, last in itertools.pairwise(group_edges(count, self.group)))
@@ -91,10 +87,7 @@ class BatchSharing:
 
 @functools.lru_cache(maxsize=256)
 def shares_of_micro_batch(count: int, group: int, bounds: tuple[int, int], processes: int) -> tuple[Share, ...]:
-    """Equal shares of the micro-batch within `bounds`, in a network whose ops have processes of their own.
-
-    The global batch has `count` samples and groups of `group` (0: none), none of which lies across the bounds.
-    """
+    """Equal shares of the micro-batch within `bounds` of `count` samples, which has groups of `group` (0: none)."""
     return _shares(BatchSharing(processes, 0, group, aligned=False), group_edges(count, group), *bounds)
 
 
@@ -121,11 +114,7 @@ def sharing(count: int, group: int, bounds: tuple[int, int]) -> Callable[[int, i
 
 
 def group_edges(count: int, group: int) -> list[int]:
-    """The bounds of BatchNorm groups in a global batch, at any number of processes; without groups of single samples.
-
-    Groups hold at most `group` samples and differ by one at most, so that no group of the last batch is small and
-    noisy.
-    """
+    """Bounds of groups of at most `group` samples, which differ by one at most; of single samples without groups."""
     groups = math.ceil(count / group) if group else count
     return [count * number // groups for number in range(groups + 1)]
 
@@ -182,10 +171,7 @@ def evaluation_blocks(length: int, block: int) -> list[range]:
 
 
 def dealt_blocks(count: int, shares: Sequence[int]) -> list[list[int]]:
-    """The numbers of `count` equal blocks for each process: each block to the one that would finish it first.
-
-    A process's speed is proportional to its share; the first of several gets a block, so equal shares take turns.
-    """
+    """The numbers of `count` equal blocks for each process: each block to the process that would finish it first."""
     dealt: list[list[int]] = [[] for _ in shares]
     waiting = [(1 / share, rank) for rank, share in enumerate(shares)]
     heapq.heapify(waiting)

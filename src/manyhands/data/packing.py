@@ -23,29 +23,21 @@ from PIL import Image
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.files import one_at_a_time, read_object, replacing, write_atomic
 from manyhands.core.seeds import derive, mix
+from manyhands.data import packed
 from manyhands.data.child import begin_worker
 from manyhands.data.decode import CorruptImageError, decode, is_grey, is_readable
 from manyhands.data.folder import Listing, list_parts
 from manyhands.data.listed import difference, folder_state
-from manyhands.data.packed import (
-    DECODING,
-    FORMAT,
-    HEAD,
-    SAMPLES,
-    SHARD_NAME,
-    STATE,
-    Columns,
-    PackedSet,
-    columns_digest,
-    digest_of,
-    is_pack,
-    open_pack,
-    read_columns,
-    write_columns,
-)
+from manyhands.data.packed import HEAD, SAMPLES, STATE, Columns, columns_digest, digest_of, open_pack, write_columns
 
 _TAR_BLOCK = 512
 _NO_SPACE = ("free disk space and run the same command again", "or choose another folder: --to")
+_TAR_ADDS = 3 * 512 + 256  # per picture: two headers, the label, and the rests of blocks
+SHARD_BYTES = 40 << 20  # large sets have shards of 30 to 60 MB
+_SEED = 0
+_BEGUN = "unfinished.json"
+_TRIED = 64
+_COLUMN_TYPES = {"shard": numpy.uint32, "offset": numpy.uint64, "length": numpy.uint32, "crc": numpy.uint32}
 
 
 class PictureFile(NamedTuple):
@@ -74,8 +66,8 @@ class ShardTask:
         return self.target.with_name(f".{self.target.name}.npz")
 
 
-def write_shard(task: ShardTask) -> int:
-    """Writes the shard, then its report; returns its bytes. Raises UserError: a picture changed, or the disk."""
+def write_shard(task: ShardTask) -> None:
+    """Writes the shard, then its report. Raises UserError: a picture changed, or the disk."""
     try:
         with replacing(task.target) as part:
             columns, size_bytes, digest = _write(task, part)
@@ -83,23 +75,16 @@ def write_shard(task: ShardTask) -> int:
     except OSError as error:
         what = f"{task.target.name} can't be written: {error.strerror or error}"
         raise UserError(what, str(task.target), _NO_SPACE) from error
-    return size_bytes
 
 
 def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
-    digest = hashlib.sha256()
     rows: list[tuple[int, int, int, int, bool]] = []
-    with part.open("wb") as file:
-
-        def put(*contents: bytes) -> None:
-            for content in contents:
-                digest.update(content)
-                file.write(content)
+    with part.open("w+b") as file:
 
         def add(name: str, content: bytes) -> None:
             info = tarfile.TarInfo(name)  # without time and user, so that equal pictures make equal shards
             info.size, info.mode = len(content), 0o644
-            put(info.tobuf(tarfile.USTAR_FORMAT), content, bytes(-len(content) % _TAR_BLOCK))
+            file.write(info.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % _TAR_BLOCK))
 
         for number, member in enumerate(task.members, task.first):
             suffix, content, readable = packed_picture(member, task.size, task.quality)
@@ -107,13 +92,14 @@ def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
             add(f"{number:09}.{suffix}", content)
             add(f"{number:09}.cls", str(member.label).encode())
             rows.append((member.row, start, len(content), zlib.crc32(content), not readable))
-        put(bytes(2 * _TAR_BLOCK))
-        file.flush()
-        os.fsync(file.fileno())
+        file.write(bytes(2 * _TAR_BLOCK))
         size_bytes = file.tell()
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
     values = (numpy.array(values, numpy.int64) for values in zip(*rows, strict=True))
     columns: Columns = dict(zip(("row", "offset", "length", "crc", "bad"), values, strict=True))
-    return columns, size_bytes, digest.hexdigest()
+    return columns, size_bytes, digest
 
 
 def packed_picture(member: PictureFile, size: int, quality: int) -> tuple[str, bytes, bool]:
@@ -152,19 +138,11 @@ def _read(member: PictureFile) -> bytes:
 def written(task: ShardTask) -> Columns | None:
     """The report of a shard that was written earlier; None if it isn't complete."""
     try:
-        columns = read_columns(task.report_file)
+        columns = packed.read_columns(task.report_file)
         whole = task.target.stat().st_size == int(columns["bytes"])
         return columns if whole and len(columns["row"]) == len(columns["bad"]) == len(task.members) else None
     except (OSError, ValueError, KeyError):
         return None
-
-
-_TAR_ADDS = 3 * 512 + 256  # per picture: two headers, the label, and the rests of blocks
-SHARD_BYTES = 40 << 20  # large sets have shards of 30 to 60 MB
-_SEED = 0
-_BEGUN = "unfinished.json"
-_TRIED = 64
-_COLUMN_TYPES = {"shard": numpy.uint32, "offset": numpy.uint64, "length": numpy.uint32, "crc": numpy.uint32}
 
 
 @dataclass(frozen=True)
@@ -216,7 +194,7 @@ def read_contents(root: Path) -> _Contents:
 
 def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
     """True if the pack exists and matches the folder. Raises UserError: there is a different one."""
-    if not is_pack(request.target):
+    if not packed.is_pack(request.target):
         return False
     pack = open_pack(request.target)
     if changed := difference(pack, contents.listings):
@@ -233,11 +211,8 @@ def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
 
 def make_pack(
     contents: _Contents, request: PackRequest, *, processes: int, replace: bool, progress: Callable[[int, int], None]
-) -> tuple[PackedSet, tuple[str, ...]]:
-    """Packs the folder, or finishes an interrupted call; returns the paths of unreadable pictures, too.
-
-    Raises ManyhandsError: there is another pack, a picture changed, a process died, or the disk can't be written.
-    """
+) -> tuple[packed.PackedSet, tuple[str, ...]]:
+    """Packs the folder, or finishes an interrupted call; returns unreadable paths, too. Raises ManyhandsError."""
     target = request.target
     try:
         with one_at_a_time(target / HEAD, ("choose a writable folder: --to",)):
@@ -265,14 +240,14 @@ def _refuse_strange(target: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.name in {HEAD, SAMPLES, STATE, _BEGUN} or re.fullmatch(SHARD_NAME, path.name) is not None
+    return path.name in {HEAD, SAMPLES, STATE, _BEGUN} or re.fullmatch(packed.SHARD_NAME, path.name) is not None
 
 
 def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
     """Returns the shards to write; keeps only those that an interrupted call for the same has written."""
     columns = {"labels": contents.labels, "sizes": contents.sizes, "times": contents.times, "names": _names(contents)}
-    made = {"format": FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
-    made |= {"decoding": DECODING} if request.size else {}
+    made = {"format": packed.FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
+    made |= {"decoding": packed.DECODING} if request.size else {}
     words = [listing.word for listing in contents.listings]
     key = digest_of(made | {"words": words, "files": columns_digest(columns)})
     begun = read_object(request.target / _BEGUN)
@@ -282,8 +257,8 @@ def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
         ratio = 1.0
         if request.size:  # of the resized pictures' bytes to the files', by some pictures spread over the folder
             tried = [contents.member(row) for row in sorted(_shuffled(len(contents.sizes), "tried")[:_TRIED])]
-            packed = [len(packed_picture(member, request.size, request.quality)[1]) for member in tried]
-            ratio = sum(packed) / max(1, sum(member.size_bytes for member in tried))
+            sizes = [len(packed_picture(member, request.size, request.quality)[1]) for member in tried]
+            ratio = sum(sizes) / max(1, sum(member.size_bytes for member in tried))
         begun = {"key": key, "ratio": ratio}
         write_atomic(request.target / _BEGUN, json.dumps(begun))
     for path in request.target.glob(".*.part"):
@@ -352,7 +327,7 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
     write_columns(target / SAMPLES, columns)
     write_columns(target / STATE, {"bytes": contents.sizes, "time": contents.times})
     content = {
-        "format": FORMAT,
+        "format": packed.FORMAT,
         "classes": contents.listings[0].classes,
         "groups": list(contents.groups()),
         "size": request.size,
@@ -360,7 +335,7 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
         "order_seed": _SEED,
         "shards": shards,
         "samples_sha256": columns_digest(columns),
-        **({"decoding": DECODING} if request.size else {}),
+        **({"decoding": packed.DECODING} if request.size else {}),
     }
     head = {"digest": digest_of(content), "set": content}
     write_atomic(target / HEAD, json.dumps(head, ensure_ascii=False, indent=1))

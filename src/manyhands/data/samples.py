@@ -21,22 +21,12 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 from manyhands.core.errors import ManyhandsError, RunError, UserError, shortened
 from manyhands.core.seeds import derive
 from manyhands.core.user_code import users_line, users_traceback
+from manyhands.data import splits
 from manyhands.data.decode import CorruptImageError, is_grey, to_mode
 from manyhands.data.options import DataOptions
 from manyhands.data.pictures import prepare, read_picture, to_tensor
 from manyhands.data.random import epoch_rng, spread
-from manyhands.data.splits import (
-    ImageFiles,
-    ImagesInMemory,
-    Source,
-    Splits,
-    UserSamples,
-    by_names,
-    check_labels,
-    describe,
-    only_numbers,
-    take,
-)
+from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples, check_labels, describe, take
 from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels
 
 _PAIR = ("give (x, y): x as a tensor or a PIL image, y as a whole number",)
@@ -45,6 +35,8 @@ Request = tuple[int, list[int]]  # the epoch and the indices
 Answer = tuple[Tensor, Tensor, list[str]]  # images, labels, and unreadable pictures that were replaced
 _MOST_SHOWN = 4  # values of a tensor in an error
 _TRIES = 100  # to replace a picture
+_PROBES = 8
+_SMALL = 64
 
 
 class FileSamples:
@@ -230,10 +222,6 @@ def _stack(images: list[Tensor], samples: list[int]) -> Tensor:
     return torch.stack(images)
 
 
-_PROBES = 8
-_SMALL = 64
-
-
 def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title: str = "") -> Splits:
     """Wraps the user's training and test data; without a test set, a fixed choice of training samples is held out.
 
@@ -275,9 +263,9 @@ def source_to_evaluate(dataset: Any, labels: Tensor | None, known: tuple[str, ..
     """
     names = _classes_of(dataset)
     transformed = getattr(dataset, "target_transform", None) is not None
-    if only_numbers(names) or only_numbers(known) or transformed:
+    if splits.only_numbers(names) or splits.only_numbers(known) or transformed:
         return _source(dataset, labels, len(known), place)
-    return by_names(_source(dataset, labels, len(names), place), names, known, place)
+    return splits.by_names(_source(dataset, labels, len(names), place), names, known, place)
 
 
 def has_targets(dataset: Any) -> bool:

@@ -55,7 +55,7 @@ class ImageFiles:
 class UserSamples:
     """The user's own map-style data set."""
 
-    # Returns (x, y). x is a float tensor (used as it is), or a picture: a uint8 tensor [C, H, W] or [H, W], a PIL image,
+    # Returns (x, y). x is a float tensor, used as it is, or a picture: a uint8 tensor [C, H, W] or [H, W], a PIL image,
     # or a uint8 array [H, W] or [H, W, C]. y is an integer, or a target.
     dataset: Any
     labels: Tensor | None = None  # int64 [N]; None: unknown without reading every sample
@@ -105,10 +105,7 @@ def check_labels(labels: Tensor, classes: int, place: str, samples: Sequence[int
 
 
 def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], place: str) -> Source:
-    """Maps a source's labels from the classes `names` to those of `known`, by name unless one has only numbers.
-
-    Raises UserError: a class isn't known.
-    """
+    """Maps a source's labels from `names` to `known` by name, if both have names. Raises UserError: unknown names."""
     if names == known[: len(names)]:
         return source
     unknown = [name for name in names if name not in known]

@@ -98,25 +98,6 @@ def middle(images: Tensor, pixels: Pixels) -> Tensor:
     return images[:, :, top : top + pixels.size, left : left + pixels.size]
 
 
-def shift(images: Tensor, states: Tensor, pixels: Pixels) -> Tensor:
-    """Moves each of uint8 [n, C, S, S] by up to `pixels.padding` rows and columns."""
-    size, margin = images.shape[-1], pixels.padding
-    # [n, C, 2 margin + 1, 2 margin + 1, S, S], no copy
-    windows = padded(images, margin, reflects=pixels.reflects).unfold(2, size, 1).unfold(3, size, 1)
-    down = below(bits(states, DRAW_DOWN), 2 * margin + 1)
-    right = below(bits(states, DRAW_RIGHT), 2 * margin + 1)
-    return windows[torch.arange(len(images), device=images.device), :, down, right]
-
-
-def cut_parts(images: Tensor, size: int, key: int, samples: Tensor) -> Tensor:
-    """Resizes a random part of each of uint8 [n, C, H, W]: uint8 [n, C, size, size]."""
-    parts = []
-    for image, sample in zip(images, samples.tolist(), strict=True):
-        left, top, right, bottom = crop_box(image.shape[2], image.shape[1], SampleRng(key, sample))
-        parts.append(resize(image[None, :, top:bottom, left:right], size, size))
-    return torch.cat(parts)
-
-
 def augment(images: Tensor, pixels: Pixels, seed: int, epoch: int, samples: Tensor) -> Tensor:
     """Augments training pictures uint8 [n, C, S, S], each by (seed, epoch, sample) alone.
 
@@ -127,9 +108,17 @@ def augment(images: Tensor, pixels: Pixels, seed: int, epoch: int, samples: Tens
     key, samples_there = derive(seed, "augment", epoch), samples.to(images.device, non_blocking=True)
     states = mix_tensor(samples_there ^ key)
     if pixels.augment == "resized-crop-flip":
-        images = cut_parts(images, pixels.size, key, samples)
+        parts = []
+        for image, sample in zip(images, samples.tolist(), strict=True):
+            left, top, right, bottom = crop_box(image.shape[2], image.shape[1], SampleRng(key, sample))
+            parts.append(resize(image[None, :, top:bottom, left:right], pixels.size, pixels.size))
+        images = torch.cat(parts)
     else:
-        images = shift(images, states, pixels)
+        size, margin = images.shape[-1], pixels.padding
+        # [n, C, 2 margin + 1, 2 margin + 1, S, S], no copy
+        windows = padded(images, margin, reflects=pixels.reflects).unfold(2, size, 1).unfold(3, size, 1)
+        down, right = (below(bits(states, draw), 2 * margin + 1) for draw in (DRAW_DOWN, DRAW_RIGHT))
+        images = windows[torch.arange(len(images), device=images.device), :, down, right]
     if not pixels.flips:
         return images
     turned = alternate(seed, epoch, samples_there) if pixels.alternates else below(bits(states, DRAW_MIRROR), 2).bool()

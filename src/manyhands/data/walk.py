@@ -18,6 +18,17 @@ from manyhands.core.errors import UserError
 from manyhands.data.decode import PICTURE_SUFFIXES
 
 _BLOCK = 1 << 12
+Identity = str  # a folder's real path; not every file system numbers its folders
+# Files and folders of systems and programs, in lower case, which are ignored at every level. Other folders are classes,
+# even those that begin with "__" or "@".
+_JUNK = frozenset({
+    "__macosx", "__pycache__", "@eadir", "#recycle", "@recycle", "@recently-snapshot", "@tmp", "lost+found",
+    "$recycle.bin", "system volume information", "thumbs.db", "ehthumbs.db", "desktop.ini",
+})  # fmt: skip
+UNREAD_SUFFIXES = frozenset({".heic", ".heif", ".jxl", ".svg", ".psd", ".dng", ".cr2", ".nef", ".arw", ".dcm"})
+_TABLES = {".csv", ".tsv", ".json", ".xlsx"}
+_LINK, _SPECIAL = "links to folders that are already included", "pipes or devices"
+_MOST_KINDS = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,20 +78,6 @@ def lookalike_difference(name: str, known: Iterable[str]) -> str:
             how = "spaces at the start or end" if other.strip() == name.strip() else "Unicode form (such as NFC, NFD)"
             return f"{name!a} and {other!a} differ in {how}"
     return ""
-
-
-Identity = str  # a folder's real path; not every file system numbers its folders
-
-# Files and folders of systems and programs, in lower case, which are ignored at every level. Other folders are classes,
-# even those that begin with "__" or "@".
-_JUNK = frozenset({
-    "__macosx", "__pycache__", "@eadir", "#recycle", "@recycle", "@recently-snapshot", "@tmp", "lost+found",
-    "$recycle.bin", "system volume information", "thumbs.db", "ehthumbs.db", "desktop.ini",
-})  # fmt: skip
-UNREAD_SUFFIXES = frozenset({".heic", ".heif", ".jxl", ".svg", ".psd", ".dng", ".cr2", ".nef", ".arw", ".dcm"})
-_TABLES = {".csv", ".tsv", ".json", ".xlsx"}
-_LINK, _SPECIAL = "links to folders that are already included", "pipes or devices"
-_MOST_KINDS = 20
 
 
 def is_junk(name: str) -> bool:
@@ -187,7 +184,6 @@ class Walk:
 
 
 def class_identities(root: Path, folders: Sequence[str]) -> set[Identity]:
-    """The identities of class folders. Raises UserError: two are one folder."""
     homes: dict[Identity, str] = {}
     for name in folders:
         here = os.path.realpath(root / name)
@@ -223,10 +219,7 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
 
 
 def _kind(entry: "os.DirEntry[str]") -> str:
-    """Returns "folder", "file", or a description: of a link to a folder that holds it, or of a pipe or device.
-
-    A broken link counts as a file, so that a missing picture is named.
-    """
+    """ "folder", "file" (also a broken link), or a description: of a link to a folder that holds it, pipe or device."""
     try:
         if entry.is_dir():
             place = Path(entry.path)

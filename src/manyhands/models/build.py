@@ -16,6 +16,7 @@ from manyhands.models.options import ModelOptions
 from manyhands.models.published import CHOICES, nothing_published
 
 _LARGE = 64  # smaller pictures are called small
+_HINTS = ("name a subclass of torch.nn.Module, an instance, or a function that returns an instance",)
 
 
 def describe(options: ModelOptions, size: int) -> ModelNeeds:
@@ -66,10 +67,7 @@ def is_custom(name: str) -> bool:
 
 
 def resolve_model(options: ModelOptions, size: int) -> ModelOptions:
-    """The same network by a name and arguments that hold for any size of pictures, without published weights.
-
-    The result takes the weights of the network that `options` describes.
-    """
+    """The same network by a name and arguments that hold for any size of pictures, without published weights."""
     plain = {"weights": "", "pretrained": False}
     if is_object_reference(options.name):
         return options.model_copy(update=plain)
@@ -150,9 +148,6 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
     if not isinstance(model, nn.Module):
         raise UserError(f"{reference} returned a {type(model).__name__}, not a network", "model.name", _HINTS)
     return model
-
-
-_HINTS = ("name a subclass of torch.nn.Module, an instance, or a function that returns an instance",)
 
 
 def _mesh_argument(builder: Callable[..., Any], reference: str, arguments: dict[str, Any], mesh: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from manyhands.core.errors import UserError
 WHERE = "model.arguments"
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'|multiple values for (?:keyword )?argument '(\w+)'")
 _MISSING = re.compile(r"missing (?:a|\d+) required .*arguments?: (.+)")
+INITIALIZATION_SAMPLES = 1_000  # small pictures, which have a million patches
 
 
 def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
@@ -88,9 +89,6 @@ def _shown(output: Any) -> str:
     if isinstance(output, Mapping) and output:
         return f"a {type(output).__name__} of {', '.join(f'{key}: {_shown(value)}' for key, value in output.items())}"
     return "nothing" if output is None else f"a {type(output).__name__}"
-
-
-INITIALIZATION_SAMPLES = 1_000  # small pictures, which have a million patches
 
 
 class InitializedFromData(nn.Module):

@@ -26,6 +26,8 @@ _SIZED = {"vit": ("image_size", 224), "maxvit": ("input_size", 224), "inception"
 _ANY_SIZE = ("swin", "efficientnet_v2")
 # Left out, torchvision warns that its default is about to change.
 _WITH_OPEN_DEFAULT = ("googlenet", "inception_v3")
+# torchvision's file names end in the first digits of their SHA-256.
+_DIGEST = re.compile(r"-([0-9a-f]{8,})\.")
 
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:
@@ -104,10 +106,6 @@ def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
     for path, head in heads.items():
         parent, _, leaf = path.rpartition(".")
         setattr(model.get_submodule(parent), leaf, head)
-
-
-# torchvision's file names end in the first digits of their SHA-256.
-_DIGEST = re.compile(r"-([0-9a-f]{8,})\.")
 
 
 def fetch_weights(url: str) -> Path:
