@@ -38,8 +38,8 @@ def read_picture(
     values = _decode_plain_jpeg(content, header, pixels.channels, scale)
     if values is None:
         values = to_tensor(decode(path, pixels.channels, content, scale))
-    made = prepare(values, pixels, draws)
-    return (torch.empty(made.shape, dtype=torch.uint8) if out is None else out).copy_(made)
+    out = torch.empty((pixels.channels, pixels.size, pixels.size), dtype=torch.uint8) if out is None else out
+    return out.copy_(prepare(values, pixels, draws))
 
 
 def _scale(header: PictureHeader, pixels: Pixels, draws: SampleRng | None) -> int:
