@@ -120,9 +120,9 @@ def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]
         tensors = {
             kind: {
                 name: TensorEntry(
-                    BY_NAME[entry["dtype"]], layout_from_plain(entry["layout"], mesh, f"{where}: {kind} {name}")
+                    BY_NAME[one["dtype"]], layout_from_plain(one["layout"], mesh, f"{where}: {kind} {name}")
                 )
-                for name, entry in content[kind].items()
+                for name, one in content[kind].items()
             }
             for kind in KINDS
             if kind in content

@@ -105,9 +105,8 @@ def entry_of(tensor: Tensor, layout: TensorLayout | None = None) -> TensorEntry:
 
 def in_memory(tensors: Mapping[str, Tensor]) -> StoredTensors:
     entries = {name: entry_of(tensor) for name, tensor in tensors.items()}
-    return StoredTensors(
-        entries, lambda name, of: tensors[name][slices(of)].clone(memory_format=torch.contiguous_format)
-    )
+    dense = torch.contiguous_format
+    return StoredTensors(entries, lambda name, of: tensors[name][slices(of)].clone(memory_format=dense))
 
 
 @dataclass(frozen=True)

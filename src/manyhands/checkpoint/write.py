@@ -424,9 +424,7 @@ def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, 
         texts[files.OPTIMIZER_PLAN] = files.json_text(branches)
         owners |= parameter_names(branches)
     tensors = {
-        kind: {
-            name: _describe(name, tensor, owners.get(name, ""), network_layout, rank) for name, tensor in named.items()
-        }
+        kind: {name: _describe(name, one, owners.get(name, ""), network_layout, rank) for name, one in named.items()}
         for kind, named in held.items()
     }
 
@@ -437,9 +435,8 @@ def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, 
 
 
 def _refuse_half_named(model: Mapping[str, Tensor], network_layout: NetworkLayout) -> None:
-    pieces = {
-        model[name].data_ptr(): name for name, lies in network_layout.layouts.items() if lies.cuts and name in model
-    }
+    layouts = network_layout.layouts.items()
+    pieces = {model[name].data_ptr(): name for name, layout in layouts if layout.cuts and name in model}
     for name, tensor in model.items():
         other = pieces.get(tensor.data_ptr())
         if other is not None and name not in network_layout.layouts and tensor.numel():

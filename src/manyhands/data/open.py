@@ -36,8 +36,7 @@ def open_data(options: DataOptions) -> Splits:
     """Opens the data set that `options.name` names, downloaded or decoded first. Raises UserError: it can't be used."""
     if ahead := _AHEAD.get(_key(options)):
         return ahead
-    known = named(options.name)
-    if known:
+    if known := named(options.name):
         options = options.model_copy(update={"name": known[0], "dir": known[1]})
     choice = load_choice(CHOICES, find_choice(options.name))
     return with_named_held_out(_limited(choice.open(options.name, options), options), options)
@@ -95,7 +94,8 @@ def resolve_pixels(
     """Selects size, channels, mean, deviation and augmentation: the user's, else the model's, else the data's."""
     channels = options.channels or model_channels or pixels.channels
     size = options.image_size or model_size or pixels.size
-    return Pixels(
+    return replace(
+        pixels,
         size=size,
         channels=channels,
         mean=_per_channel(options.mean or pixels.mean, channels, "data.mean"),
@@ -105,7 +105,6 @@ def resolve_pixels(
         reflects=options.shift_fill == "reflect",
         alternates=options.mirror == "alternate",
         resize=round(pixels.resize * size / pixels.size),
-        own=pixels.own,
     )
 
 

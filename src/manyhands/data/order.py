@@ -97,12 +97,10 @@ def _micro_batches(batch_sharing: BatchSharing, count: int) -> tuple[tuple[Share
     bounds = [edges[0]]
     for first, last in itertools.pairwise(edges):
         if last - first > limit:
-            raise UserError(
-                f"BatchNorm needs {last - first} samples per micro-batch, but train.micro_batch = "
-                f"{batch_sharing.micro_batch} on {batch_sharing.processes} process(es) gives only {limit}",
-                "train.micro_batch",
-                ("raise train.micro_batch", f"or lower the group size: --set train.norm_group={max(2, limit)}"),
-            )
+            given = f"train.micro_batch = {batch_sharing.micro_batch} on {batch_sharing.processes} process(es)"
+            what = f"BatchNorm needs {last - first} samples per micro-batch, but {given} gives only {limit}"
+            hint = f"or lower the group size: --set train.norm_group={max(2, limit)}"
+            raise UserError(what, "train.micro_batch", ("raise train.micro_batch", hint))
         if last - bounds[-1] > limit:
             bounds.append(first)
     return tuple(_shares(batch_sharing, edges, *each) for each in itertools.pairwise([*bounds, edges[-1]]))

@@ -174,9 +174,7 @@ class Normalise:
         self.device, self._dtype, self._layout = device, dtype, layout
         self._work = torch.float64 if dtype == torch.float64 else torch.float32
         self._as_scaled = self._dtype == self._work and layout == torch.contiguous_format
-        mean, std = (
-            torch.tensor(values, dtype=torch.float64).view(1, -1, 1, 1) for values in (pixels.mean, pixels.std)
-        )
+        mean, std = (torch.tensor(each, dtype=torch.float64).view(1, -1, 1, 1) for each in (pixels.mean, pixels.std))
         self._scale = (1 / (255 * std)).to(device, self._work)
         self._offset = (-mean / std).to(device, self._work)
         self._spare = SpareMemory()
@@ -220,7 +218,6 @@ def crop_box(width: int, height: int, draws: SampleRng) -> tuple[int, int, int, 
         if 0 < wide <= width and 0 < high <= height:
             left, top = draws.below(first + 2, width - wide + 1), draws.below(first + 3, height - high + 1)
             return left, top, left + wide, top + high
-    # the largest box in the middle whose ratio is between 3:4 and 4:3
     wide, high = min(width, max(1, round(height * 4 / 3))), min(height, max(1, round(width * 4 / 3)))
     left, top = (width - wide) // 2, (height - high) // 2
     return left, top, left + wide, top + high

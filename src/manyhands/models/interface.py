@@ -74,10 +74,8 @@ def main_and_auxiliary(output: Any) -> tuple[Tensor, list[tuple[Tensor, float]]]
         if len(heads) == len(others):
             weight = 0.4 if len(heads) == 1 else 0.3
             return main, [(head, weight) for head in heads]
-    hints = (
-        "return a tensor [N, classes]: one row for each picture",
-        "or a tuple of such tensors, all of one shape: the logits, then those of auxiliary heads",
-    )
+    tuples = "or a tuple of such tensors, all of one shape: the logits, then those of auxiliary heads"
+    hints = ("return a tensor [N, classes]: one row for each picture", tuples)
     raise UserError(f"the network's forward returns {_shown(output)}", "model", hints)
 
 
