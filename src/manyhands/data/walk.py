@@ -219,7 +219,7 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
 
 
 def _kind(entry: "os.DirEntry[str]") -> str:
-    """A "folder", a "file" (also a broken link), or a description of a link to a folder that holds it or of a device."""
+    """A "folder", a "file" (also a broken link), or a description: a link to a folder that holds it, or a device."""
     try:
         if entry.is_dir():
             place = Path(entry.path)
