@@ -59,7 +59,7 @@ def decode(path: str, channels: int, content: bytes | None = None, scale: int = 
 
 @dataclass(frozen=True)
 class PictureHeader:
-    """The header of a picture."""
+    """The size and kind of a picture, read without its pixels."""
 
     width: int  # as stored, before a camera's orientation is applied
     height: int
