@@ -103,7 +103,7 @@ def save_one_by_one(folder, snapshot, cut):
         for rank in range(cut.mesh.size):
             contents = held_contents(step, local(snapshot, cut, rank), cut, rank)
             written |= contents.write_pieces(staged, rank)
-        contents.finish_pieces(staged, written)
+        contents.finish(staged, written, pieces=True)
         folders.commit(staged, target)
     return target
 

@@ -15,8 +15,7 @@ from manyhands.checkpoint.folders import newest, prune, read_state, resolve
 from manyhands.checkpoint.read import load, open_checkpoint
 from manyhands.checkpoint.reshard import merge, read_network_layout, reshard
 from manyhands.checkpoint.snapshot import Snapshot, read_tensors
-from manyhands.checkpoint.stream import Spec, write_stream
-from manyhands.checkpoint.write import held_contents, save
+from manyhands.checkpoint.write import held_contents, save, write_stream
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.mesh import Mesh, TensorLayout
 from tests.checkpoint.cuts import (
@@ -125,7 +124,7 @@ def test_a_machine_is_sent_everything_once_and_nothing_that_it_holds(data, mesh,
 @given(network=networks())
 def test_a_streamed_file_is_what_the_library_writes(network, tmp_path_factory):
     folder = tmp_path_factory.mktemp("stream")
-    specs = [Spec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in network.items()]
+    specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in network.items()}
     write_stream(folder / "ours.safetensors", specs, network.__getitem__)
     write_tensors(folder / "theirs.safetensors", network)
     read, wanted = load_file(folder / "ours.safetensors"), load_file(folder / "theirs.safetensors")

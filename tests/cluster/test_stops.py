@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.checkpoint.saved import kept_step, saved_step
+from manyhands.checkpoint.folders import kept_step, saved_step
 from manyhands.cluster.agents import heartbeats
 from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.elastic import _last_words

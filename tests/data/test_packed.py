@@ -82,7 +82,7 @@ def test_a_folder_its_pack_and_the_pack_alone_give_the_same(shape):
                     path = root.joinpath(*place.split("/"), f"图 {number}.{shape['suffix']}")
                     picture(path, (shape["side"], shape["side"]), seed=label * 100 + number)
         pack = packed(root, shard_bytes=shape["shard_bytes"])
-        assert {name for group in pack.groups for name in pack.names[group.start : group.stop]}
+        assert {name for group in pack.groups for name in pack.names.part(slice(group.start, group.stop))}
         splits, _ = batches(root)
         assert splits.packed == "宠物.pack"
         folder, expected = batches(root, packed=False)
@@ -266,8 +266,7 @@ def with_other_head(**values):
 def with_other_columns(name, **values):
     def alter(folder):
         columns = {**read_columns(folder / name), **values}
-        with (folder / name).open("wb") as file:
-            write_columns(file, {word: value for word, value in columns.items() if value is not None})
+        write_columns(folder / name, {word: value for word, value in columns.items() if value is not None})
         if name == "samples.npz":
             with_other_head(samples_sha256=columns_digest(read_columns(folder / name)))(folder)
 

@@ -2,8 +2,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.core.seeds import mix
-from manyhands.data.random import SampleRng, augmentation_key, below, bits, mix_tensor, sample_states, spread
+from manyhands.core.seeds import derive, mix
+from manyhands.data.random import SampleRng, below, bits, mix_tensor, spread
 
 WORDS = st.integers(-(2**63), 2**63 - 1)
 
@@ -18,14 +18,14 @@ def test_tensors_are_mixed_as_numbers_are(values):
     st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.lists(st.integers(0, 2**40), min_size=1), st.integers(0, 99)
 )
 def test_draws_are_the_same_for_one_and_for_many(seed, epoch, samples, draw):
-    key = augmentation_key(seed, epoch)
-    many = bits(sample_states(key, torch.tensor(samples)), draw)
+    key = derive(seed, "augment", epoch)
+    many = bits(mix_tensor(torch.tensor(samples) ^ key), draw)
     assert many.tolist() == [SampleRng(key, sample).bits(draw) for sample in samples]
     assert below(many, 9).tolist() == [SampleRng(key, sample).below(draw, 9) for sample in samples]
 
 
 def test_draws_cover_their_range_evenly():
-    drawn = below(bits(sample_states(augmentation_key(0, 0), torch.arange(90_000)), 1), 9)
+    drawn = below(bits(mix_tensor(torch.arange(90_000) ^ derive(0, "augment", 0)), 1), 9)
     assert torch.bincount(drawn, minlength=9).sub(10_000).abs().max() < 500
     uniform = [SampleRng(5, sample).uniform(2) for sample in range(2000)]
     assert min(uniform) >= 0

@@ -6,8 +6,8 @@ from torch import nn
 from torchvision import models
 
 from manyhands.models.build import build_model, describe
+from manyhands.models.interface import main_and_auxiliary
 from manyhands.models.options import ModelOptions
-from manyhands.models.outputs import main_and_auxiliary
 
 CLASSES = 7
 OWN = [

@@ -3,7 +3,7 @@ import torch
 from torchvision.models import GoogLeNetOutputs, InceptionOutputs
 
 from manyhands.core.errors import UserError
-from manyhands.models.outputs import main_and_auxiliary
+from manyhands.models.interface import main_and_auxiliary
 
 ONE, TWO, THREE = torch.zeros(2, 3), torch.ones(2, 3), torch.full((2, 3), 2.0)
 

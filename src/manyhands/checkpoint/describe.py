@@ -1,4 +1,4 @@
-"""What a checkpoint contains, read without torch: a folder, whole or in pieces, or a .safetensors file."""
+"""The contents of a checkpoint, read without torch: a folder, unsharded or in pieces, or a .safetensors file."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -14,40 +14,31 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import UnreadableError, parse_json
 from manyhands.core.mesh import Mesh, TensorLayout, layout_from_plain, make_mesh, unsharded
 
+# Components of names that DDP, torch.compile, Fabric, FSDP and activation checkpointing add.
+_WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_AVERAGES = "n_averaged"  # the counter of torch.optim.swa_utils.AveragedModel, whose network is its `module`
+
 
 class ElementType(NamedTuple):
-    """The type of one value, as torch calls it: float32."""
+    """The type of one value."""
 
-    name: str
+    name: str  # as in torch: float32
     item_bytes: int
 
 
 # By the names that the .safetensors format gives them.
 BY_CODE = {
-    "F64": ElementType("float64", 8),
-    "F32": ElementType("float32", 4),
-    "F16": ElementType("float16", 2),
-    "BF16": ElementType("bfloat16", 2),
-    "F8_E4M3": ElementType("float8_e4m3fn", 1),
-    "F8_E5M2": ElementType("float8_e5m2", 1),
-    "F8_E4M3FNUZ": ElementType("float8_e4m3fnuz", 1),
-    "F8_E5M2FNUZ": ElementType("float8_e5m2fnuz", 1),
-    "F8_E8M0": ElementType("float8_e8m0fnu", 1),
-    "C64": ElementType("complex64", 8),
-    "I64": ElementType("int64", 8),
-    "I32": ElementType("int32", 4),
-    "I16": ElementType("int16", 2),
-    "I8": ElementType("int8", 1),
-    "U64": ElementType("uint64", 8),
-    "U32": ElementType("uint32", 4),
-    "U16": ElementType("uint16", 2),
-    "U8": ElementType("uint8", 1),
+    "F64": ElementType("float64", 8), "F32": ElementType("float32", 4), "F16": ElementType("float16", 2),
+    "BF16": ElementType("bfloat16", 2), "F8_E4M3": ElementType("float8_e4m3fn", 1),
+    "F8_E5M2": ElementType("float8_e5m2", 1), "F8_E4M3FNUZ": ElementType("float8_e4m3fnuz", 1),
+    "F8_E5M2FNUZ": ElementType("float8_e5m2fnuz", 1), "F8_E8M0": ElementType("float8_e8m0fnu", 1),
+    "C64": ElementType("complex64", 8), "I64": ElementType("int64", 8), "I32": ElementType("int32", 4),
+    "I16": ElementType("int16", 2), "I8": ElementType("int8", 1), "U64": ElementType("uint64", 8),
+    "U32": ElementType("uint32", 4), "U16": ElementType("uint16", 2), "U8": ElementType("uint8", 1),
     "BOOL": ElementType("bool", 1),
-}
+}  # fmt: skip
 BY_NAME = {kind.name: kind for kind in BY_CODE.values()}
 
-
-# One process alone.
 ALONE = Mesh((("dp", 1),))
 MODEL, OPTIMIZER = "model", "optimizer"
 KINDS = (MODEL, OPTIMIZER)
@@ -58,14 +49,13 @@ Region = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: its type, and how it is cut."""
+    """The type and layout of one tensor."""
 
     dtype: ElementType
     layout: TensorLayout
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.layout.shape) * self.dtype.item_bytes
 
 
@@ -74,19 +64,11 @@ Tensors = dict[str, TensorEntry]
 
 @dataclass(frozen=True)
 class NetworkLayout:
-    """How a network is cut."""
+    """The sharding of a network."""
 
-    mesh: Mesh  # the processes
-    # of the entries of its state_dict, by name; one that isn't there is whole on every process
-    layouts: Mapping[str, TensorLayout]
-
-    def of(self, name: str, shape: tuple[int, ...]) -> TensorLayout:
-        """The layout of an entry whose whole shape is known. Raises UserError: the cut is of another shape."""
-        layout = self.layouts.get(name) or unsharded(shape)
-        if layout.shape != shape:
-            what = f"{name} has the shape {list(shape)}, but the plan expects {list(layout.shape)}"
-            raise UserError(what, f"layouts.{name}", ("use the plan that was made for this network",))
-        return layout
+    mesh: Mesh = ALONE  # the processes
+    # of the entries of its state_dict, by name; a missing one is unsharded
+    layouts: Mapping[str, TensorLayout] = field(default_factory=dict[str, TensorLayout])
 
 
 def size_of(region: Region) -> tuple[int, ...]:
@@ -98,7 +80,7 @@ def whole_region(shape: tuple[int, ...]) -> Region:
 
 
 def first_held(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
-    """What a rank writes: the pieces that have values and that no lower rank holds too."""
+    """The pieces that a rank writes: those with values that no lower rank holds."""
     return {
         name: region
         for name, described in tensors.items()
@@ -108,12 +90,12 @@ def first_held(tensors: Tensors, mesh: Mesh, rank: int) -> dict[str, Region]:
 
 
 def written_pieces(layout: TensorLayout, mesh: Mesh) -> list[tuple[int, Region]]:
-    """The pieces of a tensor that have values, each with the first rank that holds it, which writes it."""
+    """The pieces of a tensor that have values, each with the first rank that holds it."""
     return sorted((rank, region) for rank, region in layout.pieces(mesh) if math.prod(size_of(region)))
 
 
 def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any]:
-    """The content of pieces.json; tensors by kind: of the model and, where there is one, of the optimizer."""
+    """The content of pieces.json."""
     content: dict[str, Any] = {"mesh": mesh.as_dict()}
     for kind, named in tensors.items():
         content[kind] = {
@@ -131,16 +113,16 @@ def describe_pieces(mesh: Mesh, tensors: Mapping[str, Tensors]) -> dict[str, Any
 
 
 def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]]:
-    """Reads what `describe_pieces` wrote. Raises UserError: it isn't what the layouts say."""
+    """Reads the content of pieces.json. Raises UserError: it doesn't match the layouts."""
     hints = ("use another checkpoint: manyhands did not write this pieces.json",)
     try:
         mesh = make_mesh(content["mesh"], f"{where}: mesh")
         tensors = {
             kind: {
                 name: TensorEntry(
-                    BY_NAME[entry["dtype"]], layout_from_plain(entry["layout"], mesh, f"{where}: {kind} {name}")
+                    BY_NAME[one["dtype"]], layout_from_plain(one["layout"], mesh, f"{where}: {kind} {name}")
                 )
-                for name, entry in content[kind].items()
+                for name, one in content[kind].items()
             }
             for kind in KINDS
             if kind in content
@@ -151,11 +133,6 @@ def read_description(content: Any, where: str) -> tuple[Mesh, dict[str, Tensors]
     if not sound:
         raise UserError("the saved shards don't match the layouts of the tensors", where, hints)
     return mesh, tensors
-
-
-# Components of names that DDP, torch.compile, Fabric, FSDP and activation checkpointing add.
-_WRAPPERS = ("module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_AVERAGES = "n_averaged"  # the counter of torch.optim.swa_utils.AveragedModel, whose network is its `module`
 
 
 class PlacedTensors(NamedTuple):
@@ -172,14 +149,14 @@ class Description:
 
     path: Path  # the folder or file
     form: str  # "whole", "pieces", "safetensors" or "pth"
-    kinds: Mapping[str, PlacedTensors]  # "model" and, where there is one, "optimizer"
-    branches: dict[str, Any] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    mesh: Mesh | None = None
-    notes: tuple[str, ...] = ()
+    kinds: Mapping[str, PlacedTensors]  # "model" and, if it exists, "optimizer"
+    branches: dict[str, Any] = field(default_factory=dict)  # optimizer state with {"$tensor": name} for tensors
+    state: dict[str, Any] = field(default_factory=dict)  # step, epoch and so on
+    mesh: Mesh | None = None  # None: unsharded
+    notes: tuple[str, ...] = ()  # sentences on what is omitted
 
     def as_plain(self) -> dict[str, Any]:
-        """What it holds, as JSON data."""
+        """The contents as JSON data."""
         named = {kind: placed.entries for kind, placed in self.kinds.items()}
         axes = self.mesh.names if self.mesh else ()
 
@@ -191,7 +168,7 @@ class Description:
         return {
             "checkpoint": str(self.path),
             "format": self.form,
-            "step": int(self.state.get("step", 0)) if self.state else None,
+            "step": self.state.get("step"),
             "mesh": self.mesh.as_dict() if self.mesh else None,
             "size_bytes": {kind: sum(one.size_bytes for one in entries.values()) for kind, entries in named.items()},
             **{kind: {name: plain_entry(one) for name, one in entries.items()} for kind, entries in named.items()},
@@ -200,19 +177,15 @@ class Description:
 
 
 def is_pickled(path: Path) -> bool:
-    """True for a file that torch alone can read: a .pth.tar, .pth or .pt."""
+    """True for a .pth.tar, .pth or .pt file, which only torch can read."""
     return path.is_file() and not path.name.endswith(".safetensors")
 
 
 def open_description(path: Path, *, verified: bool = False, wanted: Collection[str] = ()) -> Description:
-    """Reads what a checkpoint folder or a .safetensors file says of its tensors.
+    """Reads the tensors' descriptions in a checkpoint folder or a .safetensors file.
 
     `verified`: the folder has just been compared with its manifest. `wanted`: the names that a file's tensors should
-    get; see `fit_names`.
-
-    Raises:
-        TornCheckpointError: a file is missing or not what was committed.
-        UserError: there is nothing, or what is there is no checkpoint.
+    get; see `fit_names`. Raises UserError: there is no checkpoint, or it is damaged (TornCheckpointError).
     """
     if files.is_piece(path):
         what = f"{path.name} contains only one process's shards of a checkpoint"
@@ -256,7 +229,7 @@ def _place_pieces(path: Path, names: dict[str, Any]) -> tuple[Mesh, dict[str, Pl
 
 
 def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
-    """All tensors of one .safetensors file, each whole."""
+    """All tensors of one .safetensors file, each unsharded."""
     with safe_open(file, framework="numpy") as opened:  # no values are read; "pt" would import torch
         keys = {name: key for key, name in fit_names(written_order(opened), wanted).items()}
         entries: Tensors = {}
@@ -270,10 +243,7 @@ def _place_file(file: Path, wanted: Collection[str] = ()) -> PlacedTensors:
 
 
 def written_order(file: Any) -> list[str]:
-    """The names in an open .safetensors file, in the order in which they were written where the file says it.
-
-    Raises UnreadableError: what the file says of the order is no list of names.
-    """
+    """The names in an open .safetensors file, in the recorded order, if any. Raises UnreadableError: it is no list."""
     names = list(file.keys())
     order = (file.metadata() or {}).get("order")
     written = parse_json(order) if order is not None else names
@@ -283,18 +253,11 @@ def written_order(file: Any) -> list[str]:
 
 
 def fit_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
-    """Finds the tensors of a network in a file by name.
+    """Maps the names in a file to those in a network's state dict, `wanted` (empty: not known).
 
-    A prefix is removed only where more names fit without it: a wrapper's (DDP, torch.compile, …), or one that all names
-    share, such as "backbone." or "model.". The counter of an AveragedModel is left out.
-
-    Args:
-        saved: the names in the file.
-        wanted: the names in the network's state dict; none if they aren't known.
-
-    Returns:
-        The network's name for each name in the file. A tensor that doesn't fit keeps its name; extra state, which
-        `wanted` need not have, is renamed along with the tensors.
+    A prefix is removed only if more names fit without it: a wrapper's (DDP, torch.compile, …), or one that all names
+    share, such as "backbone." or "model.". The counter of an AveragedModel is left out. A tensor that doesn't fit keeps
+    its name; extra state is renamed along with the tensors.
     """
     found, most = dict[str, str](), -1
     for known in ({name: name for name in wanted}, {_unwrapped(name): name for name in wanted}):
@@ -316,7 +279,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _shorter_forms(names: list[str]) -> Iterator[dict[str, str]]:
-    """By full name: the names, the names without wrappers, and without one shared first component after the other."""
+    """By full name: the names, those without wrappers, and without one shared first component after the other."""
     yield {name: name for name in names}
     short = {name: _unwrapped(name) for name in names}
     yield short

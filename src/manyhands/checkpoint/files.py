@@ -1,7 +1,4 @@
-"""The files of a checkpoint folder: names, schemas and digests. No torch.
-
-A torn or altered checkpoint is refused.
-"""
+"""The files of a checkpoint folder: names, schemas and digests. No torch."""
 
 import hashlib
 import json
@@ -10,13 +7,12 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json, read_bytes
 
 FORMAT = 1
-# What only newer versions can read says so by a number of its own.
 PIECES_FORMAT = 2
 
 MODEL = "model.safetensors"
@@ -25,10 +21,9 @@ OPTIMIZER_PLAN = "optimizer.json"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 PIECES = "pieces.json"
-# Lies in a folder only while it is written: who sees it, sees the same disk.
+# Exists only during a save: a process that sees the file shares the disk.
 TOKEN = "shared.token"
 
-REQUIRED = (MODEL, STATE)
 CONTENTS = (MODEL, OPTIMIZER, OPTIMIZER_PLAN, STATE)
 FILES = (*CONTENTS, MANIFEST)
 
@@ -39,18 +34,17 @@ _TEMPORARY = re.compile(r"\.tmp-step-\d{8,}-[0-9a-f]{8}")
 
 
 def step_name(step: int) -> str:
-    """The folder's name for one step: step-00001200."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step in a folder's name; None where the name isn't one of ours."""
+    """The step in a folder's name, if any."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Folders of `folder` that are named as checkpoints, newest step first; links are left out."""
+    """Checkpoint folders in `folder`, newest step first, without links."""
     if not folder.is_dir():
         return []
     found = [(step_of(path), path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
@@ -58,52 +52,44 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def temporary_name(step: int) -> str:
-    """A fresh name for a folder that isn't committed yet."""
     return f".tmp-{step_name(step)}-{os.urandom(4).hex()}"
 
 
 def is_temporary(path: Path) -> bool:
-    """True for a folder that `temporary_name` named."""
     return bool(_TEMPORARY.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
 
 
 def piece_name(kind: str, rank: int, size: int) -> str:
-    """The file of one process's pieces: model-00000-of-00004.safetensors."""
     return f"{kind}-{rank:05d}-of-{size:05d}.safetensors"
 
 
 def is_piece(file: Path) -> bool:
-    """True for a file of pieces in a checkpoint folder."""
     return bool(_PIECE.fullmatch(file.name)) and (file.parent / PIECES).exists()
 
 
 def are_contents(names: set[str]) -> bool:
-    """True for the names of the files of one checkpoint, whole or in pieces."""
     if PIECES not in names:
-        return set(REQUIRED) <= names <= set(CONTENTS)
+        return {MODEL, STATE} <= names <= set(CONTENTS)
     rest = {name for name in names if not _PIECE.fullmatch(name)}
     return {PIECES, STATE} <= rest <= {PIECES, STATE, OPTIMIZER_PLAN}
 
 
 def is_ours(file: Path) -> bool:
-    """True for a file of a checkpoint folder that a save made."""
     name = file.name
     return name in (*FILES, PIECES, TOKEN) or bool(_SCRATCH.fullmatch(name) or _PIECE.fullmatch(name))
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_text(content: dict[str, Any]) -> bytes:
-    """Plain data as the bytes of a .json file."""
     return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def manifest_text(content: dict[str, Any]) -> bytes:
-    """The one spelling of a manifest: its last key is the SHA-256 of the others, so that no byte can change unseen."""
+    """The only valid text of a manifest: its last key is the SHA-256 of the others."""
     body = {key: value for key, value in content.items() if key != "sha256"}
     seal = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**body, "sha256": seal}, indent=1) + "\n").encode()
@@ -113,84 +99,41 @@ def manifest_text(content: dict[str, Any]) -> bytes:
 _Count = Annotated[int, Field(ge=-1, le=2**53)]
 
 
-class _Plain(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
+def _schema(fields: dict[str, Any], needed: dict[str, Any] | None = None) -> Any:
+    """A model of JSON objects that checks the types of these fields and allows others."""
+    typed: Any = {name: (kind, None) for name, kind in fields.items()}
+    typed |= {name: (kind, ...) for name, kind in (needed or {}).items()}
+    return create_model("Plain", __config__=ConfigDict(extra="allow", strict=True), **typed)
 
 
-class _Best(_Plain):
-    step: _Count | None = None
-    figure: float | None = None
-
-
-class _Session(_Plain):
-    epochs: _Count = 0
-    scheduler: str = ""
-    losses: list[Annotated[list[float], Field(min_length=2, max_length=2)]] = Field(default_factory=list[list[float]])
-
-
-class _State(_Plain):
-    step: _Count = 0
-    epoch: _Count = 0
-    step_in_epoch: _Count = 0
-    best_step: _Count = -1
-    evaluated_step: _Count = -1
-    saved_step: _Count = 0
-    best_figure: float | None = None
-    best_by: str = ""
-    owed: bool = False
-    best: _Best | None = None
-    classes: list[str] = Field(default_factory=list)
-    sync: dict[str, Any] | None = None
-    schedule: str = ""
-    session: _Session | None = None
-    scaler: dict[str, float | int | None] | None = None
-    extra_state: dict[str, Any] = Field(default_factory=dict[str, Any])
-
-
-class _Group(_Plain):
-    params: list[str] = Field(default_factory=list)
-
-
-class _Optimizer(_Plain):
-    state: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    param_groups: list[_Group] = Field(default_factory=list)
-
-
-class _File(_Plain):
-    size: _Count
-    sha256: str
-
-
-class _Manifest(_Plain):
-    format: _Count = 0
-    files: dict[str, _File]
-
-
-_SCHEMAS = {
-    STATE: TypeAdapter(_State),
-    OPTIMIZER_PLAN: TypeAdapter(_Optimizer),
-    MANIFEST: TypeAdapter(_Manifest),
+_COUNTS = ("step", "epoch", "step_in_epoch", "best_step", "evaluated_step", "saved_step")
+_Loss = Annotated[list[float], Field(min_length=2, max_length=2)]
+_SESSION = {"epochs": _Count, "scheduler": str, "losses": list[_Loss]}
+_STATE = {
+    "best_figure": float | None, "best_by": str, "owed": bool, "schedule": str, "classes": list[str],
+    "best": _schema({"step": _Count | None, "figure": float | None}) | None, "session": _schema(_SESSION) | None,
+    "sync": dict[str, Any] | None, "scaler": dict[str, float | int | None] | None, "extra_state": dict[str, Any],
+}  # fmt: skip
+_SCHEMAS: dict[str, type[BaseModel]] = {
+    STATE: _schema(dict.fromkeys(_COUNTS, _Count) | _STATE),
+    OPTIMIZER_PLAN: _schema({"state": dict[str, dict[str, Any]], "param_groups": list[_schema({"params": list[str]})]}),
+    MANIFEST: _schema({"format": _Count}, {"files": dict[str, _schema({}, {"size": _Count, "sha256": str})]}),
 }
 
 
 def read_plain(file: Path) -> dict[str, Any]:
-    """A .json file of a checkpoint, as it was written.
-
-    Raises:
-        OSError: it can't be read.
-        ValueError: it isn't JSON, or a value is of another kind than such a file's.
-    """
+    """Reads a .json file of a checkpoint. Raises OSError; ValueError: it isn't JSON or has a wrong value."""
     return checked_plain(file.name, read_bytes(file))
 
 
 def checked_plain(name: str, content: bytes) -> dict[str, Any]:
-    """What the bytes of a file of this name hold. Raises ValueError: not JSON, or not such a file's."""
+    """Parses the content of the file `name`. Raises ValueError: it isn't JSON or has a wrong value."""
     found = parse_json(content, infinite=True)  # the best figure, or a scale, may be infinite
     if not isinstance(found, dict):
         raise ValueError(f"{name} is not a JSON object")
     if name in _SCHEMAS:
         try:
-            _SCHEMAS[name].validate_python(found)
+            _SCHEMAS[name].model_validate(found)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
@@ -199,16 +142,11 @@ def checked_plain(name: str, content: bytes) -> dict[str, Any]:
 
 
 class TornCheckpointError(UserError):
-    """A checkpoint's bytes are not those that were committed."""
+    """A checkpoint's bytes differ from the committed ones."""
 
 
 def verify(path: Path) -> None:
-    """Compares every file of a checkpoint folder with its manifest.
-
-    Raises:
-        TornCheckpointError: a file is missing, or its size or SHA-256 differs.
-        UserError: a newer version of manyhands wrote it.
-    """
+    """Compares a folder with its manifest. Raises TornCheckpointError, or UserError: a newer version wrote it."""
     for name, entry in read_manifest(path)["files"].items():
         file = path / name
         try:
@@ -223,12 +161,7 @@ def verify(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads and checks the manifest itself: whole, unaltered, of a version that we know, of files that we know.
-
-    Raises:
-        TornCheckpointError: it isn't.
-        UserError: a newer version of manyhands wrote it.
-    """
+    """Reads and checks the manifest itself; raises the errors of `verify`."""
     file = path / MANIFEST
     if not path.is_dir():
         raise torn(path, "is missing")
@@ -250,11 +183,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def torn(path: Path, what: str) -> TornCheckpointError:
-    """The error that says what is wrong with a file or folder."""
     hints = ("resume from an earlier checkpoint of the run, or copy the checkpoint again",)
     return TornCheckpointError(f"{path.name} {what}", str(path), hints)
 
 
 def damaged(path: Path) -> UserError:
-    """The error for a file whose bytes can't be understood."""
     return UserError(f"{path.name} is damaged or not a checkpoint", str(path), ("copy or download the file again",))

@@ -1,4 +1,4 @@
-"""Checkpoint folders: created in one step, found, pruned and deleted. No torch.
+"""Checkpoint folders: committed by a rename, found, pruned and deleted; the saved steps of a run. No torch.
 
 A folder appears complete or not at all; an interrupted save leaves a temporary folder for `sweep`.
 """
@@ -8,17 +8,25 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from manyhands.checkpoint import files
 from manyhands.checkpoint.files import read_plain, torn, verify
-from manyhands.core.errors import UserError
-from manyhands.core.files import sync
+from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError, UserError
+from manyhands.core.files import parse_json, read_bytes, sync
+from manyhands.core.records import read_lines
+from manyhands.core.run_folder import RunFolder, resume_command
+
+FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".ckpt", ".safetensors")
+_TRUST = "run this command only if you trust the folder, because the pickle may run code; then use weights.pth"
+Stamp = tuple[tuple[str, int, int, int], ...]
+# What this process wrote or hashed: names, inodes, sizes and times of the files as they were then.
+_known_good: dict[Path, Stamp] = {}
 
 
 @contextmanager
 def staging(folder: Path, step: int) -> Iterator[Path]:
-    """A new temporary folder, locked while this process lives; what isn't committed at the end is removed."""
+    """A new temporary folder, locked while this process lives, and removed at the end unless it is committed."""
     path = folder / files.temporary_name(step)
     path.mkdir()
     descriptor = os.open(path, os.O_RDONLY)
@@ -33,7 +41,7 @@ def staging(folder: Path, step: int) -> Iterator[Path]:
 
 
 def commit(staged: Path, target: Path) -> None:
-    """Gives a staged folder, whose files are synced, its final name; a torn folder of that name makes way."""
+    """Renames a staged folder, whose files are synced; a damaged folder of that name is renamed before."""
     sync(staged)
     if target.exists():
         target.rename(target.with_name(files.temporary_name(files.step_of(target) or 0)))
@@ -41,48 +49,35 @@ def commit(staged: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def make_folder(folder: Path) -> None:
-    """Makes the checkpoints folder, durably."""
-    if not folder.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        sync(folder.parent)
-
-
 def sweep(path: Path) -> bool:
-    """Removes an interrupted save's folder unless a process still works in it; True when it is gone."""
-    try:
+    """Removes an interrupted save's folder unless a process still works in it; True if it is gone."""
+    with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return remove_files(path)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+        return remove_files(path)
+    return False
 
 
 def remove(path: Path) -> bool:
-    """Removes a checkpoint: first its name, in one stroke, then its files; True when it is gone.
-
-    A folder without a manifest is not ours. One that holds another's file as well loses only our files.
-    """
+    """Removes a checkpoint, first its name; True if it is gone. Keeps other files, and folders without a manifest."""
+    _known_good.pop(path, None)
     if not (path / files.MANIFEST).is_file():
         return False
-    if not all(files.is_ours(entry) for entry in path.iterdir()):
+    if not all(map(files.is_ours, path.iterdir())):
         return remove_files(path)
     doomed = path.with_name(files.temporary_name(files.step_of(path) or 0))
-    try:
+    with suppress(OSError):
         path.rename(doomed)
-    except OSError:
-        return False
-    remove_files(doomed)
-    return True
+        remove_files(doomed)
+        return True
+    return False
 
 
 def remove_files(path: Path) -> bool:
-    """Removes our files, the manifest first, then the folder if nothing else is in it; True when it is gone."""
+    """Removes our files, the manifest first, then the folder if it is empty; True if it is gone."""
     with suppress(OSError):
         (path / files.MANIFEST).unlink(missing_ok=True)
         for entry in list(path.iterdir()):
@@ -90,10 +85,6 @@ def remove_files(path: Path) -> bool:
                 entry.unlink(missing_ok=True)
         path.rmdir()
     return not path.exists()
-
-
-FOREIGN_SUFFIXES = (".pth.tar", ".pth", ".pt", ".tar", ".ckpt", ".safetensors")
-_TRUST = "run this command only if you trust the folder, because the pickle may run code; then use weights.pth"
 
 
 def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, list[str]]:
@@ -113,17 +104,15 @@ def newest(folder: Path, step_limit: int | None = None) -> tuple[Path | None, li
 
 
 def resolve(reference: Path, which: Literal["best", "last"]) -> Path:
-    """The checkpoint that a user means; see `choose`."""
     return choose(reference, which)[0]
 
 
 def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[str]]:
-    """The checkpoint that a user means, and a sentence for each damaged one that was passed over for it.
+    """The checkpoint that a user names, and a sentence for each damaged one that was skipped.
 
-    The reference is a run folder, a checkpoints folder, a checkpoint folder, or a .pth, .pth.tar, .pt or .safetensors
-    file (for `foreign.read_foreign`). "best" is the best that the newest sound one knows of, or if that one is damaged
-    the best of the others; the newest itself where none was evaluated. Raises UserError: there is none, or the one that
-    is named doesn't verify.
+    The reference is a run folder, a checkpoints folder, a checkpoint folder or a file of weights. "best" is the best
+    one that the newest sound one records, or if that is damaged the best of the others, or the newest. Raises
+    UserError: there is none, or the named one doesn't verify.
     """
     if reference.is_file():
         if not reference.name.endswith(FOREIGN_SUFFIXES):
@@ -138,68 +127,53 @@ def choose(reference: Path, which: Literal["best", "last"]) -> tuple[Path, list[
         return reference, []
     folder = reference / "checkpoints" if (reference / "checkpoints").is_dir() else reference
     last, passed_over = newest(folder)
-    if last is None:
-        raise _no_checkpoint(reference, folder, passed_over)
-    if which == "last":
-        return last, _taken(last, passed_over)
-    step = (read_state(last).get("best") or {}).get("step")
-    best = last if step is None else folder / files.step_name(step)
-    if best != last:
-        try:
-            verify(best)
-        except UserError as error:
-            passed_over.append(f"the best checkpoint, {best.name}, was skipped: {error.message}")
-            best = _best_of_the_sound(folder, last)
-    return best, _taken(best, passed_over)
-
-
-def _no_checkpoint(reference: Path, folder: Path, passed_over: list[str]) -> UserError:
+    if last is not None:
+        found = last if which == "last" else _best(folder, last, passed_over)
+        return found, [*passed_over, f"{found.name} is used instead"] if passed_over else []
     if not any(folder.glob("*.distcp")):
-        return UserError(f"{reference} holds no checkpoint that can be read", str(folder), tuple(passed_over))
+        raise UserError(f"{reference} holds no checkpoint that can be read", str(folder), tuple(passed_over))
     hints = (f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pth", _TRUST)
     what = f"{reference} is not loaded: torch.distributed.checkpoint folders contain a pickle, .metadata"
-    return UserError(what, str(folder), hints)
+    raise UserError(what, str(folder), hints)
 
 
-def _taken(path: Path, passed_over: list[str]) -> list[str]:
-    return [*passed_over, f"{path.name} is used instead"] if passed_over else []
-
-
-def _best_of_the_sound(folder: Path, last: Path) -> Path:
-    """Of the checkpoints that verify the newest that was the best when it was made; the newest of all if none was."""
+def _best(folder: Path, last: Path, passed_over: list[str]) -> Path:
+    """The best checkpoint that `last` records; if damaged the newest sound one that was the best when it was made."""
+    step = (read_state(last).get("best") or {}).get("step")
+    best = last if step is None else folder / files.step_name(step)
+    if best == last:
+        return last
+    try:
+        verify(best)
+        return best
+    except UserError as error:
+        passed_over.append(f"the best checkpoint, {best.name}, was skipped: {error.message}")
     for path in files.step_folders(folder):
         try:
             verify(path)
             best = read_state(path).get("best") or {}
         except UserError:
-            continue  # it is not among the sound ones, which is all that is asked here
+            continue
         if best.get("step") == files.step_of(path):
             return path
     return last
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """A checkpoint's plain data, without tensors: step, epoch, best … Raises TornCheckpointError: it can't be read."""
+    """A checkpoint's plain data: step, epoch, best and others. Raises TornCheckpointError: it can't be read."""
     try:
         return read_plain(path / files.STATE)
     except (OSError, ValueError) as error:
         raise torn(path, f"has unreadable content: {error}") from error
 
 
-Stamp = tuple[tuple[str, int, int, int], ...]
-# What this process wrote or hashed: names, inodes, sizes and times of the files as they were then.
-_known_good: dict[Path, Stamp] = {}
-
-
 def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
-    """Deletes and gives what `save` made but the newest `keep` that verify, and the best; none until so many do."""
+    """Deletes checkpoints except the newest `keep` that verify, and the best; returns those deleted."""
     removed: list[Path] = []
     kept = 0
     for path in files.step_folders(folder):
         if kept >= keep and not (best is not None and path.name == best.name):
-            if remove(path):
-                removed.append(path)
-                _known_good.pop(path, None)
+            removed += [path] if remove(path) else []
         elif verifies(path):
             kept += 1
     if folder.is_dir():
@@ -208,14 +182,11 @@ def prune(folder: Path, keep: int, best: Path | None) -> list[Path]:
 
 
 def remove_step(folder: Path, step: int) -> None:
-    """Deletes the checkpoint of a step, where there is one that `save` made."""
-    path = folder / files.step_name(step)
-    if path.is_dir() and remove(path):
-        _known_good.pop(path, None)
+    remove(folder / files.step_name(step))
 
 
 def verifies(path: Path) -> bool:
-    """True for a sound checkpoint; hashed once in a process, then only if a file's inode, size or time changed."""
+    """True for a sound checkpoint; hashed once per process unless a file's inode, size or time changes."""
     try:
         stamp = _stamp(path)
         if _known_good.get(path) != stamp:
@@ -228,10 +199,47 @@ def verifies(path: Path) -> bool:
 
 
 def remember(path: Path) -> None:
-    """Notes that this process has just written and read back a whole checkpoint, so that it needs no hashing soon."""
     _known_good[path] = _stamp(path)
 
 
 def _stamp(path: Path) -> Stamp:
     entries = [(entry.name, entry.stat()) for entry in sorted(path.iterdir())]
     return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in entries)
+
+
+def saved_steps(folder: RunFolder) -> list[int]:
+    names = [path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*")]
+    return [int(name) for name in names if name.isdecimal()]
+
+
+def saved_step(folder: RunFolder) -> int | None:
+    """Returns the newest step that was saved, here or on the machine of rank 0, if any."""
+    recorded = [line.get("step") for line in read_lines(folder.events) if line.get("kind") == "saved"]
+    steps = saved_steps(folder) or [step for step in recorded if isinstance(step, int)]
+    return max(steps, default=None)
+
+
+def kept_step(folder: RunFolder) -> int | None:
+    """Returns the newest step that was saved, if its checkpoint still exists."""
+    elsewhere = False  # on the disk of another machine, that of rank 0
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        elsewhere = not cast(list[dict[str, Any]], parse_json(read_bytes(folder.machines)))[0]["local"]
+    return saved_step(folder) if saved_steps(folder) or elsewhere else None
+
+
+def unsaved(run: Path, step: int | None, why: str = "", *, idle: bool = False) -> ManyhandsError:
+    """Makes the error of a run that the user stopped without a save.
+
+    `step`: the last one that was saved. `why`: the reason of a failed save; empty if the user asked twice. `idle`: no
+    process was training, so that there was nothing to save.
+    """
+    since = f" (could not save: {why})" if why else ""
+    if step is None:
+        hints = ("run the same command again to start from the beginning",)
+        error = ManyhandsError(f"stopped before anything was saved{since}", hints=hints)
+    else:
+        how = "while no process was training" if idle else f"without a save{since}"
+        what = f"stopped {how}; the last checkpoint is step {step}"
+        error = ManyhandsError(what, hints=(f"resume from step {step}: {resume_command(run)}",))
+    error.exit_code = EXIT_SAVED if idle and step is not None else EXIT_INTERRUPTED
+    return error

@@ -1,4 +1,4 @@
-"""Reads and writes other tools' files: pytorch/examples' imagenet main.py, plain state dicts, .safetensors."""
+"""Other tools' files: checkpoints of PyTorch's imagenet main.py, plain state dicts, .safetensors."""
 
 import contextlib
 import io
@@ -24,34 +24,28 @@ from manyhands.core.files import replacing
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _BEST = ("best_acc1", "best_prec1")  # main.py's, since 2019 and before
 _LIGHTNING = "pytorch-lightning_version"
-_MAIN_STEP_SIZE = 30
-_MAIN_GAMMA = 0.1
-_MOST = 1e9
+_AGAIN = ("write the file again with imagenet main.py, or save only its state_dict",)
 
-# A network's own pickle names its tensors and has none of their bytes, so it is far smaller.
-_MOST_BYTES, _MOST_STEPS = 32 << 20, 2_000_000
-# torch's older files hold a magic number, a version and a description of the system before the content.
-_MOST_PICKLES = 5
-# What names of tensors and plain data are made of, which torch loads.
+_MOST_BYTES, _MOST_STEPS = 32 << 20, 2_000_000  # a network's pickle is far smaller: it has none of the tensors' bytes
+# The tensors and plain data that torch loads.
 _HARMLESS = re.compile(r"torch\._utils\._rebuild\w+|torch\.(storage\.)?\w+Storage|collections\.OrderedDict")
 
 
 def read_foreign(path: Path) -> Snapshot:
-    """Reads another tool's file without running any code in it: main.py's .pth.tar, a state dict, or .safetensors.
+    """Reads another tool's file without running code in it: main.py's .pth.tar, a state dict, or .safetensors.
 
-    `model` has the file's own names; see `fit_names`. `optimizer` is main.py's own, its parameters numbered: give it to
+    `model` has the file's own names; see `fit_names`. `optimizer` is main.py's, its parameters numbered; see
     `name_optimizer`. `state` has "foreign" ("imagenet-main", "state-dict" or "safetensors"), and of main.py "arch",
-    "epoch", "best" (top1, 0 to 1) and "scheduler". Raises UserError: there is no such file, it is damaged, holds code,
-    or holds no weights.
+    "epoch", "best" (top1, 0 to 1) and "scheduler". Raises UserError: the file is missing or damaged, or holds code or
+    no weights.
     """
     if not path.is_file():
         raise UserError(f"there is no file {path}")
     content = _read(path)
     weights = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), dict)), content)
-    try:
+    extra = None
+    with contextlib.suppress(TypeError):
         extra = plain_extra_state(weights)
-    except TypeError:
-        extra = None
     if extra is None or not any(isinstance(value, Tensor) for value in weights.values()):
         found = ", ".join(repr(key) for key in list(weights)[:6]) or "nothing"
         hints = (f"expected tensors by name, or a dict with one of {', '.join(_WRAPPERS)}; found {found}",)
@@ -65,11 +59,7 @@ def read_foreign(path: Path) -> Snapshot:
 
 
 def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) -> dict[str, Any]:
-    """Turns an optimizer's own state dict, whose parameters are numbered, into `Snapshot.optimizer`'s form.
-
-    The names are the trained parameters' in the order in which the optimizer was given them. Raises UserError: the
-    numbers of parameters differ, so the optimizer belongs to another network.
-    """
+    """Converts an optimizer's state dict with numbered parameters, named in order, to `Snapshot.optimizer`'s form."""
     groups = optimizer_state["param_groups"]
     numbers = [number for group in groups for number in group["params"]]
     if len(numbers) != len(parameter_names):
@@ -83,26 +73,27 @@ def name_optimizer(optimizer_state: dict[str, Any], parameter_names: list[str]) 
 
 
 def write_foreign(path: Path, snapshot: Snapshot, arch: str, prefix: str = "module.") -> Path:
-    """Writes main.py's checkpoint.pth.tar, whole or not at all, so that its --resume goes on from here.
+    """Writes main.py's checkpoint.pth.tar atomically, so that its --resume continues the run.
 
     main.py has one parameter group: several are merged, with the first one's learning rate and weight decay. The
-    snapshot has an SGD's state; its own `state` may have "epoch", "best" and "scheduler". main.py names its weights
-    "module.…" on one or more GPUs; on a CPU the prefix is empty.
-
-    Raises UserError: the snapshot has no optimizer, without which main.py can't resume.
+    snapshot has an SGD's state; its own `state` may have "epoch", "best" and "scheduler". main.py's names have the
+    prefix "module." on one or more GPUs, none on a CPU. Raises UserError: the snapshot has no optimizer.
     """
     if snapshot.optimizer is None:
         raise UserError("the checkpoint has no optimizer state, which main.py needs to resume")
     epoch, other = int(snapshot.state.get("epoch", 0)), unflatten(snapshot.state.get(EXTRA_STATE, {}), {})
-    optimizer = _numbered(snapshot.optimizer, list(snapshot.model))
-    best = (snapshot.state.get("best") or {}).get("top1", 0.0)
+    # By parameter number, counted in the network's order, in one group.
+    groups = snapshot.optimizer["param_groups"]
+    held = {name for group in groups for name in group["params"]}
+    numbers = {name: number for number, name in enumerate(name for name in snapshot.model if name in held)}
+    state = {numbers[name]: entries for name, entries in snapshot.optimizer["state"].items()}
     content = {
         "epoch": epoch,
         "arch": arch,
         "state_dict": {prefix + name: one for name, one in (snapshot.model | other).items()},
-        "best_acc1": torch.tensor(best * 100),
-        "optimizer": optimizer,
-        "scheduler": _step_schedule(snapshot.state.get("scheduler"), epoch, optimizer["param_groups"][0]),
+        "best_acc1": torch.tensor((snapshot.state.get("best") or {}).get("top1", 0.0) * 100),
+        "optimizer": {"state": state, "param_groups": [{**groups[0], "params": list(range(len(numbers)))}]},
+        "scheduler": _step_schedule(snapshot.state.get("scheduler"), epoch, groups[0]),
     }
     with replacing(path) as part, part.open("wb") as file:
         torch.save(content, file)
@@ -136,7 +127,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _unloadable(path: Path) -> UserError:
-    """Tells a pickle with objects or code in it from a file that is no pickle, whatever words torch has for it."""
+    """Distinguishes a pickle with objects or code in it from a file that is no pickle."""
     found = names_objects(path)
     if not found:
         return damaged(path)
@@ -151,7 +142,7 @@ def _unloadable(path: Path) -> UserError:
 
 
 def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """main.py's plain values as JSON data; its best_acc1 is a percentage. Raises UserError: one is of another kind."""
+    """main.py's plain values as JSON data; its best_acc1 is a percentage."""
     state: dict[str, Any] = {"foreign": "imagenet-main", "epoch": int(_number(content, "epoch", path))}
     if isinstance(content.get("arch"), str):
         state["arch"] = content["arch"]
@@ -164,19 +155,17 @@ def _main_state(content: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _number(content: dict[str, Any], key: str, path: Path) -> float:
-    """A number of main.py's file, from 0 to what no run comes to; 0 where it isn't there."""
+    """A number of main.py's file; 0 if it is missing."""
     value = content.get(key, 0)
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
-    if not isinstance(value, int | float) or not 0 <= value <= _MOST:
+    if not isinstance(value, int | float) or not 0 <= value <= 1e9:
         shown = shortened(repr(value)) if not isinstance(value, Tensor) else f"a tensor of {value.numel()} numbers"
-        hints = ("write the file again with imagenet main.py, or save only its state_dict",)
-        raise UserError(f"{key} in {path.name} is {shown}, expected a number", str(path), hints)
+        raise UserError(f"{key} in {path.name} is {shown}, expected a number", str(path), _AGAIN)
     return value
 
 
 def _main_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    """main.py's optimizer, its parameters numbered; None where there is none. Raises UserError: it has another form."""
     found = content.get("optimizer")
     if not isinstance(found, dict):
         return None
@@ -189,30 +178,18 @@ def _main_optimizer(content: dict[str, Any], path: Path) -> dict[str, Any] | Non
         right = all(type(number) is int for number in numbers) and set(state) <= set(numbers)
         right = right and all(isinstance(entries, dict) for entries in state.values())
     if not right:
-        hints = ("write the file again with imagenet main.py, or save only its state_dict",)
-        raise UserError(f"the optimizer state in {path.name} is not a torch.optim state_dict", str(path), hints)
+        raise UserError(f"the optimizer state in {path.name} is not a torch.optim state_dict", str(path), _AGAIN)
     return found
 
 
-def _numbered(optimizer: dict[str, Any], order: list[str]) -> dict[str, Any]:
-    """An optimizer's state by parameter number, counted in the network's own order, in one group."""
-    groups = optimizer["param_groups"]
-    held = {name for group in groups for name in group["params"]}
-    numbers = {name: number for number, name in enumerate(name for name in order if name in held)}
-    return {
-        "state": {numbers[name]: entries for name, entries in optimizer["state"].items()},
-        "param_groups": [{**groups[0], "params": list(range(len(numbers)))}],
-    }
-
-
 def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, Any]:
-    """The saved state if it is a StepLR's, else that of main.py's own after `epoch` epochs at this learning rate."""
+    """The saved state if it is a StepLR's, else that of main.py's own at this epoch and learning rate."""
     if isinstance(saved, dict) and {"step_size", "gamma", "last_epoch"} <= set(saved):
         return saved
     rate = float(group["lr"])
     return {
-        "step_size": _MAIN_STEP_SIZE,
-        "gamma": _MAIN_GAMMA,
+        "step_size": 30,
+        "gamma": 0.1,
         "base_lrs": [float(group.get("initial_lr", rate))],
         "last_epoch": epoch,
         "_step_count": epoch + 1,
@@ -221,29 +198,23 @@ def _step_schedule(saved: Any, epoch: int, group: dict[str, Any]) -> dict[str, A
 
 
 def names_objects(path: Path) -> list[str]:
-    """Names of the Python objects that a .pth or .pth.tar file asks for, beside tensors; empty where it is no pickle.
-
-    Only what each step of the pickle is gets read; none is done. Names that a pickle puts together as it goes are given
-    as "?".
-    """
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
+    """Names of the Python objects in a .pth file, beside tensors; "?" for computed names; empty if it is no pickle."""
+    with contextlib.suppress(ValueError, OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
+        with contextlib.ExitStack() as stack:
+            if zipfile.is_zipfile(path):
+                archive = stack.enter_context(zipfile.ZipFile(path))
                 inner = next((name for name in archive.namelist() if name.endswith("data.pkl")), "")
-                with archive.open(inner) as file:
-                    content = file.read(_MOST_BYTES)
-        else:
-            with path.open("rb") as file:
-                content = file.read(_MOST_BYTES)
+                content = stack.enter_context(archive.open(inner)).read(_MOST_BYTES)
+            else:
+                content = stack.enter_context(path.open("rb")).read(_MOST_BYTES)
         return list(dict.fromkeys(name for name in _asked_for(content) if not _HARMLESS.fullmatch(name)))
-    except (ValueError, OSError, KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
-        return []  # the bytes can't be understood as a pickle, which is the answer
+    return []
 
 
 def _asked_for(content: bytes) -> Iterator[str]:
-    """Module and name of each object, in the order in which loading asks for them. Raises ValueError: no pickle."""
+    """Module and name of each object. Raises ValueError: no pickle."""
     stream = io.BytesIO(content)
-    for number in range(_MOST_PICKLES):
+    for number in range(5):  # torch's older files begin with a magic number, a version and a description of the system
         if number and stream.read(1) not in (b"\x80", b"(", b"c", b"}"):
             return  # what follows are a file's tensors
         stream.seek(-1 if number else 0, io.SEEK_CUR)

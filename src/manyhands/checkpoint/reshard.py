@@ -1,4 +1,4 @@
-"""Changes how a checkpoint is sharded, tensor by tensor, without the network's code and on one process."""
+"""Changes how a checkpoint is sharded, tensor by tensor, on one process without the network's code."""
 
 import os
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from manyhands.checkpoint import files
-from manyhands.checkpoint.describe import ALONE, KINDS, MODEL, NetworkLayout, Region, TensorEntry
+from manyhands.checkpoint.describe import KINDS, MODEL, NetworkLayout, Region, TensorEntry
 from manyhands.checkpoint.folders import commit, staging
 from manyhands.checkpoint.read import Source
 from manyhands.checkpoint.snapshot import EXTRA_STATE, unflatten
@@ -21,7 +21,7 @@ _UNKNOWN = (".tar", ".bin", ".ckpt", ".pkl", ".zip", ".json", ".npz", ".onnx")
 
 
 def read_network_layout(file: Path) -> NetworkLayout:
-    """Reads mesh and layouts of a plan.json. Raises UserError: there is none, or it says nothing of a cut."""
+    """Reads mesh and layouts of a plan.json. Raises UserError: it has none."""
     record = read_plan_record(file)
     for key in ("mesh", "layouts"):
         if getattr(record, key) is None or key not in record.model_fields_set:
@@ -31,7 +31,7 @@ def read_network_layout(file: Path) -> NetworkLayout:
 
 
 def refuse_existing(target: Path) -> None:
-    """Raises UserError where something of that name is there, or no folder that could hold it."""
+    """Raises UserError if the target exists, or its parent folder doesn't."""
     if os.path.lexists(target):
         raise UserError(f"{target} already exists", str(target), ("choose another name, or remove the target first",))
     if not target.absolute().parent.is_dir():
@@ -40,33 +40,21 @@ def refuse_existing(target: Path) -> None:
 
 
 def reshard(source: Source, target: Path, network_layout: NetworkLayout) -> None:
-    """Writes a new checkpoint folder in which the network is sharded in another way.
-
-    Raises:
-        UserError: the target is there already, or the layout is of another network.
-        SaveError: no room, or the disk fails; nothing is left behind.
-    """
+    """Writes a new checkpoint folder with another sharding. Raises UserError; SaveError: no room, or the disk fails."""
     contents = _contents(source, network_layout)
 
     def write(staged: Path) -> None:
         written: Files = {}
         for rank in range(network_layout.mesh.size):
             written |= contents.write_pieces(staged, rank)
-        contents.finish_pieces(staged, written)
+        contents.finish(staged, written, pieces=True)
 
     _commit(target, contents, write)
 
 
 def merge(source: Source, target: Path) -> None:
-    """Writes a checkpoint unsharded: a new folder, or the weights alone as one .safetensors, .pth or .pt file.
-
-    A .pth file is put together in memory.
-
-    Raises:
-        UserError: the target is there already, or its suffix is of no file that can be written.
-        SaveError: no room, or the disk fails; nothing is left behind.
-    """
-    contents = _contents(source, NetworkLayout(ALONE, {}))
+    """Writes a checkpoint unsharded: to a new folder, or weights alone to a file. Raises the errors of `reshard`."""
+    contents = _contents(source, NetworkLayout())
     if target.name.endswith(_UNKNOWN):
         hints = ("end the name in .safetensors or .pth, or give a checkpoint folder's name without a suffix",)
         raise UserError(f"{target.name} has an unsupported file type", str(target), hints)
@@ -84,13 +72,11 @@ def merge(source: Source, target: Path) -> None:
 
 
 def is_single_file(target: Path) -> bool:
-    """True where `merge` writes one file, which holds the weights alone."""
     return target.name.endswith(SAFETENSORS + PICKLED)
 
 
 def _contents(source: Source, network_layout: NetworkLayout) -> Contents:
-    """A source as it is written under a layout."""
-    layouts, kinds = source.layouts(network_layout), source.kinds()
+    layouts, kinds = source.layouts(network_layout), source.stored
     tensors = {
         kind: {name: TensorEntry(entry.dtype, layouts[kind][name]) for name, entry in stored.described.items()}
         for kind, stored in kinds.items()
@@ -102,11 +88,10 @@ def _contents(source: Source, network_layout: NetworkLayout) -> Contents:
     def fetch(kind: str, name: str, region: Region) -> torch.Tensor:
         return kinds[kind].read(name, layouts[kind][name].view, region)
 
-    return Contents(source.step, network_layout.mesh, tensors, texts, fetch)
+    return Contents(int(source.state.get("step", 0)), network_layout.mesh, tensors, texts, fetch)
 
 
 def _commit(target: Path, contents: Contents, write: Callable[[Path], None]) -> None:
-    """Writes a new folder or single file, which appears complete or not at all."""
     single, above = is_single_file(target), target.absolute().parent
     refuse_existing(target)
     try:

@@ -1,4 +1,4 @@
-"""Tensors and plain data in memory: the state of a run, and its form without code."""
+"""The state of a run in memory: tensors and plain data."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +15,7 @@ from manyhands.core.files import UnreadableError
 EXTRA_STATE = "extra_state"  # in a snapshot's state: what modules' `get_extra_state` gives
 _TENSOR = "$tensor"
 _TUPLE = "$tuple"
+_COUNTER, _MEAN = "num_batches_tracked", "running_mean"  # of BatchNorm
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -24,9 +25,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Takes the tensors out of nested dicts, lists and tuples, into `tensors`, named by their path from `name`.
+    """Moves the tensors of nested dicts, lists and tuples into `tensors`, named by their path from `name`.
 
-    Gives JSON data with {"$tensor": name} in a tensor's place. Raises TypeError: something is neither plain data nor a
+    Returns JSON data with {"$tensor": name} in place of tensors. Raises TypeError: a value is neither plain nor a
     tensor.
     """
     if isinstance(tree, Tensor):
@@ -46,10 +47,7 @@ def flatten(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def plain_extra_state(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
-    """{"extra_state": {name: JSON data}} of what a state dict has beside tensors; {} where it has nothing else.
-
-    Raises TypeError: that is not plain data, or no module's extra state.
-    """
+    """{"extra_state": {name: JSON data}} of a state dict's entries beside tensors, or {}. Raises TypeError."""
     found, inner = dict[str, Any](), dict[str, Tensor]()
     for name, value in state_dict.items():
         if not isinstance(name, str) or not (isinstance(value, Tensor) or is_extra(name)):
@@ -62,13 +60,12 @@ def plain_extra_state(state_dict: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def flatten_optimizer(optimizer: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`Snapshot.optimizer` without tensors, as JSON data, and these by name. Raises TypeError: there is more."""
     tensors: dict[str, Tensor] = {}
     return {key: flatten(value, key, tensors) for key, value in optimizer.items()}, tensors
 
 
 def parameter_names(branches: dict[str, Any]) -> dict[str, str]:
-    """For each tensor of a flattened optimizer that belongs to a parameter, that parameter's name."""
+    """The parameter's name for each tensor of a flattened optimizer that belongs to one."""
     return {
         value[_TENSOR]: parameter
         for parameter, entries in branches.get("state", {}).items()
@@ -78,7 +75,7 @@ def parameter_names(branches: dict[str, Any]) -> dict[str, str]:
 
 
 def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Puts the tensors back in their places; the inverse of `flatten`. Raises UnreadableError: one isn't there."""
+    """The inverse of `flatten`. Raises UnreadableError: a tensor is missing."""
     if isinstance(tree, list):
         return [unflatten(value, tensors) for value in tree]
     if not isinstance(tree, dict):
@@ -92,30 +89,21 @@ def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
     return {key: unflatten(value, tensors) for key, value in tree.items()}
 
 
-_COUNTER, _MEAN = "num_batches_tracked", "running_mean"  # of BatchNorm
-
-
 @dataclass
 class Snapshot:
-    """A run's state at one step, gathered on one process."""
+    """A run's state at one step, on one process."""
 
-    # CPU tensors (any shape, dtype and memory format) by the network's own names, or another tool's
-    model: dict[str, Tensor]
+    model: dict[str, Tensor]  # CPU tensors by the names of the network, or of another tool
     # {"state": {parameter: {key: Tensor or number}}, "param_groups": [{"params": [names], "lr": …}]}, the form of
-    # torch's get_optimizer_state_dict with full_state_dict; None where there is none
+    # torch's get_optimizer_state_dict with full_state_dict
     optimizer: dict[str, Any] | None = None
-    # plain JSON data: step, epoch, step_in_epoch, best, scaler, extra_state … (tuples come back as lists)
-    state: dict[str, Any] = field(default_factory=dict)
-    # names of tensors that may hold NaN or infinity, since they began so (the mask of an attention, say)
-    endless: frozenset[str] = frozenset()
-    notes: list[str] = field(default_factory=list[str])  # what of it a network doesn't take, as sentences
+    state: dict[str, Any] = field(default_factory=dict)  # JSON data: step, epoch, best, scaler, extra_state …
+    endless: frozenset[str] = frozenset()  # tensors that were not finite initially, such as an attention's mask
+    notes: list[str] = field(default_factory=list[str])  # sentences on what a network doesn't take
 
 
 def fitted(snapshot: Snapshot, wanted: Collection[str]) -> Snapshot:
-    """The snapshot under the names `wanted` of a network's state dict, as `fit_names` finds them.
-
-    BatchNorm counters, which torch before 0.4.1 didn't save, are zero.
-    """
+    """The snapshot under a network's names, see `fit_names`; BatchNorm counters (since torch 0.4.1) may be missing."""
     extra = snapshot.state.get(EXTRA_STATE, {})
     names = fit_names([*snapshot.model, *extra], wanted)
     model = {names[key]: one for key, one in snapshot.model.items() if key in names}

@@ -1,7 +1,6 @@
-"""The description of a trained network beside its weights: how to build it, its input, and the meaning of its outputs.
+"""The description of a trained network: how to build it, its input, and the meaning of its outputs.
 
-It is network.json in the run folder, and part of the plain state of each checkpoint, so that the weights can be used
-without the training data.
+It is network.json in the run folder, and part of the plain state of each checkpoint.
 """
 
 import weakref
@@ -14,15 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from manyhands.core.errors import UserError
 from manyhands.core.files import parse_json, read_bytes
 
-# The key in a checkpoint's state, and the file in the run folder.
-STATE_KEY, FILE = "trained", "network.json"
+STATE_KEY, FILE = "trained", "network.json"  # in a checkpoint's state, and in the run folder
 VERSION = 1
-# Names in `TrainedNetwork.digests`.
-INITIAL_WEIGHTS, TRAINABLE = "initial weights", "trainable parameters"
+INITIAL_WEIGHTS, TRAINABLE = "initial weights", "trainable parameters"  # names in `TrainedNetwork.digests`
+_TRAINED_ON: dict[int, "TrainedOn"] = {}  # by the network's id: a class may compare or hash its objects by value
 
 
 class Pictures(BaseModel):
-    """How an image becomes a tensor.
+    """The conversion of an image to a tensor.
 
     The shorter side is resized to `resize` pixels, the center `size` x `size` is cropped, and each channel (of 0 to 1)
     is normalized by its mean and standard deviation.
@@ -46,19 +44,15 @@ class Pictures(BaseModel):
         return self
 
 
-# What networks of this process were trained on.
-_TRAINED_ON: dict[int, "TrainedOn"] = {}  # by the network's id: a class may compare or hash its objects by value
-
-
 def note_trained_on(network: Any, pictures: Pictures, classes: tuple[str, ...]) -> None:
-    """Remembers, for this process, a network's preprocessing and the names of its outputs."""
+    """Records, for this process, a network's preprocessing and the names of its outputs."""
     if id(network) not in _TRAINED_ON:
         weakref.finalize(network, _TRAINED_ON.pop, id(network))
     _TRAINED_ON[id(network)] = TrainedOn(pictures, classes)
 
 
 def noted_trained_on(network: Any) -> "TrainedOn | None":
-    """Returns what was noted for a network, or for the one that DDP or torch.compile has wrapped in it."""
+    """Returns the record of a network, or of the one that DDP or torch.compile has wrapped in it."""
     inner = (network, *(getattr(network, name, None) for name in ("module", "_orig_mod")))
     return next((_TRAINED_ON[id(each)] for each in inner if id(each) in _TRAINED_ON), None)
 
@@ -96,15 +90,7 @@ class TrainedNetwork(BaseModel):
 
 
 def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | None:
-    """Returns the record in a checkpoint, else the one in its run folder, else None.
-
-    Args:
-        checkpoint: its folder, or a file of another tool.
-        state: its plain data.
-
-    Raises:
-        UserError: the record is damaged, or a newer manyhands wrote it.
-    """
+    """Returns the record in a checkpoint's `state`, else the one in its run folder, if any."""
     if state.get(STATE_KEY) is not None:
         return parse_record(state[STATE_KEY], str(checkpoint))
     for folder in checkpoint.absolute().parents[:2]:
@@ -118,11 +104,7 @@ def find_record(checkpoint: Path, state: Mapping[str, Any]) -> TrainedNetwork | 
 
 
 def parse_record(content: Any, where: str) -> TrainedNetwork:
-    """Validates a record.
-
-    Raises:
-        UserError: it is damaged, or a newer manyhands wrote it.
-    """
+    """Validates a record. Raises UserError: it is damaged, or a newer manyhands wrote it."""
     version = cast(dict[str, Any], content).get("v") if isinstance(content, dict) else None
     if isinstance(version, int) and version > VERSION:
         hints = ("update manyhands",)

@@ -1,7 +1,6 @@
 """Saves checkpoints: written to a temporary folder, synced to disk, committed by a rename.
 
-All processes of a run save together. A network that one process holds whole is one in pieces on a mesh of one. A
-failure on one process is raised on all, so that none waits for it.
+All processes of a run save together; a failure on one process is raised on all.
 """
 
 import errno
@@ -21,33 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.checkpoint import files
-from manyhands.checkpoint.describe import (
-    ALONE,
-    KINDS,
-    MODEL,
-    OPTIMIZER,
-    UNSHARDED_FILES,
-    NetworkLayout,
-    Region,
-    TensorEntry,
-    Tensors,
-    describe_pieces,
-    first_held,
-    size_of,
-    whole_region,
-)
+from manyhands.checkpoint import describe, files
+from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, Region, Tensors, size_of
 from manyhands.checkpoint.files import TornCheckpointError
-from manyhands.checkpoint.folders import commit, make_folder, remember, staging, verifies
-from manyhands.checkpoint.read import slices
+from manyhands.checkpoint.folders import commit, remember, staging, verifies
+from manyhands.checkpoint.read import entry_of, slices, torch_type
 from manyhands.checkpoint.snapshot import Snapshot, flatten_optimizer, parameter_names
-from manyhands.checkpoint.stream import Spec, as_bytes, element_type, in_file_order, torch_type, write_stream
 from manyhands.core.errors import ManyhandsError, RunError, UserError
 from manyhands.core.files import sync
-from manyhands.core.mesh import Mesh, TensorLayout, unsharded
+from manyhands.core.mesh import Mesh, unsharded
 
 _MARGIN_BYTES = 64 * 1024
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each tensor of a file, by its key
+_CODES = {torch_type(kind): code for code, kind in describe.BY_CODE.items()}
+T = TypeVar("T")
+Files = dict[str, Any]  # entries of the manifest, by name
+_BLOCK_BYTES = 4 << 20
 
 
 class NotFiniteError(RunError):
@@ -59,7 +48,7 @@ class SaveError(RunError):
 
 
 def refuse_non_finite(snapshot: Snapshot) -> None:
-    """Raises a RunError that names the first tensor of the network with a NaN or an infinity that was finite once."""
+    """Raises NotFiniteError for the first tensor of the network with a NaN or infinity that was finite once."""
     for name, tensor in snapshot.model.items():
         if name in snapshot.endless or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
@@ -71,26 +60,58 @@ def refuse_non_finite(snapshot: Snapshot) -> None:
 
 
 def refuse_too_little_space(folder: Path, size_bytes: int) -> None:
-    """Raises an OSError where a folder's disk has no room for so many bytes of tensors."""
+    """Raises OSError if a folder's disk has no room for tensors of so many bytes."""
     needed = size_bytes + _MARGIN_BYTES
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed, {free:,} are free")
 
 
 def save_error(folder: Path, error: OSError) -> SaveError:
-    """The error for users; says what the disk said."""
     text = error.strerror or str(error)
     if error.errno in _FULL:
-        hints = (
-            "free some space, or point --out at another disk",
-            "earlier checkpoints are kept; training can continue",
-        )
+        free = "free some space, or point --out at another disk"
+        hints = (free, "earlier checkpoints are kept; training can continue")
         return SaveError(f"the disk is full: {text}", str(folder), hints)
     return SaveError(f"writing failed: {text}", str(folder), ("earlier checkpoints are kept",))
 
 
-T = TypeVar("T")
-# The narrower ones first.
+def write_stream(path: Path, specs: Specs, fetch: Callable[[str], Tensor]) -> None:
+    """Writes a .safetensors file in the library's format, one tensor at a time: the file may exceed the memory.
+
+    The specs are in the order that readers see; tensors are fetched in the file's order. Raises OSError: the disk
+    fails. TypeError: the format lacks a type.
+    """
+    header: dict[str, object] = {"__metadata__": {"order": json.dumps(list(specs))}}
+    names, position = in_file_order(specs), 0
+    for name in names:
+        dtype, shape = specs[name]
+        if dtype not in _CODES:
+            raise TypeError(f"{name} is {dtype}, which a .safetensors file can't hold")
+        begin, position = position, position + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [begin, position]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            tensor = fetch(name)
+            if (tensor.dtype, tuple(tensor.shape)) != specs[name]:
+                raise TypeError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {specs[name]}")
+            file.write(_as_bytes(tensor).numpy().data)
+            del tensor  # before the next one is assembled
+
+
+def in_file_order(specs: Specs) -> list[str]:
+    """The names in a file's order: large elements first, so that each tensor is aligned."""
+    return sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's values as bytes on the CPU [bytes]; the same memory if it is dense."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+# Subclasses first.
 _ERRORS: dict[str, type[ManyhandsError]] = {
     kind.__name__: kind for kind in (NotFiniteError, SaveError, TornCheckpointError, UserError, RunError)
 }
@@ -100,93 +121,63 @@ _ERRORS: dict[str, type[ManyhandsError]] = {
 class CheckpointGroup:
     """The processes that save together."""
 
-    rank: int = 0  # this process's, which is its place in the mesh too
-    size: int = 1  # how many they are
-    # gives every process's JSON data by rank, on every process; a collective
+    rank: int = 0  # of this process, here and in the mesh
+    size: int = 1
+    # returns every process's JSON data by rank, on every process; a collective
     gather: Callable[[Any], list[Any]] = lambda value: [value]
-    device: str = "cpu"  # torch's name of the device that tensors are sent from and to
-    # who writes unsharded tensors, rank 0 first; each with the ranks of its machine, of which it is the first
+    device: str = "cpu"  # of tensors that are sent
+    # the writers of unsharded tensors, rank 0 first; each with the ranks of its machine, of which it is the first
     writers: Mapping[int, range] = field(default_factory=lambda: {0: range(1)})
-
-    def run(self, work: Callable[[], T]) -> list[T]:
-        """Returns all processes' results (JSON data); a collective. Raises the error of the first that failed."""
-        error: Exception | None = None
-        answer: dict[str, Any] = {}
-        try:
-            answer = {"result": work()}
-        except Exception as raised:  # noqa: BLE001 - whatever it is, the others must learn of it before it is raised
-            error, answer = raised, {"error": _as_plain(raised)}
-        answers = self.gather(answer)
-        failed = next((rank for rank, each in enumerate(answers) if "error" in each), None)
-        if failed is None:
-            return [each["result"] for each in answers]
-        if error is not None and failed == self.rank:
-            raise error
-        content = answers[failed]["error"]
-        where = f"rank {failed}: {content['where']}" if content["where"] else f"rank {failed}"
-        raise _ERRORS[content["kind"]](content["what"], where, tuple(content["hints"])) from error
-
-
-def _as_plain(error: Exception) -> dict[str, Any]:
-    if isinstance(error, ManyhandsError):
-        kind = next((name for name, known in _ERRORS.items() if isinstance(error, known)), RunError.__name__)
-        return {"kind": kind, "what": error.message, "where": error.where, "hints": list(error.hints)}
-    return {"kind": RunError.__name__, "what": f"{type(error).__name__}: {error}", "where": "", "hints": []}
-
-
-Files = dict[str, Any]  # entries of the manifest, by name
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint that is about to be written; the manifest is the last file of each."""
+    """A checkpoint to write; the manifest is its last file."""
 
-    step: int  # updates made so far
-    mesh: Mesh  # the processes that the tensors are sharded over
-    tensors: Mapping[str, Tensors]  # by kind ("model", "optimizer") and name, in the order that readers are to see
-    texts: Mapping[str, bytes]  # the plain data, by file name
-    fetch: Callable[[str, str, Region], Tensor]  # gives the values of a kind's tensor in a region of its view
+    step: int
+    mesh: Mesh
+    tensors: Mapping[str, Tensors]  # by kind ("model", "optimizer") and name, in the order that readers see
+    texts: Mapping[str, bytes]  # plain data, by file name
+    fetch: Callable[[str, str, Region], Tensor]  # returns a region of the view of a kind's tensor
 
-    def size_bytes(self, kinds: Collection[str] = KINDS) -> int:
+    def size_bytes(self, kinds: Collection[str] = describe.KINDS) -> int:
         return sum(one.size_bytes for kind in kinds for one in self.tensors.get(kind, {}).values())
 
     def write_pieces(self, staged: Path, rank: int) -> Files:
         """Writes the files of one rank; returns their entries in the manifest."""
         written: Files = {}
         for kind, tensors in self.tensors.items():
-            if regions := first_held(tensors, self.mesh, rank):
+            if regions := describe.first_held(tensors, self.mesh, rank):
                 file = staged / files.piece_name(kind, rank, self.mesh.size)
-                specs = [Spec(name, torch_type(tensors[name].dtype), size_of(one)) for name, one in regions.items()]
-                write_stream(file, specs, lambda name, of=(kind, regions): self.fetch(of[0], name, of[1][name]))
+                self.write_file(file, kind, regions)
                 written[file.name] = _seal(file)
         return written
 
-    def finish_pieces(self, staged: Path, written: Files) -> None:
-        """Writes the remaining files; `written` is what `write_pieces` returned for all ranks."""
-        pieces = {files.PIECES: files.json_text(describe_pieces(self.mesh, self.tensors))}
-        self._finish(staged, files.PIECES_FORMAT, pieces, written)
-
     def write_unsharded(self, staged: Path) -> None:
-        """Writes all files of an unsharded checkpoint."""
         written: Files = {}
         for kind in self.tensors:
-            file = staged / UNSHARDED_FILES[kind]
+            file = staged / describe.UNSHARDED_FILES[kind]
             self.write_file(file, kind)
             written[file.name] = _seal(file)
-        self._finish(staged, files.FORMAT, {}, written)
+        self.finish(staged, written)
 
-    def write_file(self, file: Path, kind: str) -> None:
-        """Writes the unsharded tensors of one kind, in their own names and shapes."""
+    def write_file(self, file: Path, kind: str, regions: Mapping[str, Region] | None = None) -> None:
+        """Writes the unsharded tensors of one kind, in their own shapes, or only these regions of their views."""
         tensors = self.tensors[kind]
+        specs = unsharded_specs(tensors)
+        if regions is not None:
+            specs = {name: (specs[name][0], size_of(region)) for name, region in regions.items()}
 
         def fetch(name: str) -> Tensor:
-            layout = tensors[name].layout
-            return self.fetch(kind, name, whole_region(layout.view)).reshape(layout.shape)
+            region = describe.whole_region(tensors[name].layout.view) if regions is None else regions[name]
+            return self.fetch(kind, name, region).reshape(specs[name][1])
 
-        write_stream(file, unsharded_specs(tensors), fetch)
+        write_stream(file, specs, fetch)
 
-    def _finish(self, staged: Path, form: int, texts: Mapping[str, bytes], written: Files) -> None:
+    def finish(self, staged: Path, written: Files, *, pieces: bool = False) -> None:
+        """Writes the remaining files; `written` has the entries of all ranks."""
         entries: Files = {}
+        texts = {files.PIECES: files.json_text(describe.describe_pieces(self.mesh, self.tensors))} if pieces else {}
         for name, text in {**texts, **self.texts}.items():
             (staged / name).write_bytes(text)
             entries[name] = _seal(staged / name)
@@ -194,46 +185,40 @@ class Contents:
             own = version("manyhands")
         except PackageNotFoundError:
             own = "unknown"
+        form = files.PIECES_FORMAT if pieces else files.FORMAT
         manifest = {"format": form, "step": self.step, "torch": torch.__version__, "manyhands": own}
         (staged / files.MANIFEST).write_bytes(files.manifest_text({**manifest, "files": {**entries, **written}}))
         sync(staged / files.MANIFEST)
 
 
-def unsharded_specs(tensors: Tensors) -> list[Spec]:
-    return [Spec(name, torch_type(described.dtype), described.layout.shape) for name, described in tensors.items()]
+def unsharded_specs(tensors: Tensors) -> Specs:
+    return {name: (torch_type(entry.dtype), entry.layout.shape) for name, entry in tensors.items()}
 
 
 def _seal(file: Path) -> dict[str, Any]:
-    """A file's entry in the manifest, once its bytes are on the disk; it is read back for it."""
+    """Syncs a file; returns its entry in the manifest."""
     sync(file)
     return {"size": file.stat().st_size, "sha256": files.digest(file)}
 
 
-_BLOCK_BYTES = 4 << 20
-
-
 def save(folder: Path, step: int, snapshot: Snapshot) -> Path:
-    """Commits folder/step-NNNNNNNN of a network that this process holds unsharded; see `CheckpointWriter`."""
-    return CheckpointWriter(folder, CheckpointGroup(), NetworkLayout(ALONE, {})).write(step, snapshot)
+    """Commits folder/step-NNNNNNNN of an unsharded network; see `CheckpointWriter`."""
+    return CheckpointWriter(folder, CheckpointGroup(), NetworkLayout()).write(step, snapshot)
 
 
 class CheckpointWriter:
     """Writes the checkpoints of one network, together with the processes that hold its other shards.
 
-    Args:
-        folder: the checkpoints folder.
-        group: the processes, as many as the mesh of the layout has.
-        layout: how the network is sharded.
-        pieces: each process writes its own shards, to a disk that all share. Otherwise the group's writers write
-            unsharded tensors, each to a folder that it alone needs to see, and the others send their shards one by one:
-            no process holds more than its own share and one tensor.
+    `group`: as many processes as the layout's mesh has. With `pieces` each process writes its own shards, to a disk
+    that all share. Otherwise the group's writers write unsharded tensors, each to a folder of its own, and receive the
+    shards of the others one by one: no process holds more than its own share and one tensor.
     """
 
     def __init__(self, folder: Path, group: CheckpointGroup, layout: NetworkLayout, *, pieces: bool = False) -> None:
         self.folder, self.group, self.layout, self.pieces = folder, group, layout, pieces
 
     def write(self, step: int, snapshot: Snapshot) -> Path:
-        """Commits folder/step-NNNNNNNN; a collective. A checkpoint of that step that is there and verifies is left.
+        """Commits folder/step-NNNNNNNN; a collective. An existing checkpoint of that step is kept if it verifies.
 
         The snapshot has this process's shards, in the shapes of `TensorLayout.local_shape`, and must not change until
         this returns. With `pieces` its plain data is taken from rank 0.
@@ -241,8 +226,7 @@ class CheckpointWriter:
         Raises:
             UserError: with `pieces`, the processes don't share the folder's disk.
             RunError: a weight is NaN or infinite, or the processes hold different things; nothing is written.
-            SaveError: no room, or a disk fails (with `pieces` any process's, else rank 0's or this one's); nothing is
-                left behind there, training may go on.
+            SaveError: no room, or a disk fails (with `pieces` any process's, else rank 0's or this one's).
             TypeError: the state or the optimizer's state is not plain data.
         """
         contents = self._describe(step, snapshot)
@@ -258,21 +242,32 @@ class CheckpointWriter:
         return target
 
     def _run(self, work: Callable[[], T]) -> list[T]:
-        """Does the same as the group's `run`; a disk's error becomes a SaveError."""
-
-        def run() -> T:
-            try:
-                return work()
-            except OSError as error:
-                raise save_error(self.folder, error) from error
-
-        return self.group.run(run)
+        """All processes' JSON data; a collective. Raises the first failed rank's error, an OSError as SaveError."""
+        error: Exception | None = None
+        try:
+            answer: dict[str, Any] = {"result": work()}
+        except Exception as raised:  # noqa: BLE001 - raised below, after the other processes know
+            error = raised
+            if isinstance(raised, OSError):
+                error = save_error(self.folder, raised)
+                error.__cause__ = raised
+            plain = error if isinstance(error, ManyhandsError) else RunError(f"{type(error).__name__}: {error}")
+            kind = next((name for name, known in _ERRORS.items() if isinstance(plain, known)), RunError.__name__)
+            answer = {"error": [kind, plain.message, plain.where, list(plain.hints)]}
+        answers = self.group.gather(answer)
+        failed = next((rank for rank, each in enumerate(answers) if "error" in each), None)
+        if failed is None:
+            return [each["result"] for each in answers]
+        if error is not None and failed == self.group.rank:
+            raise error
+        kind, what, where, hints = answers[failed]["error"]
+        raise _ERRORS[kind](what, f"rank {failed}: {where}" if where else f"rank {failed}", tuple(hints)) from error
 
     def _describe(self, step: int, snapshot: Snapshot) -> Contents:
-        """What this process holds, once it is sure that all hold shards of the same network."""
+        """This process's contents, after a check that all processes hold shards of the same network."""
         made: list[Contents] = []
 
-        def describe() -> str:
+        def digest() -> str:
             mesh = self.layout.mesh
             if self.group.size != mesh.size:
                 raise RunError(f"{self.group.size} processes can't save tensors sharded over {mesh}")
@@ -284,14 +279,14 @@ class CheckpointWriter:
             }
             return hashlib.sha256(json.dumps([step, mesh.as_dict(), tensors]).encode()).hexdigest()
 
-        digests = self.group.run(describe)
+        digests = self._run(digest)
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise RunError(f"ranks 0 and {other} are saving different networks or steps", f"rank {other}")
         return made[0]
 
     def _is_there(self, target: Path, contents: Contents) -> bool:
-        """True on a writer that has the checkpoint already; where rank 0 hasn't, there is room for it."""
+        """True on a writer that has the checkpoint already; rank 0, if it hasn't, checks the free space."""
         if self.group.rank in self.group.writers and verifies(target):
             return True
         if self.group.rank == 0:
@@ -299,8 +294,9 @@ class CheckpointWriter:
         return False
 
     def _make_room(self, contents: Contents) -> None:
-        """Makes the folder; an OSError where its disk has no room."""
-        make_folder(self.folder)
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            sync(self.folder.parent)
         refuse_too_little_space(self.folder, contents.size_bytes())
 
     def _write_pieces(self, target: Path, contents: Contents) -> None:
@@ -311,14 +307,14 @@ class CheckpointWriter:
             def finish() -> None:
                 if self.group.rank == 0:
                     (staged / files.TOKEN).unlink()
-                    contents.finish_pieces(staged, {name: entry for one in own for name, entry in one.items()})
+                    contents.finish(staged, {name: entry for one in own for name, entry in one.items()}, pieces=True)
                     commit(staged, target)
                     remember(target)
 
             self._run(finish)
 
     def _shared_folder(self, stack: ExitStack, step: int) -> Path:
-        """A staged folder that every process sees: rank 0 makes it with a token inside, the others look for that."""
+        """A staged folder that every process sees: rank 0 makes it with a token inside, which the others look for."""
 
         def stage() -> list[str]:
             if self.group.rank != 0:
@@ -367,23 +363,23 @@ class CheckpointWriter:
             raise save_error(self.folder, failed[0]) from failed[0]
 
     def _assembled(self, contents: Contents) -> Iterator[Tensor]:
-        """On a writer each unsharded tensor in its view, in the order in which files are written; on others nothing.
+        """On a writer each unsharded tensor in its view, in file order; on others nothing.
 
-        One writer after the other is sent what nobody on its machine holds, or a neighbour has. No reference to a
-        tensor is kept while the next one is put together.
+        One writer after the other receives the pieces of its neighbours, or those that its machine lacks. No reference
+        to a tensor is kept while the next one is assembled.
         """
         for kind, tensors in contents.tensors.items():
-            for spec in in_file_order(unsharded_specs(tensors)):
+            for name in in_file_order(unsharded_specs(tensors)):
                 for writer, near in self.group.writers.items():
-                    regions = tensors[spec.name].layout.nearest(contents.mesh, near)
+                    regions = tensors[name].layout.nearest(contents.mesh, near)
                     if self.group.rank == writer:
-                        yield self._received(contents, kind, spec.name, regions)
+                        yield self._received(contents, kind, name, regions)
                     elif self.group.rank in regions:
                         region = regions[self.group.rank]
-                        piece = contents.fetch(kind, spec.name, region)
-                        for block in _blocks(region, spec.dtype.itemsize):
+                        piece = contents.fetch(kind, name, region)
+                        for block in _blocks(region, tensors[name].dtype.item_bytes):
                             if (values := piece[slices(block, region)]).numel():
-                                dist.send(as_bytes(values).to(self.group.device), dst=writer)
+                                dist.send(_as_bytes(values).to(self.group.device), dst=writer)
 
     def _received(self, contents: Contents, kind: str, name: str, regions: dict[int, Region]) -> Tensor:
         described = contents.tensors[kind][name]
@@ -405,7 +401,7 @@ class CheckpointWriter:
 
 
 def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
-    """A region in parts that are sent one by one, so that little is in memory beside the tensor they go into."""
+    """A region in parts that are sent one by one, to need little memory beside the tensor."""
     sizes = size_of(region)
     if not sizes:
         yield region
@@ -418,12 +414,7 @@ def _blocks(region: Region, item_bytes: int) -> Iterator[Region]:
 
 
 def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, rank: int) -> Contents:
-    """A rank's pieces as contents; `fetch` gives the rank's own region of a tensor, whichever is asked for.
-
-    Raises:
-        RunError: a piece doesn't have the shape that its layout says, or one of two names of a piece has no layout.
-        TypeError: the state or the optimizer's state is not plain data.
-    """
+    """A rank's pieces as contents. Raises RunError: layouts don't match the pieces. TypeError: data is not plain."""
     _refuse_half_named(snapshot.model, network_layout)
     held: dict[str, Mapping[str, Tensor]] = {MODEL: snapshot.model}
     owners = {name: name for name in snapshot.model}
@@ -433,9 +424,7 @@ def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, 
         texts[files.OPTIMIZER_PLAN] = files.json_text(branches)
         owners |= parameter_names(branches)
     tensors = {
-        kind: {
-            name: _describe(name, tensor, owners.get(name, ""), network_layout, rank) for name, tensor in named.items()
-        }
+        kind: {name: _describe(name, one, owners.get(name, ""), network_layout, rank) for name, one in named.items()}
         for kind, named in held.items()
     }
 
@@ -446,27 +435,24 @@ def held_contents(step: int, snapshot: Snapshot, network_layout: NetworkLayout, 
 
 
 def _refuse_half_named(model: Mapping[str, Tensor], network_layout: NetworkLayout) -> None:
-    """A piece that has two names is a piece under both, so a layout must be there for both."""
-    pieces = {
-        model[name].data_ptr(): name for name, lies in network_layout.layouts.items() if lies.cuts and name in model
-    }
+    layouts = network_layout.layouts.items()
+    pieces = {model[name].data_ptr(): name for name, layout in layouts if layout.cuts and name in model}
     for name, tensor in model.items():
         other = pieces.get(tensor.data_ptr())
         if other is not None and name not in network_layout.layouts and tensor.numel():
             raise RunError(f"{name} is tied to the sharded {other}, but has no layout", name)
 
 
-def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayout, rank: int) -> TensorEntry:
-    """A tensor lies as the parameter does that it belongs to, where it has that one's shape; else it is whole."""
+def _describe(name: str, tensor: Tensor, owner: str, network_layout: NetworkLayout, rank: int) -> describe.TensorEntry:
+    """A tensor has the layout of the parameter it belongs to if it has that one's shape; else it is unsharded."""
     shape = tuple(tensor.shape)
-    lies: TensorLayout = network_layout.layouts.get(owner) or unsharded(shape)
-    expected = lies.local_shape(network_layout.mesh, rank)
+    layout = network_layout.layouts.get(owner) or unsharded(shape)
+    expected = layout.local_shape(network_layout.mesh, rank)
     if shape == expected:
-        return TensorEntry(element_type(tensor.dtype), lies)
-    # A count of steps is the same everywhere. Anything else of a cut parameter could be cut in any way.
-    if name != owner and (tensor.ndim == 0 or not lies.cuts):
-        return TensorEntry(element_type(tensor.dtype), unsharded(shape))
+        return entry_of(tensor, layout)
+    # A count of steps is the same everywhere. Anything else of a sharded parameter could be sharded in any way.
+    if name != owner and (tensor.ndim == 0 or not layout.cuts):
+        return entry_of(tensor)
     what = f"rank {rank} holds {list(shape)} of {name}, but the layout expects {list(expected)}"
-    raise RunError(
-        what, name, ("use sgd or adamw, or don't shard: this optimizer's state can't be sharded like the parameters",)
-    )
+    hints = ("use sgd or adamw, or don't shard: this optimizer's state can't be sharded like the parameters",)
+    raise RunError(what, name, hints)

@@ -106,7 +106,7 @@ def why(run: RunName, /, *, as_json: Json = False) -> int:
 
 def stop(run: RunName, /, *, now: Annotated[bool, Help("end the run at once, without saving")] = False) -> int:
     """Ask an active run to save and stop, and wait for its end."""
-    from manyhands.checkpoint.saved import saved_step
+    from manyhands.checkpoint.folders import saved_step
     from manyhands.run.registry import find_run, head_of_active, stop_headless, stop_run
 
     folder = find_run(run, active=True)

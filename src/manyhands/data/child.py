@@ -17,14 +17,11 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def begin_worker(_number: int, *, parent: int, follow: bool) -> None:
-    """Runs first in a worker.
+    """Sets up a worker process, which ignores stop signals except its parent's SIGTERM, and ends with its parent.
 
-    What asks for a stop is sent to whole process groups, but the parent still saves its work then and must not see its
-    workers die; so they heed only a SIGTERM of the parent itself.
-
-    With `follow` the kernel ends this process at once when its parent's starting thread is gone: files and ports that a
-    fork inherits would stay open until torch's own watch sees it, seconds later. Not where that thread may end before
-    the process does.
+    Stop signals reach entire process groups, but the parent still saves then and needs its workers. With `follow` the
+    kernel kills this process when the parent's starting thread ends: inherited files and ports would stay open for
+    seconds. Not for a thread that may end before its process.
     """
     for number in {*STOPS} - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
@@ -51,7 +48,6 @@ def _answer_with_error(answers: Any, error: Exception, answer: tuple[int, Any]) 
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Waits for SIGTERM, and ends the process when its parent sent it."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         continue
     os._exit(0)

@@ -15,18 +15,18 @@ from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 from manyhands.core.errors import UserError
 from manyhands.core.files import UnreadableError, open_file
 
-_USUAL_SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
-PICTURE_SUFFIXES = frozenset(_USUAL_SUFFIXES | {".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif"})
+PICTURE_SUFFIXES = frozenset({
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff",
+    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".avif",
+})  # fmt: skip
 _GREY = frozenset({"1", "L", "LA", "La", "I", "F"})
 _WITH_ALPHA = frozenset({"RGBA", "LA", "PA", "RGBa", "La"})
-_EVEN = 15  # levels by which one color may differ within a picture: compression changes some
+_EVEN = 15  # levels by which one color may differ within a picture, because of compression
 _WIDE_PORTABLE = frozenset({"PNG", "PPM"})  # formats whose "I" is 16 bits wide
-_JPEG = frozenset({"JPEG", "MPO"})  # the latter: several in one file, as some cameras write them; the first counts
-# Pillow warns from this size on. One such picture takes 0.7 GB and a second, and is resized to some hundred pixels.
-_MOST_MEGAPIXELS = 89
+_MOST_MEGAPIXELS = 89  # Pillow warns from this size on; such a picture takes 0.7 GB and a second
 _BLOCK_ROWS = 256
 _OTHER_TIFF = "a TIFF file needs 1, 3 or 4 channels of 8 bits, or one channel of 16 or 32 bits"
-# The end of an undamaged file, but for a few bytes that some programs add.
+# The end of an undamaged file, except for a few bytes that some programs add.
 _ENDS, _NEAR_END = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}, 64
 
 # Pillow logs a line for each TIFF of many channels, before it raises; without a handler logging prints that line.
@@ -43,16 +43,12 @@ def corrupt(path: str, reason: str) -> CorruptImageError:
 
 
 def decode(path: str, channels: int, content: bytes | None = None, scale: int = 1) -> Image.Image:
-    """Decodes a picture to mode "RGB" (3 channels) or "L" (1); `content` are its bytes where they are at hand already.
+    """Decodes a picture to mode "RGB" (3 channels) or "L" (1), upright and opaque; the first frame of several.
 
-    A JPEG may be made `scale` times smaller (2, 4 or 8) as it is decoded.
-
-    Grey, palette, CMYK, 16-bit and floating-point pictures are converted, a camera's orientation is applied,
-    transparency is dropped (but see `to_mode`), and the first frame of an animation is taken. Raises CorruptImageError:
-    it is missing, empty, cut short, no picture, or of more than 89 megapixels.
+    `content` has its bytes if they are read already. A JPEG may be decoded `scale` (2, 4 or 8) times smaller. Raises
+    CorruptImageError: the file is missing, empty, truncated, no picture, or has over 89 megapixels.
     """
-    content = content_of(path) if content is None else content
-    with _corrupt_on_error(path, content), _opened(path, content) as image:
+    with _opened(path, content_of(path) if content is None else content) as image:
         if scale > 1:
             image.draft(None, (image.width // scale, image.height // scale))
         image.load()
@@ -63,7 +59,7 @@ def decode(path: str, channels: int, content: bytes | None = None, scale: int = 
 
 @dataclass(frozen=True)
 class PictureHeader:
-    """What a picture's header says."""
+    """The size and kind of a picture, read without its pixels."""
 
     width: int  # as stored, before a camera's orientation is applied
     height: int
@@ -73,27 +69,19 @@ class PictureHeader:
 
 def probe(path: str, content: bytes | None = None) -> PictureHeader:
     """Reads a picture's header. Raises CorruptImageError: it can't be read."""
-    content = content_of(path) if content is None else content
-    with _corrupt_on_error(path, content), _opened(path, content) as image:
-        plain = image.format in _JPEG and image.mode in ("L", "RGB") and _is_upright(image)
+    with _opened(path, content_of(path) if content is None else content) as image:
+        plain = False
+        # MPO: several pictures in one file, as some cameras write them; the first counts.
+        if image.format in ("JPEG", "MPO") and image.mode in ("L", "RGB"):
+            with contextlib.suppress(Exception):  # Pillow raises a dozen kinds for broken EXIF data
+                plain = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
         return PictureHeader(image.width, image.height, is_grey(image), plain)
-
-
-@contextlib.contextmanager
-def _corrupt_on_error(path: str, content: bytes) -> Iterator[None]:
-    """Raises CorruptImageError for whatever a decoder raises, except for a lack of memory."""
-    try:
-        yield
-    except (CorruptImageError, MemoryError):
-        raise
-    except Exception as error:
-        raise corrupt(path, _reason(error, content)) from error
 
 
 def is_readable(path: str, content: bytes) -> bool:
     """False where a picture can't be read; a JPEG or PNG that ends as one does isn't decoded."""
     try:
-        with _corrupt_on_error(path, content), _opened(path, content) as image:
+        with _opened(path, content) as image:
             end = _ENDS.get(image.format or "", b"")
         if not end or end not in content[-_NEAR_END:]:
             decode(path, 3, content)
@@ -103,7 +91,7 @@ def is_readable(path: str, content: bytes) -> bool:
 
 
 def content_of(path: str) -> bytes:
-    """Reads a picture's file whole: Pillow requests as many bytes from a file as its header claims."""
+    """Reads a file; Pillow would request as many bytes from it as the header claims."""
     try:
         with open_file(Path(path)) as file:
             return file.read()
@@ -114,26 +102,31 @@ def content_of(path: str) -> bytes:
         raise corrupt(path, reasons.get(type(error), str(error))) from error
 
 
-def _opened(path: str, content: bytes) -> Image.Image:
-    """A picture whose header is read; raises CorruptImageError before anything large is allocated."""
+@contextlib.contextmanager
+def _opened(path: str, content: bytes) -> Iterator[Image.Image]:
+    """A picture whose header is read; raises CorruptImageError for any error of a decoder, and for large pictures."""
     try:
-        image = Image.open(io.BytesIO(content))
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        # The warning is an error where the user has made all warnings errors.
+        with Image.open(io.BytesIO(content)) as image:
+            if image.width * image.height > _MOST_MEGAPIXELS * 1_000_000:
+                raise _too_large(path, image.width * image.height)
+            channels = getattr(image, "tag_v2", {}).get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
+            if channels > 2 and len(image.getbands()) == 1:  # separate planes, of which Pillow reads only the first
+                raise corrupt(path, f"{_OTHER_TIFF}; found {channels} channels")
+            yield image
+    except (CorruptImageError, MemoryError):
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:  # the latter with -W error
         raise _too_large(path, int((re.search(r"\d+", str(error)) or [0])[0])) from error
-    if image.width * image.height > _MOST_MEGAPIXELS * 1_000_000:
-        image.close()
-        raise _too_large(path, image.width * image.height)
-    channels = getattr(image, "tag_v2", {}).get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
-    if channels > 2 and len(image.getbands()) == 1:  # planes that lie apart, of which Pillow reads the first alone
-        image.close()
-        raise corrupt(path, f"{_OTHER_TIFF}; found {channels} channels")
-    return image
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, Image.UnidentifiedImageError):
+            reason = "Pillow doesn't recognize the format" if content else "the file is empty"
+            reason = _OTHER_TIFF if content.startswith((b"II*\0", b"MM\0*")) else reason
+        raise corrupt(path, reason) from error
 
 
 def _too_large(path: str, pixels: int) -> CorruptImageError:
-    reason = f"{pixels / 1e6:.0f} megapixels exceed the limit of {_MOST_MEGAPIXELS}; resize the picture"
-    return corrupt(path, reason)
+    return corrupt(path, f"{pixels / 1e6:.0f} megapixels exceed the limit of {_MOST_MEGAPIXELS}; resize the picture")
 
 
 def is_grey(image: Image.Image) -> bool:
@@ -143,8 +136,8 @@ def is_grey(image: Image.Image) -> bool:
 def to_mode(image: Image.Image, channels: int) -> Image.Image:
     """Converts a loaded picture of any mode to "RGB" (3 channels) or "L" (1).
 
-    Transparency is dropped, unless the picture has one colour and its content is in the alpha channel alone, such as
-    many icons: then it is drawn on white, or on black where that colour is bright.
+    Transparency is dropped, unless the picture has one colour and its content is in the alpha channel, as many icons
+    have: then it is drawn on white, or on black if the colour is bright.
     """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _eight_bits(image)
@@ -165,18 +158,11 @@ def _without_alpha(image: Image.Image) -> Image.Image:
     return drawn
 
 
-def _is_upright(image: Image.Image) -> bool:
-    """False where EXIF data turns the picture, or is broken."""
-    with contextlib.suppress(Exception):  # Pillow raises a dozen kinds
-        return image.getexif().get(ExifTags.Base.Orientation, 1) == 1
-    return False
-
-
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Scales wide values to 0 … 255 instead of cutting them off at 255.
+    """Scales wide values to 0 … 255 instead of clipping at 255.
 
-    16 bits: by 257. 32-bit whole numbers and fractions have no agreed range: 0 to 1 where all values lie there
-    (fractions), 0 to 255 as they are, 0 to 65,535 by 257, else from the picture's least to its greatest.
+    16 bits: by 257. 32-bit integers and floats have no agreed range: 0 to 1 (floats), 0 to 255 as they are, 0 to 65,535
+    by 257, else from the picture's minimum to its maximum.
     """
     values = numpy.nan_to_num(numpy.array(image), copy=False)
     low, high = float(values.min()), float(values.max())
@@ -195,11 +181,3 @@ def _eight_bits(image: Image.Image) -> Image.Image:
         rows = slice(start, start + _BLOCK_ROWS)
         scaled[rows] = ((values[rows].astype(numpy.float64) - offset) * factor / divisor).round().clip(0, 255)
     return Image.fromarray(scaled)
-
-
-def _reason(error: Exception, content: bytes) -> str:
-    if not isinstance(error, Image.UnidentifiedImageError):
-        return str(error) or type(error).__name__
-    if content.startswith((b"II*\0", b"MM\0*")):
-        return _OTHER_TIFF
-    return "Pillow doesn't recognize the format" if content else "the file is empty"

@@ -11,35 +11,26 @@ from typing import NoReturn
 import numpy
 
 from manyhands.core.errors import UserError
+from manyhands.data import walk
 from manyhands.data.decode import PICTURE_SUFFIXES
 from manyhands.data.layout import read_layout, split_kind, split_word
 from manyhands.data.packed import PackedRows
-from manyhands.data.walk import (
-    UNREAD_SUFFIXES,
-    Identity,
-    PictureNames,
-    Unused,
-    Walk,
-    class_identities,
-    folders_in,
-    holds_pictures,
-    lookalike_difference,
-    plain_form,
-)
+from manyhands.data.walk import Identity, PictureNames, Unused, class_identities, folders_in
 
 _MOST_NAMES = 8
+_FORMATS = f"supported formats: {', '.join(sorted(PICTURE_SUFFIXES))}"
 
 
 @dataclass(frozen=True, eq=False)
 class Listing:
     """The pictures of one split."""
 
-    root: Path  # the folder that holds the class folders
-    classes: tuple[str, ...]  # names of the class folders, sorted
-    names: PictureNames  # each picture's path below root, with "/"; sorted by class, then by name
-    labels: numpy.ndarray  # int64 [n], each picture's class
-    word: str = ""  # the split, such as "train"; empty where the folder isn't divided
-    notes: tuple[str, ...] = ()  # sentences for the user on what was left out
+    root: Path  # holds the class folders
+    classes: tuple[str, ...]  # sorted
+    names: PictureNames  # below root; sorted by class, then by name
+    labels: numpy.ndarray  # int64 [n]
+    word: str = ""  # the split, such as "train"; empty: the folder isn't divided
+    notes: tuple[str, ...] = ()  # sentences for the user
     packed: PackedRows | None = None  # the packed copies that are read instead
 
     def __len__(self) -> int:
@@ -47,14 +38,13 @@ class Listing:
 
     @property
     def folder(self) -> str:
-        """The name of the split's folder."""
         return self.root.name if split_word(self.root.name) == self.word else self.word
 
     def path(self, index: int) -> str:
         return os.path.join(self.root, self.names[index])  # noqa: PTH118 - a million of these
 
     def content(self, index: int) -> bytes | None:
-        """A picture's file where it is packed, else None. Raises UserError: the packed copy was altered."""
+        """A picture's packed file, if any. Raises UserError: the packed copy was altered."""
         return self.packed.content(index) if self.packed else None
 
     def part(self, chosen: Sequence[int] | numpy.ndarray) -> "Listing":
@@ -63,13 +53,10 @@ class Listing:
 
 
 def list_parts(root: Path) -> tuple[Listing, ...]:
-    """Lists the splits of a folder (training, evaluation and, if there is one, the test at the end), or all of it.
+    """Lists the splits of a folder (training, evaluation and, if there is one, the final test), or all of it.
 
-    All have the same classes: a folder without pictures is one only if another split has pictures of that class. Links
-    add no pictures of one split to another.
-
-    Raises:
-        UserError: there are no class folders, fewer than two with pictures, or the training split lacks a class.
+    All have the same classes: a folder without pictures is a class only if another split has pictures of it. Raises
+    UserError: there are no class folders, fewer than two with pictures, or the training split lacks a class.
     """
     layout, unused = read_layout(root), Unused()
     unused.add_files(root)
@@ -83,7 +70,7 @@ def list_parts(root: Path) -> tuple[Listing, ...]:
         taken = {os.path.realpath(places[index]) for index in others}.union(*(homes[index] for index in others))
         taken.update(*(entered[index] for index in range(number) if not homes[index] & homes[number]))
         if shared := len(homes[number].intersection(set[Identity]().union(*homes[:number]))):
-            # Linked entire class folders are used, since they were linked on purpose; the note says what that means.
+            # Class folders are linked on purpose, so they are used.
             why = ("training pictures are used for evaluation", "the final test uses pictures of other splits")
             of = f"{layout.splits[0]}/" if number == 1 else "other splits"
             notes.append(f"{layout.splits[number]}/ and {of} share {shared} class folder(s): {why[number - 1]}")
@@ -97,17 +84,12 @@ def list_parts(root: Path) -> tuple[Listing, ...]:
 
 
 def list_whole(root: Path) -> Listing:
-    """The pictures in root's class folders, one or more, at any depth. Raises UserError: there is none."""
+    """The pictures in root's class folders, at any depth. Raises UserError: there is none."""
     unused = Unused()
     unused.add_files(root)
     part, _ = _list_classes(root, root, unused, class_identities(root, folders_in(root)))
     (listing,), notes = _with_same_classes([part], least=1)
     return replace(listing, notes=(*notes, *unused.notes()))
-
-
-def divided(parts: Sequence[Listing], validation: float) -> tuple[Listing, ...]:
-    """The pictures for training, for evaluation and, if there are some, for the end; those of one folder are split."""
-    return split(parts[0], validation) if len(parts) == 1 else tuple(parts)
 
 
 def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
@@ -116,18 +98,14 @@ def _by_folder_inside(listing: Listing, splits: Sequence[str]) -> list[Listing]:
     kinds = {name: split_kind(name) for name in set(inside)}
     if others := [name for name, kind in kinds.items() if kind not in splits]:
         what = f'class folders hold splits, but "{others[0]}" also holds pictures'
-        raise UserError(
-            what, str(listing.root), ("move or remove folders that are not splits, including links to folders",)
-        )
+        hints = ("move or remove folders that are not splits, including links to folders",)
+        raise UserError(what, str(listing.root), hints)
     found = numpy.array([splits.index(kinds[name]) for name in inside], numpy.int64)
     return [replace(listing.part(numpy.flatnonzero(found == number)), word=word) for number, word in enumerate(splits)]
 
 
 def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listing], list[str]]:
-    """Gives all listings the same classes; returns them, and notes on classes without pictures.
-
-    Raises UserError: fewer than `least` have some for training, or the training split lacks a class.
-    """
+    """Gives all listings the same classes, `least` at least; returns them, and notes on classes without pictures."""
     full = [{part.classes[label] for label in numpy.unique(part.labels)} for part in parts]
     trained = [name for name in parts[0].classes if name in full[0]]
     empty = [name for name in parts[0].classes if name not in full[0]]
@@ -136,7 +114,7 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
     for part, there in zip(parts[1:], full[1:], strict=True):
         if unknown := sorted(there - {*parts[0].classes}):
             what = f"{part.folder}/ has class folders that {parts[0].folder}/ lacks ({len(unknown)}): "
-            alike = tuple(filter(None, (lookalike_difference(name, parts[0].classes) for name in unknown)))
+            alike = tuple(filter(None, (walk.lookalike_difference(name, parts[0].classes) for name in unknown)))
             hints = (*alike, f"add training pictures of the classes to {parts[0].folder}/, or remove the folders")
             raise UserError(what + _some(unknown), str(part.root), hints)
         if not there:
@@ -146,11 +124,8 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
     classes = tuple(name for name in parts[0].classes if name in seen)
     unseen = [name for name in empty if name not in seen]
     for name in unseen:
-        if holds_pictures(parts[0].root / name, suffixes=UNREAD_SUFFIXES):
-            hints = (
-                "convert the pictures, for example to JPEG",
-                f"supported formats: {', '.join(sorted(PICTURE_SUFFIXES))}",
-            )
+        if walk.holds_pictures(parts[0].root / name, suffixes=walk.UNREAD_SUFFIXES):
+            hints = ("convert the pictures, for example to JPEG", _FORMATS)
             what = f'the class folder "{name}" has only pictures in formats that can\'t be read'
             raise UserError(what, str(parts[0].root / name), hints)
     notes = [f"ignored folders without pictures: {_some(unseen)}"] if unseen else []
@@ -162,28 +137,26 @@ def _with_same_classes(parts: list[Listing], least: int = 2) -> tuple[list[Listi
 
 
 def _list_classes(root: Path, top: Path, unused: Unused, taken: set[Identity]) -> tuple[Listing, set[Identity]]:
-    """Lists one split of the data set in `top`; returns the folders that were entered, too. Raises UserError."""
+    """Lists one split of the data set in `top`; returns the folders that were entered, too."""
     for above in [place for place in (root, *root.parents) if top in place.parents]:
         unused.add_files(above, f"{above.relative_to(top).as_posix()}/")
     classes = folders_in(root)
     if not classes:
         loose = sum(entry.suffix.lower() in PICTURE_SUFFIXES for entry in root.iterdir())
-        found = f"; pictures directly in the folder: {loose:,}" if loose else ""
-        hints = (
-            "make a folder for each class and put its pictures there",
-            "sort ImageNet's validation pictures into class folders, too",
-        )
-        raise UserError(f"{root} has no class folders{found}", str(root), hints)
+        more = f"; pictures directly in the folder: {loose:,}" if loose else ""
+        make = "make a folder for each class and put its pictures there"
+        hints = (make, "sort ImageNet's validation pictures into class folders, too")
+        raise UserError(f"{root} has no class folders{more}", str(root), hints)
     _check_names(root, classes)
     prefix = "" if root == top else f"{root.relative_to(top).as_posix()}/"
-    walk = Walk(root, taken | {os.path.realpath(top)}, unused, prefix)
-    names = walk.list_classes(classes)
+    found = walk.Walk(root, taken | {os.path.realpath(top)}, unused, prefix)
+    names = found.list_classes(classes)
     labels = numpy.repeat(numpy.arange(len(classes), dtype=numpy.int64), list(map(len, names)))
-    return Listing(root, classes, PictureNames(numpy.concatenate(names)), labels), walk.entered
+    return Listing(root, classes, PictureNames(numpy.concatenate(names)), labels), found.entered
 
 
 def _check_names(root: Path, classes: tuple[str, ...]) -> None:
-    """Raises UserError: names that can't be shown, or two that look the same."""
+    """Refuses names that can't be shown, and two that look the same."""
     encoding = sys.getfilesystemencoding().lower()
     for name in classes:
         raw = os.fsencode(name)
@@ -198,8 +171,8 @@ def _check_names(root: Path, classes: tuple[str, ...]) -> None:
             if not is_utf8:
                 hints = ("export PYTHONUTF8=1", "or choose a UTF-8 locale: export LC_ALL=C.UTF-8")
                 raise UserError(f"{shown} is UTF-8, but the locale's encoding is {encoding}", str(root), hints)
-    if len({plain_form(name) for name in classes}) < len(classes):
-        alike = next(filter(None, (lookalike_difference(name, classes) for name in classes)))
+    if len({walk.plain_form(name) for name in classes}) < len(classes):
+        alike = next(filter(None, (walk.lookalike_difference(name, classes) for name in classes)))
         hints = ("move the pictures of both folders into one folder",)
         raise UserError(f"two class folders look the same: {alike}", str(root), hints)
 
@@ -209,10 +182,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def split(listing: Listing, share: float) -> tuple[Listing, Listing]:
-    """Splits into training and evaluation, class by class; depends on the names of the files alone.
+    """Splits into training and evaluation, class by class; depends on the file names alone.
 
-    Over all classes the evaluation part is `share` of the pictures, to the nearest whole one; each class gives its
-    part to within one picture. A class of two or more keeps one for training at least.
+    Evaluation gets `share` of the pictures, to the nearest integer, and of each class to within one picture. A class of
+    two or more keeps at least one for training.
     """
     names = listing.names.names
     digests = numpy.fromiter((int.from_bytes(hashlib.sha256(name).digest()[:8]) for name in names), numpy.uint64)
@@ -234,5 +207,5 @@ def _refuse_few_classes(root: Path, full: list[str], empty: list[str]) -> NoRetu
         hints = ("add a folder for each further class beside the first; a classifier needs two classes or more",)
         raise UserError(f'{root} has only one class folder, "{full[0]}"', str(root), hints)
     only = f'only one class folder of {root} has pictures, "{full[0]}"; ' if full else ""
-    hints = (f"put pictures into {root / empty[0]}", f"supported formats: {', '.join(sorted(PICTURE_SUFFIXES))}")
+    hints = (f"put pictures into {root / empty[0]}", _FORMATS)
     raise UserError(f'{only}the class folder "{empty[0]}" has no pictures', str(root / empty[0]), hints)

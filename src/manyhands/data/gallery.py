@@ -1,8 +1,7 @@
 """Opens a folder of pictures: equal small ones are decoded once for each host and mapped, others are read as files.
 
-All processes of a host share the mapped pages. A cache entry is named by the content of the folder (names, sizes,
-times), so changed pictures are decoded anew. <key>.npy has the pixels; <key>.json, written last, marks them complete
-and lists the pictures that couldn't be read.
+A cache entry is named by the folder's content (names, sizes, times). <key>.npy has the pixels; <key>.json, written
+last, marks them complete and lists the unreadable pictures.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from torch import Tensor
 from manyhands.core.errors import UserError
 from manyhands.core.files import one_at_a_time, read_object, replacing
 from manyhands.data.decode import CorruptImageError, decode, probe
-from manyhands.data.folder import Listing, divided, list_parts, list_whole
+from manyhands.data.folder import Listing, list_parts, list_whole, split
 from manyhands.data.listed import Listed, folder_state, listed_once, of_pack, with_pack
 from manyhands.data.options import DataOptions
 from manyhands.data.packed import is_pack
@@ -32,31 +31,26 @@ from manyhands.data.places import cache_folder
 from manyhands.data.random import spread
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, describe
 from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels
+from manyhands.data.walk import PictureNames
 
 _FORMAT = 2  # changes with what decoding makes of a picture, too
 _BLOCK = 1024
 _MOST_THREADS = 8
+Decoded = tuple[Tensor, tuple[int, ...]]  # uint8 [N, C, S, S], and the pictures that can't be read, which are black
+_PROBES = 32
+_SMALL = 64
+_USUAL_SIZE = 224
 
 
 class _DiffersError(Exception):
-    """A picture has another size, or colours where the set is grey."""
-
-
-Decoded = tuple[Tensor, tuple[int, ...]]  # uint8 [N, C, S, S], and the pictures that can't be read, which are black
+    """A picture has another size, or colours unlike the set."""
 
 
 def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) -> Decoded | None:
-    """Decodes every picture, or takes the result that this host has already; each should be size x size.
-
-    None where a picture differs in size, or has colours and `grey_only` is set. Raises UserError: the cache folder
-    can't be written.
-    """
+    """Decodes all pictures, of size x size, once per host; None if one differs in size, or in colour (`grey_only`)."""
     pixels = cache_folder() / "decoded" / f"{_key(listing, 'pixels', channels, size, grey_only)}.npy"
-    report = _once(
-        pixels.with_suffix(".json"),
-        lambda report: report["differs"] or pixels.is_file(),
-        lambda: _decode_all(listing, pixels, channels, size, grey_only),
-    )
+    file, make = pixels.with_suffix(".json"), lambda: _decode_all(listing, pixels, channels, size, grey_only)
+    report = _once(file, lambda report: report["differs"] or pixels.is_file(), make)
     if report["differs"]:
         return None
     # Copy on write, never written: torch takes no read-only arrays, and the pages stay shared.
@@ -64,7 +58,7 @@ def decode_once(listing: Listing, channels: int, size: int, *, grey_only: bool) 
 
 
 def find_corrupt_once(listing: Listing) -> tuple[int, ...]:
-    """Decodes every picture to see which can't be read, or takes what this host knows already; their indices."""
+    """Returns the indices of pictures that can't be decoded; each host decodes them once."""
 
     def make() -> dict[str, Any]:
         readable = _in_threads(lambda index: _decoded(listing, index, 3) is not None, len(listing))
@@ -75,7 +69,6 @@ def find_corrupt_once(listing: Listing) -> tuple[int, ...]:
 
 
 def _once(file: Path, usable: Callable[[dict[str, Any]], bool], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The report in a file of the cache, made first unless this host has a usable one."""
     with one_at_a_time(file):
         report = read_object(file)
         if not report or not isinstance(report.get("corrupt"), list) or not usable(report):
@@ -90,7 +83,6 @@ def _decode_all(listing: Listing, target: Path, channels: int, size: int, grey_o
     corrupt: list[int] = []
 
     def pixels(index: int) -> bytes | None:
-        """A picture's bytes, channel by channel; None where it can't be read."""
         image = _decoded(listing, index, channels, grey_only=grey_only)
         if image is not None and image.size != (size, size):
             raise _DiffersError
@@ -121,7 +113,7 @@ def _decoded(listing: Listing, index: int, channels: int, *, grey_only: bool = F
 
 
 def _in_threads(function: Callable[[int], Any], count: int) -> Iterator[Any]:
-    """Applies a function to 0 … count - 1, in order; Pillow decodes outside Python's lock."""
+    """Applies a function to 0 … count - 1, in order; Pillow decodes without the GIL."""
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
         for start in range(0, count, _BLOCK):
             yield from pool.map(function, range(start, min(start + _BLOCK, count)))
@@ -137,31 +129,19 @@ def _key(listing: Listing, *purpose: object) -> str:
     return digest.hexdigest()[:32]
 
 
-_PROBES = 32
-_SMALL = 64
-_USUAL_SIZE = 224
-
-
 def open_folder(root: Path, options: DataOptions, title: str = "", usual: Pixels | None = None) -> Splits:
     """Opens class folders, or train/ and val/ with class folders in them.
 
-    Square pictures of one size up to 64 stay in memory, decoded, while they fit `options.memory_limit_mib`. With
-    `options.skip_corrupt` every picture is decoded once to find those that can't be read; otherwise the first such
-    picture is an error when it is reached. `usual`: mean, deviation and augmentation that are known for this data.
-    Raises UserError: the folder can't be used.
+    Square pictures of one size up to 64 stay in memory if they fit `options.memory_limit_mib`. `usual`: the known mean,
+    deviation and augmentation of this data. Raises UserError: the folder can't be used.
     """
-    if is_pack(root):
-        parts, notes = of_pack(root)
-        listings = divided(parts, options.validation)
-    else:
 
-        def make() -> Listed:
-            parts, notes = with_pack(root, list_parts(root), options)
-            return divided(parts, options.validation), notes
+    def make() -> Listed:
+        parts, notes = of_pack(root) if is_pack(root) else with_pack(root, list_parts(root), options)
+        return split(parts[0], options.validation) if len(parts) == 1 else parts, notes
 
-        listings, notes = listed_once(root, options.model_dump_json(), make)
-    opened = _open(listings, root, options, title, usual)
-    return replace(opened, notes=(*opened.notes, *notes))
+    listed = make() if is_pack(root) else listed_once(root, options.model_dump_json(), make)
+    return _open(listed, root, options, title, usual)
 
 
 def open_whole_folder(root: Path, options: DataOptions) -> Splits:
@@ -171,13 +151,13 @@ def open_whole_folder(root: Path, options: DataOptions) -> Splits:
     else:
         purpose = f"whole {options.model_dump_json()}"
         (listing,), notes = listed_once(root, purpose, lambda: with_pack(root, (list_whole(root),), options))
-    opened = _open((listing, replace(listing, notes=())), root, options, "", None)
+    opened = _open(((listing, replace(listing, notes=())), notes), root, options)
     text = f"{root.resolve().name}: {len(opened.test):,} pictures, all of {root}"
-    notes = (*opened.notes, *notes)
-    return replace(opened, description=text, skipped=tuple(dict.fromkeys(opened.skipped)), notes=notes)
+    return replace(opened, description=text, skipped=tuple(dict.fromkeys(opened.skipped)))
 
 
-def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title: str, usual: Pixels | None) -> Splits:
+def _open(listed: Listed, root: Path, options: DataOptions, title: str = "", usual: Pixels | None = None) -> Splits:
+    listings, more = listed
     size, channels, equal = _look(listings[0], options.channels)
     opened = _in_memory(listings, size, channels, options) if equal else None
     sources, unreadable = list[Source](), list[str]()
@@ -190,7 +170,7 @@ def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title
         read = listing.part(good) if corrupt else listing
         labels = torch.from_numpy(read.labels)
         if images is None:
-            sources.append(ImageFiles(read.names.below(str(read.root)), labels, read.packed))
+            sources.append(ImageFiles(PictureNames(read.names.names, str(read.root)), labels, read.packed))
         else:
             sources.append(ImagesInMemory(images[good] if corrupt else images, labels))
         unreadable += map(listing.path, corrupt)
@@ -203,7 +183,7 @@ def _open(listings: tuple[Listing, ...], root: Path, options: DataOptions, title
     names = tuple(unreadable)
     text = describe(title or root.resolve().name, sources[0], sources[1], str(root))
     text += f"; {len(names):,} unreadable pictures skipped" if names else ""
-    notes = tuple(note for listing in listings for note in listing.notes)
+    notes = (*(note for listing in listings for note in listing.notes), *more)
     held_out = sources[2] if len(sources) > 2 else None
     text += f"; {len(held_out):,} more in {listings[2].folder}/ are held out" if held_out is not None else ""
     packed = listings[0].packed.pack.folder.name if listings[0].packed else ""
@@ -215,10 +195,8 @@ def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
     """Reads some headers: the larger side, the channels, and whether they are equal squares of at most 64."""
     seen = []
     for index in spread(_PROBES, len(listing)).tolist():
-        try:
+        with contextlib.suppress(CorruptImageError):
             seen.append(probe(listing.path(index), listing.content(index)))
-        except CorruptImageError:
-            continue
     if not seen:
         return _USUAL_SIZE, channels or 3, False
     sizes = {side for header in seen for side in (header.width, header.height)}
@@ -227,7 +205,7 @@ def _look(listing: Listing, channels: int) -> tuple[int, int, bool]:
 
 
 def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options: DataOptions) -> list[Decoded] | None:
-    """All splits' pixels, or None where they don't fit or aren't equal; the colours of one make all RGB."""
+    """All splits' pixels; None if they don't fit or aren't equal. The colours of one make all RGB."""
     total = sum(map(len, listings)) * channels * size * size
     if total > options.memory_limit_mib << 20:
         return None
@@ -246,11 +224,7 @@ def _in_memory(listings: tuple[Listing, ...], size: int, channels: int, options:
 
 @contextlib.contextmanager
 def _committed(path: Path) -> Generator[Path]:
-    """Does the same as `replacing` for the cache.
-
-    Raises:
-        UserError: the file can't be written.
-    """
+    """Does the same as `replacing`, but raises UserError: the file can't be written."""
     try:
         with replacing(path) as part:
             yield part

@@ -23,7 +23,7 @@ class CifarForm:
     names: str  # file with the class names
     label_bytes: int = 0  # in front of each binary record; 0 for a pickle
     key: str = "labels"  # of the labels in a pickle
-    signs: tuple[str, ...] = ()  # files that together identify this form; the first of training if empty
+    signs: tuple[str, ...] = ()  # files that identify this form; the first of training if empty
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,7 @@ _MNIST = {name: known for name, known in KNOWN.items() if known.folder}
 
 
 def recognise(place: Path) -> str:
-    """Returns the known set whose published files a folder holds, or an archive is; empty for anything else.
-
-    Raises UserError: it holds several sets, or files that have MNIST's names and not its labels.
-    """
+    """Returns the known set whose published files a folder holds, or an archive is; empty for anything else."""
     if not place.is_dir():
         return next((name for name, forms in _CIFAR.items() if place.name in {form.archive for form in forms}), "")
     found = [name for name in _CIFAR if cifar_files(place, name)]
@@ -130,7 +127,6 @@ def recognise(place: Path) -> str:
 
 
 def _choice_names() -> dict[str, tuple[str, ...]]:
-    """The words that each choice file of data sets stands for."""
     found = {module: read_choice(CHOICES, module).get("NAMES") for module in module_names(CHOICES)}
     return {word: load_choice(CHOICES, word).NAMES if names is None else names for word, names in found.items()}
 
@@ -138,10 +134,6 @@ def _choice_names() -> dict[str, tuple[str, ...]]:
 def is_published(name: str) -> bool:
     """True for a data set that a file of choices names in full: its samples are in memory, or made up."""
     return any(name in names for names in _choice_names().values())
-
-
-_FOLDER = "name a folder of class folders, or a folder with train/ and val/"
-_OWN = "a function that returns (train, test): file.py:function"
 
 
 def find_choice(name: str) -> str:
@@ -158,21 +150,22 @@ def find_choice(name: str) -> str:
     if place.is_dir():
         return "imagefolder"
     if place.is_file() or "/" in name or "." in name:
-        what, hints = f"there is no folder {name}", (_FOLDER, f"or {_OWN}")
+        folder = "name a folder of class folders, or a folder with train/ and val/"
+        own = "a function that returns (train, test): file.py:function"
+        what, hints = f"there is no folder {name}", (folder, f"or {own}")
         if place.is_file():
-            what, hints = f"{name} is a file, not a folder", (_FOLDER, f"or read the file in {_OWN}")
+            what, hints = f"{name} is a file, not a folder", (folder, f"or read the file in {own}")
             if place.suffix in {".yaml", ".yml"}:
                 what = f"{name} is a YAML file, which manyhands doesn't read"
-                hints = ("write the job in TOML: manyhands train job.toml", f"or {_FOLDER}")
+                hints = ("write the job in TOML: manyhands train job.toml", f"or {folder}")
         raise UserError(what, "data.name", hints)
     words = [word + "…" if word.endswith(":") else word for names in choices.values() for word in names]
     raise unknown_choice("data set", name, [*words, "a folder", "file.py:function"], "data.name")
 
 
 def named(name: str) -> tuple[str, str] | None:
-    """A known set's name and the folder of its files if `name` is a path to them. Raises UserError as `recognise`."""
+    """A known set's name and the folder of its files if `name` is a path to them."""
     place = Path(name).expanduser()
-    # A set's own name stays that, also where the current folder has one called so.
     known = recognise(place) if name and name not in KNOWN and place.exists() else ""
     return (known, str(place if place.is_dir() else place.parent)) if known else None
 
@@ -193,7 +186,7 @@ def mnist_places(folder: Path, name: str) -> list[Path]:
     """Folders in or below a data folder that may have the files of a named set, the most likely first."""
     own, kept = folder / name, KNOWN[name].folder
     below = [own, own / "raw", own / kept / "raw", folder / kept / "raw"]
-    # The data folder itself may be the set's, or that of another one, whose files have the same names.
+    # The data folder itself may be the set's, or that of another set with equal file names.
     return below + [place for place in (folder, folder / "raw") if (mnist_name(mnist_files(place)) or name) == name]
 
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 from manyhands.core.errors import UserError
 from manyhands.data.walk import folders_in, holds_pictures
 
-# Usual names of splits, which need no note. The first of several for one split is used.
+# Usual names, which need no note; of several for one split the first is used.
 _EXACT = ("train", "val", "validation", "valid", "test")
 _WORDS = {
     "train": ("train", "training", "trn", "trainval", "训练", "训练集"),
@@ -28,11 +28,10 @@ _USES = ("training", "evaluation", "the test at the end")
 class FolderLayout:
     """The splits of a folder."""
 
-    # For training, evaluation and the test at the end: folders below the root, with "/". Empty: there are class folders
-    # alone, and a share of the training pictures is kept for evaluation.
+    # Folders for training, evaluation and the final test. Empty: there are only class folders.
     splits: tuple[str, ...] = ()
     inside: bool = False  # each class folder holds folders for the splits; `splits` has short names, such as "train"
-    unused: tuple[str, ...] = ()  # folders below the root
+    unused: tuple[str, ...] = ()  # folders
     notes: tuple[str, ...] = ()  # sentences for the user
 
 
@@ -53,10 +52,8 @@ def read_layout(root: Path) -> FolderLayout:
         notes += [f"within each class folder {_uses(splits)}"] if splits else []
         same = folders_in(root / folders[0]) if len(folders) > 1 and not splits else ()
         if len(same) > 1 and all(folders_in(root / name) == same for name in folders):
-            notes.append(
-                f"the classes {_quoted(folders[:3])} all hold the folders {_quoted(same[:3])}; if the outer folders "
-                "are splits, rename them to train and test"
-            )
+            what = f"the classes {_quoted(folders[:3])} all hold the folders {_quoted(same[:3])}"
+            notes.append(f"{what}; if the outer folders are splits, rename them to train and test")
         return FolderLayout(splits, bool(splits), notes=tuple(notes))
     train = _only(root, training)
     if len(beside) > 1:
@@ -85,15 +82,11 @@ def split_word(path: str) -> str:
 
 
 def split_kind(name: str) -> str:
-    """The split that a folder is named after: "train", "val", "test" or "unlabelled"."""
     return _parsed(name)[0]
 
 
 def _split_kinds(folders: Iterable[str]) -> dict[str, str]:
-    """The kind of split that each folder is named after, without those whose name has another meaning too.
-
-    Other words count for nothing where they are common to training and another split, as in "pets_train", "pets_test".
-    """
+    """The kinds of split in folder names, whose other words must be those of several splits (pets_train, pets_test)."""
     parsed = {name: _parsed(name) for name in folders}
     kinds = {rest: {kind for kind, other in parsed.values() if kind and other == rest} for _, rest in parsed.values()}
     common = {rest for rest, found in kinds.items() if "train" in found and len(found) > 1}
@@ -110,16 +103,12 @@ def _parsed(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _has_classes(folder: Path) -> bool:
-    """True if a folder named after a split holds class folders, rather than several splits."""
     inner = folders_in(folder)
     return len(inner) == 1 or len(_split_kinds(inner)) < len(inner)
 
 
 def _splits_inside(root: Path, classes: Sequence[str]) -> tuple[str, ...]:
-    """The splits that every class folder holds, as in cat/train, cat/test, dog/train, dog/test; () for usual classes.
-
-    Raises UserError: class folders hold different splits, or other pictures beside them.
-    """
+    """The splits that every class folder holds, as in cat/train, cat/test, dog/train, dog/test; else ()."""
     kinds = {name: _split_kinds(folders_in(root / name)) for name in classes}
     found = {kind for inner in kinds.values() for kind in inner.values()}
     if "train" not in found or not found & {"val", "test"}:
@@ -147,7 +136,7 @@ def _splits_inside(root: Path, classes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _only(root: Path, names: list[str]) -> str:
-    """The folder to use of those for one split; "" of none. Raises UserError: there are several."""
+    """The folder to use of those for one split, or ""."""
     exact = [name for name in _EXACT if name in names]
     if not exact and len(names) > 1:
         hint = f"rename the right folder to {_parsed(names[0])[0]}, or move the rest elsewhere"
@@ -163,7 +152,6 @@ def _nested(root: Path, name: str) -> str:
 
 
 def _refuse_splits_as_classes(root: Path, kinds: dict[str, str], others: list[str]) -> None:
-    """Raises UserError: the folders are splits that can't be used, rather than classes."""
     names = list(kinds)
     if len(names) > 1 and "train" in kinds.values():
         rename = f"rename folders that are classes, such as {names[0]} to class-{names[0]}"

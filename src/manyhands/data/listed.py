@@ -1,7 +1,6 @@
 """Listing of a folder with its packed copy, made by one process of a machine and mapped by the others. No torch.
 
-The packed copy is read if it is up to date. The shared listing is in a folder of one start of a run, so that it is
-never older than the run.
+The shared listing is in a folder of one start of a run, so that it is never older than the run.
 """
 
 import hashlib
@@ -23,26 +22,22 @@ from manyhands.data.packed import PackedRows, PackedSet, is_pack, open_pack
 from manyhands.data.walk import PictureNames
 
 Parts = tuple[Listing, ...]
+Listed = tuple[Parts, tuple[str, ...]]  # and notes for the user
+_INDEX = "listings.json"
+_requests: Counter[str] = Counter()
 
 
 def place_of_pack(root: Path) -> Path:
-    """Where the packed copy of a folder lies: beside it."""
     whole = root.resolve()
     return whole.with_name(f"{whole.name}.pack")
 
 
-def is_divided_pack(folder: Path) -> bool:
-    """True for a pack of a folder with train/ and others. Raises UserError: it was altered."""
-    return is_pack(folder) and bool(open_pack(folder).groups[0].word)
-
-
 def of_pack(folder: Path) -> tuple[Parts, tuple[str, ...]]:
-    """The listings of a pack without its folder, and notes for the user. Raises UserError: it was altered."""
     pack = open_pack(folder)
     listings: list[Listing] = []
     for word, start, stop in pack.groups:
         labels, rows = pack.columns["label"][start:stop].astype(numpy.int64), numpy.arange(start, stop)
-        names, packed = pack.names[start:stop], PackedRows(pack, rows)
+        names, packed = pack.names.part(slice(start, stop)), PackedRows(pack, rows)
         listings.append(Listing(pack.folder / word, pack.classes, names, labels, word, packed=packed))
     return tuple(listings), _notes(pack)
 
@@ -70,22 +65,19 @@ def difference(pack: PackedSet, listings: Sequence[Listing]) -> str:
     added = removed = changed = 0
     for word, listing in zip(words, listings, strict=True):
         rows = slice(groups[word].start, groups[word].stop)
-        if listing.names != pack.names[rows]:
-            here, there = {*listing.names}, {*pack.names[rows]}
+        packed = pack.names.part(rows)
+        if listing.names != packed:
+            here, there = {*listing.names}, {*packed}
             added, removed = added + len(here - there), removed + len(there - here)
         else:
             sizes, times = folder_state(listing)
             other = (sizes != pack.columns["bytes"][rows]) | (times != pack.columns["time"][rows])
             changed += int(numpy.count_nonzero(other))
-    counts = {"added": added, "removed": removed, "changed": changed}
-    return ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
+    counts = ((added, "added"), (removed, "removed"), (changed, "changed"))
+    return ", ".join(f"{count:,} {word}" for count, word in counts if count)
 
 
 def with_pack(root: Path, listings: Parts, options: DataOptions) -> tuple[Parts, tuple[str, ...]]:
-    """The listings of a folder, with its packed copy if that is used, and notes for the user.
-
-    Raises UserError: the packed copy was altered.
-    """
     place = place_of_pack(root)
     if not options.packed or not is_pack(place):
         return listings, ()
@@ -104,7 +96,6 @@ def with_pack(root: Path, listings: Parts, options: DataOptions) -> tuple[Parts,
 
 
 def _notes(pack: PackedSet) -> tuple[str, ...]:
-    """Returns notes about differences between the packed copy and the folder."""
     if not pack.size:
         return ()
     notes = [f"{pack.folder.name} holds resized pictures ({pack.made}), which may change the results"]
@@ -114,18 +105,8 @@ def _notes(pack: PackedSet) -> tuple[str, ...]:
     return tuple(notes)
 
 
-Listed = tuple[Parts, tuple[str, ...]]  # and sentences for the user
-
-_INDEX = "listings.json"
-_requests: Counter[str] = Counter()
-
-
 def listed_once(root: Path, purpose: str, make: Callable[[], Listed]) -> Listed:
-    """Returns what `make` returns, called by one of the processes that a run has started on this machine; else by each.
-
-    All processes request listings in the same order: a second one for the same purpose is made anew, since the folder
-    may have changed. Raises what `make` does.
-    """
+    """Returns what `make` returns, called once per machine within a run, but anew for a repeated request."""
     shared = of_this_start()
     if shared is None:
         return make()
@@ -157,7 +138,7 @@ def _write(folder: Path, root: Path, made: Listed) -> None:
 
 
 def _read(folder: Path, root: Path) -> Listed:
-    """Maps the arrays, copied where they are written to, which never happens: torch takes no read-only ones."""
+    """Maps the arrays, copy on write, though they are never written to: torch takes no read-only ones."""
     index = parse_json((folder / _INDEX).read_bytes())
     pack = open_pack(place_of_pack(root)) if any(each["columns"] > 2 for each in index["listings"]) else None
     listings: list[Listing] = []

@@ -28,11 +28,10 @@ from manyhands.data.transforms import Batch, Normalise, Pixels, augment, middle,
 _MOST_WORKERS = 8
 # The path of a Unix socket has at most 107 bytes, of which multiprocessing adds 32.
 _LONGEST_SOCKET_FOLDER = 75
-# Folders for sockets if TMPDIR is too long.
-_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # if TMPDIR is too long
 _AHEAD_REQUESTS = 64
-_AHEAD_BYTES = 512 << 10  # of normalised float32 pixels: leaves most of a core's cache to the network
-_RESIZED_BYTES = 512 << 20  # a set that stays smaller than this is resized once, a larger one batch by batch
+_AHEAD_BYTES = 512 << 10  # of float32 pixels: leaves most of a core's cache to the network
+_RESIZED_BYTES = 512 << 20  # a larger set is resized batch by batch
 _BLOCK = 1024
 
 Taken = TypeVar("Taken")
@@ -40,11 +39,7 @@ Begun = TypeVar("Begun")
 
 
 class Loader(ABC):
-    """Serves one split of a data set.
-
-    Attributes:
-        replaced: paths of unreadable pictures that were replaced by others; emptied by the caller that reports them.
-    """
+    """Serves one split of a data set."""
 
     def __init__(self) -> None:
         self.replaced: list[str] = []
@@ -53,11 +48,8 @@ class Loader(ABC):
     def batches(self, epoch: int, requests: Iterable[Tensor]) -> Iterator[Batch]:
         """Yields a batch for each request, an int64 tensor [n] of sample indices, in order.
 
-        Reads up to 64 requests ahead. The pixels of a sample depend on the seed, the epoch and the sample alone. Only
-        one iterator may be active; drop it to stop early.
-
-        Raises:
-            CorruptImageError: a picture can't be read.
+        Reads ahead. The pixels of a sample depend on seed, epoch and sample alone. Only one iterator may be active.
+        Raises CorruptImageError: a picture can't be read.
         """
 
     def close(self) -> None:  # noqa: B027 - most loaders have nothing to end
@@ -79,17 +71,9 @@ def open_loader(  # noqa: PLR0913 - all but two are named
 ) -> Loader:
     """Creates a loader; reads nothing and starts no process yet.
 
-    Args:
-        source: the samples.
-        pixels: preprocessing. Pictures are normalized in float32 (in float64 for float64), then converted to `dtype`.
-        train: augment the pictures.
-        seed: of the augmentation.
-        device: torch device of the batches.
-        workers: decoding processes for samples that are not in memory; 0: this process, -1: depends on the cores.
-        dtype: of the pictures.
-        channels_last: memory format of the pictures.
-        classes: labels of the user's own samples must be below this; 0: not checked.
-        replaces: replace training pictures that can't be read by others.
+    Pictures are normalized in float32 (in float64 for float64), then converted to `dtype`. `workers`: decoding
+    processes for samples that are not in memory; 0: this process, -1: depends on the cores. Labels of the user's own
+    samples must be below `classes` unless that is 0. `replaces`: unreadable training pictures are replaced by others.
     """
     layout = torch.channels_last if channels_last else torch.contiguous_format
     normalise = Normalise(pixels, torch.device(device), dtype, layout)
@@ -103,11 +87,10 @@ def open_loader(  # noqa: PLR0913 - all but two are named
 
 
 class MemoryLoader(Loader):
-    """Serves pictures in memory: several requests are gathered, augmented and normalized at once.
+    """Serves pictures in memory; a batch is a view of several requests that were processed at once.
 
-    A request of 32 small pictures costs a dozen tensor operations, more time than its pixels need. Batches are views of
-    the larger result. The values are the same, because augmentation is a pure function of the sample, and each pixel is
-    normalized separately.
+    A request of 32 small pictures costs a dozen tensor operations, more time than its pixels need. The values are the
+    same: augmentation is a pure function of the sample, and each pixel is normalized separately.
     """
 
     def __init__(self, source: ImagesInMemory, pixels: Pixels, normalise: Normalise, *, train: bool, seed: int) -> None:
@@ -156,7 +139,6 @@ class MemoryLoader(Loader):
 
 
 def _grouped(requests: Iterable[Tensor], samples: int) -> Iterator[list[Tensor]]:
-    """Groups requests of at most `samples` samples together, up to 64."""
     group: list[Tensor] = []
     held = 0
     for request in requests:
@@ -178,17 +160,14 @@ def _on_device(images: Tensor, device: torch.device) -> Tensor:
 
 
 def worker_count(requested: int, processes: int = 1) -> int:
-    """Returns the number of decoding processes of one training process; -1 requests its share of the cores."""
+    """Returns the decoding processes of one training process; -1 requests its share of the cores."""
     if requested >= 0:
         return requested
     return max(1, min(_MOST_WORKERS, int(cores()) // max(1, processes)))
 
 
 class WorkerLoader(Loader):
-    """Decodes files or reads the user's data set, in worker processes or in this one; the values are the same.
-
-    Looks ahead by two requests for each worker, and by one more on an accelerator.
-    """
+    """Decodes files or reads the user's data set, two requests ahead for each worker process, or in this process."""
 
     def __init__(self, samples: FileSamples | CustomSamples, normalise: Normalise, workers: int) -> None:
         super().__init__()
@@ -212,11 +191,7 @@ class WorkerLoader(Loader):
             yield Batch(self._normalise(images), labels, posted.popleft())
 
     def close(self) -> None:
-        """Ends the worker processes; a later request starts new ones.
-
-        torch ends them when its iterator is collected. In a cycle (any exception makes one) the queues may be collected
-        first, and the wait for the workers takes ten seconds.
-        """
+        """Ends the worker processes. The garbage collector may end their queues first, and then wait 10 seconds."""
         end = getattr(self._answers, "_shutdown_workers", None)
         self._answers = self._loader = None
         if end is not None:
@@ -225,8 +200,7 @@ class WorkerLoader(Loader):
     def _from_workers(self) -> Iterator[Answer | ManyhandsError]:
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns of fork beside threads, torch of more workers than cores: both are intended.
-                warnings.simplefilter("ignore")
+                warnings.simplefilter("ignore")  # of fork beside threads, and of more workers than cores
                 self._loader = self._start() if self._loader is None else self._loader
                 self._answers = iter(self._loader)
             yield from self._answers
@@ -248,19 +222,16 @@ class WorkerLoader(Loader):
             persistent_workers=True,
             pin_memory=is_accelerator(self._normalise.device),
             worker_init_fn=functools.partial(begin_worker, parent=os.getpid(), follow=in_main_thread),
-            # A fork carries the user's data set over, lambdas included.
+            # A fork inherits the user's data set, lambdas included.
             multiprocessing_context="fork" if sys.platform == "linux" else None,
         )
 
 
 def keep_sockets_of_this_start() -> None:
-    """Puts the sockets of multiprocessing into the folder of this start, where killed data workers leave none behind.
+    """Puts multiprocessing's sockets into the folder of this start, or into another if its path is too long.
 
-    multiprocessing makes its folder when a process first passes a tensor; forked processes inherit this one. If the
-    path is too long for a socket, the temporary folder or another short folder takes its place.
-
-    Raises:
-        RunError: no writable folder has a path that is short enough.
+    multiprocessing makes its folder when a process first passes a tensor; forked processes inherit this one. Raises
+    RunError: no writable folder has a path that is short enough.
     """
     before = tempfile.gettempdir()
     for place in map(str, filter(None, (of_this_start(), before, *_SHORT))):
@@ -279,14 +250,9 @@ def keep_sockets_of_this_start() -> None:
 class _Requests:
     """The batch sampler of torch's loader: the requests of the current epoch."""
 
-    def __init__(self) -> None:
-        self._epoch = 0
-        self._requests: Iterable[Tensor] = ()
-        self._posted: deque[Tensor] = deque()
-
     def begin(self, epoch: int, requests: Iterable[Tensor]) -> deque[Tensor]:
-        """Takes new requests; returns the queue of those that were passed on, in order."""
-        self._epoch, self._requests, self._posted = epoch, requests, deque()
+        """Takes new requests; returns the queue of those that were passed on."""
+        self._epoch, self._requests, self._posted = epoch, requests, deque[Tensor]()
         return self._posted
 
     def __iter__(self) -> Iterator[Request]:
@@ -297,39 +263,28 @@ class _Requests:
 
 
 def _identity(answer: Any) -> Any:
-    """Collates nothing: each answer is a batch."""
     return answer
 
 
-def looking_ahead(items: Iterable[Taken], begin: Callable[[Taken], Begun], most: int = 1) -> Iterator[Begun]:
-    """Yields `begin(item)` for each item, in order, and begins up to `most` items ahead.
-
-    An exception of `items` or `begin` is raised in the place of its item.
-    """
-    source, begun = iter(items), deque[Begun]()
-    failure: Exception | None = None
-    ended = False
-    while True:
-        while len(begun) <= most and not ended:
-            try:
-                begun.append(begin(next(source)))
-            except StopIteration:
-                ended = True
-            except Exception as error:  # noqa: BLE001 - raised below, behind the items before it
-                failure, ended = error, True
-        if not begun:
-            break
-        yield begun.popleft()
-    if failure is not None:
-        raise failure
+def looking_ahead(items: Iterable[Taken], begin: Callable[[Taken], Begun]) -> Iterator[Begun]:
+    """Yields `begin(item)` for each item, in order, and begins one ahead; raises an error in its item's place."""
+    begun: list[Begun] = []
+    try:
+        for item in items:
+            begun.append(begin(item))
+            if len(begun) > 1:
+                yield begun.pop(0)
+    except Exception:
+        yield from begun
+        raise
+    yield from begun
 
 
 class CopiesAhead:
     """Copies batches to an accelerator on a stream of its own, one ahead, to overlap with computing.
 
-    Does nothing unless the accelerator is one on which streams are tested. Copies read pinned memory: torch's allocator
-    notes the stream (copy_kernel_cuda in Copy.cu) and reuses the memory when the copy is done. The copies' memory
-    belongs to their stream, so the allocator is told which stream reads it.
+    Does nothing without an accelerator on which streams are tested. torch's allocator keeps pinned memory until a copy
+    is done; the copies' memory belongs to their stream, so the allocator is told which stream reads it.
     https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams
     """
 
@@ -338,11 +293,10 @@ class CopiesAhead:
         self._stream = torch.Stream(device) if is_tested(device) else None
 
     def __call__(self, answers: Iterable[Any]) -> Iterable[Any]:
-        """Yields the same (images, labels, anything), in order, with host tensors copied to the device."""
-        return answers if self._stream is None else self._copied(answers, self._stream)
+        return answers if self._stream is None else self._copied(answers)
 
-    def _copied(self, answers: Iterable[Any], stream: torch.Stream) -> Iterator[Any]:
-        for answer, done in looking_ahead(answers, lambda answer: self._begin(answer, stream)):
+    def _copied(self, answers: Iterable[Any]) -> Iterator[Any]:
+        for answer, done in looking_ahead(answers, self._begin):
             if done is not None:
                 reading = torch.accelerator.current_stream(self._device)
                 reading.wait_event(done)
@@ -350,10 +304,11 @@ class CopiesAhead:
                     copy.record_stream(reading)
             yield answer
 
-    def _begin(self, answer: Any, stream: torch.Stream) -> tuple[Any, Any]:
+    def _begin(self, answer: Any) -> tuple[Any, Any]:
         # Some versions of torch's loader turn a tuple into a list when pinning.
         if not isinstance(answer, tuple | list) or any(values.device.type != "cpu" for values in answer[:2]):
             return answer, None  # an error, or tensors that the user's data set has put on a device
+        stream: Any = self._stream
         with stream:
             copies = [copied_to(self._device, values) for values in answer[:2]]
         return (*copies, answer[2]), stream.record_event()

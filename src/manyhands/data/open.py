@@ -1,4 +1,4 @@
-"""From the word that the user wrote to two sources of samples."""
+"""Opens a data set by its name: two sources of samples."""
 
 import contextlib
 import statistics
@@ -11,21 +11,19 @@ from manyhands.core.errors import UserError
 from manyhands.data.gallery import open_whole_folder
 from manyhands.data.known import CHOICES, find_choice, named
 from manyhands.data.layout import read_layout
-from manyhands.data.listed import is_divided_pack
 from manyhands.data.options import DataOptions
-from manyhands.data.packed import is_pack
+from manyhands.data.packed import is_pack, open_pack
 from manyhands.data.places import data_folder
 from manyhands.data.random import spread
 from manyhands.data.samples import splits_of_objects, splits_of_targets, splits_to_evaluate
 from manyhands.data.splits import Source, Splits, by_names, take
 from manyhands.data.transforms import Pixels
 
-# What this process, or the one that forked it, has opened ahead, by its options and place.
-_AHEAD: dict[tuple[str, str], Splits] = {}
+_AHEAD: dict[tuple[str, str], Splits] = {}  # opened ahead, by options and folder
 
 
 def open_ahead(options: DataOptions) -> None:
-    """Opens a data set that lies here for processes to be forked; what is wrong with it they say themselves."""
+    """Opens a local data set for processes to be forked; they report its errors themselves."""
     with contextlib.suppress(UserError):
         _AHEAD[_key(options)] = open_data(options.model_copy(update={"download": False}))
 
@@ -38,15 +36,14 @@ def open_data(options: DataOptions) -> Splits:
     """Opens the data set that `options.name` names, downloaded or decoded first. Raises UserError: it can't be used."""
     if ahead := _AHEAD.get(_key(options)):
         return ahead
-    known = named(options.name)
-    if known:
+    if known := named(options.name):
         options = options.model_copy(update={"name": known[0], "dir": known[1]})
     choice = load_choice(CHOICES, find_choice(options.name))
     return with_named_held_out(_limited(choice.open(options.name, options), options), options)
 
 
 def with_named_held_out(splits: Splits, options: DataOptions) -> Splits:
-    """With the third data set that `options.held_out` names, if any. Raises UserError: it has other classes."""
+    """Adds the third data set that `options.held_out` names, if any. Raises UserError: it has other classes."""
     if not options.held_out:
         return splits
     own = options.model_copy(update={"name": options.held_out, "held_out": "", "train_samples": 0, "test_samples": 0})
@@ -63,11 +60,11 @@ def _with_held_out(splits: Splits, source: Source, place: str) -> Splits:
 def is_plain_folder(name: str) -> bool:
     """True for a folder of class folders that isn't divided into splits. Raises UserError: its layout is ambiguous."""
     place, is_folder = Path(name).expanduser(), not named(name) and find_choice(name) == "imagefolder"
-    return is_folder and not (is_divided_pack(place) if is_pack(place) else read_layout(place).splits)
+    return is_folder and not (open_pack(place).groups[0].word if is_pack(place) else read_layout(place).splits)
 
 
 def open_whole(options: DataOptions) -> Splits:
-    """Opens a plain folder to be evaluated whole: both splits are all of its pictures. Raises UserError."""
+    """Opens a plain folder to be evaluated; both splits are all of its pictures."""
     opened = open_whole_folder(Path(options.name).expanduser(), options)
     test = _first(opened.test, options.test_samples)
     return replace(opened, train=test, test=test)
@@ -76,8 +73,8 @@ def open_whole(options: DataOptions) -> Splits:
 def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: Any | None = None) -> Splits:
     """Wraps the user's own data sets: torch's Dataset, or anything with a length and an index; see `UserSamples`.
 
-    Without `test`, `options.validation` of the training samples are kept for evaluation; `held_out` is evaluated once,
-    at the end. Raises UserError: an object is no data set, or its samples can't be used.
+    Without `test`, `options.validation` of the training samples are for evaluation; `held_out` is evaluated once, at
+    the end. Raises UserError: an object is no data set, or its samples can't be used.
     """
     splits = with_named_held_out(_limited(splits_of_objects(train, test, options), options), options)
     if held_out is None:
@@ -87,21 +84,18 @@ def from_objects(train: Any, test: Any | None, options: DataOptions, held_out: A
 
 
 def from_targets(train: Any, options: DataOptions) -> Splits:
-    """Wraps the user's own samples whose y are no classes, for a loss of their own; see `UserSamples`."""
+    """Wraps samples whose y are no classes, for a custom loss; see `UserSamples`."""
     return _limited(splits_of_targets(train), options)
 
 
 def resolve_pixels(
     options: DataOptions, pixels: Pixels, *, model_channels: int | None = None, model_size: int | None = None
 ) -> Pixels:
-    """Decides size, channels, mean, deviation and augmentation.
-
-    What the user said comes first, then what the model needs, then what suits the data. Raises UserError: mean or
-    deviation has a wrong number of values, or the deviation isn't above zero.
-    """
+    """Selects size, channels, mean, deviation and augmentation: the user's, else the model's, else the data's."""
     channels = options.channels or model_channels or pixels.channels
     size = options.image_size or model_size or pixels.size
-    return Pixels(
+    return replace(
+        pixels,
         size=size,
         channels=channels,
         mean=_per_channel(options.mean or pixels.mean, channels, "data.mean"),
@@ -111,12 +105,11 @@ def resolve_pixels(
         reflects=options.shift_fill == "reflect",
         alternates=options.mirror == "alternate",
         resize=round(pixels.resize * size / pixels.size),
-        own=pixels.own,
     )
 
 
 def _limited(splits: Splits, options: DataOptions) -> Splits:
-    """Keeps `train_samples` and `test_samples` of each split, spread evenly, always the same ones."""
+    """Keeps `train_samples` and `test_samples` of each split, at even intervals."""
     train = _first(splits.train, options.train_samples)
     test = _first(splits.test, options.test_samples)
     held_out = _first(splits.held_out, options.test_samples) if splits.held_out is not None else None

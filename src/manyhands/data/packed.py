@@ -1,13 +1,13 @@
-"""A packed copy of a folder of pictures: plain tar files, as WebDataset reads them, and an index beside them. No torch.
+"""A packed copy of a folder of pictures: tar files in WebDataset's format, and an index. No torch.
 
 pets.pack/
-    pack.json           written last: classes, how pictures were made, each shard's digest, the digest of the set
+    pack.json           written last: classes, settings, each shard's digest, the digest of the set
     samples.npz         columns with an entry for each picture: label, shard, offset, length, CRC, name
-    folder.npz          sizes and times of the folder's files, by which a change is seen
+    folder.npz          sizes and times of the folder's files, to detect changes
     train-000000.tar    000000000.jpg, 000000000.cls, 000000001.jpg …
 
-The rows of the columns are in the folder's own order. Pictures lie in the shards in a random one, whose seed pack.json
-has. A picture is checked by its CRC whenever it is read, so that no start waits for digests of everything.
+Rows are in the folder's order; pictures lie in the shards in a random one, whose seed pack.json has. A picture's CRC is
+checked at each read, so that a start needs no digests of everything.
 """
 
 import hashlib
@@ -20,29 +20,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from manyhands.core.errors import UserError
-from manyhands.core.files import open_file, read_object
+from manyhands.core.files import open_file, read_object, replacing
 from manyhands.data.walk import PictureNames
 
 FORMAT = 1
-# The version of decoding that resized pictures went through. 1: those with their content in the alpha channel alone
-# became black.
-DECODING = 2
+DECODING = 2  # of resized pictures. 1: those with content only in the alpha channel became black
 _WITH_ALPHA = (b".png", b".gif", b".webp", b".tif", b".tiff", b".bmp", b".avif", b".jp2")
 HEAD, SAMPLES, STATE = "pack.json", "samples.npz", "folder.npz"
 SHARD_NAME = r"[a-z]+-[0-9]{6,}\.tar"
-# The columns of samples.npz beside the names, and those of folder.npz; with the kinds that numpy's numbers have.
+# The columns of samples.npz beside the names, and of folder.npz, with numpy's kinds of their numbers.
 _OF_SAMPLES, _OF_STATE = dict.fromkeys(("label", "shard", "offset", "length", "crc"), "u"), {"bytes": "i", "time": "i"}
 _OPEN_SHARDS = 256  # mapped at once in each process; a mapping holds a descriptor
 
 Columns = dict[str, numpy.ndarray]
 
-# What a damaged .npz raises: zipfile, zlib and numpy's own header each have words of their own.
+# Of zipfile, zlib and numpy, for a damaged .npz.
 DAMAGED = (ValueError, EOFError, KeyError, TypeError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
@@ -64,7 +62,7 @@ class ShardEntry(NamedTuple):
 
 
 class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
-    """An open pack: what pack.json has of the set, and the columns."""
+    """An open pack: the set's entry in pack.json, and the columns."""
 
     folder: Path
     classes: tuple[str, ...]
@@ -79,7 +77,6 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
     names: PictureNames  # below the group's folder, with "/"
 
     def is_consistent(self) -> bool:
-        """True if columns, groups, classes and shards fit together."""
         count, bounds = len(self.names), [0, *(group.stop for group in self.groups)]
         return (
             all(name in self.columns and self.columns[name].shape == (count,) and self.columns[name].dtype.kind == kind
@@ -105,7 +102,7 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
 
     @property
     def outdated(self) -> str:
-        """Why the folder should be packed anew, although it hasn't changed; empty if it needn't."""
+        """Why the folder should be packed again, although it hasn't changed; else empty."""
         if not self.size or self.decoding >= DECODING:
             return ""
         blocks = (block.lower() for block in self.names.blocks())
@@ -118,7 +115,6 @@ class PackedSet(BaseModel, frozen=True, arbitrary_types_allowed=True):
 
     @property
     def made(self) -> str:
-        """How its pictures differ from the folder's, for people; empty where they don't."""
         return f"shorter side {self.size}, quality {self.quality}" if self.size else ""
 
 
@@ -133,7 +129,6 @@ class PackedRows:
         return self.pack.content(int(self.rows[index]))
 
     def sizes(self) -> numpy.ndarray:
-        """Of the files, in bytes."""
         return self.pack.columns["length"][self.rows]
 
     def part(self, chosen: Sequence[int] | numpy.ndarray) -> "PackedRows":
@@ -141,16 +136,13 @@ class PackedRows:
 
 
 def altered(path: Path, reason: str) -> UserError:
-    hints = (
-        "pack the folder again: manyhands pack FOLDER --replace",
-        "or remove the packed copy to train from the folder itself",
-    )
+    again = "pack the folder again: manyhands pack FOLDER --replace"
+    hints = (again, "or remove the packed copy to train from the folder itself")
     return UserError(f"the packed copy was altered: {reason}", str(path), hints)
 
 
 @lru_cache(maxsize=_OPEN_SHARDS)
 def _mapped(path: str, size_bytes: int) -> mmap.mmap:
-    """Raises OSError or ValueError: it is gone, or not as long as it was."""
     with open_file(Path(path)) as file:
         view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if len(view) != size_bytes:
@@ -197,7 +189,7 @@ def digest_of(content: Mapping[str, Any]) -> str:
 
 
 def columns_digest(columns: Columns) -> str:
-    """Of the values, since a .npz also holds the time at which it was written."""
+    """The digest of the values, since a .npz also holds the time at which it was written."""
     digest = hashlib.sha256()
     for name in sorted(columns):
         digest.update(f"{name} {columns[name].dtype.str} {columns[name].shape}".encode())
@@ -218,13 +210,14 @@ def read_columns(path: Path) -> Columns:
         raise ValueError(str(error)) from error
 
 
-def write_columns(file: IO[bytes], columns: Columns) -> None:
+def write_columns(path: Path, columns: Columns) -> None:
     arrays: dict[str, Any] = dict(columns)
-    numpy.savez(file, **arrays)
+    with replacing(path) as part, part.open("wb") as file:
+        numpy.savez(file, **arrays)
 
 
 def altered_shards(pack: PackedSet) -> list[str]:
-    """Reads every shard; the names of those that aren't what was written."""
+    """Reads every shard; returns the names of altered ones."""
     bad: list[str] = []
     for entry in pack.shards:
         digest = ""

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 from PIL import Image
@@ -22,34 +23,25 @@ from PIL import Image
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.files import one_at_a_time, read_object, replacing, write_atomic
 from manyhands.core.seeds import derive, mix
+from manyhands.data import packed
 from manyhands.data.child import begin_worker
 from manyhands.data.decode import CorruptImageError, decode, is_grey, is_readable
 from manyhands.data.folder import Listing, list_parts
 from manyhands.data.listed import difference, folder_state
-from manyhands.data.packed import (
-    DECODING,
-    FORMAT,
-    HEAD,
-    SAMPLES,
-    SHARD_NAME,
-    STATE,
-    Columns,
-    PackedSet,
-    columns_digest,
-    digest_of,
-    is_pack,
-    open_pack,
-    read_columns,
-    write_columns,
-)
+from manyhands.data.packed import HEAD, SAMPLES, STATE, Columns, columns_digest, digest_of, open_pack, write_columns
 
 _TAR_BLOCK = 512
 _NO_SPACE = ("free disk space and run the same command again", "or choose another folder: --to")
+_TAR_ADDS = 3 * 512 + 256  # per picture: two headers, the label, and the rests of blocks
+SHARD_BYTES = 40 << 20  # large sets have shards of 30 to 60 MB
+_SEED = 0
+_BEGUN = "unfinished.json"
+_TRIED = 64
+_COLUMN_TYPES = {"shard": numpy.uint32, "offset": numpy.uint64, "length": numpy.uint32, "crc": numpy.uint32}
 
 
-@dataclass(frozen=True)
-class PictureFile:
-    """A picture that is to be packed."""
+class PictureFile(NamedTuple):
+    """A picture to pack."""
 
     row: int
     path: str
@@ -60,47 +52,39 @@ class PictureFile:
 
 @dataclass(frozen=True)
 class ShardTask:
-    """What one shard is to hold."""
+    """The content of one shard."""
 
     target: Path
     first: int  # the number of its first picture among all of its group
     members: tuple[PictureFile, ...]
-    size: int  # the shorter side at most; 0: pictures as they are
+    size: int  # as in `PackRequest`
     quality: int
 
     @property
     def report_file(self) -> Path:
-        """What was written, for who puts the index together; there once the shard is whole."""
+        """The shard's columns, for the index; exists once the shard is complete."""
         return self.target.with_name(f".{self.target.name}.npz")
 
 
-def write_shard(task: ShardTask) -> int:
-    """Writes the shard, then what is in it; returns its bytes. Raises UserError: a picture changed, or the disk."""
+def write_shard(task: ShardTask) -> None:
+    """Writes the shard, then its report. Raises UserError: a picture changed, or the disk."""
     try:
         with replacing(task.target) as part:
             columns, size_bytes, digest = _write(task, part)
-        with replacing(task.report_file) as part, part.open("wb") as file:
-            write_columns(file, columns | {"sha256": numpy.array(digest), "bytes": numpy.array(size_bytes)})
+        write_columns(task.report_file, columns | {"sha256": numpy.array(digest), "bytes": numpy.array(size_bytes)})
     except OSError as error:
         what = f"{task.target.name} can't be written: {error.strerror or error}"
         raise UserError(what, str(task.target), _NO_SPACE) from error
-    return size_bytes
 
 
 def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
-    digest = hashlib.sha256()
     rows: list[tuple[int, int, int, int, bool]] = []
-    with part.open("wb") as file:
-
-        def put(*contents: bytes) -> None:
-            for content in contents:
-                digest.update(content)
-                file.write(content)
+    with part.open("w+b") as file:
 
         def add(name: str, content: bytes) -> None:
-            info = tarfile.TarInfo(name)  # of no time and no user, so that equal pictures make equal shards
+            info = tarfile.TarInfo(name)  # without time and user, so that equal pictures make equal shards
             info.size, info.mode = len(content), 0o644
-            put(info.tobuf(tarfile.USTAR_FORMAT), content, bytes(-len(content) % _TAR_BLOCK))
+            file.write(info.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % _TAR_BLOCK))
 
         for number, member in enumerate(task.members, task.first):
             suffix, content, readable = packed_picture(member, task.size, task.quality)
@@ -108,17 +92,18 @@ def _write(task: ShardTask, part: Path) -> tuple[Columns, int, str]:
             add(f"{number:09}.{suffix}", content)
             add(f"{number:09}.cls", str(member.label).encode())
             rows.append((member.row, start, len(content), zlib.crc32(content), not readable))
-        put(bytes(2 * _TAR_BLOCK))
-        file.flush()
-        os.fsync(file.fileno())
+        file.write(bytes(2 * _TAR_BLOCK))
         size_bytes = file.tell()
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
     values = (numpy.array(values, numpy.int64) for values in zip(*rows, strict=True))
     columns: Columns = dict(zip(("row", "offset", "length", "crc", "bad"), values, strict=True))
-    return columns, size_bytes, digest.hexdigest()
+    return columns, size_bytes, digest
 
 
 def packed_picture(member: PictureFile, size: int, quality: int) -> tuple[str, bytes, bool]:
-    """The kind of file and its bytes, as they go into a pack; False where they are no picture that can be read."""
+    """The suffix and content of a picture in a pack; False if it is unreadable."""
     content = _read(member)
     suffix = Path(member.path).suffix.lower()[1:]
     if not size:
@@ -126,16 +111,14 @@ def packed_picture(member: PictureFile, size: int, quality: int) -> tuple[str, b
     try:
         image = decode(member.path, 3, content)
     except CorruptImageError:
-        return suffix, content, False  # is refused, or left out, where the folder's own would be
-    shorter = min(image.size)
+        return suffix, content, False  # refused or skipped like the folder's own file
+    shorter, made = min(image.size), io.BytesIO()
     if shorter <= size:
         return suffix, content, True
     if is_grey(Image.open(io.BytesIO(content))):
         image = image.convert("L")
     wide, high = (round(side * size / shorter) for side in image.size)
-    made = io.BytesIO()
-    smaller = image.resize((wide, high), Image.Resampling.BILINEAR)
-    smaller.save(made, "JPEG", quality=quality)
+    image.resize((wide, high), Image.Resampling.BILINEAR).save(made, "JPEG", quality=quality)
     return "jpg", made.getvalue(), True
 
 
@@ -153,38 +136,29 @@ def _read(member: PictureFile) -> bytes:
 
 
 def written(task: ShardTask) -> Columns | None:
-    """What a shard holds that was written before, or None where it isn't whole."""
+    """The report of a shard that was written earlier; None if it isn't complete."""
     try:
-        columns = read_columns(task.report_file)
+        columns = packed.read_columns(task.report_file)
         whole = task.target.stat().st_size == int(columns["bytes"])
         return columns if whole and len(columns["row"]) == len(columns["bad"]) == len(task.members) else None
     except (OSError, ValueError, KeyError):
         return None
 
 
-# What tar adds to a picture: its two headers, its label, and the rests of blocks.
-_TAR_ADDS = 3 * 512 + 256
-SHARD_BYTES = 40 << 20  # a set of this size or more has shards of 30 to 60 MB
-_SEED = 0
-_BEGUN = "unfinished.json"
-_TRIED = 64
-_COLUMN_TYPES = {"shard": numpy.uint32, "offset": numpy.uint64, "length": numpy.uint32, "crc": numpy.uint32}
-
-
 @dataclass(frozen=True)
 class PackRequest:
-    """What a packed copy is to be."""
+    """The folder, target and settings of a packed copy."""
 
     root: Path  # the folder of pictures
-    target: Path  # where the packed copy goes
-    size: int = 0  # the shorter side at most; 0: pictures as they are
-    quality: int = 0  # of the JPEGs that are made; 0 where none are
+    target: Path
+    size: int = 0  # largest shorter side; 0: unchanged pictures
+    quality: int = 0  # of resized JPEGs
     shard_bytes: int = SHARD_BYTES
 
 
 @dataclass(frozen=True)
 class _Contents:
-    """What is to be packed, in the folder's order."""
+    """The pictures to pack, in the folder's order."""
 
     listings: tuple[Listing, ...]
     labels: numpy.ndarray  # int64 [n], as all of the following
@@ -192,9 +166,8 @@ class _Contents:
     times: numpy.ndarray
 
     def path(self, row: int) -> str:
-        return next(
-            self.listings[n].path(row - start) for n, (_, start, stop) in enumerate(self.groups()) if row < stop
-        )
+        places = zip(self.listings, self.groups(), strict=True)
+        return next(listing.path(row - start) for listing, (_, start, stop) in places if row < stop)
 
     def groups(self) -> Iterator[tuple[str, int, int]]:
         start = 0
@@ -220,8 +193,8 @@ def read_contents(root: Path) -> _Contents:
 
 
 def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
-    """True if the pack is there and holds the folder as it is. Raises UserError: there is a different one."""
-    if not is_pack(request.target):
+    """True if the pack exists and matches the folder. Raises UserError: there is a different one."""
+    if not packed.is_pack(request.target):
         return False
     pack = open_pack(request.target)
     if changed := difference(pack, contents.listings):
@@ -238,11 +211,8 @@ def is_up_to_date(contents: _Contents, request: PackRequest) -> bool:
 
 def make_pack(
     contents: _Contents, request: PackRequest, *, processes: int, replace: bool, progress: Callable[[int, int], None]
-) -> tuple[PackedSet, tuple[str, ...]]:
-    """Packs the folder, or what an interrupted call left to do; also the paths of pictures that can't be read.
-
-    Raises ManyhandsError: there is another pack, a picture changed, a process died, or the disk can't be written.
-    """
+) -> tuple[packed.PackedSet, tuple[str, ...]]:
+    """Packs the folder, or finishes an interrupted call; returns unreadable paths, too. Raises ManyhandsError."""
     target = request.target
     try:
         with one_at_a_time(target / HEAD, ("choose a writable folder: --to",)):
@@ -261,7 +231,6 @@ def make_pack(
 
 
 def _refuse_strange(target: Path) -> None:
-    """Raises UserError: the folder holds something that isn't a pack."""
     if (target / SAMPLES).exists() or (target / _BEGUN).exists():
         return
     strange = sorted(path.name for path in target.iterdir() if not (path.name.startswith(".") or _is_ours(path)))
@@ -271,14 +240,14 @@ def _refuse_strange(target: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.name in {HEAD, SAMPLES, STATE, _BEGUN} or re.fullmatch(SHARD_NAME, path.name) is not None
+    return path.name in {HEAD, SAMPLES, STATE, _BEGUN} or re.fullmatch(packed.SHARD_NAME, path.name) is not None
 
 
 def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
-    """What to write; leaves shards that an interrupted call for the same has written, and nothing else."""
+    """Returns the shards to write; keeps only those that an interrupted call for the same has written."""
     columns = {"labels": contents.labels, "sizes": contents.sizes, "times": contents.times, "names": _names(contents)}
-    made = {"format": FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
-    made |= {"decoding": DECODING} if request.size else {}
+    made = {"format": packed.FORMAT, "size": request.size, "quality": request.quality, "shard": request.shard_bytes}
+    made |= {"decoding": packed.DECODING} if request.size else {}
     words = [listing.word for listing in contents.listings]
     key = digest_of(made | {"words": words, "files": columns_digest(columns)})
     begun = read_object(request.target / _BEGUN)
@@ -288,8 +257,8 @@ def _begin(contents: _Contents, request: PackRequest) -> list[ShardTask]:
         ratio = 1.0
         if request.size:  # of the resized pictures' bytes to the files', by some pictures spread over the folder
             tried = [contents.member(row) for row in sorted(_shuffled(len(contents.sizes), "tried")[:_TRIED])]
-            packed = [len(packed_picture(member, request.size, request.quality)[1]) for member in tried]
-            ratio = sum(packed) / max(1, sum(member.size_bytes for member in tried))
+            sizes = [len(packed_picture(member, request.size, request.quality)[1]) for member in tried]
+            ratio = sum(sizes) / max(1, sum(member.size_bytes for member in tried))
         begun = {"key": key, "ratio": ratio}
         write_atomic(request.target / _BEGUN, json.dumps(begun))
     for path in request.target.glob(".*.part"):
@@ -304,7 +273,7 @@ def _names(contents: _Contents) -> numpy.ndarray:
 
 
 def _tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[ShardTask]:
-    """Cuts each group, in its random order, into shards of about equal size."""
+    """Divides each group, in its random order, into shards of about equal size."""
     for word, start, stop in contents.groups():
         order = start + numpy.array(_shuffled(stop - start, word), numpy.int64)
         upto = numpy.cumsum(contents.sizes[order] * ratio + _TAR_ADDS)
@@ -319,13 +288,11 @@ def _tasks(contents: _Contents, request: PackRequest, ratio: float) -> Iterator[
 
 
 def _shuffled(count: int, word: str) -> list[int]:
-    """The recorded random order of a group's pictures."""
     key = derive(_SEED, "pack", word)
     return sorted(range(count), key=lambda row: mix(key ^ row))
 
 
 def _write_all(tasks: Sequence[ShardTask], processes: int) -> Iterator[object]:
-    """Writes shards; yields after each. One process writes them here."""
     if min(processes, len(tasks)) <= 1:
         yield from map(write_shard, tasks)
         return
@@ -342,7 +309,7 @@ def _write_all(tasks: Sequence[ShardTask], processes: int) -> Iterator[object]:
 
 
 def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask]) -> tuple[str, ...]:
-    """Writes the index, pack.json last, since that makes the pack complete; returns unreadable pictures."""
+    """Writes the index, pack.json last, since that completes the pack; returns unreadable pictures."""
     count, target = len(contents.sizes), request.target
     columns: Columns = {name: numpy.zeros(count, kind) for name, kind in _COLUMN_TYPES.items()}
     columns |= {"label": contents.labels.astype(numpy.uint32), "names": _names(contents)}
@@ -357,11 +324,10 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
             columns[name][shard["row"]] = shard[name]
         bad += shard["row"][shard["bad"] != 0].tolist()
         shards.append((task.target.name, len(task.members), int(shard["bytes"]), str(shard["sha256"])))
-    for path, content in ((SAMPLES, columns), (STATE, {"bytes": contents.sizes, "time": contents.times})):
-        with replacing(target / path) as part, part.open("wb") as file:
-            write_columns(file, content)
+    write_columns(target / SAMPLES, columns)
+    write_columns(target / STATE, {"bytes": contents.sizes, "time": contents.times})
     content = {
-        "format": FORMAT,
+        "format": packed.FORMAT,
         "classes": contents.listings[0].classes,
         "groups": list(contents.groups()),
         "size": request.size,
@@ -369,7 +335,7 @@ def _finish(contents: _Contents, request: PackRequest, tasks: Sequence[ShardTask
         "order_seed": _SEED,
         "shards": shards,
         "samples_sha256": columns_digest(columns),
-        **({"decoding": DECODING} if request.size else {}),
+        **({"decoding": packed.DECODING} if request.size else {}),
     }
     head = {"digest": digest_of(content), "set": content}
     write_atomic(target / HEAD, json.dumps(head, ensure_ascii=False, indent=1))

@@ -1,9 +1,8 @@
-"""Decodes one picture file to uint8 pixels of the wanted size, in worker processes.
+"""Decodes one picture file to uint8 pixels of the requested size, in worker processes.
 
-Does for single pictures of any size what `transforms` does for batches of equal ones, with the same random numbers; a
-picture that has the wanted size already becomes the same bits. simplejpeg decodes plain JPEGs, to Pillow's bits in less
-time; Pillow decodes everything else, and every file that simplejpeg refuses or warns about. A JPEG that is many times
-larger than the wanted size is scaled down by libjpeg while it is decoded.
+Equals `transforms` for single pictures of any size, with the same random numbers. simplejpeg decodes plain JPEGs, to
+Pillow's bits in less time; Pillow decodes everything else, and what simplejpeg refuses. A JPEG many times larger than
+needed is scaled down by libjpeg while it is decoded.
 """
 
 from collections.abc import Callable
@@ -25,22 +24,14 @@ try:
 except ImportError:  # it has no wheel for this system or Python
     decode_jpeg = None
 
-# libjpeg scales a picture down to no less than this many times the wanted size, so that resizing decides how it looks:
-# the factor that Pillow recommends for `reducing_gap`.
-_GAP = 2
-
-# The ends of a picture that is more than this many times as long as wide are outside the crop and are cut off before
-# resizing: one of 60,000 x 1 pixels would take gigabytes.
-_MOST_TIMES = 16
+_GAP = 2  # libjpeg scales down to at least this many times the requested size: Pillow's advice for `reducing_gap`
+_MOST_TIMES = 16  # the longest ratio that is resized: a picture of 60,000 x 1 pixels would take gigabytes
 
 
 def read_picture(
     path: str, pixels: Pixels, draws: SampleRng | None, content: bytes | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Reads a picture file, or its `content`, as uint8 [C, S, S], into `out` if given; without draws for evaluation.
-
-    Raises CorruptImageError: the file can't be read.
-    """
+    """Reads a picture file, or its `content`, as uint8 [C, S, S], into `out` if given; without draws for evaluation."""
     content = content_of(path) if content is None else content
     header = probe(path, content)
     scale = _scale(header, pixels, draws)
@@ -104,7 +95,7 @@ def to_tensor(image: Image.Image) -> Tensor:
 
 
 def _middle(values: Tensor, pixels: Pixels) -> Tensor:
-    """Resizes the shorter side and cuts out the middle; the ends of a very long picture are left out before."""
+    """Resizes the shorter side and crops the center, of a very long picture without its ends."""
     size, shorter = pixels.size, min(values.shape[1:])
     most = _MOST_TIMES * shorter
     top, left = (max(0, side - most) // 2 for side in values.shape[1:])

@@ -34,7 +34,7 @@ _HINTS = ("delete the file, then download or copy the file again",)
 _IDX_BYTES = 0x08
 _MOST_IDX_BYTES = 1 << 32
 _BLOCK = 1 << 20
-# Pictures don't compress to a hundredth; a file that claims so would take memory for nothing. Labels may.
+# Pictures, unlike labels, don't compress to a hundredth.
 _LIKELY_BYTES = 64 << 20
 _MOST_COMPRESSION = 100
 
@@ -48,7 +48,7 @@ def _refuse(what: str, place: Path | str) -> NoReturn:
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """Reads an IDX file of bytes, plain or .gz: uint8 [N, H, W] for 3 dimensions, [N] for 1. Raises UserError."""
+    """Reads an IDX file of bytes, plain or .gz: uint8 [N, H, W] for 3 dimensions, [N] for 1."""
     try:
         with open_file(path) as stored, gzip.open(stored) if path.suffix == ".gz" else stored as file:
             shape = _read_idx_shape(file, path, dimensions)
@@ -96,7 +96,6 @@ def write_idx(path: Path, values: Tensor) -> None:
 
 
 def read_mnist_split(images: Path, labels: Path, classes: int) -> ImagesInMemory:
-    """Reads pictures [N, H, W] and their labels [N]. Raises UserError: a file is wrong, or they don't match."""
     pictures, numbers = read_idx(images, 3), read_idx(labels, 1)
     if len(pictures) != len(numbers):
         counts = f"{len(pictures):,} pictures and {labels.name} {len(numbers):,} labels"
@@ -105,7 +104,7 @@ def read_mnist_split(images: Path, labels: Path, classes: int) -> ImagesInMemory
 
 
 def read_cifar_files(place: Path, form: CifarForm) -> dict[str, bytes]:
-    """Reads a form's files, by name, from a folder or an archive. Raises UserError: one is missing or too large."""
+    """Reads a form's files, by name, from a folder or an archive."""
     needed = (*form.train, form.test)
     names = (*needed, form.names)
     found: dict[str, bytes] = {}
@@ -133,13 +132,11 @@ def read_cifar_files(place: Path, form: CifarForm) -> dict[str, bytes]:
 
 
 def _check_size(name: str, size: int, place: Path, most: int = _MOST_CIFAR_BYTES) -> None:
-    """Raises UserError before memory or time is spent on a file that can't be CIFAR's, whatever its name."""
     if size > most:
         _refuse(f"{name} has {size:,} bytes, expected at most {most:,}", place)
 
 
 def read_cifar_split(files: dict[str, bytes], names: tuple[str, ...], form: CifarForm, classes: int) -> ImagesInMemory:
-    """Joins the files of one split: uint8 [N, 3, 32, 32], int64 [N]. Raises UserError: a file or a label is wrong."""
     read = _read_records if form.label_bytes else _read_batch
     parts = [read(files[name], name, form) for name in names]
     labels = [check_labels(labels, classes, name) for name, (_, labels) in zip(names, parts, strict=True)]
@@ -186,7 +183,6 @@ def _read_batch(content: bytes, file: str, form: CifarForm) -> tuple[Tensor, Ten
 
 
 def _field(content: Any, key: str, file: str) -> Any:
-    """A value of the pickle's dict, whose keys are text or bytes."""
     for word in (key, key.encode()):
         if isinstance(content, dict) and word in content:
             return content[word]
@@ -220,17 +216,16 @@ _ALLOWED = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Imports nothing: the few names that a batch may ask for stand for inert classes."""
+    """Imports nothing: the few names that a batch may request are inert classes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _ALLOWED[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed") from None
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+        return _ALLOWED[module, name]
 
 
 def _read_pickle(content: bytes, file: str) -> Any:
-    """Reads a pickle of plain data and byte arrays; text of Python 2 comes as bytes. Raises UserError: it has more."""
+    """Reads a pickle of plain data and byte arrays; text of Python 2 comes as bytes."""
     try:
         return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
     except Exception as error:

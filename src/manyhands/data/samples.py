@@ -1,7 +1,7 @@
 """Samples that are read when they are requested: pictures in files, and the user's own data sets, wrapped.
 
-The objects here travel to worker processes. A request is (epoch, indices); the answer is a part (images, labels),
-or the error, which the asking process raises: an exception that passes through torch's queues loses its fields.
+The objects here travel to worker processes, and so do errors, as answers: an exception that passes through torch's
+queues loses its fields.
 """
 
 import math
@@ -21,37 +21,26 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 from manyhands.core.errors import ManyhandsError, RunError, UserError, shortened
 from manyhands.core.seeds import derive
 from manyhands.core.user_code import users_line, users_traceback
+from manyhands.data import splits
 from manyhands.data.decode import CorruptImageError, is_grey, to_mode
 from manyhands.data.options import DataOptions
 from manyhands.data.pictures import prepare, read_picture, to_tensor
 from manyhands.data.random import epoch_rng, spread
-from manyhands.data.splits import (
-    ImageFiles,
-    ImagesInMemory,
-    Source,
-    Splits,
-    UserSamples,
-    by_names,
-    check_labels,
-    describe,
-    only_numbers,
-    take,
-)
+from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples, check_labels, describe, take
 from manyhands.data.transforms import Pixels, measured_pixels, photograph_pixels
 
 _PAIR = ("give (x, y): x as a tensor or a PIL image, y as a whole number",)
 _TARGET = ("give y as numbers or tensors of one shape",)
-Request = tuple[int, list[int]]
-# Images, labels, and the pictures that couldn't be read and were replaced.
-Answer = tuple[Tensor, Tensor, list[str]]
-# Values of a tensor that an error shows.
-_MOST_SHOWN = 4
-# So many others are tried in the place of a picture.
-_TRIES = 100
+Request = tuple[int, list[int]]  # the epoch and the indices
+Answer = tuple[Tensor, Tensor, list[str]]  # images, labels, and unreadable pictures that were replaced
+_MOST_SHOWN = 4  # values of a tensor in an error
+_TRIES = 100  # to replace a picture
+_PROBES = 8
+_SMALL = 64
 
 
 class FileSamples:
-    """Decodes, crops and mirrors pictures in files; `replaces` those for training that can't be read by others."""
+    """Decodes, crops and mirrors pictures in files; `replaces` unreadable training pictures by others."""
 
     def __init__(self, source: ImageFiles, pixels: Pixels, *, train: bool, seed: int, replaces: bool = False) -> None:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
@@ -84,7 +73,7 @@ class FileSamples:
         read_picture(self._source.paths[sample], self._pixels, draws, self._source.content(sample), out)
 
     def _replace(self, epoch: int, sample: int, out: Tensor) -> int:
-        """Reads a replacement for a sample, the same on every process; returns its index."""
+        """Reads a replacement, the same on every process; returns its index."""
         for number in range(_TRIES):
             other = derive(self._seed, "in its place", epoch, sample, number) % len(self._source)
             with suppress(CorruptImageError):
@@ -95,18 +84,18 @@ class FileSamples:
 
 
 class CustomSamples:
-    """Reads the user's data set, with every generator that it may use seeded for each sample."""
+    """Reads the user's data set, with all generators seeded for each sample."""
 
     def __init__(self, source: UserSamples, pixels: Pixels, *, train: bool, seed: int, classes: int = 0) -> None:
         self._source, self._pixels, self._train, self._seed = source, pixels, train, seed
         self._classes = classes
-        # Plain tensors hold no chance and need no loop.
+        # Plain tensors need no seeds and no loop.
         plain = type(source.dataset) is TensorDataset and source.numbers is None
         self._tensors = source.dataset.tensors if plain else None
 
     @property
     def cheap(self) -> bool:
-        """True where a worker process would cost more than it saves."""
+        """True if a worker process would cost more than it saves."""
         return self._tensors is not None
 
     def __getitems__(self, request: Request) -> Answer | ManyhandsError:
@@ -125,7 +114,7 @@ class CustomSamples:
             # Labels that the data set knows are checked when it is opened.
             return images, check_labels(labels, self._classes, "the data set", samples) if self._classes else labels, []
         except ManyhandsError as error:
-            if (cause := error.__cause__) is not None:  # it stays behind, so what of it is the user's own goes along
+            if (cause := error.__cause__) is not None:  # it is lost on the way, so its traceback goes along
                 error.add_note(users_traceback(cause) or "".join(traceback.format_exception(cause)).rstrip())
             return error
 
@@ -146,12 +135,7 @@ class CustomSamples:
 
 
 def read_own(source: UserSamples, sample: int) -> tuple[Any, Any]:
-    """Reads (x, y) of the user's own data set; y becomes an int unless it is a target.
-
-    Raises:
-        RunError: the data set raised something.
-        UserError: the sample isn't a pair, or y is no whole number.
-    """
+    """Reads (x, y) of the user's own data set; y becomes an int unless it is a target."""
     try:
         content = source.dataset[sample]
     except (ManyhandsError, MemoryError):
@@ -188,7 +172,6 @@ def whole_number(label: Any) -> int | None:
 
 
 def as_targets(found: list[Any]) -> Tensor:
-    """The y of several samples as one tensor, of the type that torch's own loader gives it."""
     try:
         targets: Any = default_collate(found)
     except (TypeError, RuntimeError) as error:
@@ -212,7 +195,7 @@ def as_picture(image: Any) -> Image.Image | None:
 
 
 def seed_generators(seed: int) -> None:
-    """Seeds torch's CPU generator, random's and numpy's; touches no accelerator."""
+    """Seeds the CPU generators of torch, random and numpy."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFFFFFF)
@@ -220,7 +203,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def restored_generators() -> Iterator[None]:
-    """Puts the three generators back afterwards, so that reading data here never changes a dropout."""
+    """Restores the three generators, so that reading data never changes a dropout."""
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     try:
         yield
@@ -239,25 +222,18 @@ def _stack(images: list[Tensor], samples: list[int]) -> Tensor:
     return torch.stack(images)
 
 
-_PROBES = 8
-_SMALL = 64
-
-
 def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title: str = "") -> Splits:
-    """Wraps the user's training and test data.
+    """Wraps the user's training and test data; without a test set, a fixed choice of training samples is held out.
 
-    Uint8 tensors in a TensorDataset become pictures in memory; everything else is read when it is needed. Without a
-    test set, every so many-th training sample is kept for evaluation, always the same ones. Raises UserError: an object
-    is no data set, is empty, or its samples or labels can't be used.
+    Uint8 tensors in a TensorDataset become pictures in memory. Raises UserError: an object is no data set, is empty, or
+    its samples or labels can't be used.
     """
-    given = [("train", train)] if test is None else [("train", train), ("test", test)]
-    for word, dataset in given:
+    datasets = [train] if test is None else [train, test]
+    for word, dataset in zip(("train", "test"), datasets, strict=False):
         _check_dataset(dataset, word)
-    datasets = [dataset for _, dataset in given]
     labels = [known_labels(dataset) for dataset in datasets]
     classes = next((names for names in map(_classes_of, datasets) if len(names) > 1), ())
     if not classes:
-        # Each sample's must be read to count them; what has been read is known.
         for number, dataset in enumerate(datasets):
             if labels[number] is None:
                 with restored_generators():
@@ -265,37 +241,35 @@ def splits_of_objects(train: Any, test: Any | None, options: DataOptions, title:
                 labels[number] = torch.tensor(found)
         classes = _counted_classes([found for found in labels if found is not None])
     source = _source(train, labels[0], len(classes), "the train set")
-    evaluated = None if test is None else source_to_evaluate(test, labels[1], classes, "the test set")
-    sources = _hold_out(source, options.validation) if evaluated is None else [source, evaluated]
-    text = describe(title or f"your {type(train).__name__}", sources[0], sources[1])
-    return Splits(sources[0], sources[1], classes, text, _pixels(sources[0]))
+    if test is None:
+        source, evaluated = _hold_out(source, options.validation)
+    else:
+        evaluated = source_to_evaluate(test, labels[1], classes, "the test set")
+    text = describe(title or f"your {type(train).__name__}", source, evaluated)
+    return Splits(source, evaluated, classes, text, _pixels(source))
 
 
 def splits_to_evaluate(dataset: Any, known: tuple[str, ...], place: str = "the data set") -> Splits:
-    """Wraps a data set that is only evaluated, by a network with the classes `known`; both splits are all of it.
-
-    Raises:
-        UserError: the object is no data set, is empty, or has other classes.
-    """
+    """Wraps a data set that is evaluated by a network with the classes `known`; both splits are all of it."""
     _check_dataset(dataset, place.removeprefix("the ").removesuffix(" set"))
     source = source_to_evaluate(dataset, known_labels(dataset), known, place)
     return Splits(source, source, known, describe(f"your {type(dataset).__name__}", source, source), _pixels(source))
 
 
 def source_to_evaluate(dataset: Any, labels: Tensor | None, known: tuple[str, ...], place: str) -> Source:
-    """A data set with its labels turned into numbers of the classes `known`, by name where both have names.
+    """A data set with its labels as numbers of the classes `known`, by name if both have names.
 
-    Names aren't compared where the data set has a target_transform, which may have changed the numbers already.
+    Names aren't compared if the data set has a target_transform, which may have changed the numbers already.
     """
     names = _classes_of(dataset)
     transformed = getattr(dataset, "target_transform", None) is not None
-    if only_numbers(names) or only_numbers(known) or transformed:
+    if splits.only_numbers(names) or splits.only_numbers(known) or transformed:
         return _source(dataset, labels, len(known), place)
-    return by_names(_source(dataset, labels, len(names), place), names, known, place)
+    return splits.by_names(_source(dataset, labels, len(names), place), names, known, place)
 
 
 def has_targets(dataset: Any) -> bool:
-    """True where y isn't one whole number, by its first sample; for a loss of the user's own."""
+    """True if the first sample's y isn't an integer; for a custom loss."""
     _check_dataset(dataset, "train")
     if known_labels(dataset) is not None:
         return False
@@ -305,7 +279,6 @@ def has_targets(dataset: Any) -> bool:
 
 
 def splits_of_targets(train: Any) -> Splits:
-    """Wraps the user's own samples with targets that no class stands for."""
     source = UserSamples(train, targets=True)
     text = describe(f"your {type(train).__name__}", source, source)
     return Splits(source, source, ("output",), text, _pixels(source))
@@ -330,18 +303,18 @@ def _source(dataset: Any, labels: Tensor | None, classes: int, place: str) -> So
     return UserSamples(dataset, labels)
 
 
-def _hold_out(source: Source, share: float) -> list[Source]:
-    """Keeps a share of the samples for evaluation: a fixed choice, spread evenly."""
+def _hold_out(source: Source, share: float) -> tuple[Source, Source]:
+    """Holds out a share of the samples for evaluation, at even intervals."""
     kept = spread(max(1, round(len(source) * share)), len(source))
     rest = torch.ones(len(source), dtype=torch.bool)
     rest[kept] = False
     if not rest.any():
         raise UserError(f"no training sample is left: the data has only {len(source)}", "train", ("give a test set",))
-    return [take(source, rest.nonzero().flatten()), take(source, kept)]
+    return take(source, rest.nonzero().flatten()), take(source, kept)
 
 
 def known_labels(dataset: Any) -> Tensor | None:
-    """The labels int64 [N] where the data set knows them without reading samples, else None."""
+    """The labels int64 [N] if the data set has them without reading samples, else None."""
     if isinstance(dataset, Subset):
         labels = known_labels(dataset.dataset)
         return None if labels is None else labels[torch.as_tensor(dataset.indices)]
@@ -363,7 +336,7 @@ def known_labels(dataset: Any) -> Tensor | None:
 
 
 def _classes_of(dataset: Any) -> tuple[str, ...]:
-    """The data set's own names of its classes, or numbers where it says how many; else none."""
+    """The data set's own class names, or numbers if it has a count; else none."""
     if isinstance(dataset, Subset):
         return _classes_of(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
@@ -385,7 +358,7 @@ def _counted_classes(found: list[Tensor]) -> tuple[str, ...]:
 
 
 def _pixels(source: Source) -> Pixels:
-    """Looks at a few samples: pictures keep a small common size; tensors of numbers are used as they are."""
+    """Reads a few samples: pictures keep a small common size; tensors of numbers are used as they are."""
     if isinstance(source, ImagesInMemory):
         return measured_pixels(source.images, "none")
     assert isinstance(source, UserSamples)

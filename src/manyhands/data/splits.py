@@ -1,4 +1,4 @@
-"""What a data set is once it is open: two sources of samples, the classes, and its usual pixels."""
+"""An open data set: its sources of samples, classes and usual pixels."""
 
 import textwrap
 from collections.abc import Sequence
@@ -18,13 +18,12 @@ from manyhands.data.walk import PictureNames, lookalike_difference
 
 @dataclass(frozen=True)
 class ImagesInMemory:
-    """Pictures that are decoded already."""
+    """Decoded pictures."""
 
-    images: Tensor  # uint8 [N, C, H, W], C is 1 or 3
+    images: Tensor  # uint8 [N, C, H, W]; C is 1 or 3
     labels: Tensor  # int64 [N]
 
     def __post_init__(self) -> None:
-        """Refuses shapes and types that the loader could not serve."""
         if self.images.dtype != torch.uint8 or self.images.ndim != 4 or self.images.shape[1] not in (1, 3):
             found = f"{self.images.dtype} {list(self.images.shape)}"
             raise UserError("pictures in memory must be uint8 [N, C, H, W] with 1 or 3 channels", f"found {found}")
@@ -38,7 +37,7 @@ class ImagesInMemory:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Pictures that worker processes decode when they are needed."""
+    """Pictures that are decoded when they are requested."""
 
     paths: PictureNames  # one file for each sample
     labels: Tensor  # int64 [N]
@@ -48,7 +47,7 @@ class ImageFiles:
         return len(self.paths)
 
     def content(self, index: int) -> bytes | None:
-        """A picture's file where it is packed, else None. Raises UserError: the packed copy was altered."""
+        """A picture's packed file, if any. Raises UserError: the packed copy was altered."""
         return self.packed.content(index) if self.packed else None
 
 
@@ -56,14 +55,12 @@ class ImageFiles:
 class UserSamples:
     """The user's own map-style data set."""
 
-    # gives (x, y) for an index. x is a float tensor (used as it is), or a picture: a uint8 tensor [C, H, W] or [H, W],
-    # a uint8 array [H, W] or [H, W, C], or a PIL image. y is a whole number, or a target.
+    # Returns (x, y). x is a float tensor, used as it is, or a picture: a uint8 tensor [C, H, W] or [H, W], a PIL image,
+    # or a uint8 array [H, W] or [H, W, C]. y is an integer, or a target.
     dataset: Any
-    labels: Tensor | None = None  # int64 [N], or None where they can't be known without reading every sample
-    targets: bool = False  # y is whatever torch's default_collate makes a tensor of, for a loss of the user's own
-    # the class of each y, for a data set that numbers its classes differently; None where y is the class. `labels` are
-    # classes already.
-    numbers: tuple[int, ...] | None = None
+    labels: Tensor | None = None  # int64 [N]; None: unknown without reading every sample
+    targets: bool = False  # y is anything that torch's default_collate accepts, for a custom loss
+    numbers: tuple[int, ...] | None = None  # the class of each y; None: y is the class. `labels` are classes already
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -76,32 +73,27 @@ Source = ImagesInMemory | ImageFiles | UserSamples
 class Splits:
     """An open data set."""
 
-    train: Source  # what to learn from
-    test: Source  # what to evaluate on
-    classes: tuple[str, ...]  # the name of each label, in label order
-    description: str  # for people, such as "digits: 1,437 + 360 pictures"
-    pixels: Pixels  # what suits this data set where neither the user nor the model says otherwise
-    skipped: tuple[str, ...] = ()  # pictures that can't be read and were left out, because the user asked for that
-    notes: tuple[str, ...] = ()  # sentences for the user on what else isn't as it looks
-    packed: str = ""  # the name of the packed copy that pictures are read from
-    held_out: Source | None = None  # what decides nothing and is evaluated once, when training is over
+    train: Source
+    test: Source
+    classes: tuple[str, ...]  # the name of each label
+    description: str  # such as "digits: 1,437 + 360 pictures"
+    pixels: Pixels  # defaults for this data set
+    skipped: tuple[str, ...] = ()  # unreadable pictures that were skipped
+    notes: tuple[str, ...] = ()  # sentences for the user
+    packed: str = ""  # the name of the packed copy in use
+    held_out: Source | None = None  # evaluated once, after training
 
     def named(self) -> list[tuple[str, Source]]:
-        """All sources, with a word for each."""
         found = [("training", self.train), ("test" if self.held_out is None else "validation", self.test)]
         return found if self.held_out is None else [*found, ("test", self.held_out)]
 
 
 def describe(title: str, train: Source, test: Source, place: str = "") -> str:
-    """One line for people: the name, the two sizes, and where it came from."""
     return f"{title}: {len(train):,} + {len(test):,} pictures" + (f" from {place}" if place else "")
 
 
 def check_labels(labels: Tensor, classes: int, place: str, samples: Sequence[int] | None = None) -> Tensor:
-    """Labels [N] of any whole-number type, of all or of some samples, as int64.
-
-    Raises UserError: a label is outside 0 … classes - 1; names its sample.
-    """
+    """Integer labels [N] as int64, of all or of some samples. Raises UserError: one is outside 0 … classes - 1."""
     labels = labels.to(torch.int64)
     wrong = ((labels < 0) | (labels >= classes)).nonzero()
     if len(wrong):
@@ -113,10 +105,7 @@ def check_labels(labels: Tensor, classes: int, place: str, samples: Sequence[int
 
 
 def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], place: str) -> Source:
-    """A source with its labels, places in `names`, turned into those of other classes, by the names of both.
-
-    Numbers alone, in order, are no names. Raises UserError: a class isn't among those that are known.
-    """
+    """Maps a source's labels from `names` to `known` by name, if both have names. Raises UserError: unknown names."""
     if names == known[: len(names)]:
         return source
     unknown = [name for name in names if name not in known]
@@ -126,28 +115,24 @@ def by_names(source: Source, names: tuple[str, ...], known: tuple[str, ...], pla
         shown = ", ".join(f'"{name}"' for name in unknown[:5]) + (" …" if len(unknown) > 5 else "")
         classes = ", ".join(known[:8]) + (f" … ({len(known)} in all)" if len(known) > 8 else "")
         alike = filter(None, (lookalike_difference(name, known) for name in unknown))
-        own = isinstance(source, UserSamples)
-        what = (
-            "correct the class names in the data set's attribute classes"
-            if own
-            else "give the folder that holds the class folders"
-        )
-        raise UserError(f"the run has no class {shown}", place, (*alike, f"the run's classes: {classes}", what))
+        hint = "give the folder that holds the class folders"
+        if isinstance(source, UserSamples):
+            hint = "correct the class names in the data set's attribute classes"
+        raise UserError(f"the run has no class {shown}", place, (*alike, f"the run's classes: {classes}", hint))
     numbers = [known.index(name) for name in names]
     labels = None if source.labels is None else torch.tensor(numbers)[source.labels]
-    if isinstance(source, UserSamples):
-        now = tuple(numbers[number] for number in source.numbers or range(len(numbers)))
-        return replace(source, labels=labels, numbers=now)
-    return replace(source, labels=labels)
+    if not isinstance(source, UserSamples):
+        return replace(source, labels=labels)
+    now = tuple(numbers[number] for number in source.numbers or range(len(numbers)))
+    return replace(source, labels=labels, numbers=now)
 
 
 def only_numbers(names: tuple[str, ...]) -> bool:
-    """True for classes named by their numbers, which are no names."""
+    """True for classes named by their numbers."""
     return names == tuple(str(number) for number in range(len(names)))
 
 
 def take(source: Source, samples: Tensor) -> Source:
-    """A part of a source: the samples int64 [n], in this order."""
     if isinstance(source, ImagesInMemory):
         return ImagesInMemory(source.images[samples], source.labels[samples])
     if isinstance(source, ImageFiles):
@@ -163,7 +148,7 @@ def take(source: Source, samples: Tensor) -> Source:
 
 
 def describe_samples(train: int, test: int | None, classes: Sequence[str], what: str = "pictures") -> str:
-    """How many samples and which classes there are, for one line; `test` is None where nothing is evaluated."""
+    """The numbers of samples, and the classes, in one line; `test` is None without evaluation."""
     names = textwrap.shorten(", ".join(map(plain, classes)), 72, placeholder=" …")
     evaluated = "" if test is None else f" and {test:,} evaluation"
     return f"{train:,} training{evaluated} {what}" + (f", {len(classes):,} classes: {names}" if classes else "")

@@ -13,20 +13,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from manyhands.data.random import SampleRng, alternate, augmentation_key, below, bits, sample_states, spread
+from manyhands.core.seeds import derive
+from manyhands.data.random import SampleRng, alternate, below, bits, mix_tensor, spread
 
 DRAW_DOWN, DRAW_RIGHT, DRAW_MIRROR = 0, 1, 2
 _PART = 1 << 17  # values that a core's caches hold with what is made of them
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow's "L"
 
-_FIRST_DRAW, _ATTEMPTS = 16, 10
-_AREA = (0.08, 1.0)
 _LOG_RATIO = (math.log(3 / 4), math.log(4 / 3))
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """How pictures become numbers."""
+    """The preprocessing of pictures."""
 
     size: int  # rows and columns
     channels: int  # 1 or 3
@@ -41,19 +40,18 @@ class Pixels:
 
     @property
     def resized_to(self) -> int:
-        """The size before an evaluation picture's middle is cut out: 256 for 224, where training cuts parts out too."""
+        """The size before an evaluation picture's center is cropped: 256 for 224 if training crops parts, too."""
         if self.resize:
             return self.resize
         return round(self.size * 256 / 224) if self.augment == "resized-crop-flip" else self.size
 
     @property
     def padding(self) -> int:
-        """How far "crop" shifts at most; else an eighth of the picture, as in the usual CIFAR recipe (4 of 32)."""
+        """The largest shift; by default an eighth of the picture, as in the usual CIFAR recipe (4 of 32)."""
         return self.shift or max(1, round(self.size / 8))
 
     @property
     def flips(self) -> bool:
-        """True where some training pictures are mirrored."""
         return self.augment.endswith("-flip")
 
 
@@ -69,7 +67,7 @@ def padded(images: Tensor, margin: int, *, reflects: bool) -> Tensor:
 
 @functools.cache
 def _luma(device: torch.device) -> Tensor:
-    """The weights of colours, [1, 3, 1, 1]; made once, since a card would have to be waited for."""
+    """The weights of colours, [1, 3, 1, 1]; cached, since a copy to a card blocks."""
     return torch.tensor(_LUMA, device=device).view(1, 3, 1, 1)
 
 
@@ -91,7 +89,7 @@ def resize(images: Tensor, height: int, width: int) -> Tensor:
 
 
 def middle(images: Tensor, pixels: Pixels) -> Tensor:
-    """Resizes the shorter side of uint8 [n, C, H, W] and cuts out the middle: uint8 [n, C, S, S]."""
+    """Resizes the shorter side of uint8 [n, C, H, W] and crops the center: uint8 [n, C, S, S]."""
     height, width = images.shape[2:]
     shorter = min(height, width)
     height, width = (round(side * pixels.resized_to / shorter) for side in (height, width))
@@ -100,49 +98,31 @@ def middle(images: Tensor, pixels: Pixels) -> Tensor:
     return images[:, :, top : top + pixels.size, left : left + pixels.size]
 
 
-def shift(images: Tensor, states: Tensor, pixels: Pixels) -> Tensor:
-    """Moves each of uint8 [n, C, S, S] by up to `pixels.padding` rows and columns."""
-    size, margin = images.shape[-1], pixels.padding
-    windows = (
-        padded(images, margin, reflects=pixels.reflects).unfold(2, size, 1).unfold(3, size, 1)
-    )  # [n, C, 2 margin + 1, 2 margin + 1, S, S], no copy
-    down = below(bits(states, DRAW_DOWN), 2 * margin + 1)
-    right = below(bits(states, DRAW_RIGHT), 2 * margin + 1)
-    return windows[torch.arange(len(images), device=images.device), :, down, right]
-
-
-def mirror(images: Tensor, flipped: Tensor) -> Tensor:
-    """Mirrors those of uint8 [n, C, S, S] for which bool [n] says so, left to right."""
-    return torch.where(flipped.view(-1, 1, 1, 1), images.flip(3), images)
-
-
-def cut_parts(images: Tensor, size: int, key: int, samples: Tensor) -> Tensor:
-    """Cuts a part out of each of uint8 [n, C, H, W] and resizes it: uint8 [n, C, size, size]."""
-    parts = []
-    for image, sample in zip(images, samples.tolist(), strict=True):
-        left, top, right, bottom = crop_box(image.shape[2], image.shape[1], SampleRng(key, sample))
-        parts.append(resize(image[None, :, top:bottom, left:right], size, size))
-    return torch.cat(parts)
-
-
 def augment(images: Tensor, pixels: Pixels, seed: int, epoch: int, samples: Tensor) -> Tensor:
-    """Changes training pictures uint8 [n, C, S, S] as `pixels.augment` says; each by (seed, epoch, sample) alone.
+    """Augments training pictures uint8 [n, C, S, S], each by (seed, epoch, sample) alone.
 
-    For "resized-crop-flip" they may have any height and width. `samples`, int64 [n] on the CPU, are the pictures'
-    indices in the data set.
+    For "resized-crop-flip" they may have any height and width. `samples`: their indices, int64 [n] on the CPU.
     """
     if pixels.augment == "none":
         return images
-    key, samples_there = augmentation_key(seed, epoch), samples.to(images.device, non_blocking=True)
-    states = sample_states(key, samples_there)
+    key, samples_there = derive(seed, "augment", epoch), samples.to(images.device, non_blocking=True)
+    states = mix_tensor(samples_there ^ key)
     if pixels.augment == "resized-crop-flip":
-        images = cut_parts(images, pixels.size, key, samples)
+        parts = []
+        for image, sample in zip(images, samples.tolist(), strict=True):
+            left, top, right, bottom = crop_box(image.shape[2], image.shape[1], SampleRng(key, sample))
+            parts.append(resize(image[None, :, top:bottom, left:right], pixels.size, pixels.size))
+        images = torch.cat(parts)
     else:
-        images = shift(images, states, pixels)
+        size, margin = images.shape[-1], pixels.padding
+        # [n, C, 2 margin + 1, 2 margin + 1, S, S], no copy
+        windows = padded(images, margin, reflects=pixels.reflects).unfold(2, size, 1).unfold(3, size, 1)
+        down, right = (below(bits(states, draw), 2 * margin + 1) for draw in (DRAW_DOWN, DRAW_RIGHT))
+        images = windows[torch.arange(len(images), device=images.device), :, down, right]
     if not pixels.flips:
         return images
     turned = alternate(seed, epoch, samples_there) if pixels.alternates else below(bits(states, DRAW_MIRROR), 2).bool()
-    return mirror(images, turned)
+    return torch.where(turned.view(-1, 1, 1, 1), images.flip(3), images)
 
 
 @dataclass
@@ -155,7 +135,7 @@ class Batch:
 
 
 class SpareMemory:
-    """Hands out memory for batches, again once nothing reads it: new pages of the system's cost half of normalising."""
+    """Reuses the memory of batches that nothing reads any more: new pages cost half of normalizing."""
 
     def __init__(self) -> None:
         self._held = [numpy.empty(0, numpy.uint8)] * 2
@@ -165,7 +145,7 @@ class SpareMemory:
         return sys.getrefcount(self._held[place])
 
     def take(self, shape: torch.Size, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
-        """A tensor of any content. Its memory isn't handed out again as long as it, or a view of it, is there."""
+        """An uninitialized tensor, whose memory isn't reused while it, or a view of it, exists."""
         size_bytes = shape.numel() * dtype.itemsize
         for place in range(len(self._held)):
             if self._held[place].nbytes == size_bytes and self._references(place) == self._unread:
@@ -182,7 +162,7 @@ class SpareMemory:
 
 
 class Normalise:
-    """Makes of bytes on its device numbers of mean 0 and deviation 1: (value / 255 - mean) / std, per channel."""
+    """Normalizes bytes on its device: (value / 255 - mean) / std, per channel."""
 
     def __init__(
         self,
@@ -194,27 +174,22 @@ class Normalise:
         self.device, self._dtype, self._layout = device, dtype, layout
         self._work = torch.float64 if dtype == torch.float64 else torch.float32
         self._as_scaled = self._dtype == self._work and layout == torch.contiguous_format
-        mean, std = (
-            torch.tensor(values, dtype=torch.float64).view(1, -1, 1, 1) for values in (pixels.mean, pixels.std)
-        )
+        mean, std = (torch.tensor(each, dtype=torch.float64).view(1, -1, 1, 1) for each in (pixels.mean, pixels.std))
         self._scale = (1 / (255 * std)).to(device, self._work)
         self._offset = (-mean / std).to(device, self._work)
         self._spare = SpareMemory()
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Normalises uint8 [n, C, S, S]; other types are taken as they are, and only become `dtype`.
+        """Normalizes uint8 [n, C, S, S]; other types are only converted to `dtype`.
 
-        The product and the sum are two operations, each rounded, so that a picture's numbers never depend on its
-        place in the batch (a fused one is used only in the vectorised part of a loop).
+        The product and the sum are rounded separately, since only the vectorized part of a loop would fuse them: the
+        numbers of a picture must not depend on its place in the batch.
         """
         if images.dtype != torch.uint8:
             images = images.to(self._dtype)
             return images.contiguous(memory_format=self._layout) if images.ndim == 4 else images
         if images.device.type != "cpu" or images.numel() <= 5 * _PART:
-            scaled = self._scaled(images)
-            if self._as_scaled and scaled.is_contiguous():
-                return scaled
-            return scaled.to(self._dtype).contiguous(memory_format=self._layout)
+            return self._scaled(images).to(self._dtype).contiguous(memory_format=self._layout)
         # As a whole a large batch would go through memory four times.
         out = self._spare.take(images.shape, self._dtype, self._layout)
         step = max(1, _PART // images[0].numel())
@@ -232,34 +207,27 @@ class Normalise:
 
 
 def crop_box(width: int, height: int, draws: SampleRng) -> tuple[int, int, int, int]:
-    """Draws a box (left, top, right, bottom) of 8 to 100 % of the area, 3:4 to 4:3; after ten attempts the middle.
+    """Draws a box (left, top, right, bottom) of 8 to 100 % of the area, 3:4 to 4:3; after ten attempts the center.
 
-    Source: the distribution of torchvision's RandomResizedCrop; Szegedy et al. 2014, arXiv:1409.4842.
+    Source: torchvision's RandomResizedCrop; Szegedy et al. 2014, arXiv:1409.4842.
     """
-    for attempt in range(_ATTEMPTS):
-        first = _FIRST_DRAW + 4 * attempt
-        area = width * height * (_AREA[0] + (_AREA[1] - _AREA[0]) * draws.uniform(first))
+    for first in range(16, 56, 4):
+        area = width * height * (0.08 + 0.92 * draws.uniform(first))
         ratio = math.exp(_LOG_RATIO[0] + (_LOG_RATIO[1] - _LOG_RATIO[0]) * draws.uniform(first + 1))
         wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < wide <= width and 0 < high <= height:
             left, top = draws.below(first + 2, width - wide + 1), draws.below(first + 3, height - high + 1)
             return left, top, left + wide, top + high
-    # the largest box in the middle whose ratio is between 3:4 and 4:3
     wide, high = min(width, max(1, round(height * 4 / 3))), min(height, max(1, round(width * 4 / 3)))
     left, top = (width - wide) // 2, (height - high) // 2
     return left, top, left + wide, top + high
 
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-_ENOUGH = 10_000
-
-
 def measured_pixels(images: Tensor, augment: str) -> Pixels:
-    """What suits pictures uint8 [N, C, S, S], by up to 10,000 of them; exact sums, so the same on every machine."""
+    """Mean and deviation of up to 10,000 of uint8 [N, C, S, S]; exact sums, so the same on every machine."""
     count, channels, size, _ = images.shape
     sums, squares, values = [0] * channels, [0] * channels, 0
-    for block in spread(_ENOUGH, count).split(1000):
+    for block in spread(10_000, count).split(1000):
         part = images[block].to(torch.int64)
         sums = [a + b for a, b in zip(sums, part.sum((0, 2, 3)).tolist(), strict=True)]
         squares = [a + b for a, b in zip(squares, part.square().sum((0, 2, 3)).tolist(), strict=True)]
@@ -271,8 +239,8 @@ def measured_pixels(images: Tensor, augment: str) -> Pixels:
 
 
 def photograph_pixels(size: int, channels: int, augment: str) -> Pixels:
-    """What suits pictures that aren't measured: ImageNet's mean and deviation, averaged for grey."""
-    mean, std = IMAGENET_MEAN, IMAGENET_STD
+    """ImageNet's mean and deviation, averaged for grey, for pictures that aren't measured."""
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     if channels != 3:
         mean, std = ((sum(values) / 3,) * channels for values in (mean, std))
     return Pixels(size, channels, mean, std, augment)

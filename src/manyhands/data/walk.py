@@ -1,7 +1,7 @@
 """Names and walk of the files in class folders. No torch.
 
-Names of millions of files are held as one array, each as long as the longest, which processes share if a file has it
-mapped. Strings take four times as much, and reading one copies its page of memory in each process.
+Names of millions of files are one array, which processes share by mapping a file. Strings take four times as much, and
+reading one copies its page of memory in each process.
 """
 
 import os
@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
 
 import numpy
 
@@ -19,14 +18,25 @@ from manyhands.core.errors import UserError
 from manyhands.data.decode import PICTURE_SUFFIXES
 
 _BLOCK = 1 << 12
+Identity = str  # a folder's real path; not every file system numbers its folders
+# Files and folders of systems and programs, in lower case, which are ignored at every level. Other folders are classes,
+# even those that begin with "__" or "@".
+_JUNK = frozenset({
+    "__macosx", "__pycache__", "@eadir", "#recycle", "@recycle", "@recently-snapshot", "@tmp", "lost+found",
+    "$recycle.bin", "system volume information", "thumbs.db", "ehthumbs.db", "desktop.ini",
+})  # fmt: skip
+UNREAD_SUFFIXES = frozenset({".heic", ".heif", ".jxl", ".svg", ".psd", ".dng", ".cr2", ".nef", ".arw", ".dcm"})
+_TABLES = {".csv", ".tsv", ".json", ".xlsx"}
+_LINK, _SPECIAL = "links to folders that are already included", "pipes or devices"
+_MOST_KINDS = 20
 
 
 @dataclass(frozen=True, eq=False)
-class PictureNames(Sequence[str]):
-    """Paths of pictures below a folder, in an order that is kept; two are equal where they name the same below it."""
+class PictureNames:
+    """Paths of pictures below a folder; two are equal if they name the same below it."""
 
     names: numpy.ndarray  # bytes [n]
-    root: str = ""  # what the names lie below; given before each
+    root: str = ""  # the prefix of each path
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "PictureNames":
@@ -35,28 +45,23 @@ class PictureNames(Sequence[str]):
     def __len__(self) -> int:
         return len(self.names)
 
-    @overload
-    def __getitem__(self, place: int) -> str: ...
-    @overload
-    def __getitem__(self, place: slice) -> "PictureNames": ...
-    def __getitem__(self, place: int | slice) -> "str | PictureNames":
-        if isinstance(place, slice):
-            return PictureNames(self.names[place], self.root)
+    def __getitem__(self, place: int) -> str:
         return os.path.join(self.root, self.names[place].decode(errors="surrogateescape"))  # noqa: PTH118 - a million
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         return numpy.array_equal(self.names, other.names) if isinstance(other, PictureNames) else NotImplemented
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
-    def below(self, root: str) -> "PictureNames":
-        return PictureNames(self.names, root)
-
-    def part(self, chosen: Sequence[int] | numpy.ndarray) -> "PictureNames":
-        return PictureNames(self.names[numpy.asarray(chosen, numpy.int64)], self.root)
+    def part(self, chosen: slice | Sequence[int] | numpy.ndarray) -> "PictureNames":
+        rows = chosen if isinstance(chosen, slice) else numpy.asarray(chosen, numpy.int64)
+        return PictureNames(self.names[rows], self.root)
 
     def blocks(self) -> Iterator[bytes]:
-        """All names, without the folder, each with a zero byte behind it; some thousands at a time."""
+        """All names without the folder, each with a zero byte at its end, in blocks of some thousands."""
         for first in range(0, len(self), _BLOCK):
             yield b"".join(name + b"\0" for name in self.names[first : first + _BLOCK].tolist())
 
@@ -67,7 +72,7 @@ def plain_form(name: str) -> str:
 
 
 def lookalike_difference(name: str, known: Iterable[str]) -> str:
-    """What a name differs in from one of those known that looks the same; else empty."""
+    """The difference between a name and a known one that looks the same; else empty."""
     for other in known:
         if other != name and plain_form(other) == plain_form(name):
             how = "spaces at the start or end" if other.strip() == name.strip() else "Unicode form (such as NFC, NFD)"
@@ -75,24 +80,8 @@ def lookalike_difference(name: str, known: Iterable[str]) -> str:
     return ""
 
 
-# A folder's path without links: the same by whatever name it is reached. (Not every file system numbers its folders.)
-Identity = str
-
-# Files and folders that systems and programs leave behind, in lower case; like hidden ones they are ignored at every
-# level. Names of other folders are classes, even those that begin with "__" or "@".
-_JUNK = frozenset({
-    "__macosx", "__pycache__", "@eadir", "#recycle", "@recycle", "@recently-snapshot", "@tmp", "lost+found",
-    "$recycle.bin", "system volume information", "thumbs.db", "ehthumbs.db", "desktop.ini",
-})  # fmt: skip
-# Of pictures in formats that can't be read.
-UNREAD_SUFFIXES = frozenset({".heic", ".heif", ".jxl", ".svg", ".psd", ".dng", ".cr2", ".nef", ".arw", ".dcm"})
-_TABLES = {".csv", ".tsv", ".json", ".xlsx"}
-_LINK, _SPECIAL = "links to folders that are already included", "pipes or devices"
-_MOST_KINDS = 20
-
-
 def is_junk(name: str) -> bool:
-    """True for the name of a hidden file or folder, and of what systems leave behind."""
+    """True for the name of a hidden file or folder, or of one that systems leave behind."""
     return name.startswith(".") or name.lower() in _JUNK
 
 
@@ -104,7 +93,7 @@ class Unused:
         self._examples: dict[str, str] = {}
 
     def add(self, path: str, kind: str) -> None:
-        """Counts a path below the data set's root, with "/"; `kind` is "folder", "file" or a description."""
+        """Counts a path below the data set's root; `kind` is "folder", "file" or a description."""
         name = path.rpartition("/")[2]
         if kind == "folder":
             word, path = f"{name}/", f"{path}/"
@@ -126,7 +115,6 @@ class Unused:
                 self.add(prefix + entry.name, kind)
 
     def notes(self) -> tuple[str, ...]:
-        """Sentences for the user."""
         if not self._counts:
             return ()
         kinds = sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))
@@ -146,8 +134,8 @@ class Unused:
 class Walk:
     """Lists the pictures below the class folders of a split, at any depth; adds everything else to `unused`.
 
-    Real folders go first. A link to a folder is followed unless that folder is part of the set already: a loop would
-    multiply its samples, and give them another class.
+    Real folders go first. A link to a folder that is part of the set already is not followed: it could be a loop, or
+    give samples another class.
     """
 
     def __init__(self, root: Path, entered: Iterable[Identity], unused: Unused, prefix: str) -> None:
@@ -161,9 +149,8 @@ class Walk:
         while self._links:
             number, name = self._links.popleft()
             if self._is_new(name):
-                found[number] = PictureNames.of(
-                    sorted([*PictureNames(found[number]), *self._enter(number, name)])
-                ).names
+                paths = sorted([*PictureNames(found[number]), *self._enter(number, name)])
+                found[number] = PictureNames.of(paths).names
         return found
 
     def _enter(self, number: int, name: str) -> list[str]:
@@ -197,7 +184,6 @@ class Walk:
 
 
 def class_identities(root: Path, folders: Sequence[str]) -> set[Identity]:
-    """The identities of class folders. Raises UserError: two are one folder."""
     homes: dict[Identity, str] = {}
     for name in folders:
         here = os.path.realpath(root / name)
@@ -215,7 +201,7 @@ def folders_in(root: Path) -> tuple[str, ...]:
 
 
 def holds_pictures(folder: Path, *, deep: bool = True, suffixes: frozenset[str] = PICTURE_SUFFIXES) -> bool:
-    """True if there are pictures in a folder or, with `deep`, in those below it; follows no links."""
+    """True if there are pictures in a folder or, with `deep`, below it; follows no links."""
     for _, below, files in os.walk(folder):
         below[:] = [name for name in below if deep and not is_junk(name)]
         if any(Path(name).suffix.lower() in suffixes and not is_junk(name) for name in files):
@@ -233,10 +219,7 @@ def _entries(folder: Path) -> list["os.DirEntry[str]"]:
 
 
 def _kind(entry: "os.DirEntry[str]") -> str:
-    """The kind: "folder", "file", a link to a folder that holds it, or special, such as a pipe, which would block.
-
-    A link that leads nowhere counts as a file, so that a missing picture is named rather than forgotten.
-    """
+    """A "folder", a "file" (also a broken link), or a description: a link to a folder that holds it, or a device."""
     try:
         if entry.is_dir():
             place = Path(entry.path)

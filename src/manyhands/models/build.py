@@ -1,4 +1,4 @@
-"""From a word to a network: the user's own object, or a choice file of architectures."""
+"""Builds a network by name: the user's own object, or one of an architecture file."""
 
 import copy
 import inspect
@@ -11,16 +11,16 @@ from torch import nn
 from manyhands.core.choices import load_choice, module_names, unknown_choice
 from manyhands.core.errors import UserError
 from manyhands.core.user_code import is_object_reference, load_object, users_line
-from manyhands.models.construct import WHERE, ModelNeeds, refused
+from manyhands.models.interface import WHERE, ModelNeeds, refused
 from manyhands.models.options import ModelOptions
 from manyhands.models.published import CHOICES, nothing_published
 
-# From here on the pictures are no longer called small.
-_LARGE = 64
+_LARGE = 64  # smaller pictures are called small
+_HINTS = ("name a subclass of torch.nn.Module, an instance, or a function that returns an instance",)
 
 
 def describe(options: ModelOptions, size: int) -> ModelNeeds:
-    """What the network needs of its pictures, before any are loaded. Raises UserError: no network has that name."""
+    """Returns the network's requirements of its pictures, before any are loaded. Raises UserError: an unknown name."""
     if is_object_reference(options.name):
         return ModelNeeds()
     name, choice = _find(options, size)
@@ -33,14 +33,12 @@ def describe(options: ModelOptions, size: int) -> ModelNeeds:
 
 
 def build_model(options: ModelOptions, *, channels: int, size: int, num_classes: int, mesh: Any = None) -> nn.Module:
-    """Makes the network on torch's default device; its random weights follow torch's global seed.
+    """Builds the network on torch's default device; its random weights follow torch's global seed.
 
-    The caller loads `options.weights`; `options.num_classes` wins over the data's classes where it is given. `mesh` is
-    for a user's network that has a parameter of that name; None: the mode has none.
-
-    The network takes [N, channels, size, size] to [N, num_classes]; in training some return auxiliary outputs as well,
-    see `outputs.main_and_auxiliary`. Raises UserError: no network has that name, an argument is wrong, pictures don't
-    suit it, or weights are missing.
+    It maps [N, channels, size, size] to [N, num_classes], where `options.num_classes` takes precedence; in training
+    some return auxiliary outputs, too, see `main_and_auxiliary`. The caller loads `options.weights`. `mesh` is for a
+    user's network with a parameter of that name. Raises UserError: an unknown name, a wrong argument, unsuitable
+    pictures or missing weights.
     """
     classes = options.num_classes or num_classes
     if is_object_reference(options.name):
@@ -61,7 +59,7 @@ def build_model(options: ModelOptions, *, channels: int, size: int, num_classes:
 
 
 def is_custom(name: str) -> bool:
-    """True where a network is of this program's own making, neither the user's nor torchvision's."""
+    """True for a network of this package, neither the user's nor torchvision's."""
     if is_object_reference(name):
         return False
     own = [choice for choice in _choices() if not getattr(choice, "TORCHVISION", False)]
@@ -69,10 +67,7 @@ def is_custom(name: str) -> bool:
 
 
 def resolve_model(options: ModelOptions, size: int) -> ModelOptions:
-    """The same network by a name and arguments that mean it for pictures of any size, without published weights.
-
-    What is built from it takes the weights of what is built from `options`, whatever those began with.
-    """
+    """The same network by a name and arguments that hold for any size of pictures, without published weights."""
     plain = {"weights": "", "pretrained": False}
     if is_object_reference(options.name):
         return options.model_copy(update=plain)
@@ -82,10 +77,9 @@ def resolve_model(options: ModelOptions, size: int) -> ModelOptions:
 
 
 def _find(options: ModelOptions, size: int) -> tuple[str, ModuleType]:
-    """The choice file for a name, and the name without the file's prefix.
+    """The architecture file for a name, and the name without the file's prefix.
 
-    A prefix names the file. Without one, where weights are wanted those that have some are asked first, then those for
-    small pictures only (MAX_SIZE).
+    Without a prefix, files with published weights come first if these are requested, then files for small pictures.
     """
 
     def place(choice: ModuleType) -> tuple[bool, float]:
@@ -126,11 +120,11 @@ def _needs(name: str, choice: ModuleType, options: ModelOptions, size: int) -> M
 
 
 def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int, mesh: Any = None) -> nn.Module:
-    """Makes the network that `file.py:object` stands for.
+    """Builds the network that `file.py:object` names.
 
-    A class or function is called with the user's arguments, and with num_classes and mesh if it has parameters of those
-    names. A network that exists already is copied, so that training leaves the user's own as it was. Raises UserError:
-    the file or object is missing, raises, refuses an argument, wants a mesh where there is none, or gives no nn.Module.
+    A class or function is called with the user's arguments, and with num_classes and mesh if it has such parameters. An
+    existing network is copied. Raises UserError: the file or object is missing, raises, refuses an argument, requires a
+    mesh that doesn't exist, or returns no nn.Module.
     """
     found = load_object(reference, "model.name")
     if isinstance(found, nn.Module):
@@ -156,11 +150,8 @@ def build_user_model(reference: str, arguments: dict[str, Any], num_classes: int
     return model
 
 
-_HINTS = ("name a subclass of torch.nn.Module, an instance, or a function that returns an instance",)
-
-
 def _mesh_argument(builder: Callable[..., Any], reference: str, arguments: dict[str, Any], mesh: Any) -> dict[str, Any]:
-    """The mesh where the builder has a parameter for it that the user has not given."""
+    """The mesh, if the builder has a parameter for it that the user has not given."""
     parameter = inspect.signature(builder).parameters.get("mesh")
     if parameter is None or "mesh" in arguments:
         return {}

@@ -1,4 +1,4 @@
-"""The names of networks, read from files, since importing torch or torchvision takes too long for a page of help."""
+"""The names of networks, read from files, since importing torch or torchvision takes too long for `--help`."""
 
 import re
 from importlib.util import find_spec
@@ -22,11 +22,7 @@ def published_names() -> list[str]:
 
 
 def check_network(wanted: str, *, pretrained: bool) -> None:
-    """Checks a network's name, and that it has published weights where they are wanted, without importing torch.
-
-    Raises:
-        UserError: no network has that name, or it has no published weights.
-    """
+    """Checks a network's name, and that requested published weights exist, without importing torch."""
     from manyhands.core.choices import module_names, read_choice, unknown_choice  # a page of help needs none of this
     from manyhands.core.user_code import is_object_reference
 
@@ -47,6 +43,5 @@ def check_network(wanted: str, *, pretrained: bool) -> None:
 
 
 def nothing_published(name: str) -> UserError:
-    """The error for `pretrained` with a network that has no published weights."""
     hints = ("remove model.pretrained, or choose one of torchvision's networks",)
     return UserError(f"{name} has no published weights", "model.pretrained", hints)

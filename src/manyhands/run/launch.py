@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
-from manyhands.checkpoint.saved import saved_step
+from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.claim import run_id

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.saved import saved_step
+from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import clock_offset, open_agent
 from manyhands.cluster.agents.claim import run_id, term_in

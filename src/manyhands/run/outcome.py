@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.saved import kept_step, saved_step, unsaved
+from manyhands.checkpoint.folders import kept_step, saved_step, unsaved
 from manyhands.cluster.agents.claim import Term, agents_work, term_in
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.failures import as_error, users_place

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from manyhands.checkpoint.saved import saved_step
+from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents.connection import AgentConnection
 from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.machines import SOON_UPDATES

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from manyhands.checkpoint.saved import saved_step
+from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.claim import Term, new_holder, raise_term, run_id
 from manyhands.cluster.agents.connection import AgentConnection, LinkClosed

@@ -28,7 +28,7 @@ from manyhands.core.run_folder import NOWHERE
 from manyhands.core.world import World
 from manyhands.data.loading import Loader
 from manyhands.data.order import dealt_blocks, evaluation_blocks
-from manyhands.models.outputs import main_and_auxiliary
+from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.metrics import CustomMetric, Evaluation, FigureSums

@@ -20,7 +20,7 @@ from manyhands.core.choices import unknown_choice
 from manyhands.core.errors import UserError
 from manyhands.core.seeds import derive
 from manyhands.core.world import World
-from manyhands.models.outputs import main_and_auxiliary
+from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.gradients import summed_over_samples
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.train.draws import drawing

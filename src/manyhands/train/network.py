@@ -19,7 +19,7 @@ from manyhands.core.world import World
 from manyhands.data.random import spread
 from manyhands.data.transforms import Pixels
 from manyhands.models.build import build_model, describe, resolve_model
-from manyhands.models.outputs import INITIALIZATION_SAMPLES, InitializedFromData
+from manyhands.models.interface import INITIALIZATION_SAMPLES, InitializedFromData
 from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.train.data_setup import DataSetup, make_loader

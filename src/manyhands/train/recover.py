@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from manyhands.checkpoint import files
-from manyhands.checkpoint.folders import newest, resolve
+from manyhands.checkpoint.folders import newest, resolve, saved_step
 from manyhands.checkpoint.foreign import name_optimizer, read_foreign
 from manyhands.checkpoint.read import Source, load, open_checkpoint
-from manyhands.checkpoint.saved import saved_step
 from manyhands.checkpoint.snapshot import Snapshot, flatten, unflatten
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError

@@ -26,7 +26,7 @@ from manyhands.data.open import resolve_pixels
 from manyhands.data.options import DataOptions
 from manyhands.data.samples import has_targets, splits_to_evaluate
 from manyhands.data.splits import ImagesInMemory, check_labels
-from manyhands.models.outputs import main_and_auxiliary
+from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.gradients import autocast
 from manyhands.parallel.group.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.network import ParallelNetwork

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from manyhands.checkpoint.describe import OPTIMIZER, NetworkLayout, is_extra
+from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, is_extra
 from manyhands.checkpoint.read import Source, in_memory
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten_optimizer, plain_extra_state, unflatten
 from manyhands.config.job import BY_TOP1
@@ -140,8 +140,8 @@ def restore(
         live = {name: layout.shape for name, layout in network.layouts.items()}
         snapshot = snapshot if source else fitted(snapshot, live)
         branches, tensors = flatten_optimizer(snapshot.optimizer or {})
-        saved = in_memory(tensors) if snapshot.optimizer else None
-        opened = source or Source(Path(), "whole", in_memory(snapshot.model), saved, branches, snapshot.state)
+        stored = {MODEL: in_memory(snapshot.model)} | ({OPTIMIZER: in_memory(tensors)} if snapshot.optimizer else {})
+        opened = source or Source(Path(), "whole", {}, branches, snapshot.state, stored=stored)
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
         if extra := _known(extra_state(snapshot, where), network.model.state_dict(), snapshot.notes):
             network.model.load_state_dict(extra, strict=False)

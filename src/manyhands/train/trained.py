@@ -24,7 +24,7 @@ from manyhands.data.pictures import prepare, read_picture, to_tensor
 from manyhands.data.samples import as_picture
 from manyhands.data.splits import Source, by_names
 from manyhands.data.transforms import Normalise, Pixels
-from manyhands.models.outputs import main_and_auxiliary
+from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.apply import apply_mode, follows_plan, one_process, resolve_mode, takes_mesh
 from manyhands.parallel.gradients import autocast
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain

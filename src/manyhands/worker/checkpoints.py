@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.describe import MODEL, Description, NetworkLayout, PlacedTensors
+from manyhands.checkpoint.describe import NetworkLayout
 from manyhands.checkpoint.read import open_checkpoint
 from manyhands.checkpoint.reshard import (
     SAFETENSORS,
@@ -20,9 +20,7 @@ __all__ = ["describe_file", "merge_file", "read_network_layout", "refuse_existin
 
 def describe_file(path: Path) -> dict[str, Any]:
     """Describes a file that only torch can read, for `run.tasks`."""
-    source = open_checkpoint(path)
-    kinds = {MODEL: PlacedTensors(source.model.described, {})}
-    return Description(path, source.form, kinds, notes=source.notes).as_plain()
+    return open_checkpoint(path).as_plain()
 
 
 def merge_file(path: Path, target: Path) -> tuple[str, ...]:

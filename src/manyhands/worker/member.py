@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from manyhands.checkpoint.saved import saved_step, unsaved
+from manyhands.checkpoint.folders import saved_step, unsaved
 from manyhands.cluster.failures import as_error
 from manyhands.config.job import ClusterOptions, Job
 from manyhands.config.load import flatten

@@ -26,7 +26,7 @@ from typing import Any
 import platformdirs
 from filelock import Timeout
 
-from manyhands.checkpoint.saved import saved_steps
+from manyhands.checkpoint.folders import saved_steps
 from manyhands.cluster.agents.claim import Term, agent_has_left, claim, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.early import EARLY, short_spins

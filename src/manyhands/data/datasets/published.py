@@ -68,7 +68,6 @@ def _open_cifar(name: str, known: KnownSet, options: DataOptions) -> Splits:
 
 
 def _fetch(name: str, file: str, options: DataOptions) -> Path:
-    """Fetches a file into the set's folder. Raises UserError: downloads are off, or it can't be fetched."""
     folder = data_folder(options) / name
     if not options.download:
         hints = (f"put {file} into {folder}", "or allow the download: --data.download")
@@ -78,11 +77,10 @@ def _fetch(name: str, file: str, options: DataOptions) -> Path:
 
 
 def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
-    """Fetches a file such as "mnist/train-images-idx3-ubyte.gz", unless it is there.
+    """Downloads a file such as "mnist/train-images-idx3-ubyte.gz", unless it exists; one process of a host at a time.
 
-    Processes of one host take turns; those that waited find the file, or the failure of the attempt, which they don't
-    repeat. MANYHANDS_MIRROR names a server that is asked instead of `urls`, which are tried in order; its files lie as
-    `name` says. Raises UserError: no attempt succeeded; says what was tried and where to put the file by hand.
+    Processes that waited take over the failure of an attempt instead of repeating it. MANYHANDS_MIRROR names a server
+    that replaces `urls`, which are tried in order. Raises UserError: no attempt succeeded.
     """
     began = time.time()
     mirror = os.environ.get("MANYHANDS_MIRROR", "")
@@ -110,10 +108,7 @@ def fetch(name: str, urls: tuple[str, ...], md5: str, into: Path) -> Path:
 
 
 def unpack_once(archive: Path) -> Path:
-    """Unpacks an archive into the cache, unless this host has done so; returns the folder of its top level.
-
-    Raises UserError: the archive is damaged, has links, devices or names outside its folder, or the disk is full.
-    """
+    """Unpacks an archive into the host's cache, if needed; returns the folder. Raises UserError: it is damaged."""
     try:
         state = archive.stat()
     except OSError as error:

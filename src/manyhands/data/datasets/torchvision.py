@@ -17,11 +17,7 @@ _TEST_WORDS = ("test", "val", "valid")
 
 
 def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
-    """Opens the data set below the data folder, one process of a host after the other; torchvision fetches it.
-
-    Its training and test splits are used; a data set without splits is divided. Raises UserError: there is no such
-    class, it takes more than a folder and a split, or its files are missing.
-    """
+    """Opens the data set below the data folder, one process of a host at a time. Raises UserError: it isn't there."""
     from torchvision import datasets
 
     word = name.partition(":")[2]
@@ -44,7 +40,6 @@ def open(name: str, options: DataOptions) -> Splits:  # noqa: A001
 
 
 def _make(kind: Any, given: dict[str, Any], parameter: str = "", values: tuple[Any, ...] = ("",)) -> Any:
-    """Makes the data set with the first value of a parameter that the class knows."""
     for value in values:
         try:
             return kind(**given, **({parameter: value} if parameter else {}))

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from manyhands.core.errors import UserError
-from manyhands.models.construct import WHERE, construct
-from manyhands.models.outputs import InitializedFromData
+from manyhands.models.interface import WHERE, InitializedFromData, construct
 
 NAMES = ("quicknet",)
 SMALLEST = 9  # pixels
@@ -64,7 +63,7 @@ class QuickNet(InitializedFromData):
     @override
     @torch.no_grad()
     def look(self, pictures: Tensor) -> None:
-        """Has the first layer give each direction of the patches' colours, and its opposite, variance 1."""
+        """Gives each direction of the patches' colours, and its opposite, variance 1 in the first layer."""
         parts = [_patches(part) for part in pictures.split(_AT_ONCE)]
         products, count = sum(part.T @ part for part in parts), sum(len(part) for part in parts)
         variances, directions = torch.linalg.eigh(products / count)
@@ -73,7 +72,7 @@ class QuickNet(InitializedFromData):
 
 
 def _patches(pictures: Tensor) -> Tensor:
-    """Every patch of [n, C, S, S]: [patches, numbers], in double precision."""
+    """Every patch of [n, C, S, S]: float64 [patches, numbers]."""
     windows = pictures.cpu().double().unfold(2, _PATCH, 1).unfold(3, _PATCH, 1)
     return windows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(0, 2)
 
@@ -86,7 +85,7 @@ def _group(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
-    """Its first outputs begin as its inputs."""
+    """Its first outputs are initially its inputs."""
     layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     nn.init.dirac_(layer.weight.detach()[:inputs])
     return layer

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from manyhands.models.construct import ModelNeeds, construct
+from manyhands.models.interface import ModelNeeds, construct
 
 # On pictures of at most MAX_SIZE pixels, and with PREFIX on any.
 NAMES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
@@ -20,7 +20,6 @@ _STEM_WIDTH = 64
 
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:  # noqa: ARG001 one shape for all
-    """Any number of channels, since the stem is new anyway."""
     note = f"{name} with the CIFAR stem (3x3, no max-pool) because pictures are {size} px"
     return ModelNeeds(notes=[f"{note}; torchvision:{name} is the original"])
 

@@ -13,7 +13,7 @@ from torch import nn
 from manyhands.core.download import Digest, download
 from manyhands.core.errors import UserError
 from manyhands.core.files import one_at_a_time
-from manyhands.models.construct import ModelNeeds, construct
+from manyhands.models.interface import ModelNeeds, construct
 from manyhands.models.published import published_names
 
 NAMES = tuple(published_names())
@@ -26,10 +26,12 @@ _SIZED = {"vit": ("image_size", 224), "maxvit": ("input_size", 224), "inception"
 _ANY_SIZE = ("swin", "efficientnet_v2")
 # Left out, torchvision warns that its default is about to change.
 _WITH_OPEN_DEFAULT = ("googlenet", "inception_v3")
+# torchvision's file names end in the first digits of their SHA-256.
+_DIGEST = re.compile(r"-([0-9a-f]{8,})\.")
 
 
 def needs(name: str, size: int, arguments: dict[str, Any], pretrained: bool) -> ModelNeeds:
-    """Three channels, and a size where the network has one of its own or can't take smaller pictures."""
+    """Three channels, and a size if the network has a fixed one or can't take smaller pictures."""
     meta = _published(name).meta
     smallest = max(meta["min_size"])
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
@@ -53,10 +55,7 @@ def build(name: str, *, channels: int, size: int, num_classes: int, arguments: d
 
 
 def published_arguments(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with which `build` makes the network that `build_pretrained` makes, but for its weights.
-
-    torchvision's builders set some of their own accord where they are given weights.
-    """
+    """Arguments for `build` to make the network of `build_pretrained`, whose builder sets some because of weights."""
     added: dict[str, Any] = {}
     argument, fixed = _SIZED.get(name.split("_")[0], ("", 0))
     if argument and fixed:
@@ -88,14 +87,14 @@ def _published(name: str) -> Any:
 
 
 def _models() -> ModuleType:
-    """Imported when asked for: it takes a second that runs of other networks don't need."""
+    """Imports torchvision on request: that takes a second."""
     from torchvision import models
 
     return models
 
 
 def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
-    """Puts a new layer in the place of each that has ImageNet's 1000 outputs: the head, and auxiliary ones."""
+    """Replaces each layer that has ImageNet's 1000 outputs: the head, and auxiliary ones."""
     heads: dict[str, nn.Module] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and layer.out_features == _PUBLISHED_CLASSES:
@@ -109,15 +108,10 @@ def _replace_heads(model: nn.Module, name: str, num_classes: int) -> None:
         setattr(model.get_submodule(parent), leaf, head)
 
 
-# torchvision's file names end in the first digits of their SHA-256.
-_DIGEST = re.compile(r"-([0-9a-f]{8,})\.")
-
-
 def fetch_weights(url: str) -> Path:
-    """Makes sure that torch hub's cache has the file of this address, and that it holds tensors only.
+    """Downloads the file of this address into torch hub's cache, if needed, once per machine, and checks its content.
 
-    Processes of one machine that ask at once download it once. Raises UserError: it isn't there and can't be had, or
-    holds something else.
+    Raises UserError: the download failed, or the file holds more than tensors.
     """
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     hints = (f"download {url}", f"and save the file as {path}", "or remove model.pretrained")

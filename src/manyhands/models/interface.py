@@ -1,0 +1,97 @@
+"""What a network needs and returns: its builder's arguments, its pictures, its outputs and initialization."""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from manyhands.core.choices import did_you_mean
+from manyhands.core.errors import UserError
+
+WHERE = "model.arguments"
+_UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'|multiple values for (?:keyword )?argument '(\w+)'")
+_MISSING = re.compile(r"missing (?:a|\d+) required .*arguments?: (.+)")
+INITIALIZATION_SAMPLES = 1_000  # small pictures, which have a million patches
+
+
+def construct(builder: Callable[..., Any], name: str, arguments: dict[str, Any], fixed: dict[str, Any]) -> Any:
+    """builder(**arguments, **fixed), the user's arguments and ours. Raises UserError: one is wrong or missing."""
+    if taken := sorted(set(arguments) & set(fixed)):
+        hints = ("set the classes by model.num_classes, published weights by model.pretrained",)
+        raise UserError(f"{name} already gets {taken[0]} from another option", f"{WHERE}.{taken[0]}", hints)
+    try:
+        return builder(**arguments, **fixed)
+    except TypeError as error:
+        raise refused(builder, name, arguments, error) from error
+    except (ValueError, AssertionError, KeyError) as error:
+        raise UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"given: {arguments}",)) from error
+
+
+def refused(builder: Callable[..., Any], name: str, arguments: dict[str, Any], error: TypeError) -> UserError:
+    """The error for arguments that a builder doesn't take, with the one that is wrong and those it knows."""
+    if match := _UNEXPECTED.search(str(error)):
+        word = match[1] or match[2]
+        return UserError(f"{name} takes no argument {word}", f"{WHERE}.{word}", _known(builder, word))
+    if match := _MISSING.search(str(error)):
+        return UserError(f"{name} needs {match[1]}", WHERE, ("set the argument under [model.arguments]",))
+    return UserError(f"{name} does not accept these arguments: {error}", WHERE, (f"given: {arguments}",))
+
+
+def _known(builder: Callable[..., Any], word: str) -> tuple[str, ...]:
+    parameters = inspect.signature(builder).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = [name for name in names if name not in ("weights", "progress", "num_classes", "channels", "size")]
+    if not names:
+        return ()
+    return tuple(filter(None, (did_you_mean(word, names), f"choose from {', '.join(names)}")))
+
+
+@dataclass(frozen=True)
+class ModelNeeds:
+    """A network's requirements of its pictures."""
+
+    channels: int | None = None  # 1 or 3; None: any number
+    size: int | None = None  # required height and width in pixels; None: any
+    notes: list[str] = field(default_factory=list)  # for the user
+
+
+def main_and_auxiliary(output: Any) -> tuple[Tensor, list[tuple[Tensor, float]]]:
+    """A network's logits [N, classes], and those of auxiliary heads, each with its weight in the loss.
+
+    A tuple holds the logits first; None among the others is ignored. The weight is 0.3 of several heads (GoogLeNet,
+    Szegedy et al. 2014, arXiv:1409.4842, section 5), 0.4 of a single one (as Inception v3 is usually trained). Raises
+    UserError: the output is something else.
+    """
+    if isinstance(output, Tensor) and output.ndim == 2:
+        return output, []
+    main, *others = output if isinstance(output, Sequence) and output else [output]
+    others = [head for head in others if head is not None]
+    if isinstance(main, Tensor) and main.ndim == 2:
+        heads = [head for head in others if isinstance(head, Tensor) and head.shape == main.shape]
+        if len(heads) == len(others):
+            weight = 0.4 if len(heads) == 1 else 0.3
+            return main, [(head, weight) for head in heads]
+    tuples = "or a tuple of such tensors, all of one shape: the logits, then those of auxiliary heads"
+    hints = ("return a tensor [N, classes]: one row for each picture", tuples)
+    raise UserError(f"the network's forward returns {_shown(output)}", "model", hints)
+
+
+def _shown(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor {list(output.shape)}"
+    if isinstance(output, Sequence) and not isinstance(output, str) and output:
+        return f"a {type(output).__name__} of {', '.join(map(_shown, output))}"
+    if isinstance(output, Mapping) and output:
+        return f"a {type(output).__name__} of {', '.join(f'{key}: {_shown(value)}' for key, value in output.items())}"
+    return "nothing" if output is None else f"a {type(output).__name__}"
+
+
+class InitializedFromData(nn.Module):
+    """A network that is initialized from pictures before training, unless it begins with saved weights."""
+
+    def look(self, pictures: Tensor) -> None:
+        """Takes normalized training pictures [n, C, S, S], not augmented, the same at any number of processes."""
+        raise NotImplementedError
