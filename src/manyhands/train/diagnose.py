@@ -10,24 +10,25 @@ from torch.nn.modules.module import register_module_forward_hook
 from manyhands.core.errors import RunError
 from manyhands.core.world import World
 from manyhands.parallel.group.plain import gather_plain
-from manyhands.parallel.network import ParallelNetwork
-from manyhands.train.feed import LoadedMicroBatch, StepSums
-from manyhands.train.monitors import ADVICE
+from manyhands.parallel.network import MicroBatch, ParallelNetwork
+from manyhands.train.feed import StepSums
 
 _SHOWN = 8  # samples
+ADVICE = "reduce train.lr, set train.warmup_epochs = 1, or set train.clip = 1.0"
 HINTS = (ADVICE, "with fp16, use bf16 or fp32 instead")
 INPUT_HINTS = ("check these samples (counted from 0 in the training split) and the code that prepares samples",)
 
 
 def explain_loss(
-    network: ParallelNetwork, part: LoadedMicroBatch, world: World, step: int, *, closely: bool = True
+    network: ParallelNetwork, part: MicroBatch, world: World, step: int, *, closely: bool = True
 ) -> RunError:
     """Returns the error for a non-finite loss on this process; `closely` names the first non-finite tensor.
 
     Only this process calls this function, so a sharded network, which needs other processes, isn't searched.
     """
-    batch, images = part.batch, part.batch.images
-    samples, finite = batch.samples, is_finite(images)
+    images, samples = part.inputs, part.samples
+    assert samples is not None
+    finite = is_finite(images)
     if not finite and len(images) == len(samples):
         samples = samples[~torch.isfinite(images).reshape(len(images), -1).all(1).cpu()]
     some = ", ".join(map(str, samples[:_SHOWN].tolist())) + (" …" if len(samples) > _SHOWN else "")
@@ -62,8 +63,8 @@ def _first_bad(model: nn.Module, images: Tensor) -> str:
 def explain_lost(network: ParallelNetwork, world: World, measured: StepSums) -> RunError:
     """Returns the error for a non-finite value that a periodic check (of losses or checkpoints) found; a collective."""
     mine = [float(measured.first_bad), float(measured.first_spoilt)]
-    everybody: list[list[float]] = gather_plain(mine, world)
-    step = min(map(min, everybody))
+    by_rank: list[list[float]] = gather_plain(mine, world)
+    step = min(map(min, by_rank))
     named = [(f"parameter {name}", one) for name, one in network.model.named_parameters()]
     named += [
         (f"buffer {name}", one) for name, one in network.model.named_buffers() if name not in network.traits.endless
@@ -73,9 +74,9 @@ def explain_lost(network: ParallelNetwork, world: World, measured: StepSums) -> 
     if not math.isfinite(step):
         what = f"{lost or 'a part of the network'} is not finite, although every loss was finite"
         return RunError(what, "an update", hints)
-    # A loss that isn't finite spoils the gradients of its own step, on all processes.
-    kind = 0 if any(bad == step for bad, _ in everybody) else 1
-    rank = next(rank for rank, seen in enumerate(everybody) if seen[kind] == step)
+    # A non-finite loss makes the gradients of the same step non-finite, on all processes.
+    kind = 0 if any(bad == step for bad, _ in by_rank) else 1
+    rank = next(rank for rank, seen in enumerate(by_rank) if seen[kind] == step)
     what = f"{('the loss', 'a gradient')[kind]} is not finite" + (f", and {lost} is not finite either" if lost else "")
     return RunError(what, f"rank {rank}, step {step:.0f}", hints)
 

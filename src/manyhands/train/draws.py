@@ -1,4 +1,4 @@
-"""Random number generators of a forward pass: seeds them, so that a resumed run is the same, and detects their use."""
+"""Seeds the random number generators of a forward pass, so that a resumed run is equal, and detects their use."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -9,25 +9,25 @@ import numpy as np
 import torch
 from torch import nn
 
-# Whose layers draw from torch's generators alone.
+# Packages whose layers use only torch's generators.
 _KNOWN = ("torch.nn.modules.", "torch.nn.parallel.", "manyhands.")
 
 
 def uses_torch_rng_alone(model: nn.Module) -> bool:
     """True if a forward pass runs no user code: all layers are from torch or manyhands, without hooks."""
-    return all(map(_is_known, model.modules()))
 
+    def is_known(layer: nn.Module) -> bool:
+        own = vars(layer)
+        changed = "forward" in own or any(own[name] for name in own if name.endswith("_hooks"))
+        return not changed and all(kind.__module__.startswith(_KNOWN) for kind in type(layer).__mro__[:-1])
 
-def _is_known(layer: nn.Module) -> bool:
-    own = vars(layer)
-    changed = "forward" in own or any(own[name] for name in own if name.endswith("_hooks"))
-    return not changed and all(kind.__module__.startswith(_KNOWN) for kind in type(layer).__mro__[:-1])
+    return all(map(is_known, model.modules()))
 
 
 def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> None:
     """Seeds the generators of torch and, if user code may use them, of random and numpy; `device` is a device type."""
     if device == "cpu":
-        # torch.manual_seed would also note a whole traceback for each kind of accelerator that isn't in use.
+        # torch.manual_seed would also store a traceback for each kind of accelerator that isn't in use.
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
@@ -38,11 +38,7 @@ def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> Non
 
 @contextmanager
 def drawing(seed: int, device: str) -> Iterator[Callable[[], bool]]:
-    """Seeds the generators in this context and restores them afterwards.
-
-    Yields:
-        A function that returns True if a random number was drawn.
-    """
+    """Seeds the generators in this context; yields a function that returns True if a random number was drawn."""
     before = _states(device)
     seed_generators(seed, device)
     seeded = _states(device)

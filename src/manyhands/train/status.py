@@ -1,19 +1,31 @@
-"""The status round: a periodic collective that shares measurements and requests to save or stop.
+"""The status round, and the monitors that it feeds: slow ranks, stalls, time lost to communication, a diverging loss.
 
-One small collective about every half second (run.log_every_s) is used for all of these, so that a signal on one process
-stops all processes at the same step, and the records cover all processes.
+One small collective about every half second (run.log_every_s) shares measurements and requests to save or stop, so that
+a signal on one process stops all processes at the same step, and the records cover all processes.
 """
 
+import math
+import shlex
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from manyhands.core.phases import CLOCK, COMMUNICATION, COMPUTE, RECORDS
+from manyhands.core.resuming import resume_command
 from manyhands.core.world import World
+from manyhands.sync.choose import EXACT, choose, words_of
+from manyhands.sync.costs import Cost, LinkCase
+from manyhands.sync.options import SyncOptions
+from manyhands.sync.synchronizer import Synchronizer
+from manyhands.train.diagnose import ADVICE
 from manyhands.train.feed import StepSums
+from manyhands.train.heartbeat import stall_message
+from manyhands.train.journal import Journal
 
 MOST_STEPS = 1000
 # The longest interval on a slow link, since requests to stop and the screen wait for it.
@@ -47,17 +59,6 @@ class StatusSums:
         """The share of samples predicted correctly; 0 without samples."""
         return self.correct / max(1, self.samples)
 
-    def to_vector(self) -> list[float]:
-        """Returns the numbers to add up."""
-        *numbers, extra = vars(self).values()
-        return [*map(float, numbers), *extra]
-
-    @classmethod
-    def from_vector(cls, vector: list[float]) -> "StatusSums":
-        """Creates the sums from the result of `to_vector`, added up or not."""
-        count = len(fields(cls)) - 1
-        return cls(*vector[:count], extra=vector[count:])
-
 
 @dataclass
 class Status(StatusSums):
@@ -73,33 +74,22 @@ class Status(StatusSums):
 class EpochMean:
     """Loss and accuracy over the samples of one epoch, over all processes."""
 
-    whole: bool = True  # False if the run resumed within the epoch, whose mean is then unknown
-    _loss: float = 0.0
-    _correct: float = 0.0
-    _samples: float = 0.0
+    complete: bool = True  # False if the run resumed within the epoch, whose mean is then unknown
+    loss_sum: float = 0.0
+    correct: float = 0.0
+    samples: float = 0.0
 
     def add(self, status: Status) -> None:
-        """Counts the samples of one status."""
-        self._loss += status.loss_sum
-        self._correct += status.correct
-        self._samples += status.samples
-
-    def take(self) -> tuple[float | None, float | None]:
-        """Returns mean loss and accuracy of the epoch, None if unknown, and starts the next epoch."""
-        known = self.whole and self._samples > 0
-        found = (self._loss / self._samples, self._correct / self._samples) if known else (None, None)
-        self.whole, self._loss, self._correct, self._samples = True, 0.0, 0.0, 0.0
-        return found
+        self.loss_sum += status.loss_sum
+        self.correct += status.correct
+        self.samples += status.samples
 
 
 class StatusRound:
     """Decides when a status round is due, equally on every process, and runs it.
 
-    Args:
-        world: the processes.
-        every_s: the approximate interval.
-        save_every_s: seconds between checkpoints by the clock of rank 0; infinite for none by time.
-        multiple: status rounds run only at multiples of this step, when a slow link is free.
+    `every_s` is the approximate interval; `save_every_s` are seconds between checkpoints by the clock of rank 0; rounds
+    run only at multiples of the step `multiple`, when a slow link is free.
     """
 
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
@@ -110,7 +100,6 @@ class StatusRound:
         self.waiting_s = 0.0
 
     def due(self, step: int, *, force: bool) -> bool:
-        """Returns True if a status round is due at this step, equally on all processes."""
         return force or step >= self._next_step
 
     def leave_out(self, seconds: float) -> None:
@@ -128,22 +117,17 @@ class StatusRound:
         *,
         stop: bool,
         written: bool = False,
-        extra: Callable[[float, int], list[float]] | None = None,
+        extra: Callable[[float, int, float], list[float]] | None = None,
         replaced: int = 0,
     ) -> Status:
         """Sums the measurements of all processes; a collective.
 
-        Args:
-            measured: the sums of this process.
-            step: the number of updates so far.
-            stop: True if this process was asked to stop.
-            written: True if this process has finished writing the save in progress.
-            extra: returns more numbers to sum, from the seconds and steps since the last round.
-            replaced: the number of unreadable pictures on this process.
+        `written`: this process has finished writing the save in progress. `extra` returns more numbers to sum, from the
+        seconds, the steps and the seconds of waiting for data since the last round. `replaced` counts bad pictures.
         """
         now = time.perf_counter()
         took_s, steps = now - self._last, step - self._last_step
-        more = extra(took_s, steps) if extra else []
+        more = extra(took_s, steps, self.waiting_s) if extra else []
         if self._world.device != "cpu":
             CLOCK.to(COMPUTE)  # an accelerator finishes its updates before it tells what it measured
         sums = measured.take()
@@ -154,11 +138,13 @@ class StatusRound:
         own = StatusSums(*sums, stop, save, written, report_time, took_s, replaced, more)
         # Apple's devices know no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64
-        vector = torch.tensor(own.to_vector(), dtype=kind, device=self._world.device)
+        *numbers, _ = vars(own).values()
+        vector = torch.tensor([*map(float, numbers), *more], dtype=kind, device=self._world.device)
         began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
         if not self._world.alone:
             dist.all_reduce(vector)
-        total = StatusSums.from_vector(vector.tolist())
+        added = vector.tolist()
+        total = StatusSums(*added[: len(numbers)], extra=added[len(numbers) :])
         CLOCK.to(before)
         waited_s = time.perf_counter() - began_s
         self._reported = now if total.report_time else self._reported
@@ -175,3 +161,156 @@ class StatusRound:
     def saved(self) -> None:
         """Records that a checkpoint is being written."""
         self._saved = time.perf_counter()
+
+
+# A rank is slow if it takes this many times the median of the others, in this many rounds in a row.
+_SLOW, _TIMES = 1.3, 3
+
+
+@dataclass
+class Watcher:
+    """Compares the speeds of all processes, reports slow ranks and stalls, and adapts local steps to the link."""
+
+    synchronizer: Synchronizer  # what this process waits for; it measures times
+    cost: Cost  # the method, with its pace
+    world: World
+    hosts: list[str]  # name of each rank's machine
+    _waited_s: float = field(default=0.0, init=False)
+    _slow: list[int] = field(default_factory=list[int], init=False)
+    _reported: set[int] = field(default_factory=set[int], init=False)
+    _stood_s: float = field(default=0.0, init=False)
+    _stalls_s: list[float] = field(default_factory=list[float], init=False)
+
+    def mine(self, seconds: float, steps: int, _waiting_s: float) -> list[float]:
+        """Returns numbers to sum over all processes: the seconds per step and of the last exchange, by rank."""
+        timed = self.synchronizer.timed
+        assert timed is not None
+        self._stood_s, self._waited_s = timed.waited_s - self._waited_s, timed.waited_s
+        step_s = (seconds - self._stood_s) / max(1, steps)
+        own = [rank == self.world.rank for rank in range(self.world.size)]
+        return [*(step_s * one for one in own), *(timed.exchange_s * one for one in own)]
+
+    def observe(self, status: Status, step: int, journal: Journal) -> Cost | None:
+        """Reports stalls and slow ranks; returns the method with its new pace if that changes, on all processes."""
+        speeds_s, exchanges_s = status.extra[: self.world.size], status.extra[self.world.size :]
+        self._name_a_stall(status.waited_s, step, journal)
+        self._name_the_slow(speeds_s, step, journal)
+        before, now = self.cost, self.synchronizer.adapt_pace(speeds_s, exchanges_s)
+        if now is not None:
+            self.cost = now
+            speed = "take longer" if (now.every, now.delay) > (before.every, before.delay) else "are faster"
+            every, delay = f"{now.every} steps (was {before.every})", f"{now.delay} steps (was {before.delay})"
+            message = f"exchanges {speed} than before; sync.every is now {every}, sync.delay {delay}"
+            journal.event("sync", message, step, every=now.every, delay=now.delay, method=now.method)
+        return now
+
+    def _name_a_stall(self, waited_s: float, step: int, journal: Journal) -> None:
+        """Reports an unusual stall; `waited_s`: the wait of this process in the status round."""
+        stood_s = self._stood_s + waited_s
+        # The first time counts how unequally processes have started.
+        usual_s = statistics.median(self._stalls_s) if self._stalls_s else stood_s
+        self._stalls_s = [*self._stalls_s[-4:], stood_s]
+        if message := stall_message(stood_s, usual_s, linked=len({*self.hosts}) > 1):
+            journal.event("stall", message, step, seconds=stood_s)
+
+    def _name_the_slow(self, speeds: list[float], step: int, journal: Journal) -> None:
+        slowest = max(range(len(speeds)), key=speeds.__getitem__)
+        usual_s = statistics.median([*speeds[:slowest], *speeds[slowest + 1 :]])
+        if not math.isfinite(usual_s) or speeds[slowest] <= _SLOW * usual_s:
+            self._slow.clear()
+            return
+        self._slow.append(slowest)
+        if len(self._slow) >= _TIMES and set(self._slow[-_TIMES:]) == {slowest} and slowest not in self._reported:
+            self._reported.add(slowest)
+            message = (
+                f"rank {slowest} on {self.hosts[slowest]} takes {speeds[slowest]:.3g} s a step, the other ranks "
+                f"{usual_s:.3g} s, so the other ranks are idle {1 - usual_s / speeds[slowest]:.0%} of the time"
+            )
+            journal.event("slow", message, step, rank=slowest)
+
+
+# A larger share of the time is reported, after a few steps or long ones; the first step starts everything.
+_LONG, _FEW_STEPS, _LONG_S = 1 / 3, 3, 5.0
+# The part of computing in which gradients are ready to be sent: most of the backward pass.
+_BACKWARD = 0.5
+
+
+@dataclass
+class CommunicationMonitor:
+    """Measures the time that processes wait for each other if gradients are averaged in every update.
+
+    On a CPU, that is the time in which the training thread does not compute. Accelerators compute asynchronously; there
+    the time of an update without communication was measured before.
+    """
+
+    # measures the link, and returns what costs depend on for a step that computes for so many seconds; a collective
+    case: Callable[[float], LinkCase]
+    options: SyncOptions
+    without: dict[str, str]  # methods that the job rules out, and why
+    run: str  # the run folder
+    compute_s: float = 0.0  # of a step, on accelerators; 0 on a CPU
+    _own_s: float = field(default_factory=time.thread_time, init=False)
+    _stood_s: float = field(default=0.0, init=False)
+    _all_s: float = field(default=0.0, init=False)
+    _first: int = field(default=-1, init=False)
+    _reported: bool = field(default=False, init=False)
+
+    def mine(self, seconds: float, steps: int, waiting_s: float) -> list[float]:
+        """Returns numbers to sum over all processes: the seconds of waiting for others, all seconds, and 1."""
+        before, self._own_s = self._own_s, time.thread_time()
+        busy_s = self.compute_s * steps if self.compute_s else self._own_s - before
+        return [max(0.0, seconds - busy_s - waiting_s), seconds, 1.0]
+
+    def observe(self, status: Status, step: int, journal: Journal) -> None:
+        """Reports a large share of communication, the same on all processes; a collective if it reports."""
+        if self._first < 0:
+            self._first = step
+            return
+        stood_s, all_s, processes = status.extra
+        self._stood_s, self._all_s = self._stood_s + stood_s, self._all_s + all_s
+        steps = step - self._first
+        if self._reported or (steps < _FEW_STEPS and self._all_s < _LONG_S * processes):
+            return
+        share = self._stood_s / max(self._all_s, 1e-9)
+        if share > _LONG:
+            self._reported = True
+            step_s = self._all_s / processes / steps
+            journal.event("sync", self._line(share, step_s), step, share=share, step_s=step_s)
+
+    def _line(self, share: float, step_s: float) -> str:
+        computing_s = (1 - share) * step_s
+        case = self.case(computing_s)
+        choice = choose(replace(case, backward_s=_BACKWARD * computing_s), self.options, without=self.without)
+        chosen = choice.chosen
+        message = f"communication between machines takes {share:.0%} of the {step_s:.3g} s per step"
+        if chosen.method == EXACT:
+            return f"{message}; --sync auto would also choose {EXACT}: {choice.reason}"
+        resume = resume_command(Path(self.run), "--set sync.method=auto", 'sync__method="auto"')
+        change = f"manyhands stop {shlex.quote(self.run)}, then {resume}"
+        return f"{message}; --sync auto would take about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
+
+
+# Times the first loss, for this many rounds in a row: a high rate's first steps may raise the loss once.
+_DIVERGED, _ROUNDS = 3.0, 3
+
+
+@dataclass
+class Divergence:
+    """Compares the loss of each record with the first loss, or with the loss of random guesses if that is larger."""
+
+    classes: int  # number of classes
+    _began: float = math.nan
+    _high: int = 0
+    _reported: bool = False
+
+    def observe(self, loss: float) -> str:
+        """Returns a warning, once, if the loss stays far above the first loss; else an empty string."""
+        if math.isnan(self._began):
+            self._began = loss
+        # A resumed run begins with a small loss, which may well grow threefold.
+        limit = _DIVERGED * max(self._began, math.log(max(2, self.classes)))
+        self._high = self._high + 1 if loss > limit else 0
+        if self._high < _ROUNDS or self._reported:
+            return ""
+        self._reported = True
+        return f"training diverges: the loss rose from {self._began:.4g} to {loss:.4g} (do: {ADVICE})"

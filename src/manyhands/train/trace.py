@@ -17,22 +17,16 @@ from manyhands.core.phases import CLOCK, OTHER, PHASES
 from manyhands.core.scratch import scratch
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.feed import UpdateShare
-from manyhands.train.recording import record_time
-from manyhands.train.trainer import Trainer
+from manyhands.train.trainer import Trainer, record_time
 
 _WARM_UP = 5  # updates before those that are traced
 _MOST_RANKS = 16  # processes that are shown
-_NUMBERS = 100  # of a process in the trace: its own, and those of its devices
+_NUMBERS = 100  # numbers for each process and its devices in the trace
 _KEPT = ("name", "ph", "ts", "dur", "tid", "cat", "id", "bp")
 
 
 def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
-    """Runs some warm-up updates and the number of traced updates in the job.
-
-    Args:
-        trainer: the trainer.
-        epoch: the remaining updates of the current epoch.
-    """
+    """Runs some warm-up updates and run.trace_steps updates; `epoch` yields those of the current epoch."""
     steps, made = trainer.job.run.trace_steps, 0
     CLOCK.spans = []
     plan = schedule(wait=0, warmup=_WARM_UP, active=steps, repeat=1)
@@ -60,16 +54,16 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
         moved = [{**event, "ts": event["ts"] - began_us} if "ts" in event else event for event in events]
         text = json.dumps({"traceEvents": moved, "displayTimeUnit": "ms"})
         trainer.journal.file(lambda: write_atomic(trainer.folder.trace, text))
-    CLOCK.take()  # the profiler's own time is nobody's
+    CLOCK.take()  # the time of the profiler is not recorded
 
 
 def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
-    """This process's events in Chrome's form, at microseconds since 1970; and its phases, as a thread of their own."""
+    """Returns this process's events in Chrome's format, in microseconds since 1970, with its phases as a thread."""
     if not file.is_file():
-        return []  # training ended before
+        return []  # training ended during the warm-up
     content = json.loads(file.read_bytes())
     base_us, first = int(content.get("baseTimeNanoseconds", 0)) / 1000, rank * _NUMBERS
-    # What isn't a number belongs to no process: the profiler's own notes.
+    # Notes of the profiler have no process number.
     found = [event for event in content["traceEvents"] if isinstance(event.get("pid"), int)]
     kept: list[dict[str, Any]] = []
     for event in found:
