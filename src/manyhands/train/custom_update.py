@@ -76,7 +76,6 @@ class CustomUpdate:
                 yield inputs, labels
             if self._open:
                 raise UserError("the loop body didn't call session.backward", "samples", _LOOP)
-            self._gradients = last
         if not self.made:
             raise UserError("the loop body didn't call optimizer.step() after the last micro-batch", "samples", _LOOP)
 
@@ -148,7 +147,6 @@ class CustomUpdate:
                 parameter.grad.div_(total.to(parameter.grad.dtype))
 
     def _refuse_changes(self) -> None:
-        """Raises UserError if the loop changed gradients of an incomplete update."""
         if any(one.grad is not grad or grad._version != version for one, grad, version in self._added):
             hints = ("to clip, use manyhands.session(clip=1.0)", "to reset gradients, call optimizer.zero_grad()")
             raise UserError("the loop changed gradients before the update was complete", "samples", hints)
@@ -209,7 +207,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
 
 def as_given(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns the user's optimizer, also if it was prepared before."""
     return optimizer.__dict__["_inner"] if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 

@@ -126,17 +126,15 @@ class Evaluator:
         are not exactly those of the split.
         """
         started = time.perf_counter()
-        # Under inference_mode, the tensors that a sharded network creates in its first pass couldn't be trained.
-        with evaluating(self._network.call), torch.no_grad(), autocast:
-            counts = self._count(self._dealt(shares), StopRequest(self.world, asked) if asked else None)
-        return self._sum_up(*counts, started)
-
-    def _dealt(self, shares: Sequence[int]) -> list[list[int]]:
-        if self._network.share.together:
-            return [list(range(len(self.blocks)))] * self.world.size
         # If all processes call the network equally often, unequal shares only add calls.
         turns = not shares or self._network.share.collective_forward
-        return dealt_blocks(len(self.blocks), (1,) * self.world.size if turns else shares)
+        dealt = dealt_blocks(len(self.blocks), (1,) * self.world.size if turns else shares)
+        if self._network.share.together:
+            dealt = [list(range(len(self.blocks)))] * self.world.size
+        # Under inference_mode, the tensors that a sharded network creates in its first pass couldn't be trained.
+        with evaluating(self._network.call), torch.no_grad(), autocast:
+            counts = self._count(dealt, StopRequest(self.world, asked) if asked else None)
+        return self._sum_up(*counts, started)
 
     def _count(self, dealt: list[list[int]], request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns true and predicted class [2, length], top-5 hits and samples [2], and sums [k, blocks]."""
@@ -221,20 +219,13 @@ def averaged(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
     if pictures.ndim != 4 or min(pictures.shape[2:]) < 2:
         shape = "x".join(map(str, pictures.shape[1:]))
         raise UserError(f"samples of shape {shape} can't be mirrored", "train.evaluate_views", ("set the option to 1",))
-    outputs = [(weight, main_and_auxiliary(model(view))[0]) for weight, view in _views(pictures, count)]
+    height, width = pictures.shape[2:]
+    wide, views = F.pad(pictures, (1, 1, 1, 1), "reflect"), [(0.25 if count == 6 else 0.5, pictures)]
+    if count == 6:
+        views += [(0.125, wide[:, :, by : by + height, by : by + width]) for by in (0, 2)]
+    outputs = [(weight, main_and_auxiliary(model(each))[0]) for weight, view in views for each in (view, view.flip(3))]
     precise = torch.promote_types(outputs[0][1].dtype, torch.float32)
     return torch.stack([weight * output.to(precise) for weight, output in outputs]).sum(0)
-
-
-def _views(pictures: Tensor, count: int) -> Iterator[tuple[float, Tensor]]:
-    """Yields weights, which add up to 1, and views."""
-    height, width = pictures.shape[2:]
-    wide = F.pad(pictures, (1, 1, 1, 1), "reflect")
-    shifted = [wide[:, :, by : by + height, by : by + width] for by in (0, 2)] if count == 6 else []
-    for number, view in enumerate([pictures, *shifted]):
-        weight = 0.125 if number else 0.25 if shifted else 0.5
-        yield weight, view
-        yield weight, view.flip(3)
 
 
 @CLOCK.within(EVALUATION)
@@ -273,14 +264,12 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
 
 
 def _figures(found: Evaluation, trainer: Trainer) -> dict[str, Any]:
-    """Returns the fields that both records of an evaluation have."""
     progress, names = trainer.progress, ("count", "loss", "top1", "top5", "metrics")
     place = {"time": time.time(), "epoch": progress.epoch, "step": progress.step}
     return place | {name: getattr(found, name) for name in names}
 
 
 def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
-    """Returns an evaluation as stored in the run folder."""
     confusion = [(row, column, count) for row, column, count in found.cells.tolist()]
     return EvaluationDetail(**_figures(found, trainer), classes=list(trainer.trained.classes), confusion=confusion)
 
@@ -291,7 +280,11 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
 
     The network has the last weights afterwards, also if Interrupted is raised.
     """
-    if trainer.test is None or not broadcast_plain(not _is_done(trainer), trainer.world):
+    progress = trainer.progress
+    steps = {trainer.folder.evaluations / f"{BEST}.json": progress.best_step}
+    steps[trainer.folder.evaluations / f"{LAST}.json"] = progress.step
+    done = all(path.is_file() and (read_object(path) or {}).get("step") == step for path, step in steps.items())
+    if trainer.test is None or broadcast_plain(done, trainer.world):
         return
     with trainer.paused("evaluate"):
         with trainer.synchronizer.averaged():
@@ -304,16 +297,7 @@ def test_once(trainer: Trainer, stop: StopSignal) -> None:
         message += f"{percentage(best.top1, 2)}% with the best weights (step {best.step}), "
     message += f"{percentage(last.top1, 2)}% with the last weights"
     top1 = {"best": best.top1 if best else None, "last": last.top1}
-    trainer.journal.event("tested", message, trainer.progress.step, **top1)
-
-
-def _is_done(trainer: Trainer) -> bool:
-    """True if records of a test with the final weights exist."""
-    records = {
-        trainer.folder.evaluations / f"{name}.json": step
-        for name, step in ((BEST, trainer.progress.best_step), (LAST, trainer.progress.step))
-    }
-    return all(file.is_file() and (read_object(file) or {}).get("step") == step for file, step in records.items())
+    trainer.journal.event("tested", message, progress.step, **top1)
 
 
 def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> EvaluationDetail | None:
@@ -338,7 +322,7 @@ def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> 
 
 
 def _load(trainer: Trainer, step: int) -> int:
-    """Loads the weights that were saved at a step; returns their epoch. A collective."""
+    """Loads the weights that were saved at a step, and returns their epoch; a collective."""
     path, in_pieces = trainer.folder.checkpoints / files.step_name(step), bool(trainer.network.layouts)
     found = find_state(str(path), NOWHERE, trainer.world, in_pieces=in_pieces)
     assert found is not None  # a path is read or refused

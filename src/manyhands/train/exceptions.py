@@ -44,7 +44,6 @@ def _of_norms(trainer: Trainer) -> list[str]:
 
 
 def exception_of_buffers(names: list[str]) -> str:
-    """Returns the sentence for buffers that processes update differently."""
     more = f" and {len(names) - 3} more buffers" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}: each process updates these from its own samples; all use rank 0's values."
 

@@ -32,7 +32,6 @@ class Feed:
         self.order, self.sharing, self.loader, self._rank, self.augment = order, batch_sharing, loader, rank, augment
 
     def updates(self, epoch: int, first_step: int) -> Iterator[UpdateShare]:
-        """Yields the updates of the epoch from `first_step` on."""
         batches = self.loader.batches(epoch, self._requests(epoch, first_step))
         for step in range(first_step, self.order.steps_per_epoch):
             count = min(self.order.batch, self.order.length - step * self.order.batch)
@@ -76,7 +75,6 @@ class StepSums:
             self._count()
 
     def unguessed(self) -> None:
-        """Makes the accuracy undefined (NaN)."""
         self._correct = math.nan
 
     def take(self) -> tuple[float, float, int]:
@@ -92,7 +90,6 @@ class StepSums:
         return self.loss, self.samples, self._correct, self._guesses, len(self._guesses)
 
     def back(self, mark: tuple[Any, ...]) -> None:
-        """Restores the sums of a `mark`."""
         self.loss, self.samples, self._correct, self._guesses, guesses = mark
         del self._guesses[guesses:]
 

@@ -62,7 +62,6 @@ class HeartbeatWriter:
         return message
 
     def too_long(self, took_s: float) -> str:
-        """Returns a message if a stall of `took_s` seconds is unusual, else an empty string."""
         known = len(self._updates_s) >= _ENOUGH
         return stall_message(took_s, self._usual_s(), linked=self.linked) if known and took_s > _CUT_S else ""
 
@@ -201,7 +200,21 @@ def ended_where_deaf(hung: Callable[[], str], last_words: Callable[[str], None])
     ours, theirs = os.pipe()
     os.set_blocking(theirs, False)
     before, over = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False), threading.Event()
-    thread = threading.Thread(target=_watch, args=(ours, hung, last_words, over), daemon=True)
+
+    def watch() -> None:
+        stop_requests, again_at = 0, float("inf")
+        while not over.is_set():
+            if select.select([ours], [], [], _POLL_S)[0]:
+                received = [number for number in os.read(ours, 64) if number in {*STOPS}]
+                stop_requests += len(received)
+                if stop_requests > 1 and signal.SIGINT in received:
+                    again_at = min(again_at, time.monotonic())
+            reason = hung() if stop_requests else ""
+            if (reason or time.monotonic() - again_at > _UP_S) and not over.is_set():
+                last_words(reason)
+                os._exit(EXIT_INTERRUPTED)
+
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield
@@ -211,17 +224,3 @@ def ended_where_deaf(hung: Callable[[], str], last_words: Callable[[str], None])
         thread.join()
         os.close(ours)
         os.close(theirs)
-
-
-def _watch(signals: int, hung: Callable[[], str], last_words: Callable[[str], None], over: threading.Event) -> None:
-    stop_requests, again_at = 0, float("inf")
-    while not over.is_set():
-        if select.select([signals], [], [], _POLL_S)[0]:
-            heard = [number for number in os.read(signals, 64) if number in {*STOPS}]
-            stop_requests += len(heard)
-            if stop_requests > 1 and signal.SIGINT in heard:
-                again_at = min(again_at, time.monotonic())
-        reason = hung() if stop_requests else ""
-        if (reason or time.monotonic() - again_at > _UP_S) and not over.is_set():
-            last_words(reason)
-            os._exit(EXIT_INTERRUPTED)

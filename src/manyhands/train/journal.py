@@ -34,7 +34,6 @@ class Journal:
         self._writing = threading.Lock()  # a background thread writes checkpoints and their events
 
     def event(self, kind: str, message: str = "", step: int | None = None, **data: Any) -> None:
-        """Records an event on rank 0."""
         if self._spoken and self._rank == 0 and kind in _SPOKEN:
             say(message)
         record = Event(time=time.time(), kind=kind, rank=self._rank, step=step, message=message, data=data)
@@ -46,11 +45,9 @@ class Journal:
         self._keep(lambda: append_line(self._folder.ranks / f"{self._rank}.log", f"{at} {text}"))
 
     def metrics(self, record: Record) -> None:
-        """Records measurements on rank 0."""
         self.file(functools.partial(append, self._folder.metrics, record))
 
     def detail(self, name: str, record: EvaluationDetail) -> None:
-        """Writes evaluations/<name>.json on rank 0."""
         self.file(functools.partial(write_json, self._folder.evaluations / f"{name}.json", record))
 
     def file(self, write: Callable[[], None]) -> None:

@@ -106,20 +106,24 @@ def attend(trainer: Trainer, stop: StopSignal) -> None:
 
 
 def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
-    """Runs the status round and acts on the measurements; raises RunError for a loss that is not finite."""
-    progress = trainer.progress
+    """Runs the status round, records it, and reports slow ranks and stalls; raises RunError for a non-finite loss."""
+    progress, saver, sync = trainer.progress, trainer.saver, trainer.sync
     status = trainer.status_round.add_up(
         trainer.update.measured,
         progress.step,
         stop=bool(stop),
-        written=trainer.saver.done,
-        extra=trainer.sync.monitor.mine if trainer.sync.monitor else None,
+        written=saver.done,
+        extra=sync.monitor.mine if sync.monitor else None,
         replaced=len(trainer.feed.loader.replaced),
     )
     if not math.isfinite(status.loss):
         raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
     record_status(trainer, status)
-    trainer.observe(status)
+    trainer.note_stall(trainer.heartbeats.too_long(status.waited_s), status.waited_s)
+    if saver.interval:
+        saver.interval.trained(status.seconds, status.samples, saving=saver.step is not None)
+    if sync.monitor and (cost := sync.monitor.observe(status, progress.step, trainer.journal)):
+        sync.cost, trainer.status_round.multiple = cost, cost.every
     finish_save(trainer, written=status.written)
     return status
 

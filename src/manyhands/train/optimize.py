@@ -71,7 +71,6 @@ def mark_own(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_custom(optimizer: torch.optim.Optimizer) -> bool:
-    """True for an optimizer that `make_custom` created or `mark_own` marked."""
     return _OF_PEAK in optimizer.param_groups[0]
 
 
@@ -109,7 +108,11 @@ def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: torch.
         if not custom:
             fresh = start_state(optimizer, parameter)
             found = {key: value for key, value in found.items() if value is not None}
-            if _fits(found, fresh):
+            shapes = {
+                key: torch.as_tensor(value).shape if isinstance(value, Tensor | int | float) else None
+                for key, value in found.items()
+            }
+            if shapes == {key: value.shape for key, value in fresh.items()}:
                 found = {key: torch.as_tensor(value, dtype=fresh[key].dtype) for key, value in found.items()}
             else:
                 other_keys |= found.keys() if fresh else set()
@@ -125,13 +128,6 @@ def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: torch.
         _start_momentum(optimizer)
     named = ", ".join(sorted(other_keys))
     return f"the state of {kind.lower()} is reset: the saved state is of another optimizer ({named})" if named else ""
-
-
-def _fits(found: dict[str, Any], fresh: dict[str, Tensor]) -> bool:
-    return found.keys() == fresh.keys() and all(
-        isinstance(value, Tensor | int | float) and torch.as_tensor(value).shape == fresh[key].shape
-        for key, value in found.items()
-    )
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:
@@ -252,7 +248,7 @@ def total_steps(options: TrainOptions, steps_per_epoch: int) -> int:
 
 
 def steps_to_make(options: TrainOptions, samples: int) -> int:
-    """Returns the number of updates of a job on a training split of `samples` samples, at least one."""
+    """Returns the number of updates of a job on `samples` training samples, at least one."""
     order = Order(samples, min(options.batch, samples), options.seed, options.drop_last)
     begun = options.start_epoch * order.steps_per_epoch
     return max(1, total_steps(options, order.steps_per_epoch) - begun)
@@ -278,8 +274,12 @@ def learning_rate(options: TrainOptions, step: int, steps_per_epoch: int) -> flo
     Hutter 2016, arXiv:1608.03983, without restarts.
     """
     total = max(1, options.epochs * steps_per_epoch)
-    if options.schedule == "one-cycle":
-        return options.lr * _one_cycle(step / total)
+    if options.schedule == "one-cycle":  # from 1/10 over the first quarter, then to 1/1000, along cosines
+        progress, rise = step / total, 0.25
+        if progress < rise:
+            return options.lr * (0.1 + 0.9 * 0.5 * (1 - math.cos(math.pi * progress / rise)))
+        falling = min(1.0, (progress - rise) / (1 - rise))
+        return options.lr * (0.001 + 0.999 * 0.5 * (1 + math.cos(math.pi * falling)))
     warmup = options.warmup_epochs * steps_per_epoch
     if step < warmup:
         return options.lr * (step + 1) / (math.floor(warmup) + 1)
@@ -288,12 +288,3 @@ def learning_rate(options: TrainOptions, step: int, steps_per_epoch: int) -> flo
     if options.schedule == "step":
         return options.lr * options.step_factor ** (step // steps_per_epoch // options.step_epochs)
     return options.lr
-
-
-def _one_cycle(progress: float) -> float:
-    """Rises from 1/10 over the first quarter, then falls to 1/1000, along cosines."""
-    rise = 0.25
-    if progress < rise:
-        return 0.1 + 0.9 * 0.5 * (1 - math.cos(math.pi * progress / rise))
-    falling = min(1.0, (progress - rise) / (1 - rise))
-    return 0.001 + 0.999 * 0.5 * (1 + math.cos(math.pi * falling))

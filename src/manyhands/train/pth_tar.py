@@ -81,6 +81,7 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _write(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
+    """Writes the files; those that this run neither wrote nor resumed from are renamed."""
     folder, arch = Path(trainer.job.checkpoint.pth_tar).expanduser(), trainer.job.model.name
     prefix = "module." if trainer.world.device.startswith("cuda") else ""
     record = trainer.folder.path / WRITTEN
@@ -88,7 +89,11 @@ def _write(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in (folder / CHECKPOINT, folder / BEST)[: 1 + best]:
-            _make_room(path, trainer, written)
+            resumed = Path(trainer.job.checkpoint.resume).expanduser().resolve() == path.resolve()
+            if path.exists() and not resumed and written.get(str(path.resolve())) != _identity(path):
+                aside = free_name(folder, path.name.removesuffix(".pth.tar"), ".pth.tar")
+                path.rename(aside)
+                trainer.journal.event("note", f"{path.name} existed before this run and was renamed to {aside.name}")
             if path.name == CHECKPOINT:
                 write_foreign(path, snapshot, arch.removeprefix("torchvision:"), prefix)
             else:
@@ -99,16 +104,6 @@ def _write(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         trainer.journal.event("warning", f"the .pth.tar files can't be written: {reason}", trainer.progress.step)
-
-
-def _make_room(path: Path, trainer: Trainer, written: dict[str, Any]) -> None:
-    """Renames a file that this run neither wrote nor resumed from, with a note."""
-    if not path.exists() or path.resolve() == Path(trainer.job.checkpoint.resume).expanduser().resolve():
-        return
-    if written.get(str(path.resolve())) != _identity(path):
-        aside = free_name(path.parent, path.name.removesuffix(".pth.tar"), ".pth.tar")
-        path.rename(aside)
-        trainer.journal.event("note", f"{path.name} existed before this run and was renamed to {aside.name}")
 
 
 def _identity(path: Path) -> list[int]:

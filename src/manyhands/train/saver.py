@@ -59,11 +59,9 @@ class Saver:
 
     @property
     def done(self) -> bool:
-        """True if this process has finished writing."""
         return self._written is not None and self._written.done()
 
     def wait(self) -> None:
-        """Waits until this process has finished writing or failed; not a collective."""
         if self._written:
             futures.wait([self._written])
 

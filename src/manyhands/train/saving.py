@@ -70,8 +70,8 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
         return
     # If all have written, a wait here is a stall, so the phase stays.
     phase, trainer.heartbeats.phase = trainer.heartbeats.phase, "save" if written is None else trainer.heartbeats.phase
-    mine = saver.end()
-    by_rank = gather_plain(mine and asdict(mine), trainer.world)
+    written_here = saver.end()
+    by_rank = gather_plain(written_here and asdict(written_here), trainer.world)
     trainer.heartbeats.phase = phase
     outcomes = {rank: SaveOutcome(**by_rank[rank]) for rank in saver.writers}
     if not all(outcome.finite for outcome in outcomes.values()):
@@ -84,23 +84,18 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
         if outcome.error:
             which = f"checkpoint copy on rank {rank}'s machine" if rank else "checkpoint"
             trainer.journal.event("warning", f"the {which} was not saved at step {step}: {outcome.error}", step)
-    _compare(trainer, step, outcomes)
+    digests = {rank: outcome.digests for rank, outcome in outcomes.items() if not outcome.error}
+    for rank, mine in digests.items():
+        other = [name for name, digest in digests.get(0, mine).items() if mine.get(name) != digest]
+        if other:  # the check of the replicas names the rank and tensor
+            trainer.verify_replicas()
+            message = f"the checkpoint copies of ranks 0 and {rank} differ at step {step}: {', '.join(other)}"
+            trainer.journal.event("warning", message, step)
     took_s = time.perf_counter() - started
     trainer.status_round.leave_out(took_s)
     if interval := saver.interval:
         trainer.status_round.save_every_s = interval.saved(saver.stalled_s + took_s, saver.wrote_s)
         interval.record(trainer.status_round.save_every_s, trainer.journal, trainer.progress.step)
-
-
-def _compare(trainer: Trainer, step: int, outcomes: dict[int, SaveOutcome]) -> None:
-    """Reports copies of a checkpoint that differ, and checks the replicas to name the rank and tensor."""
-    copies = {rank: outcome.digests for rank, outcome in outcomes.items() if not outcome.error}
-    for rank, digests in copies.items():
-        other = [name for name, digest in copies.get(0, digests).items() if digests.get(name) != digest]
-        if other:
-            trainer.verify_replicas()
-            message = f"the checkpoint copies of ranks 0 and {rank} differ at step {step}: {', '.join(other)}"
-            trainer.journal.event("warning", message, step)
 
 
 def rescue(trainer: Trainer) -> bool:
@@ -150,7 +145,7 @@ def _plain_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def save_last(trainer: Trainer) -> None:
-    """Saves the end of a run. Raises RunError on all processes if that fails."""
+    """Saves the end of a run; raises RunError on all processes if that fails."""
     save(trainer)
     finish_save(trainer)
     if trainer.progress.saved_step != trainer.progress.step:

@@ -118,7 +118,6 @@ def copied(value: Any, *, keep: bool = True) -> Any:
 
 
 def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns an optimizer's state by parameter name, independent of groups and layouts."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {names[id(parameter)]: copied(values) for parameter, values in optimizer.state.items()}
     groups = [{**group, "params": [names[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
@@ -154,7 +153,7 @@ def restore(
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
         if extra := _known(extra_state(snapshot, where), network.model.state_dict(), snapshot.notes):
             network.model.load_state_dict(extra, strict=False)
-        return progress, restore_pieces(opened, network, optimizer)
+        return progress, _restore_shards(opened, network, optimizer)
     # Optimizer state of manyhands uses the parameters' names.
     renames = optimizer is None or bool(snapshot.state.get("foreign"))
     if network.traits.sharded:
@@ -225,7 +224,7 @@ def check_shapes(
         raise UserError(f"the checkpoint belongs to another network: {'; '.join(problems[:3])}{more}", where, hints)
 
 
-def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None) -> str:
+def _restore_shards(source: Source, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None) -> str:
     """Reads this process's shards into the network and its optimizer; returns the note of `restore_optimizer`."""
     mesh, rank = network.layouts.mesh, network.layouts.rank
     with torch.no_grad():
@@ -249,8 +248,11 @@ def find_state(resume: str, folder: RunFolder, world: World, *, in_pieces: bool 
     # Another machine may lack the files, and receives the state below.
     with contextlib.nullcontext() if world.is_main else contextlib.suppress(UserError):
         found = _find(resume, folder, in_pieces=in_pieces)
-    identity = torch.tensor([_identity(found)], device=world.device)
-    if compare_replicas({"checkpoint": identity}, world) is None:
+    identity = 0
+    if found:  # a hash of the manifest, which has the hash of every file, or of the file
+        with (found.path / files.MANIFEST if found.path.is_dir() else found.path).open("rb") as content:
+            identity = int.from_bytes(hashlib.file_digest(content, "sha256").digest()[:7], "big")
+    if compare_replicas({"checkpoint": torch.tensor([identity], device=world.device)}, world) is None:
         return found
     if found and found.source:  # tensors are sent to processes that don't see the files
         found = replace(found, snapshot=found.source.snapshot(), source=None)
@@ -258,7 +260,6 @@ def find_state(resume: str, folder: RunFolder, world: World, *, in_pieces: bool 
 
 
 def _share(found: Resumable | None, world: World) -> Resumable | None:
-    """Sends rank 0's state to all processes."""
     tensors: dict[str, Tensor] = {}
     tree = None
     if found and world.is_main:
@@ -305,15 +306,6 @@ def _find(resume: str, folder: RunFolder, *, in_pieces: bool) -> Resumable | Non
         return Resumable(load(path), path, tuple(skipped))
     source = open_checkpoint(path, verified=True)  # `newest` and `resolve` have verified it just now
     return Resumable(Snapshot({}, None, dict(source.state)), path, tuple(skipped), source)
-
-
-def _identity(found: Resumable | None) -> int:
-    """Returns a number that is equal for equal states: a hash of the manifest, or of the file."""
-    if found is None:
-        return 0
-    file = found.path / "manifest.json" if found.path.is_dir() else found.path
-    with file.open("rb") as content:
-        return int.from_bytes(hashlib.file_digest(content, "sha256").digest()[:7], "big")
 
 
 def outputs_of(snapshot: Snapshot) -> int:

@@ -159,7 +159,6 @@ class StatusRound:
         return status
 
     def saved(self) -> None:
-        """Records that a checkpoint is being written."""
         self._saved = time.perf_counter()
 
 

@@ -166,7 +166,7 @@ class Updater:
         CLOCK.to(COMPUTE)
 
     def _share_buffers(self) -> None:
-        """Broadcasts rank 0's buffers, as DDP does, since modules may update them from the samples of a process."""
+        """Broadcasts rank 0's buffers, as DDP does, because modules may update them from a process's samples."""
         named = self.partial_update.buffers
         buffers = [named[name] for name in self._shared_buffers]
         before = [one.reshape(-1).view(torch.uint8) for one in buffers]

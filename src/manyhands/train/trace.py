@@ -63,10 +63,10 @@ def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
         return []  # training ended during the warm-up
     content = json.loads(file.read_bytes())
     base_us, first = int(content.get("baseTimeNanoseconds", 0)) / 1000, rank * _NUMBERS
-    # Notes of the profiler have no process number.
-    found = [event for event in content["traceEvents"] if isinstance(event.get("pid"), int)]
     kept: list[dict[str, Any]] = []
-    for event in found:
+    for event in content["traceEvents"]:
+        if not isinstance(event.get("pid"), int):
+            continue  # a note of the profiler
         pid = first if event["pid"] == os.getpid() else first + 1 + event["pid"]
         plain = {key: event[key] for key in _KEPT if key in event} | {"pid": pid}
         if event["ph"] in "Xsf":
@@ -77,17 +77,14 @@ def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
     for pid in sorted({event["pid"] for event in kept}):
         device = f", device {pid - first - 1}" if pid > first else ""
         kept.append(_named("process_name", f"rank {rank} on {platform.node()}{device}", pid))
-    return [*kept, _named("thread_name", "phases", first), *_phases(first, began_us)]
+    kept.append(_named("thread_name", "phases", first))
+    since_1970_s = time.time() - time.perf_counter()
+    for phase, begin_s, end_s in CLOCK.spans or ():
+        begin_us, took_us = (begin_s + since_1970_s) * 1e6, (end_s - begin_s) * 1e6
+        if begin_us >= began_us:
+            kept.append({"name": PHASES[phase], "ph": "X", "pid": first, "tid": 0, "ts": begin_us, "dur": took_us})
+    return kept
 
 
 def _named(kind: str, name: str, pid: int, thread: int = 0) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": pid, "tid": thread, "args": {"name": name}}
-
-
-def _phases(pid: int, began_us: float) -> Iterator[dict[str, Any]]:
-    since_1970_s = time.time() - time.perf_counter()
-    for phase, begin_s, end_s in CLOCK.spans or ():
-        begin_us = (begin_s + since_1970_s) * 1e6
-        if begin_us >= began_us:
-            took_us = (end_s - begin_s) * 1e6
-            yield {"name": PHASES[phase], "ph": "X", "pid": pid, "tid": 0, "ts": begin_us, "dur": took_us}

@@ -157,7 +157,6 @@ class Trainer:
         return self.update.synchronizer
 
     def count_update(self) -> None:
-        """Counts the last update and reports skipped updates."""
         for message in self.update.skipped:
             self.journal.line(message)
             self.journal.event("left-out", message, self.progress.step + 1)
@@ -178,21 +177,11 @@ class Trainer:
         self.status_round.leave_out(time.perf_counter() - began_s)
         self.heartbeats.phase = before
 
-    def observe(self, status: Status) -> None:
-        """Reports slow ranks, stalls and the cost of communication; adapts local steps to the link."""
-        self.note_stall(self.heartbeats.too_long(status.waited_s), status.waited_s)
-        if self.saver.interval:
-            self.saver.interval.trained(status.seconds, status.samples, saving=self.saver.step is not None)
-        if self.sync.monitor and (cost := self.sync.monitor.observe(status, self.progress.step, self.journal)):
-            self.sync.cost, self.status_round.multiple = cost, cost.every
-
     def note_stall(self, message: str, seconds: float) -> None:
-        """Records a stall if no watcher does."""
         if message and not isinstance(self.sync.monitor, Watcher):
             self.journal.event("stall", message, self.progress.step, seconds=seconds)
 
     def verify_replicas(self) -> None:
-        """Raises RunError if the network of a process differs from rank 0's."""
         if not self.network.traits.sharded and not self.world.alone:
             named = self.synchronizer.replicas(self.network.model)
             check_replicas(named, self.world, self.progress.step, self.network)
