@@ -254,8 +254,8 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
     best = progress.improves(by, found.figure(by.partition(" ")[2]))
     if isinstance(trainer.update.set_rates, CustomScheduler) and trainer.due.evaluation_requested():
         trainer.update.set_rates.evaluated(found.loss)
-    about = {"best": best, "classes": len(trainer.trained.classes), "seconds": found.seconds}
-    trainer.observed.evaluated = EvaluationMetrics(**_figures(found, trainer), **about)
+    about = {"best": best, "classes": len(trainer.trained.classes)}
+    trainer.observed.evaluated = EvaluationMetrics(**_figures(found, trainer) | about)
     trainer.journal.metrics(trainer.observed.evaluated)
     detail = describe(found, trainer)
     for name in ("last", "best") if best else ("last",):
@@ -264,14 +264,12 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
 
 
 def _figures(found: Evaluation, trainer: Trainer) -> dict[str, Any]:
-    progress, names = trainer.progress, ("count", "loss", "top1", "top5", "metrics")
-    place = {"time": time.time(), "epoch": progress.epoch, "step": progress.step}
-    return place | {name: getattr(found, name) for name in names}
+    return {**vars(found), "time": time.time(), "epoch": trainer.progress.epoch, "step": trainer.progress.step}
 
 
 def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
-    confusion = [(row, column, count) for row, column, count in found.cells.tolist()]
-    return EvaluationDetail(**_figures(found, trainer), classes=list(trainer.trained.classes), confusion=confusion)
+    about = {"classes": list(trainer.trained.classes), "confusion": found.cells.tolist()}
+    return EvaluationDetail(**_figures(found, trainer) | about)
 
 
 @CLOCK.within(EVALUATION)

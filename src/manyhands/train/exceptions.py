@@ -50,9 +50,8 @@ def exception_of_buffers(names: list[str]) -> str:
 
 def _of_draws(trainer: Trainer) -> list[str]:
     modules = list(trainer.network.model.modules())
-    found = [
-        f"{kind} masks depend on the number of processes." for kind in _MASKS if any(_drops(m, kind) for m in modules)
-    ]
+    kinds = [kind for kind in _MASKS if any(_drops(module, kind) for module in modules)]
+    found = [f"{kind} masks depend on the number of processes." for kind in kinds]
     if not found and trainer.network.traits.draws:
         found.append("The network's random numbers in training depend on the number of processes.")
     return found

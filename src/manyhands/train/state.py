@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from manyhands.checkpoint import files
 from manyhands.checkpoint.describe import OPTIMIZER, NetworkLayout, is_extra
@@ -68,12 +69,7 @@ class Progress:
 
 
 def capture(
-    network: ParallelNetwork,
-    optimizer: torch.optim.Optimizer,
-    progress: Progress,
-    extra: dict[str, Any],
-    *,
-    keep: bool = True,
+    network: ParallelNetwork, optimizer: Optimizer, progress: Progress, extra: dict[str, Any], *, keep: bool = True
 ) -> Snapshot:
     """Returns the state on the CPU; for a network sharded by a plan, this process's shards.
 
@@ -117,7 +113,7 @@ def copied(value: Any, *, keep: bool = True) -> Any:
     return copy.deepcopy(value)
 
 
-def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def named_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {names[id(parameter)]: copied(values) for parameter, values in optimizer.state.items()}
     groups = [{**group, "params": [names[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
@@ -134,9 +130,7 @@ class Resumable:
     source: Source | None = None  # the checkpoint opened for reading shards
 
 
-def restore(
-    found: Resumable, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None
-) -> tuple[Progress, str]:
+def restore(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | None) -> tuple[Progress, str]:
     """Restores a state, under any parallel mode; returns the progress, and the note of `restore_optimizer`.
 
     Without an optimizer, only the network is restored. Raises UserError: the state belongs to another network.
@@ -224,7 +218,7 @@ def check_shapes(
         raise UserError(f"the checkpoint belongs to another network: {'; '.join(problems[:3])}{more}", where, hints)
 
 
-def _restore_shards(source: Source, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None) -> str:
+def _restore_shards(source: Source, network: ParallelNetwork, optimizer: Optimizer | None) -> str:
     """Reads this process's shards into the network and its optimizer; returns the note of `restore_optimizer`."""
     mesh, rank = network.layouts.mesh, network.layouts.rank
     with torch.no_grad():

@@ -18,8 +18,7 @@ from manyhands.parallel.replicas.batch_norm import forget_seen
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import values_by_rank
 from manyhands.train.diagnose import HINTS, explain_loss, is_finite, kind_of
-from manyhands.train.draws import seed_generators, uses_torch_rng_alone
-from manyhands.train.feed import StepSums, UpdateShare
+from manyhands.train.feed import StepSums, UpdateShare, seed_generators, uses_torch_rng_alone
 from manyhands.train.journal import RunContext
 from manyhands.train.loss import LossFn, something
 
@@ -111,7 +110,6 @@ class Updater:
             shared = network.model.state_dict().keys() - sharing
             self._shared_buffers = [name for name in self.partial_update.buffers if name in shared]
         self._differing = torch.zeros(len(self._shared_buffers), dtype=torch.int32, device=world.device)
-        # Seeding the others' generators costs a small network a fiftieth of its update.
         by_us = loss_fn is not None and not loss_fn.own and type(optimizer).__module__.startswith("manyhands.")
         self._torch_alone = by_us and uses_torch_rng_alone(network.model)
         # Accelerators report later, fp16's scaler has its own rules, and a custom loop may read the gradients.

@@ -31,7 +31,7 @@ from manyhands.parallel.gradients import Gradients, MicroBatchResult
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import LossFn, ParallelNetwork, full_batch
 from manyhands.parallel.replicas.batch_norm import NormGroups, set_rows_per_sample, watching
-from manyhands.train.draws import drawing
+from manyhands.train.feed import drawing
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Trainer
 
