@@ -24,16 +24,15 @@ _KNOWN = ("torch.nn.modules.", "torch.nn.parallel.", "manyhands.")
 UpdateShare = list[MicroBatch]  # the micro-batches of this process for one update, at least one
 
 
+@dataclass
 class Feed:
-    """Yields the micro-batches of each update, starting at any step of any epoch.
+    """Yields the micro-batches of each update, starting at any step of any epoch."""
 
-    `rank` is the index of this process among those that divide the samples; `augment` says how pictures are varied.
-    """
-
-    def __init__(
-        self, order: Order, batch_sharing: BatchSharing, loader: Loader, rank: int, augment: str = "none"
-    ) -> None:
-        self.order, self.sharing, self.loader, self._rank, self.augment = order, batch_sharing, loader, rank, augment
+    order: Order
+    sharing: BatchSharing
+    loader: Loader
+    rank: int  # the index of this process among those that divide the samples
+    augment: str = "none"  # how pictures are varied
 
     def updates(self, epoch: int, first_step: int) -> Iterator[UpdateShare]:
         batches = self.loader.batches(epoch, self._requests(epoch, first_step))
@@ -45,7 +44,7 @@ class Feed:
         """Returns this process's micro-batch of an update of `count` samples, from the shares of all processes."""
         bounds = shares[0].start, shares[-1].stop
         shape = MicroBatchShape(bounds[1] - bounds[0], count, sharing(count, self.sharing.group, bounds))
-        return MicroBatch(batch.images, batch.labels, shares[self._rank], shape, batch.samples)
+        return MicroBatch(batch.images, batch.labels, shares[self.rank], shape, batch.samples)
 
     def samples_of_each(self) -> list[int]:
         """Returns the number of samples of each process in a full update."""
@@ -55,7 +54,7 @@ class Feed:
     def _requests(self, epoch: int, first_step: int) -> Iterator[Tensor]:
         for samples in self.order.batches(epoch, first_step):
             for shares in self.sharing.micro_batches(len(samples)):
-                share = shares[self._rank]
+                share = shares[self.rank]
                 start, stop = share.start, max(share.stop, share.start + 1)
                 # A process with an empty share computes one sample of weight zero.
                 yield samples[start:stop] if start < len(samples) else samples[:1]

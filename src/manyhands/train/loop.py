@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from manyhands.core.phases import CLOCK, COMPUTE, DATA, OTHER, RECORDS, SAVING
 from manyhands.core.run_folder import NOWHERE
-from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Interrupted, evaluate, test_once
 from manyhands.train.feed import UpdateShare
 from manyhands.train.heartbeat import StopSignal, listening
 from manyhands.train.saving import finish_save, save, save_last
-from manyhands.train.status import Status
+from manyhands.train.status import Status, explain_lost
 from manyhands.train.trainer import Trainer, record_epoch, record_status, record_time
 
 

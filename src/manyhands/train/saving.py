@@ -25,11 +25,11 @@ from manyhands.core.run_folder import NOWHERE
 from manyhands.core.world import World
 from manyhands.parallel.apply import checksums
 from manyhands.parallel.group.plain import gather_plain
-from manyhands.train.diagnose import explain_lost
 from manyhands.train.optimize import restore_optimizer
 from manyhands.train.saver import SaveOutcome
 from manyhands.train.schedule import CustomScheduler
 from manyhands.train.state import capture, named_optimizer, split_state, training_digest
+from manyhands.train.status import explain_lost
 from manyhands.train.trainer import Trainer
 
 
@@ -52,7 +52,7 @@ def save(trainer: Trainer) -> None:
         saver.saves += 1
         saver.waited_s = time.perf_counter() - started
         saver.begin(step, write, background=background)
-        trainer.status_round.saved()
+        trainer.status_round.saved_s = time.perf_counter()
     saver.stalled_s = time.perf_counter() - started
     if network.layouts:
         finish_save(trainer)

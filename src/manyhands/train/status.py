@@ -1,4 +1,4 @@
-"""The status round, and the monitors that it feeds: slow ranks, stalls, time lost to communication, a diverging loss.
+"""The status round and monitors: slow ranks, stalls, time lost to communication, divergence, non-finite values.
 
 One small collective about every half second (run.log_every_s) shares measurements and requests to save or stop, so that
 a signal on one process stops all processes at the same step, and the records cover all processes.
@@ -11,18 +11,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
+from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, COMMUNICATION, COMPUTE, RECORDS
 from manyhands.core.resuming import resume_command
 from manyhands.core.world import World
+from manyhands.parallel.group.plain import gather_plain
+from manyhands.parallel.network import MicroBatch, ParallelNetwork
 from manyhands.sync.choose import EXACT, choose, words_of
 from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.options import SyncOptions
 from manyhands.sync.synchronizer import Synchronizer
-from manyhands.train.diagnose import ADVICE
 from manyhands.train.feed import StepSums
 from manyhands.train.heartbeat import stall_message
 from manyhands.train.journal import Journal
@@ -95,7 +100,7 @@ class StatusRound:
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
         self._world, self._every_s, self.save_every_s = world, every_s, save_every_s
         self.multiple = multiple
-        self._last = self._saved = self._reported = self._began = time.perf_counter()
+        self._last = self.saved_s = self._reported = self._began = time.perf_counter()  # saved_s: of the last save
         self._next_step, self._last_step = 0, 0
         self.waiting_s = 0.0
 
@@ -132,7 +137,7 @@ class StatusRound:
             CLOCK.to(COMPUTE)  # an accelerator finishes its updates before it tells what it measured
         sums = measured.take()
         CLOCK.to(RECORDS)
-        save = self._world.is_main and now - self._saved > self.save_every_s
+        save = self._world.is_main and now - self.saved_s > self.save_every_s
         report_every_s = max(REPORT_S, REPORT_SHARE * (now - self._began))
         report_time = self._world.is_main and now - self._reported > report_every_s
         own = StatusSums(*sums, stop, save, written, report_time, took_s, replaced, more)
@@ -157,9 +162,6 @@ class StatusRound:
         status = Status(**vars(total), own=own, seconds=seconds, data_share=data_share, waited_s=waited_s)
         self.reset(step)
         return status
-
-    def saved(self) -> None:
-        self._saved = time.perf_counter()
 
 
 # A rank is slow if it takes this many times the median of the others, in this many rounds in a row.
@@ -313,3 +315,79 @@ class Divergence:
             return ""
         self._reported = True
         return f"training diverges: the loss rose from {self._began:.4g} to {loss:.4g} (do: {ADVICE})"
+
+
+_SHOWN = 8  # samples
+ADVICE = "reduce train.lr, set train.warmup_epochs = 1, or set train.clip = 1.0"
+HINTS = (ADVICE, "with fp16, use bf16 or fp32 instead")
+INPUT_HINTS = ("check these samples (counted from 0 in the training split) and the code that prepares samples",)
+
+
+def explain_loss(
+    network: ParallelNetwork, part: MicroBatch, world: World, step: int, *, closely: bool = True
+) -> RunError:
+    """Returns the error for a non-finite loss on this process; `closely` names the first non-finite tensor.
+
+    Only this process calls this function, so a sharded network, which needs other processes, isn't searched.
+    """
+    images, samples = part.inputs, part.samples
+    assert samples is not None
+    finite = is_finite(images)
+    if not finite and len(images) == len(samples):
+        samples = samples[~torch.isfinite(images).reshape(len(images), -1).all(1).cpu()]
+    some = ", ".join(map(str, samples[:_SHOWN].tolist())) + (" …" if len(samples) > _SHOWN else "")
+    where = f"rank {world.rank}, step {step}, samples {some}"
+    if not finite:
+        what = "the loss is not finite, because the input pictures contain NaN or infinity"
+        return RunError(what, where, INPUT_HINTS)
+    found = f": {_first_bad(network.model, images)}" if closely and not network.share.collective_forward else ""
+    return RunError(f"the loss is not finite{found}", where, HINTS)
+
+
+def _first_bad(model: nn.Module, images: Tensor) -> str:
+    for name, parameter in model.named_parameters():
+        if not is_finite(parameter):
+            return f"parameter {name} is {kind_of(parameter)}"
+    found, names = list[str](), {module: name or "the network" for name, module in model.named_modules()}
+
+    def look(module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and module in names and not found and not is_finite(output):
+            found.append(f"the output of {names[module]} is {kind_of(output)}")
+
+    hook = register_module_forward_hook(look)
+    try:
+        with torch.no_grad():
+            model.eval()(images)
+    finally:
+        model.train()
+        hook.remove()
+    return found[0] if found else "all outputs are finite, so the loss function is the cause"
+
+
+def explain_lost(network: ParallelNetwork, world: World, measured: StepSums) -> RunError:
+    """Returns the error for a non-finite value that a periodic check (of losses or checkpoints) found; a collective."""
+    mine = [float(measured.first_bad), float(measured.first_spoilt)]
+    by_rank: list[list[float]] = gather_plain(mine, world)
+    step = min(map(min, by_rank))
+    named = [(f"parameter {name}", one) for name, one in network.model.named_parameters()]
+    named += [
+        (f"buffer {name}", one) for name, one in network.model.named_buffers() if name not in network.traits.endless
+    ]
+    lost = next((name for name, one in named if not is_finite(one)), "")
+    hints = (*HINTS, "resume from the last checkpoint, which was saved before this error")
+    if not math.isfinite(step):
+        what = f"{lost or 'a part of the network'} is not finite, although every loss was finite"
+        return RunError(what, "an update", hints)
+    # A non-finite loss makes the gradients of the same step non-finite, on all processes.
+    kind = 0 if any(bad == step for bad, _ in by_rank) else 1
+    rank = next(rank for rank, seen in enumerate(by_rank) if seen[kind] == step)
+    what = f"{('the loss', 'a gradient')[kind]} is not finite" + (f", and {lost} is not finite either" if lost else "")
+    return RunError(what, f"rank {rank}, step {step:.0f}", hints)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all()) if tensor.is_floating_point() else True
+
+
+def kind_of(tensor: Tensor) -> str:
+    return "NaN" if bool(torch.isnan(tensor).any()) else "infinite"

@@ -17,10 +17,10 @@ from manyhands.parallel.network import MicroBatch, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import forget_seen
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import values_by_rank
-from manyhands.train.diagnose import HINTS, explain_loss, is_finite, kind_of
 from manyhands.train.feed import StepSums, UpdateShare, seed_generators, uses_torch_rng_alone
 from manyhands.train.journal import RunContext
 from manyhands.train.loss import LossFn, something
+from manyhands.train.status import HINTS, explain_loss, is_finite, kind_of
 
 
 class PartialUpdate:
