@@ -35,7 +35,7 @@ def _train(world, folder, until):
     while trainer.progress.step < until:
         for update in trainer.feed.updates(trainer.progress.epoch, trainer.progress.step_in_epoch):
             step = trainer.progress.step
-            seen[step] = [part.batch.samples[: part.share.count].tolist() for part in update.micro_batches]
+            seen[step] = [part.samples[: part.share.count].tolist() for part in update]
             trainer.update(update, step)
             losses[step] = trainer.update.measured.take()[0]
             trainer.progress.advance(trainer.feed.order.steps_per_epoch)

@@ -4,6 +4,7 @@ import json
 import platform
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +23,7 @@ from manyhands.sync.synchronizer import Buffers
 from manyhands.train import status
 from manyhands.train.choose_sync import make_synchronizer, places_of
 from manyhands.train.journal import Journal
-from manyhands.train.monitors import Watcher
-from manyhands.train.status import LONGEST_S, StatusRound
+from manyhands.train.status import LONGEST_S, StatusRound, Watcher
 from manyhands.train.step import StepSums
 from tests.processes.ranks import run_on_ranks
 
@@ -152,10 +152,10 @@ class _Paced:
         slowest_s, pace, size = max(0.1, *others_s, 0.1), self.steps.pace, self.watcher.world.size
         waits_s = [pace.every * (slowest_s - step_s) for step_s in (0.1, *others_s)]
         self.steps.rounds, self.steps.exchange_s = self.steps.rounds + 1, exchange_s + waits_s[0]
-        told = self.watcher.mine(1.0, 10)
+        told = self.watcher.mine(1.0, 10, 0.0)
         for rank, step_s in enumerate(others_s, 1):
             told[rank], told[size + rank] = step_s, exchange_s + waits_s[rank]
-        self.watcher.observe(told, self.steps.rounds, self.journal)
+        self.watcher.observe(SimpleNamespace(extra=told, waited_s=0.0), self.steps.rounds, self.journal)
         return self.steps.pace.every, self.steps.pace.delay
 
     def said(self, kind):
@@ -206,7 +206,7 @@ def test_who_is_slow_is_named_once(others_s, named, tmp_path):
 def test_standing_still_is_told_of_unless_it_is_usual(tmp_path):
     paced = _Paced(tmp_path / "run", (7, 6))
     for stood_s in (9.0, 0.1, 0.2, 0.1, 8.0, 0.1, *[5.0] * 6):
-        paced.watcher.name_a_stall(stood_s, 1, paced.journal)
+        paced.watcher.observe(SimpleNamespace(extra=[0.1] * 4, waited_s=stood_s), 1, paced.journal)
     # Not the start; the cut, and the first ones of a link that stays as slow.
     assert [message.split(" s,")[0].split()[-1] for message in paced.said("stall")] == ["8", "5", "5"]
 

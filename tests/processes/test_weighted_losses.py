@@ -72,7 +72,7 @@ def _train(world, loss, mode="data", network=None, **settings):
         warned = [event["message"] for event in said if event["kind"] == "warning"]
         named += [message for message in warned if "have no test sample" not in message]
         trainer.release()
-    return gradients, shown, named, [(each.batch.images, each.batch.labels) for each in update.micro_batches]
+    return gradients, shown, named, [(each.inputs, each.labels) for each in update]
 
 
 def _whole(name, parameter, network):

@@ -28,14 +28,14 @@ def test_training_goes_on_while_it_is_written_and_hears_how_it_ended():
     assert saver.step is None
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_full_disk_is_an_outcome_and_anything_else_is_raised(beside):
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_is_an_outcome_and_anything_else_is_raised(background):
     saver = Saver()
 
     def full():
         raise SaveError("the disk is full")
 
-    saver.begin(1, full, beside=beside)
+    saver.begin(1, full, background=background)
     saver.wait()
     assert saver.done
     assert saver.end() == SaveOutcome("the disk is full")
@@ -43,7 +43,7 @@ def test_a_full_disk_is_an_outcome_and_anything_else_is_raised(beside):
     def broken():
         raise TypeError("not plain data")
 
-    saver.begin(2, broken, beside=beside)
+    saver.begin(2, broken, background=background)
     saver.wait()
     assert saver.done
     with pytest.raises(TypeError, match="not plain data"):

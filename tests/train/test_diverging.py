@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from manyhands.train.monitors import Divergence
+from manyhands.train.status import Divergence
 
 
 def told(classes, *losses):

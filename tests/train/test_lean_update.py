@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.config.job import TrainOptions
-from manyhands.core.world import Share, World
-from manyhands.data.transforms import Batch
+from manyhands.config.job import Job, TrainOptions
+from manyhands.core.run_folder import NOWHERE
+from manyhands.core.world import World
 from manyhands.parallel.gradients import Gradients
-from manyhands.parallel.network import ParallelNetwork
-from manyhands.train.feed import LoadedMicroBatch, UpdateShare
+from manyhands.parallel.network import ParallelNetwork, full_batch
+from manyhands.train.journal import Journal, RunContext
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.optimize import make_optimizer
 from manyhands.train.step import PartialUpdate, StepSums, Updater
@@ -35,13 +35,13 @@ def _mixed(kinds):
 def _updater(model):
     options = TrainOptions()
     optimizer = make_optimizer(model, options, sharded=False)
-    return Updater(ParallelNetwork(model), optimizer, make_loss_fn(options), options, World(), lambda _: None)
+    run = RunContext(Job(train=options), NOWHERE, World(), Journal(NOWHERE, 0), "single")
+    return Updater(run, ParallelNetwork(model), optimizer, make_loss_fn(options), lambda _: None)
 
 
 def test_an_update_makes_few_calls():
     update = _updater(_network())
-    batch = Batch(torch.randn(2, 1, 4, 4), torch.tensor([1, 2]), torch.arange(2))
-    share = UpdateShare([LoadedMicroBatch(Share(0, 2, (), ()), batch, (0, 2))], 2)
+    share = [full_batch(torch.randn(2, 1, 4, 4), torch.tensor([1, 2]))]
     calls = []
     for number in range(3):  # the first one imports
         calls.clear()

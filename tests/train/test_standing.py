@@ -1,12 +1,14 @@
 """That machines stand still for each other is said once, with the share and what --sync auto would make of it."""
 
+from types import SimpleNamespace
+
 import pytest
 from torchvision.models import resnet18
 
 from manyhands.sync.costs import LinkCase
 from manyhands.sync.link_speeds import named_link
 from manyhands.sync.options import SyncOptions
-from manyhands.train.monitors import CommunicationMonitor
+from manyhands.train.status import CommunicationMonitor
 
 SHAPES = tuple(tuple(one.shape) for one in resnet18().parameters())
 
@@ -22,14 +24,15 @@ class Journal:
 def standing(link):
     return CommunicationMonitor(
         lambda computing_s: LinkCase(SHAPES, 4, 9610, 3, computing_s, 0.0, named_link(link), 10_000),
-        SyncOptions(), {}, run="runs/a",
+        SyncOptions(), {}, "runs/a",
     )  # fmt: skip
 
 
 def heeded(one, stood_s, step_s, steps, processes=3):
     journal = Journal()
     for step in range(1, steps + 1):
-        one.observe([processes * stood_s, processes * step_s], step, processes, journal)
+        status = SimpleNamespace(extra=[processes * stood_s, processes * step_s, processes])
+        one.observe(status, step, journal)
     return journal.said
 
 
@@ -60,10 +63,9 @@ def test_where_auto_would_change_nothing_that_is_said():
 
 def test_standing_still_is_what_neither_computes_nor_waits_for_data():
     one = standing("10mbit")
-    one.waited_for_data_s = lambda: 3.0
-    stood_s, all_s = one.mine(10.0, 2)
-    assert all_s == 10.0
+    stood_s, all_s, processes = one.mine(10.0, 2, 3.0)
+    assert (all_s, processes) == (10.0, 1)
     assert 5.0 < stood_s <= 7.0
     one.compute_s = 2.5
-    assert one.mine(10.0, 2) == [2.0, 10.0]
-    assert one.mine(1.0, 2) == [0.0, 1.0]
+    assert one.mine(10.0, 2, 3.0) == [2.0, 10.0, 1]
+    assert one.mine(1.0, 2, 3.0) == [0.0, 1.0, 1]

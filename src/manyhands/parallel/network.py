@@ -43,6 +43,7 @@ class MicroBatch:
     labels: Tensor  # int64 [n]
     share: Share  # the samples of the update that these are
     shape: MicroBatchShape  # the micro-batch over all processes
+    samples: Tensor | None = None  # int64 [n], numbers of the samples in the training split, for messages
 
 
 def full_batch(inputs: Tensor, labels: Tensor) -> MicroBatch:

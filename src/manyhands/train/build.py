@@ -29,25 +29,26 @@ from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
 from manyhands.train.loss import BETTER_LOSS, LossFn, verify_loss
 from manyhands.train.metrics import Evaluation
-from manyhands.train.monitors import CommunicationMonitor, Divergence, Watcher
 from manyhands.train.network import describe_trained
 from manyhands.train.optimize import steps_to_make, total_steps
 from manyhands.train.parts import Parts, grid_of, record_setup, refuse_uncuttable
-from manyhands.train.recover import (
-    Resumable,
-    check_position,
-    find_state,
-    outputs_of,
-    refuse_later_checkpoints,
-    training_digest,
-)
 from manyhands.train.same_data import data_changes, refuse_other_classes
 from manyhands.train.saver import SaveInterval
 from manyhands.train.saving import load_rank_state
 from manyhands.train.schedule import CustomScheduler, reading_of
 from manyhands.train.shares import order_and_sharing, refuse_small_micro_batches
-from manyhands.train.state import Progress, restore, split_state
-from manyhands.train.status import StatusRound
+from manyhands.train.state import (
+    Progress,
+    Resumable,
+    check_position,
+    find_state,
+    outputs_of,
+    refuse_later_checkpoints,
+    restore,
+    split_state,
+    training_digest,
+)
+from manyhands.train.status import Divergence, StatusRound, Watcher
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Due, Hooks, Observed, Trainer, seconds_between_saves
 from manyhands.train.trial_step import (
@@ -74,7 +75,8 @@ def build(parts: Parts) -> Trainer:
     """
     job, folder, world = parts.job, parts.folder, parts.world
     refuse_uncuttable(parts)
-    found = find_state(job, folder, world, in_pieces=parts.plan is not None) if folder is not NOWHERE else None
+    resume_from, in_pieces = job.checkpoint.resume, parts.plan is not None
+    found = find_state(resume_from, folder, world, in_pieces=in_pieces) if folder is not NOWHERE else None
     samples = open_samples(parts, parts.objects, outputs_of(found.snapshot) if found else 0, parts.splits)
     splits, grid = samples.splits, grid_of(job, world, parts.mode)
     model = parts.make_model(samples, grid, found)
@@ -87,17 +89,10 @@ def build(parts: Parts) -> Trainer:
     order, sharing = order_and_sharing(parts, len(splits.train), network, previous, own=own, most=most)
     refuse_small_micro_batches(order, sharing, network)
     optimizer = parts.make_optimizer(model, network)
-    update = Updater(
-        network,
-        optimizer,
-        _verify_loss(parts, len(classes), samples),
-        job.train,
-        world,
-        parts.make_schedule(optimizer, order.steps_per_epoch),
-        synchronizer=synchronizer,
-        gradients_mean=job.parallel.gradients_mean,
-        unused=trial.unused,
-    )
+    loss_fn = _verify_loss(parts, len(classes), samples)
+    set_rates = parts.make_schedule(optimizer, order.steps_per_epoch)
+    unused = trial.unused
+    update = Updater(parts, network, optimizer, loss_fn, set_rates, synchronizer=synchronizer, unused=unused)
     warm_up(update, samples.train, min(trial.count, order.length))
     for module in parts.frozen:
         module.training = False
@@ -150,9 +145,6 @@ def watch(trainer: Trainer) -> None:
     sync, world, folder, job = trainer.sync, trainer.world, trainer.folder, trainer.job
     if sync.synchronizer.timed is not None:
         sync.monitor = Watcher(sync.synchronizer, sync.cost, world, gather_plain(platform.node(), world))
-    if isinstance(sync.monitor, CommunicationMonitor):
-        sync.monitor.waited_for_data_s = lambda: trainer.status_round.waiting_s
-        sync.monitor.run = str(folder.path)
     trainer.heartbeats.linked = world.local_size < world.size
     if job.checkpoint.every == "auto" and world.is_main and folder is not NOWHERE:
         trainer.saver.interval = SaveInterval(folder, world)
@@ -322,8 +314,7 @@ def resume(trainer: Trainer, found: Resumable) -> None:
     check_position(found.snapshot, digest, order.steps_per_epoch, names, where)
     if trainer.world.is_main:
         refuse_later_checkpoints(trainer.folder.checkpoints, int(found.snapshot.state.get("step", 0)))
-    optimizer, source = trainer.update.optimizer, found.source
-    trainer.due.progress, anew = restore(found.snapshot, trainer.network, optimizer, where=where, source=source)
+    trainer.due.progress, anew = restore(found, trainer.network, trainer.update.optimizer)
     if trainer.update.gradients.scaler and "scaler" in found.snapshot.state:
         trainer.update.gradients.scaler.load_state_dict(found.snapshot.state["scaler"])
     load_rank_state(trainer, found.path)

@@ -30,7 +30,7 @@ from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.sync.options import methods, refused, synchronizes_every_update
 from manyhands.sync.synchronizer import Places, SyncContext, Synchronizer
 from manyhands.train.journal import RunContext
-from manyhands.train.monitors import CommunicationMonitor, Watcher
+from manyhands.train.status import CommunicationMonitor, Watcher
 
 
 def machines_of(world: World) -> list[tuple[int, ...]]:
@@ -269,6 +269,7 @@ def _watch_communication(sync_request: SyncRequest) -> CommunicationMonitor | No
         lambda computing_s: sync_request.case((computing_s, 0.0), places_of(world, job)),
         job.sync,
         ruled_out(job, mode),
+        str(sync_request.run.folder.path),
         0.0 if world.device == "cpu" else sync_request.time_step()[0],
     )
 

@@ -19,13 +19,14 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.world import World
 from manyhands.data.order import Order
 from manyhands.parallel.group.plain import broadcast_plain
+from manyhands.parallel.network import MicroBatch
 from manyhands.train.build import build
-from manyhands.train.feed import LoadedMicroBatch, UpdateShare
+from manyhands.train.feed import UpdateShare
 from manyhands.train.loop import start_clocks
 from manyhands.train.loss import something
 from manyhands.train.parts import CustomParts, Parts
-from manyhands.train.recover import Resumable
 from manyhands.train.schedule import CustomScheduler, reading_of, restore_scheduler
+from manyhands.train.state import Resumable
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Trainer
 
@@ -41,7 +42,6 @@ class OutputHook:
         self._show = show
 
     def __call__(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        """Called after each forward."""
         if self._show:
             self._show(output)
 
@@ -51,44 +51,31 @@ class OutputHook:
 
 
 class CustomUpdate:
-    """Yields micro-batches one by one, accepts the mean loss of each, then updates the parameters.
-
-    Args:
-        updater: makes the updates.
-        update: this process's share of the update.
-        step: the number of earlier updates.
-
-    Attributes:
-        made: the parameters have been updated.
-        at_last: the last micro-batch has been yielded.
-    """
+    """Yields micro-batches one by one, accepts the mean loss of each, then updates the parameters."""
 
     def __init__(self, updater: Updater, update: UpdateShare, step: int) -> None:
         self._updater, self._update, self._step = updater, update, step
-        self._open: tuple[LoadedMicroBatch, Tensor, int] | None = None
+        self._open: tuple[MicroBatch, Tensor, int] | None = None
         self._weights: list[Tensor] = []
         self._output: Tensor | None = None
-        self._gradients, self.made, self.at_last = False, False, False
+        self._gradients = False  # of the last micro-batch are complete
+        self.made = False  # the parameters have been updated
+        self.at_last = False  # the last micro-batch has been yielded
         self._added: list[tuple[nn.Parameter, Tensor, int]] = []
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields inputs and labels of each micro-batch; the loop body runs in the job's precision until `backward`.
-
-        Raises:
-            UserError: the loop body did not call `backward` or the optimizer's step.
-        """
-        updater, parts = self._updater, self._update.micro_batches
+        """Yields inputs and labels of each micro-batch; the loop body runs in the job's precision until `backward`."""
+        updater = self._updater
         updater.begin(self._step)
-        for number, part in enumerate(parts):
-            last = self.at_last = number == len(parts) - 1
-            micro_batch = part.micro_batch(self._update.count, updater.pass_seed(self._step, number))
-            inputs, labels, reported = updater.network.begin(micro_batch)
+        for number, part in enumerate(self._update):
+            last = self.at_last = number == len(self._update) - 1
+            part.shape.seed = updater.pass_seed(self._step, number)
+            inputs, labels, reported = updater.network.begin(part)
             self._open = part, labels, reported
             with updater.gradients.own_forward(last=last):
                 yield inputs, labels
             if self._open:
                 raise UserError("the loop body didn't call session.backward", "samples", _LOOP)
-            self._gradients = last
         if not self.made:
             raise UserError("the loop body didn't call optimizer.step() after the last micro-batch", "samples", _LOOP)
 
@@ -97,36 +84,29 @@ class CustomUpdate:
         self._output = output.detach() if isinstance(output, Tensor) and output.ndim == 2 else None
 
     def take_loss(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor]:
-        """Adds the gradients of a micro-batch's mean loss, weighted by its share of the update.
+        """Adds the gradients of a micro-batch's mean loss [], weighted by its share of the update.
 
-        Args:
-            loss: [].
-            weight: the sum of the samples' weights if the loss is a weighted mean.
-
-        Returns:
-            The sum [] of losses that this process reports, and the weight [] of its samples.
+        `weight` is the sum of the samples' weights if the loss is a weighted mean. Returns the sum [] of losses that
+        this process reports, and the weight [] of its samples.
         """
         if not self._open:
             raise UserError("session.backward was called twice for the same samples", "session.backward", _LOOP)
-        updater = self._updater
-        part, labels, reported = self._open
-        self._open = None
-        last = self.at_last
+        updater, last = self._updater, self.at_last
+        (part, labels, reported), self._open = self._open, None
         self._refuse_changes()
         rows = len(labels) if updater.network.share.together else part.share.count
-        detached = loss.detach()
         # Apple's devices know no float64.
         kind = torch.float32 if loss.device.type == "mps" else torch.float64
         counts = torch.tensor(reported, dtype=kind, device=loss.device)
-        share: Tensor | float = rows / self._update.count
+        share: Tensor | float = rows / part.shape.batch
         if weight is not None:
             share = torch.as_tensor(weight, dtype=kind, device=loss.device).detach() * bool(rows)
             counts = share * bool(reported)
             self._weights.append(counts)
-        if last and len(self._weights) not in (0, len(self._update.micro_batches)):
+        if last and len(self._weights) not in (0, len(self._update)):
             hints = ("pass weight=… for all micro-batches of an update, or for none",)
             raise UserError("weight=… was passed for only some micro-batches of an update", "session.backward", hints)
-        detached = torch.where(counts > 0, detached, torch.zeros_like(detached))
+        detached = torch.where(counts > 0, loss.detach(), torch.zeros_like(loss))
         if reported:
             updater.note(part, self._step, detached * reported, reported)
             if self._output is not None and labels.dtype == torch.int64 and labels.shape == self._output.shape[:1]:
@@ -142,10 +122,12 @@ class CustomUpdate:
 
     def _add_gradients(self, loss: Tensor, share: Tensor | float, *, last: bool) -> None:
         """Runs backward; after the last micro-batch, completes the gradients of the update on all processes."""
-        updater = self._updater
-        whole = self._whole() if last and self._weights else None
-        # A sync method may send them as the last backward pass comes to them, so they are divided before it.
-        early = whole if not updater.network.share.collective_forward else None
+        updater, total = self._updater, None
+        if last and self._weights:
+            with CLOCK.within(COMMUNICATION):
+                total = something(updater.synchronizer.added_up(torch.stack(self._weights).sum(), updater.world))
+        # A sync method may send gradients during the last backward pass, so they are divided before it.
+        early = total if not updater.network.share.collective_forward else None
         with updater.gradients.not_forward():
             if early is not None:
                 self._divide(early)
@@ -156,22 +138,15 @@ class CustomUpdate:
             if last:
                 updater.gradients.finish()
                 updater.synchronizer.on_gradients()
-            if whole is not None and early is None:
-                self._divide(whole)
+            if total is not None and early is None:
+                self._divide(total)
 
-    @CLOCK.within(COMMUNICATION)
-    def _whole(self) -> Tensor:
-        """Returns the total weight of the update's samples, known after the last micro-batch; a collective."""
-        mine = torch.stack(self._weights).sum()
-        return something(self._updater.synchronizer.added_up(mine, self._updater.world))
-
-    def _divide(self, whole: Tensor) -> None:
+    def _divide(self, total: Tensor) -> None:
         for parameter in self._updater.parameters:
             if parameter.grad is not None:
-                parameter.grad.div_(whole.to(parameter.grad.dtype))
+                parameter.grad.div_(total.to(parameter.grad.dtype))
 
     def _refuse_changes(self) -> None:
-        """Raises UserError if the loop changed gradients of an incomplete update."""
         if any(one.grad is not grad or grad._version != version for one, grad, version in self._added):
             hints = ("to clip, use manyhands.session(clip=1.0)", "to reset gradients, call optimizer.zero_grad()")
             raise UserError("the loop changed gradients before the update was complete", "samples", hints)
@@ -192,24 +167,20 @@ class PreparedOptimizer(torch.optim.Optimizer):
     """The user's optimizer, with its groups and state, for a loop over micro-batches.
 
     `step` does nothing before an update's last micro-batch, and `zero_grad` nothing within an unfinished update.
-
-    Args:
-        inner: the user's optimizer.
-        finish: makes the update if its gradients are complete.
-        unfinished: returns True within an update.
     """
 
     def __init__(
         self, inner: torch.optim.Optimizer, finish: Callable[[], object], unfinished: Callable[[], bool]
     ) -> None:
-        # Not torch's constructor: groups and state are the inner optimizer's own.
+        # Without torch's constructor: groups and state are the inner optimizer's.
         self.__dict__.update(_inner=inner, _finish=finish, _unfinished=unfinished)
+        self.__dict__.update(state_dict=inner.state_dict, load_state_dict=inner.load_state_dict)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_inner"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "step":  # a scheduler puts its own count around it
+        if name == "step":  # a scheduler wraps `step` to count calls
             hints = ("create the scheduler first, and pass session.prepare(…, scheduler=scheduler)",)
             raise UserError("a scheduler was created from a prepared optimizer", "session.prepare", hints)
         setattr(self._inner, name, value)
@@ -230,21 +201,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._inner.zero_grad(set_to_none)
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict()
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._inner.load_state_dict(state_dict)
-
-    @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         hints = ("add the parameter group before session.prepare",)
         raise UserError("a prepared optimizer doesn't accept more parameters", "add_param_group", hints)
 
 
 def as_given(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns the user's optimizer, also if it was prepared before."""
     return optimizer.__dict__["_inner"] if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 
@@ -268,8 +230,7 @@ class SessionSamples:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self._batches()
 
-    def __len__(self) -> int:
-        """Returns the number of updates in an epoch."""
+    def __len__(self) -> int:  # updates in an epoch
         return self._order.steps_per_epoch
 
 
@@ -278,11 +239,7 @@ def prepare_trainer(
 ) -> tuple[Trainer, dict[str, Any]]:
     """Builds the trainer and resumes from the newest checkpoint of the run folder; a collective.
 
-    Returns:
-        The trainer, and the session's state in the checkpoint; empty for a new run.
-
-    Raises:
-        UserError: network, data, plan and job don't fit together.
+    Also returns the session's state in the checkpoint, empty for a new run.
     """
     saved = dict[str, Any]()
 

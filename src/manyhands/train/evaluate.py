@@ -1,14 +1,12 @@
-"""Evaluation: each sample exactly once on any number of processes.
+"""Evaluation: each sample exactly once, with a result that is equal to the last bit for any number of processes.
 
-The split is divided into blocks of fixed size, and blocks are assigned to processes in proportion to their shares of an
-update. Each block is computed alike on any process, counts are integers, and the losses of blocks are added in order:
-the result is equal to the last bit for any number of processes.
+The split is divided into blocks of fixed size, which are assigned to processes in proportion to their shares of an
+update. Each block is computed alike on any process, counts are integers, and the losses of blocks are added in order.
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from manyhands.checkpoint import files
-from manyhands.checkpoint.files import verify
+from manyhands.checkpoint.folders import verifies
 from manyhands.config.job import Job
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.files import read_object
@@ -31,14 +29,13 @@ from manyhands.data.order import dealt_blocks, evaluation_blocks
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import ParallelNetwork
+from manyhands.train.heartbeat import StopSignal
 from manyhands.train.metrics import CustomMetric, Evaluation, FigureSums
-from manyhands.train.recover import Resumable, find_state
 from manyhands.train.schedule import CustomScheduler
-from manyhands.train.state import restore
-from manyhands.train.stopping import StopSignal
+from manyhands.train.state import find_state, restore
 from manyhands.train.trainer import Trainer
 
-# Processes ask each other about so often whether to stop.
+# The approximate interval of checks for a stop, and the most blocks between two of them.
 ASK_S, MOST_BLOCKS = 1.0, 1000
 # Names of the records of the test on held-out samples.
 BEST, LAST = "test-best", "test-last"
@@ -49,12 +46,7 @@ class Interrupted(Exception):  # noqa: N818 - a request, not an error
 
 
 class StopRequest:
-    """Stops all processes at the same block of an evaluation if any of them was asked to stop.
-
-    Args:
-        world: the processes.
-        asked: returns True if this process was asked to stop.
-    """
+    """Stops all processes at the same block of an evaluation if `asked` returns True on any of them."""
 
     def __init__(self, world: World, asked: Callable[[], object]) -> None:
         self._world, self._asked = world, asked
@@ -63,10 +55,8 @@ class StopRequest:
     def check_stop(self, done: int) -> None:
         """Must be called before each block, after `done` blocks; a collective about once a second.
 
-        All processes call it equally often; with different numbers of blocks, at the same fraction.
-
-        Raises:
-            Interrupted: a process was asked to stop; raised on all processes.
+        All processes call it equally often; with different numbers of blocks, at the same fraction. Raises Interrupted
+        on all processes.
         """
         if done < self._next:
             return
@@ -79,7 +69,7 @@ class StopRequest:
             raise Interrupted
         block_s = seconds / self._world.size / max(1, done - self._last)
         wanted = round(ASK_S / max(block_s, 1e-6)) if done else 1
-        # Accelerators are handed the first blocks long before they are through them, so the pause only grows.
+        # Accelerators receive the first blocks long before they finish them, so the interval grows slowly.
         self._next = done + min(MOST_BLOCKS, max(1, wanted), 2 * max(1, done - self._last))
         self._last, self._since = done, time.perf_counter()
 
@@ -98,17 +88,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class Evaluator:
-    """Evaluates a network on the test split.
+    """Evaluates a network on the `length` samples of the test split.
 
-    Args:
-        loader: loads the test split.
-        length: the number of samples in the split.
-        classes: the number of classes; the network may have more outputs, which count as wrong.
-        job: supplies the number of samples in a block, the views of each picture, whose outputs are averaged, and the
-            loss: the network's output is log-probabilities if train.loss is "nll".
-        world: the processes.
-        network: the network under its mode.
-        metrics: custom metrics.
+    The network may have more outputs than `classes`, which count as wrong. The job supplies the number of samples in a
+    block, the views of each picture, whose outputs are averaged, and the loss: the network's output is
+    log-probabilities if train.loss is "nll".
     """
 
     def __init__(
@@ -127,7 +111,7 @@ class Evaluator:
         self._network = network
         # Apple's devices know no float64.
         self._precise = torch.float32 if world.device == "mps" else torch.float64
-        self._own = FigureSums(metrics, classes, world.device, self._precise) if metrics else None
+        self._custom = FigureSums(metrics, classes, world.device, self._precise) if metrics else None
 
     def __call__(
         self,
@@ -137,39 +121,27 @@ class Evaluator:
     ) -> Evaluation:
         """Evaluates; the network is left in the mode it was in.
 
-        Args:
-            autocast: the context of the forward passes.
-            asked: returns True if this process was asked to stop; given on all processes, or on none.
-            shares: each process's share of an update, in proportion to which blocks are assigned; empty if equal.
-
-        Raises:
-            RunError: the samples counted are not exactly those of the split.
-            Interrupted: a process was asked to stop; raised on all processes.
+        All processes, or none, give `asked`, which returns True if this process was asked to stop; then Interrupted is
+        raised on all. Blocks are assigned in proportion to `shares` of an update. Raises RunError: the samples counted
+        are not exactly those of the split.
         """
         started = time.perf_counter()
-        # Not inference_mode: what a sharded network's first pass sets up under it could never be trained.
+        # If all processes call the network equally often, unequal shares only add calls.
+        turns = not shares or self._network.share.collective_forward
+        dealt = dealt_blocks(len(self.blocks), (1,) * self.world.size if turns else shares)
+        if self._network.share.together:
+            dealt = [list(range(len(self.blocks)))] * self.world.size
+        # Under inference_mode, the tensors that a sharded network creates in its first pass couldn't be trained.
         with evaluating(self._network.call), torch.no_grad(), autocast:
-            counts = self._count(self._dealt(shares), StopRequest(self.world, asked) if asked else None)
+            counts = self._count(dealt, StopRequest(self.world, asked) if asked else None)
         return self._sum_up(*counts, started)
 
-    def _dealt(self, shares: Sequence[int]) -> list[list[int]]:
-        """Numbers of the blocks that each process computes."""
-        if self._network.share.together:
-            return [list(range(len(self.blocks)))] * self.world.size
-        # Where all call the network equally often, a slow process's calls are the more, the more others have.
-        turns = not shares or self._network.share.collective_forward
-        return dealt_blocks(len(self.blocks), (1,) * self.world.size if turns else shares)
-
     def _count(self, dealt: list[list[int]], request: StopRequest | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns true and predicted class [2, length], top-5 hits and samples [2], and sums [k, blocks].
-
-        The first sums are the losses, the others those of custom metrics.
-        """
-        device = self.world.device
+        """Returns true and predicted class [2, length], top-5 hits and samples [2], and sums [k, blocks]."""
+        device, width = self.world.device, 1 + (self._custom.width if self._custom else 0)
         pairs = torch.zeros(2, self.length, dtype=torch.int64, device=device)
         tallies = torch.zeros(2, dtype=torch.int64, device=device)
-        width = self._own.width if self._own else 0
-        sums = torch.zeros(1 + width, len(self.blocks), dtype=self._precise, device=device)
+        sums = torch.zeros(width, len(self.blocks), dtype=self._precise, device=device)
         mine, common = dealt[self.world.rank], min(map(len, dealt))
         # All processes check equally often, at the same fractions of their blocks, so that none waits long.
         asks = {len(mine) * turn // common: turn for turn in range(common)}
@@ -183,19 +155,16 @@ class Evaluator:
             guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices
             pairs[:, block.start : block.stop] = torch.stack([labels, guesses[:, 0]])
             tallies += torch.stack([(guesses == labels[:, None]).any(1).sum(), labels.new_tensor(len(labels))])
-            sums[0, number] = self._loss(logits, labels)
-            if self._own:
-                sums[1:, number] = self._own.of(logits, labels)
+            loss = F.nll_loss if self._log_probabilities else F.cross_entropy
+            sums[0, number] = loss(logits.to(self._precise), labels, reduction="sum")
+            if self._custom:
+                sums[1:, number] = self._custom.of(logits, labels)
         return pairs, tallies, sums
 
     def _outputs(self, model: nn.Module, images: Tensor) -> Tensor:
         logits = averaged(model, images, self._views)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return logits.log_softmax(1) if self._views > 1 and self._log_probabilities else logits
-
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        function = F.nll_loss if self._log_probabilities else F.cross_entropy
-        return function(logits.to(self._precise), labels, reduction="sum")
 
     def _batches(self, numbers: list[int], rounds: int) -> Iterator[tuple[int, bool, Any]]:
         """Yields this process's blocks: the number, whether it counts, and the samples.
@@ -221,11 +190,8 @@ class Evaluator:
                 dist.all_reduce(tensor)
         hits, count = tallies.tolist()
         if count != self.length:
-            raise RunError(
-                f"the evaluation counted {count} samples, but the split has {self.length}",
-                "evaluation",
-                ("check that all machines have the same data",),
-            )
+            what = f"the evaluation counted {count} samples, but the split has {self.length}"
+            raise RunError(what, "evaluation", ("check that all machines have the same data",))
         labels, guesses = pairs.cpu()
         columns = max(self.classes, 1 + int(guesses.max()))
         codes, counts = (labels * columns + guesses).unique(return_counts=True)
@@ -238,7 +204,7 @@ class Evaluator:
             cells=cells,
             classes=columns,
             seconds=time.perf_counter() - started,
-            metrics=self._own.figures(sums[1:].cpu().sum(1), count) if self._own else {},
+            metrics=self._custom.figures(sums[1:].cpu().sum(1), count) if self._custom else {},
         )
 
 
@@ -247,47 +213,29 @@ def averaged(model: nn.Module, pictures: Tensor, count: int) -> Tensor:
 
     The views are the picture, its mirror image, and both shifted by one pixel, with half the weight, as in Jordan 2024
     (arXiv:2404.00498).
-
-    Raises:
-        UserError: the samples are not pictures and have only one view.
     """
     if count == 1:
         return main_and_auxiliary(model(pictures))[0]
     if pictures.ndim != 4 or min(pictures.shape[2:]) < 2:
         shape = "x".join(map(str, pictures.shape[1:]))
         raise UserError(f"samples of shape {shape} can't be mirrored", "train.evaluate_views", ("set the option to 1",))
-    outputs = [(weight, main_and_auxiliary(model(view))[0]) for weight, view in _views(pictures, count)]
+    height, width = pictures.shape[2:]
+    wide, views = F.pad(pictures, (1, 1, 1, 1), "reflect"), [(0.25 if count == 6 else 0.5, pictures)]
+    if count == 6:
+        views += [(0.125, wide[:, :, by : by + height, by : by + width]) for by in (0, 2)]
+    outputs = [(weight, main_and_auxiliary(model(each))[0]) for weight, view in views for each in (view, view.flip(3))]
     precise = torch.promote_types(outputs[0][1].dtype, torch.float32)
     return torch.stack([weight * output.to(precise) for weight, output in outputs]).sum(0)
 
 
-def _views(pictures: Tensor, count: int) -> Iterator[tuple[float, Tensor]]:
-    """Weights, which add up to 1, and views."""
-    height, width = pictures.shape[2:]
-    wide = F.pad(pictures, (1, 1, 1, 1), "reflect")
-    shifted = [wide[:, :, by : by + height, by : by + width] for by in (0, 2)] if count == 6 else []
-    for number, view in enumerate([pictures, *shifted]):
-        weight = 0.125 if number else 0.25 if shifted else 0.5
-        yield weight, view
-        yield weight, view.flip(3)
-
-
 @CLOCK.within(EVALUATION)
 def evaluate(trainer: Trainer, stop: StopSignal) -> bool:
-    """Evaluates on all processes and records the result; returns True if it is the best so far.
-
-    Raises:
-        Interrupted: all processes stop; the evaluation runs after the resume.
-    """
-    progress, started = trainer.progress, time.perf_counter()
-    trainer.heartbeats.phase = "evaluate"
-    progress.owed = True
-    with agreed(trainer):
-        found = trainer.evaluate(lambda: trainer.heartbeats.beat() or stop)
-    best = record_evaluation(trainer, found)
-    trainer.status_round.leave_out(time.perf_counter() - started)
-    trainer.heartbeats.phase = "train"
-    return best
+    """Evaluates on all processes and records the result; returns True if it is the best so far. Raises Interrupted."""
+    trainer.progress.owed = True
+    with trainer.paused("evaluate"):
+        with agreed(trainer):
+            found = trainer.evaluate(lambda: trainer.heartbeats.beat() or stop)
+        return record_evaluation(trainer, found)
 
 
 @contextlib.contextmanager
@@ -306,8 +254,8 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
     best = progress.improves(by, found.figure(by.partition(" ")[2]))
     if isinstance(trainer.update.set_rates, CustomScheduler) and trainer.due.evaluation_requested():
         trainer.update.set_rates.evaluated(found.loss)
-    about = {"best": best, "classes": len(trainer.trained.classes), "seconds": found.seconds}
-    trainer.observed.evaluated = EvaluationMetrics(**_figures(found, trainer), **about)
+    about = {"best": best, "classes": len(trainer.trained.classes)}
+    trainer.observed.evaluated = EvaluationMetrics(**_figures(found, trainer) | about)
     trainer.journal.metrics(trainer.observed.evaluated)
     detail = describe(found, trainer)
     for name in ("last", "best") if best else ("last",):
@@ -316,54 +264,38 @@ def record_evaluation(trainer: Trainer, found: Evaluation) -> bool:
 
 
 def _figures(found: Evaluation, trainer: Trainer) -> dict[str, Any]:
-    """Returns the fields that both records of an evaluation have."""
-    progress, names = trainer.progress, ("count", "loss", "top1", "top5", "metrics")
-    place = {"time": time.time(), "epoch": progress.epoch, "step": progress.step}
-    return place | {name: getattr(found, name) for name in names}
+    return {**vars(found), "time": time.time(), "epoch": trainer.progress.epoch, "step": trainer.progress.step}
 
 
 def describe(found: Evaluation, trainer: Trainer) -> EvaluationDetail:
-    """Returns an evaluation as stored in the run folder."""
-    confusion = [(row, column, count) for row, column, count in found.cells.tolist()]
-    return EvaluationDetail(**_figures(found, trainer), classes=list(trainer.trained.classes), confusion=confusion)
+    about = {"classes": list(trainer.trained.classes), "confusion": found.cells.tolist()}
+    return EvaluationDetail(**_figures(found, trainer) | about)
 
 
 @CLOCK.within(EVALUATION)
 def test_once(trainer: Trainer, stop: StopSignal) -> None:
     """Evaluates the held-out samples, unless these weights were tested before; a collective.
 
-    The network has the last weights before and afterwards, also after an exception.
-
-    Raises:
-        Interrupted: all processes stop; the test runs after the resume.
+    The network has the last weights afterwards, also if Interrupted is raised.
     """
-    if trainer.test is None or not broadcast_plain(not _is_done(trainer), trainer.world):
+    progress = trainer.progress
+    steps = {trainer.folder.evaluations / f"{BEST}.json": progress.best_step}
+    steps[trainer.folder.evaluations / f"{LAST}.json"] = progress.step
+    done = all(path.is_file() and (read_object(path) or {}).get("step") == step for path, step in steps.items())
+    if trainer.test is None or broadcast_plain(done, trainer.world):
         return
-    trainer.heartbeats.phase = "evaluate"
-    with trainer.synchronizer.averaged():
-        last = describe(trainer.test(lambda: stop), trainer)
-    best = _of_the_best(trainer, last, stop)
+    with trainer.paused("evaluate"):
+        with trainer.synchronizer.averaged():
+            last = describe(trainer.test(lambda: stop), trainer)
+        best = _of_the_best(trainer, last, stop)
     trainer.journal.detail(LAST, last)
-    message = f"test on {last.count:,} held-out samples: "
-    of_last = percentage(last.top1, 2)
+    message = f"test on {last.count:,} held-out samples: top-1 "
     if best:
         trainer.journal.detail(BEST, best)
-        of_best = percentage(best.top1, 2)
-        message += f"top-1 {of_best}% with the best weights (step {best.step}), {of_last}% with the last weights"
-    else:
-        message += f"top-1 {of_last}% with the last weights"
-    step = trainer.progress.step
-    trainer.journal.event("tested", message, step, best=best.top1 if best else None, last=last.top1)
-    trainer.heartbeats.phase = "train"
-
-
-def _is_done(trainer: Trainer) -> bool:
-    """True if records of a test with the final weights exist."""
-    wanted = {BEST: trainer.progress.best_step, LAST: trainer.progress.step}
-    records = {name: trainer.folder.evaluations / f"{name}.json" for name in wanted}
-    return all(
-        file.is_file() and (read_object(file) or {}).get("step") == wanted[name] for name, file in records.items()
-    )
+        message += f"{percentage(best.top1, 2)}% with the best weights (step {best.step}), "
+    message += f"{percentage(last.top1, 2)}% with the last weights"
+    top1 = {"best": best.top1 if best else None, "last": last.top1}
+    trainer.journal.event("tested", message, progress.step, **top1)
 
 
 def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> EvaluationDetail | None:
@@ -372,7 +304,7 @@ def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> 
     if progress.best_step == progress.step:
         return last
     paths = [folder / files.step_name(step) for step in (progress.best_step, progress.step)]
-    if progress.best_step < 0 or not broadcast_plain(all(map(_is_sound, paths)), trainer.world):
+    if progress.best_step < 0 or not broadcast_plain(all(map(verifies, paths)), trainer.world):
         step = progress.step
         trainer.journal.event("warning", "the best checkpoint can't be read; the test uses the last weights", step)
         return None
@@ -381,31 +313,15 @@ def _of_the_best(trainer: Trainer, last: EvaluationDetail, stop: StopSignal) -> 
     try:
         found = describe(trainer.test(lambda: stop), trainer)
     except Interrupted:
-        _load(trainer, progress.step)  # what is saved next are the last weights
+        _load(trainer, progress.step)  # the last weights are saved next
         raise
     _load(trainer, progress.step)
     return found.model_copy(update={"step": progress.best_step, "epoch": epoch})
 
 
-def _is_sound(path: Path) -> bool:
-    try:
-        verify(path)
-    except UserError:
-        return False  # which is the answer
-    return True
-
-
 def _load(trainer: Trainer, step: int) -> int:
-    """Gives the network the weights that were saved at a step; the epoch of that. A collective."""
-    path = trainer.folder.checkpoints / files.step_name(step)
-    found = find_checkpoint(path, trainer.job, trainer.world, in_pieces=bool(trainer.network.layouts))
-    return restore(found.snapshot, trainer.network, None, where=str(path), source=found.source)[0].epoch
-
-
-def find_checkpoint(path: Path, job: Job, world: World, *, in_pieces: bool) -> Resumable:
-    """Returns the state of a checkpoint, as rank 0 reads it, on every process; see `find_state`."""
-    options = job.checkpoint.model_copy(update={"resume": str(path)})
-    named = job.model_copy(update={"checkpoint": options})
-    found = find_state(named, NOWHERE, world, in_pieces=in_pieces)
+    """Loads the weights that were saved at a step, and returns their epoch; a collective."""
+    path, in_pieces = trainer.folder.checkpoints / files.step_name(step), bool(trainer.network.layouts)
+    found = find_state(str(path), NOWHERE, trainer.world, in_pieces=in_pieces)
     assert found is not None  # a path is read or refused
-    return found
+    return restore(found, trainer.network, None)[0].epoch

@@ -7,7 +7,7 @@ from manyhands.parallel.apply import normalises_in_groups
 from manyhands.sync.options import exception_of
 from manyhands.train.trainer import Trainer
 
-# Kinds of random masks: parts of class names, in torchvision, timm and others, and attributes with a probability.
+# Kinds of random masks: parts of class names (torchvision, timm, …) and attributes with a probability.
 _MASKS = {
     "Dropout": (("dropout",), ("p",)),
     "Stochastic depth": (("stochasticdepth", "droppath", "drop_path"), ("drop_prob", "p")),
@@ -17,9 +17,14 @@ _MASKS = {
 
 def exceptions(trainer: Trainer) -> list[str]:
     """Returns the reasons why this run depends on the number of processes."""
-    loss_fn = trainer.update.loss_fn
+    loss_fn, sync = trainer.update.loss_fn, exception_of(trainer.sync.cost.method)
     loss = [loss_fn.dependent] if loss_fn and loss_fn.dependent else []
-    return [*loss, *_of_norms(trainer), *_of_draws(trainer), *_of_sync(trainer)]
+    found = [*loss, *_of_norms(trainer), *_of_draws(trainer), *([sync] if sync else [])]
+    if not trainer.job.parallel.gradients_mean:
+        found.append(
+            "Gradients are summed over processes and grow with the number of processes (gradients_mean = false)."
+        )
+    return found
 
 
 def _of_norms(trainer: Trainer) -> list[str]:
@@ -39,17 +44,14 @@ def _of_norms(trainer: Trainer) -> list[str]:
 
 
 def exception_of_buffers(names: list[str]) -> str:
-    """Returns the sentence for buffers that processes update differently."""
     more = f" and {len(names) - 3} more buffers" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}: each process updates these from its own samples; all use rank 0's values."
 
 
 def _of_draws(trainer: Trainer) -> list[str]:
-    """Random numbers: each process draws its own, so another number of processes gives samples other ones."""
     modules = list(trainer.network.model.modules())
-    found = [
-        f"{kind} masks depend on the number of processes." for kind in _MASKS if any(_drops(m, kind) for m in modules)
-    ]
+    kinds = [kind for kind in _MASKS if any(_drops(module, kind) for module in modules)]
+    found = [f"{kind} masks depend on the number of processes." for kind in kinds]
     if not found and trainer.network.traits.draws:
         found.append("The network's random numbers in training depend on the number of processes.")
     return found
@@ -62,12 +64,3 @@ def _drops(module: nn.Module, kind: str) -> bool:
     return any(word in name for word in words for name in classes) and any(
         isinstance(value, int | float) and value > 0 for value in values
     )
-
-
-def _of_sync(trainer: Trainer) -> list[str]:
-    found = list(filter(None, [exception_of(trainer.sync.cost.method)]))
-    if not trainer.job.parallel.gradients_mean:
-        found.append(
-            "Gradients are summed over processes and grow with the number of processes (gradients_mean = false)."
-        )
-    return found

@@ -1,12 +1,15 @@
-"""The samples of this process for each update, and the sums of its measurements."""
+"""The samples of this process for each update, the seeds of its random numbers, and the sums of its measurements."""
 
 import math
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from manyhands.core.world import Share
 from manyhands.data.loading import Loader
@@ -15,71 +18,45 @@ from manyhands.data.transforms import Batch
 from manyhands.parallel.network import MicroBatch, MicroBatchShape
 
 COUNTED_AT_ONCE = 1 << 16  # logits
+# Packages whose layers use only torch's generators.
+_KNOWN = ("torch.nn.modules.", "torch.nn.parallel.", "manyhands.")
+
+UpdateShare = list[MicroBatch]  # the micro-batches of this process for one update, at least one
 
 
-@dataclass(slots=True)  # not frozen, which would take three times as long to make
-class LoadedMicroBatch:
-    """The samples of one forward and backward pass of this process."""
-
-    share: Share  # its part of the global batch; of no samples where there are fewer samples than processes
-    batch: Batch  # the samples of the share, or a single stand-in of weight zero for an empty share
-    # first sample of the whole micro-batch, over all processes, and the one after its last
-    bounds: tuple[int, int] = (0, 0)
-    group: int = 0  # samples in one of BatchNorm's groups; 0 where there are none
-
-    def micro_batch(self, count: int, seed: int) -> MicroBatch:
-        """Returns this micro-batch for a network; `count` is the number of samples of the update."""
-        shape = MicroBatchShape(self.bounds[1] - self.bounds[0], count, sharing(count, self.group, self.bounds), seed)
-        return MicroBatch(self.batch.images, self.batch.labels, self.share, shape)
-
-
-@dataclass(slots=True)
-class UpdateShare:
-    """The micro-batches of this process for one update."""
-
-    micro_batches: list[LoadedMicroBatch]  # at least one
-    count: int  # samples in the global batch
-
-
+@dataclass
 class Feed:
-    """Yields the micro-batches of each update, starting at any step of any epoch.
+    """Yields the micro-batches of each update, starting at any step of any epoch."""
 
-    Args:
-        order: the samples of each update.
-        batch_sharing: how an update is divided among processes.
-        loader: loads the samples.
-        rank: the index of this process among those that divide the samples.
-        augment: how the loader varies training pictures.
-    """
-
-    def __init__(
-        self, order: Order, batch_sharing: BatchSharing, loader: Loader, rank: int, augment: str = "none"
-    ) -> None:
-        self.order, self.sharing, self.loader, self._rank, self.augment = order, batch_sharing, loader, rank, augment
+    order: Order
+    sharing: BatchSharing
+    loader: Loader
+    rank: int  # the index of this process among those that divide the samples
+    augment: str = "none"  # how pictures are varied
 
     def updates(self, epoch: int, first_step: int) -> Iterator[UpdateShare]:
-        """Yields the updates of the epoch from `first_step` on."""
         batches = self.loader.batches(epoch, self._requests(epoch, first_step))
         for step in range(first_step, self.order.steps_per_epoch):
             count = min(self.order.batch, self.order.length - step * self.order.batch)
-            yield UpdateShare(
-                [self._micro_batch(shares, next(batches)) for shares in self.sharing.micro_batches(count)], count
-            )
+            yield [self.micro_batch(shares, next(batches), count) for shares in self.sharing.micro_batches(count)]
+
+    def micro_batch(self, shares: Sequence[Share], batch: Batch, count: int) -> MicroBatch:
+        """Returns this process's micro-batch of an update of `count` samples, from the shares of all processes."""
+        bounds = shares[0].start, shares[-1].stop
+        shape = MicroBatchShape(bounds[1] - bounds[0], count, sharing(count, self.sharing.group, bounds))
+        return MicroBatch(batch.images, batch.labels, shares[self.rank], shape, batch.samples)
 
     def samples_of_each(self) -> list[int]:
         """Returns the number of samples of each process in a full update."""
         parts = self.sharing.micro_batches(min(self.order.batch, self.order.length))
         return [sum(share.count for share in shares) for shares in zip(*parts, strict=True)]
 
-    def _micro_batch(self, shares: Sequence[Share], batch: Batch) -> LoadedMicroBatch:
-        return LoadedMicroBatch(shares[self._rank], batch, (shares[0].start, shares[-1].stop), self.sharing.group)
-
     def _requests(self, epoch: int, first_step: int) -> Iterator[Tensor]:
         for samples in self.order.batches(epoch, first_step):
             for shares in self.sharing.micro_batches(len(samples)):
-                share = shares[self._rank]
+                share = shares[self.rank]
                 start, stop = share.start, max(share.stop, share.start + 1)
-                # A process with nothing to do takes part with a sample that counts for nothing.
+                # A process with an empty share computes one sample of weight zero.
                 yield samples[start:stop] if start < len(samples) else samples[:1]
 
 
@@ -89,11 +66,10 @@ class StepSums:
 
     loss: Tensor | float = 0.0  # sum of losses
     samples: int = 0  # samples that count
-    # first step whose loss was not finite, infinite if there is none; kept for good
-    first_bad: Tensor | float = math.inf
-    first_spoilt: Tensor | float = math.inf  # the same of gradients, where the card itself left that update out
+    first_bad: Tensor | float = math.inf  # first step whose loss was not finite, infinite if there is none; not reset
+    first_spoilt: Tensor | float = math.inf  # the same of gradients, if the accelerator skipped that update
     _correct: float | Tensor = 0.0
-    _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # begun anew, not cleared: a mark holds it
+    _guesses: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # replaced, not cleared: a mark refers to it
 
     def guess(self, logits: Tensor, labels: Tensor) -> None:
         """Adds logits [n, C] and labels int64 [n]; small ones are counted together for several micro-batches."""
@@ -102,24 +78,21 @@ class StepSums:
             self._count()
 
     def unguessed(self) -> None:
-        """Records that the accuracy is undefined (NaN)."""
         self._correct = math.nan
 
     def take(self) -> tuple[float, float, int]:
         """Returns the loss sum, correct and counted samples, and resets them."""
         self._count()
-        # All hear of a gradient by way of the loss.
+        # A bad gradient is reported through the loss.
         loss = float(self.loss) if float(self.first_spoilt) == math.inf else math.nan
         values = loss, float(self._correct), self.samples
         self.loss, self._correct, self.samples = 0.0, 0.0, 0
         return values
 
     def mark(self) -> tuple[Any, ...]:
-        """Returns the current sums, for `back`."""
         return self.loss, self.samples, self._correct, self._guesses, len(self._guesses)
 
     def back(self, mark: tuple[Any, ...]) -> None:
-        """Restores the sums of a mark."""
         self.loss, self.samples, self._correct, self._guesses, guesses = mark
         del self._guesses[guesses:]
 
@@ -128,3 +101,54 @@ class StepSums:
             logits, labels = (torch.cat(tensors) for tensors in zip(*self._guesses, strict=True))
             self._correct = self._correct + (logits.argmax(1) == labels).sum()
             self._guesses = []
+
+
+def uses_torch_rng_alone(model: nn.Module) -> bool:
+    """True if a forward pass runs no user code: all layers are from torch or manyhands, without hooks."""
+
+    def is_known(layer: nn.Module) -> bool:
+        own = vars(layer)
+        changed = "forward" in own or any(own[name] for name in own if name.endswith("_hooks"))
+        return not changed and all(kind.__module__.startswith(_KNOWN) for kind in type(layer).__mro__[:-1])
+
+    return all(map(is_known, model.modules()))
+
+
+def seed_generators(seed: int, device: str, *, torch_alone: bool = False) -> None:
+    """Seeds the generators of torch and, if user code may use them, of random and numpy; `device` is a device type."""
+    if device == "cpu":
+        # torch.manual_seed would also store a traceback for each kind of accelerator that isn't in use.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+    if not torch_alone:  # seeding these costs a small network a fiftieth of its update
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def drawing(seed: int, device: str) -> Iterator[Callable[[], bool]]:
+    """Seeds the generators in this context; yields a function that returns True if a random number was drawn."""
+    before = _states(device)
+    seed_generators(seed, device)
+    seeded = _states(device)
+    try:
+        yield lambda: _differ(_states(device), seeded)
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+        if device != "cpu":
+            torch.get_device_module(device).set_rng_state(before[3])
+
+
+def _states(device: str) -> list[Any]:
+    own = [] if device == "cpu" else [torch.get_device_module(device).get_rng_state()]
+    return [torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False), *own]
+
+
+def _differ(one: list[Any], other: list[Any]) -> bool:
+    tensors = [torch.equal(a, b) for a, b in zip(one, other, strict=True) if isinstance(a, Tensor)]
+    numpy_states = [state[2]["state"] for state in (one, other)]
+    same = numpy_states[0]["pos"] == numpy_states[1]["pos"] and np.array_equal(*(s["key"] for s in numpy_states))
+    return not (all(tensors) and one[1] == other[1] and same)

@@ -1,21 +1,28 @@
-"""Writes the progress of a process from a thread, and detects updates that take too long."""
+"""Heartbeats of a process, detection of stalls, and requests to stop (Ctrl-C, SIGTERM, or from the launcher)."""
 
 import contextlib
 import os
+import select
+import signal
 import socket
 import statistics
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
+from manyhands.core.errors import EXIT_INTERRUPTED
+from manyhands.core.records import FAILURE_FILE
+from manyhands.core.stops import STOPS, handled
 from manyhands.core.timeouts import HEARTBEAT_S, STALL, STALL_S
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE, Heartbeat, leave_path
+from manyhands.parallel.group.listeners import connections, listens
 from manyhands.parallel.replicas.shared_memory import SharedSums
 
 # A stall is reported if it takes this many seconds, and this many times the usual time of an update.
@@ -23,23 +30,21 @@ _CUT_S, _CUT = 3.0, 3.0
 _KEPT, _ENOUGH = 20, 3
 # Where tcpi_bytes_acked and tcpi_bytes_received lie in Linux's struct tcp_info.
 _ACKED_AT, _INFO_BYTES = 120, 136
-# Who got on a moment ago needs no figures that cost something.
+# Fields of a heartbeat that cost time are left out after progress within this time.
 _STILL_S = 2.0
-# In a second: more than small talk, and more than waiting.
+# In a second: more than the keep-alive messages of connections, and more CPU time than waiting takes.
 _MOVES_BYTES, _BUSY_S = 8192, 0.3
+# The main thread handles a signal when it returns from C++; a second signal is given this long.
+_UP_S = 1.5
+_POLL_S = 0.25
 
 
 class HeartbeatWriter:
-    """Tracks the progress of this process and writes heartbeats.
-
-    Attributes:
-        expected_s: the expected seconds of the first update; 0 if unknown.
-        linked: True if this process communicates with other machines.
-        phase: the current activity.
-    """
+    """Tracks the progress of this process and writes heartbeats."""
 
     def __init__(self) -> None:
-        self.expected_s, self.linked, self.phase = 0.0, False, "train"
+        self.expected_s, self.phase = 0.0, "train"  # seconds of the first update (0: unknown); the current activity
+        self.linked = False  # this process communicates with other machines
         self._updates_s: deque[float] = deque(maxlen=_KEPT)
         self._at, self._step, self._waiting = time.monotonic(), 0, False
 
@@ -49,16 +54,14 @@ class HeartbeatWriter:
 
     def updated(self, step: int) -> str:
         """Records an update that began at the last `beat`; returns a message if it took too long."""
-        took_s = time.monotonic() - self._at
-        self._step = step
-        said = self.too_long(took_s)
-        # A cut is no measure of what is usual, unless it stays.
-        self._updates_s.append(took_s if not said else min(took_s, _CUT * max(self._usual_s(), _CUT_S)))
+        took_s, self._step = time.monotonic() - self._at, step
+        message = self.too_long(took_s)
+        # A single stall does not change what is usual.
+        self._updates_s.append(min(took_s, _CUT * max(self._usual_s(), _CUT_S)) if message else took_s)
         self.beat()
-        return said
+        return message
 
     def too_long(self, took_s: float) -> str:
-        """Returns a message if a stall of `took_s` seconds is unusual, else an empty string."""
         known = len(self._updates_s) >= _ENOUGH
         return stall_message(took_s, self._usual_s(), linked=self.linked) if known and took_s > _CUT_S else ""
 
@@ -122,14 +125,10 @@ class HeartbeatWriter:
 
 
 def shut_connections() -> None:
-    """Shuts down the connections of this process, so that it does not wait for lost peers until gloo's timeout.
-
-    Listening sockets stay open, because gloo ends the process if accepting fails.
-    """
-    for connection in _sockets():
+    """Shuts down connections, to not wait for lost peers until gloo's timeout; gloo needs its listening sockets."""
+    for _, connection in connections():
         with contextlib.suppress(OSError):
-            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if connection.family in {socket.AF_INET, socket.AF_INET6} and not listens:
+            if not listens(connection):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -153,7 +152,7 @@ def collectives_begun() -> int:
 def moved_bytes() -> int:
     """Returns the bytes that the connections of this process have sent (acknowledged) and received; 0 if unknown."""
     total = 0
-    for connection in _sockets():
+    for _, connection in connections():
         with contextlib.suppress(OSError, AttributeError):
             found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             if len(found) >= _INFO_BYTES:
@@ -161,11 +160,67 @@ def moved_bytes() -> int:
     return total
 
 
-def _sockets() -> Iterator[socket.socket]:
-    """Yields each socket of this process, on systems that list them."""
-    with contextlib.suppress(OSError):
-        for link in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                if str(link.readlink()).startswith("socket:"):
-                    with socket.socket(fileno=os.dup(int(link.name))) as connection:
-                        yield connection
+class StopSignal:
+    """True after a request to stop."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __bool__(self) -> bool:
+        return self.asked
+
+    def hear(self, number: int, _frame: FrameType | None) -> None:
+        """Signal handler: the first signal requests a save, a second Ctrl-C ends the process at once."""
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[StopSignal]:
+    """Installs signal handlers that record requests to stop; does nothing outside the main thread."""
+    stop = StopSignal()
+    with handled(stop.hear) as previous:
+        for number, handler in previous.items():
+            # An agent's worker is ending then; a late request to stop must not kill it.
+            if handler is signal.SIG_DFL and FAILURE_FILE in os.environ:
+                previous[number] = signal.SIG_IGN
+        yield stop
+
+
+@contextlib.contextmanager
+def ended_where_deaf(hung: Callable[[], str], last_words: Callable[[str], None]) -> Generator[None]:
+    """Ends this process at a request to stop even if its main thread hangs; for a worker, its agent does that.
+
+    `hung` returns why no save is possible, or an empty string; `last_words` gets that reason before the process ends.
+    """
+    if FAILURE_FILE in os.environ or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    before, over = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False), threading.Event()
+
+    def watch() -> None:
+        stop_requests, again_at = 0, float("inf")
+        while not over.is_set():
+            if select.select([ours], [], [], _POLL_S)[0]:
+                received = [number for number in os.read(ours, 64) if number in {*STOPS}]
+                stop_requests += len(received)
+                if stop_requests > 1 and signal.SIGINT in received:
+                    again_at = min(again_at, time.monotonic())
+            reason = hung() if stop_requests else ""
+            if (reason or time.monotonic() - again_at > _UP_S) and not over.is_set():
+                last_words(reason)
+                os._exit(EXIT_INTERRUPTED)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        signal.set_wakeup_fd(before)
+        thread.join()
+        os.close(ours)
+        os.close(theirs)

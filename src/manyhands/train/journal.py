@@ -11,15 +11,7 @@ from typing import Any
 
 from manyhands.config.job import Job
 from manyhands.core.files import append_line
-from manyhands.core.records import (
-    EvaluationDetail,
-    EvaluationMetrics,
-    Event,
-    PhaseMetrics,
-    StepMetrics,
-    append,
-    write_json,
-)
+from manyhands.core.records import EvaluationDetail, Event, Record, append, write_json
 from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.terminal import say
 from manyhands.core.world import World
@@ -30,15 +22,10 @@ _SPOKEN = {"setup", "note", "warning", "resumed", "stall", "sync", "changed", "s
 
 
 class Journal:
-    """Records the events of a run.
+    """Records the events of a run; with the folder NOWHERE, none.
 
-    If the disk is full, records wait in memory and are written in order once there is space. Beyond ten thousand, the
-    oldest are dropped.
-
-    Args:
-        folder: the run folder; NOWHERE to record nothing.
-        rank: this process.
-        spoken: print important events, for runs without a screen.
+    If the disk is full, records wait in memory and are written in order once there is space; of more than ten thousand,
+    the oldest are dropped. `spoken` prints important events, for runs without a screen.
     """
 
     def __init__(self, folder: RunFolder, rank: int, *, spoken: bool = False) -> None:
@@ -47,7 +34,6 @@ class Journal:
         self._writing = threading.Lock()  # a background thread writes checkpoints and their events
 
     def event(self, kind: str, message: str = "", step: int | None = None, **data: Any) -> None:
-        """Records an event on rank 0."""
         if self._spoken and self._rank == 0 and kind in _SPOKEN:
             say(message)
         record = Event(time=time.time(), kind=kind, rank=self._rank, step=step, message=message, data=data)
@@ -58,12 +44,10 @@ class Journal:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._keep(lambda: append_line(self._folder.ranks / f"{self._rank}.log", f"{at} {text}"))
 
-    def metrics(self, record: StepMetrics | EvaluationMetrics | PhaseMetrics) -> None:
-        """Records measurements on rank 0."""
+    def metrics(self, record: Record) -> None:
         self.file(functools.partial(append, self._folder.metrics, record))
 
     def detail(self, name: str, record: EvaluationDetail) -> None:
-        """Writes evaluations/<name>.json on rank 0."""
         self.file(functools.partial(write_json, self._folder.evaluations / f"{name}.json", record))
 
     def file(self, write: Callable[[], None]) -> None:
@@ -72,7 +56,7 @@ class Journal:
             self._keep(write)
 
     def _keep(self, write: Callable[[], None]) -> None:
-        """Calls the waiting writes and this one. The first failure prints a message."""
+        """Runs the waiting writes and this one. The first failure prints a message."""
         if self._folder is NOWHERE:
             return
         self._waiting.append(write)
@@ -84,7 +68,7 @@ class Journal:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                # That output may lie on the same disk.
+                # The output may be on the same disk.
                 with suppress(OSError):
                     say(f"can't write records to {self._folder.path}: {error}; retrying; the records stay in memory")
 
@@ -94,7 +78,7 @@ class RunContext:
     """The job, the processes and the records of a run."""
 
     job: Job  # what the user asked for
-    folder: RunFolder  # where the run is kept, or NOWHERE
-    world: World  # the processes
-    journal: Journal  # writes records
-    mode: str  # the parallel mode in force
+    folder: RunFolder  # or NOWHERE
+    world: World
+    journal: Journal
+    mode: str  # the resolved parallel mode

@@ -6,21 +6,16 @@ from collections.abc import Iterator
 
 from manyhands.core.phases import CLOCK, COMPUTE, DATA, OTHER, RECORDS, SAVING
 from manyhands.core.run_folder import NOWHERE
-from manyhands.train.diagnose import explain_lost
 from manyhands.train.evaluate import Interrupted, evaluate, test_once
 from manyhands.train.feed import UpdateShare
-from manyhands.train.recording import record_epoch, record_status, record_time
+from manyhands.train.heartbeat import StopSignal, listening
 from manyhands.train.saving import finish_save, save, save_last
-from manyhands.train.stopping import StopSignal, listening
-from manyhands.train.trainer import Trainer
+from manyhands.train.status import Status, explain_lost
+from manyhands.train.trainer import Trainer, record_epoch, record_status, record_time
 
 
 def fit(trainer: Trainer) -> str:
-    """Trains until the job is complete or a stop is requested.
-
-    Returns:
-        "finished", or "stopped" with everything saved.
-    """
+    """Trains until the job is complete or a stop is requested; returns "finished", or "stopped" when all is saved."""
     due, progress, balance_shares = trainer.due, trainer.progress, trainer.hooks.balance_shares
     with listening() as stop, trainer.heartbeats.beating():
         start_clocks(trainer)
@@ -53,14 +48,11 @@ def start_clocks(trainer: Trainer) -> None:
     """Starts the measurements of a run, which exclude the time before its first update."""
     CLOCK.take()
     trainer.status_round.reset(trainer.progress.step)
-    trainer.observed.epoch_mean.whole = trainer.due.epoch_ends()
+    trainer.observed.epoch_mean.complete = trainer.due.epoch_ends()
 
 
 def updates(trainer: Trainer, stop: StopSignal) -> Iterator[UpdateShare]:
-    """Yields the remaining updates of the current epoch, for `fit` or a custom loop.
-
-    Measures the waiting time of each update and runs `attend` afterwards; ends early if the run is to stop.
-    """
+    """Yields the remaining updates of the current epoch, measures the wait for each, and runs `attend` afterwards."""
     due, progress, heartbeats = trainer.due, trainer.progress, trainer.heartbeats
     found = trainer.feed.updates(progress.epoch, progress.step_in_epoch)
     while not due.over():
@@ -94,25 +86,12 @@ def attend(trainer: Trainer, stop: StopSignal) -> None:
     due, progress = trainer.due, trainer.progress
     if due.verification():
         trainer.verify_replicas()
-    evaluation = due.evaluation()
     if not trainer.status_round.due(progress.step, force=due.status()):
         if due.save():
             save(trainer)
         return
-    status = trainer.status_round.add_up(
-        trainer.update.measured,
-        progress.step,
-        stop=bool(stop),
-        written=trainer.saver.done,
-        extra=trainer.sync.monitor.mine if trainer.sync.monitor else None,
-        replaced=len(trainer.feed.loader.replaced),
-    )
-    if not math.isfinite(status.loss):
-        raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
-    record_status(trainer, status)
-    trainer.observe(status)
-    finish_save(trainer, written=status.written)
-    progress.owed = evaluation
+    status = exchange_status(trainer, stop)
+    progress.owed = due.evaluation()
     if status.stop:
         trainer.journal.event("stopping", "saving", progress.step)
         if not progress.owed:
@@ -123,6 +102,29 @@ def attend(trainer: Trainer, stop: StopSignal) -> None:
         pass  # what the user's own loop does at an epoch's end belongs to what is saved there
     elif conclude(trainer, stop) or due.save() or (status.save and trainer.saver.step is None):
         save(trainer)
+
+
+def exchange_status(trainer: Trainer, stop: StopSignal) -> Status:
+    """Runs the status round, records it, and reports slow ranks and stalls; raises RunError for a non-finite loss."""
+    progress, saver, sync = trainer.progress, trainer.saver, trainer.sync
+    status = trainer.status_round.add_up(
+        trainer.update.measured,
+        progress.step,
+        stop=bool(stop),
+        written=saver.done,
+        extra=sync.monitor.mine if sync.monitor else None,
+        replaced=len(trainer.feed.loader.replaced),
+    )
+    if not math.isfinite(status.loss):
+        raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
+    record_status(trainer, status)
+    trainer.note_stall(trainer.heartbeats.too_long(status.waited_s), status.waited_s)
+    if saver.interval:
+        saver.interval.trained(status.seconds, status.samples, saving=saver.step is not None)
+    if sync.monitor and (cost := sync.monitor.observe(status, progress.step, trainer.journal)):
+        sync.cost, trainer.status_round.multiple = cost, cost.every
+    finish_save(trainer, written=status.written)
+    return status
 
 
 def conclude(trainer: Trainer, stop: StopSignal) -> bool:

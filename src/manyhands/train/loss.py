@@ -23,7 +23,7 @@ from manyhands.core.world import World
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.gradients import summed_over_samples
 from manyhands.parallel.group.plain import broadcast_plain
-from manyhands.train.draws import drawing
+from manyhands.train.feed import drawing
 from manyhands.train.objects import brought
 
 Function = Callable[[Tensor, Tensor], Tensor]

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,21 +15,15 @@ from manyhands.data.order import Order
 from manyhands.parallel.spread import is_spread, spread_like
 from manyhands.train.objects import MakeOptimizer, brought
 
-# Of each group: its learning rate as a part of the largest one, which the schedule moves.
-_OF_PEAK = "of_peak_lr"
-# The same of a group of ours, as a multiple of the job's rate.
-OF_LR = "of_lr"
+# Keys of a parameter group: its learning rate as a fraction of the largest one (custom), as a multiple of train.lr.
+_OF_PEAK, _OF_LR = "of_peak_lr", "of_lr"
 _WHERE = "train.optimizer"
-# What torch's schedulers note in each group.
+# Keys that torch's schedulers add to each group.
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 
 
 def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Creates the custom optimizer of a network's trainable parameters and stores each group's learning rate.
-
-    Raises:
-        UserError: the function returns something else, or an unsupported optimizer.
-    """
+    """Creates the custom optimizer of a network's trainable parameters and stores each group's learning rate."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Any = make(list(parameters))
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -40,13 +34,13 @@ def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
     if needed is not None and needed.default is inspect.Parameter.empty:
         what = f"{kind} needs a closure that computes the loss again, which manyhands doesn't support"
         raise UserError(what, _WHERE, ("choose an optimizer whose step() needs no closure",))
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held - {id(parameter) for parameter in parameters}:
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if optimized - {id(parameter) for parameter in parameters}:
         raise UserError(f"{kind} has a parameter that isn't a trainable parameter of the network", _WHERE)
-    left_out = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in held]
-    if left_out:
+    missing = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in optimized]
+    if missing:
         hints = ("pass all parameters to the optimizer", "or freeze the parameter: parameter.requires_grad = False")
-        raise UserError(f"{kind} doesn't have the trainable parameter {left_out[0]}", _WHERE, hints)
+        raise UserError(f"{kind} doesn't have the trainable parameter {missing[0]}", _WHERE, hints)
     rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
     if not all(isinstance(rate, int | float) for rate in rates) or max(rates, default=0.0) <= 0:
         raise UserError(f"{kind} has no usable learning rate: {rates}", _WHERE, ("pass lr=… above 0",))
@@ -57,10 +51,7 @@ def make_custom(make: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Initializes fused SGD's momentum, which torch leaves uninitialized if the first update is skipped.
-
-    See `optimize.start_state`. Raises UserError: with dampening, torch doesn't start from a momentum of zero.
-    """
+    """Initializes fused SGD's momentum, which torch leaves uninitialized if the first update is skipped."""
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         if not (group["fused"] and group["momentum"]):
             continue
@@ -80,7 +71,6 @@ def mark_own(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_custom(optimizer: torch.optim.Optimizer) -> bool:
-    """True for an optimizer that `make_custom` created or `mark_own` marked."""
     return _OF_PEAK in optimizer.param_groups[0]
 
 
@@ -91,31 +81,23 @@ def with_own_rate(options: TrainOptions, optimizer: torch.optim.Optimizer) -> Tr
 
 def largest_rate(optimizer: torch.optim.Optimizer) -> float:
     """Returns the current learning rate of the group with the largest one; for a built-in optimizer, the job's rate."""
-    return max(float(group["lr"]) / group.get(OF_LR, 1.0) for group in optimizer.param_groups)
+    return max(float(group["lr"]) / group.get(_OF_LR, 1.0) for group in optimizer.param_groups)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Sets the learning rate of every group, in the initial proportions."""
-    groups: Iterable[dict[str, Any]] = optimizer.param_groups
-    for group in groups:
-        group["lr"] = rate * group.get(_OF_PEAK, 1.0) * group.get(OF_LR, 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get(_OF_PEAK, 1.0) * group.get(_OF_LR, 1.0)
 
 
 def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Restores the state of an optimizer by parameter name; state of other parameters is ignored.
 
-    State that wasn't saved (of a parameter that was frozen, for example) or belongs to another optimizer is reset.
-
-    Args:
-        saved: a state dict by names, with full tensors, or pieces if the network is split by a plan.
-        model: the network, under any mode.
-        optimizer: the optimizer of its parameters.
-
-    Returns:
-        A sentence if saved state is not used, else an empty string.
+    State that wasn't saved (of a parameter that was frozen, for example) or belongs to another optimizer is reset; a
+    sentence about the latter is returned. If the network is sharded by a plan, `saved` has shards.
     """
     entries, groups, custom = saved["state"], saved.get("param_groups", []), is_custom(optimizer)
-    kind, others = type(optimizer).__name__, set[str]()
+    kind, other_keys = type(optimizer).__name__, set[str]()
     if custom and entries and (not groups or (set(groups[0]) ^ set(optimizer.param_groups[0])) - _OF_SCHEDULERS):
         return f"the state of {kind} is reset: the saved state is of another optimizer"
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -126,31 +108,26 @@ def restore_optimizer(saved: dict[str, Any], model: nn.Module, optimizer: torch.
         if not custom:
             fresh = start_state(optimizer, parameter)
             found = {key: value for key, value in found.items() if value is not None}
-            if _fits(found, fresh):
+            shapes = {
+                key: torch.as_tensor(value).shape if isinstance(value, Tensor | int | float) else None
+                for key, value in found.items()
+            }
+            if shapes == {key: value.shape for key, value in fresh.items()}:
                 found = {key: torch.as_tensor(value, dtype=fresh[key].dtype) for key, value in found.items()}
             else:
-                others |= found.keys() if fresh else set()
+                other_keys |= found.keys() if fresh else set()
                 found = fresh
         if found:
             state[number] = {key: _placed(value, parameter) for key, value in found.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     for number, values in state.items():
         live = optimizer.state[order[number]]
-        # torch turns all but the count of steps into the parameter's type, which isn't what was saved (NAdam).
+        # torch converts all but the count of steps to the parameter's dtype, which may not be the saved one (NAdam).
         live.update({key: live[key].to(one.dtype) for key, one in values.items() if isinstance(one, Tensor)})
     if custom:
         _start_momentum(optimizer)
-    if not others:
-        return ""
-    named = ", ".join(sorted(others))
-    return f"the state of {kind.lower()} is reset: the saved state is of another optimizer ({named})"
-
-
-def _fits(found: dict[str, Any], fresh: dict[str, Tensor]) -> bool:
-    return found.keys() == fresh.keys() and all(
-        isinstance(value, Tensor | int | float) and torch.as_tensor(value).shape == fresh[key].shape
-        for key, value in found.items()
-    )
+    named = ", ".join(sorted(other_keys))
+    return f"the state of {kind.lower()} is reset: the saved state is of another optimizer ({named})" if named else ""
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:
@@ -168,12 +145,11 @@ _WRAPPED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
 def _plain(kind: type[Kind], fused: Callable[[Any], bool] = lambda _: False) -> type[Kind]:
-    """The same optimizer without what torch has wrapped around its methods.
+    """Returns the optimizer class without torch's wrappers around its methods.
 
-    What keeps compiled code from going into them, which we never have call them, imports all of the compiler at the
-    first call: as long as torch itself takes. Where torch has none, the methods are as they are. What comes with hooks,
-    a mark for the profiler above all, costs a small network a twentieth of its update: it is there where a hook is.
-    `fused` may make an update in a quicker way, and says whether it has.
+    The wrapper against compilation imports the compiler at the first call, which takes as long as importing torch. The
+    wrapper for hooks and the profiler costs a small network a twentieth of its update; it is used if there are hooks.
+    `fused` makes an update in a faster way and returns True, or returns False.
     """
     methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in _WRAPPED}
     update = torch.no_grad()(inspect.unwrap(kind.step))
@@ -185,37 +161,34 @@ def _plain(kind: type[Kind], fused: Callable[[Any], bool] = lambda _: False) -> 
             return hooked(self, *arguments, **named)
         return None if not (arguments or named) and fused(self) else update(self, *arguments, **named)
 
-    vars(step)["hooked"] = True  # else torch wraps it itself
+    vars(step)["hooked"] = True  # else torch wraps it
     return cast(type[Kind], type(kind.__name__, (kind,), {**methods, "step": step}))
 
 
 def _fused_sgd(optimizer: torch.optim.SGD) -> bool:
-    """An update by torch's kernel, as torch makes it, but for looking for what tensors have in common and may lack.
-
-    False, with nothing done, where a scaler has a say, or tensors are of several kinds, or lack what is remembered.
-    """
+    """Makes an update by torch's kernel without grouping tensors by kind; returns False if it does not apply."""
     calls: list[tuple[list[Tensor], list[Tensor], list[Tensor], dict[str, Any]]] = []
     kinds: set[Any] = set()
     for group in optimizer.param_groups:
         used = [one for one in group["params"] if one.grad is not None]
         gradients = [one.grad for one in used]
-        kept = [optimizer.state[one].get("momentum_buffer") for one in used] if group["momentum"] else []
+        buffers = [optimizer.state[one].get("momentum_buffer") for one in used] if group["momentum"] else []
         kinds.update([(one.dtype, one.device, its.dtype, its.layout) for one, its in zip(used, gradients, strict=True)])
-        if not group["fused"] or any(one is None for one in kept):
+        if not group["fused"] or any(one is None for one in buffers):
             return False
         if used:
-            calls.append((used, gradients, kept, {name: group[name] for name in _SGD_TAKES}))
+            calls.append((used, gradients, buffers, {name: group[name] for name in _SGD_TAKES}))
     if len(kinds) > 1 or hasattr(optimizer, "found_inf") or any(kind[-1] != torch.strided for kind in kinds):
         return False
     with _NO_GRAD:
-        for used, gradients, kept, numbers in calls:
-            torch._fused_sgd_(used, gradients, kept, is_first_step=False, **numbers)
+        for used, gradients, buffers, numbers in calls:
+            torch._fused_sgd_(used, gradients, buffers, is_first_step=False, **numbers)
     return True
 
 
 _NO_GRAD = torch.no_grad()
 _SGD_TAKES = ("lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize")
-# By their own names, so that an optimizer can be pickled.
+# Under the names of the classes, so that an optimizer can be pickled.
 SGD, AdamW = _plain(torch.optim.SGD, _fused_sgd), _plain(torch.optim.AdamW)
 
 
@@ -224,14 +197,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Creates SGD or AdamW, by default without weight decay on biases and norms, or the custom optimizer.
 
-    Args:
-        model: the network, under its mode.
-        options: the train section.
-        sharded: True if the mode shards parameters.
-        own: the custom function from Python; it overrides the name in the options.
-
-    Raises:
-        UserError: the custom function is missing, or its optimizer isn't supported.
+    `own` is the custom function from Python, which overrides the job.
     """
     if (make := brought(_WHERE, options.optimizer, own)) is not None:
         if not callable(make):
@@ -258,7 +224,7 @@ def start_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str
     that step, and only for the parameters of this step, so that a parameter that is used later causes an error.
     """
     if isinstance(optimizer, torch.optim.AdamW):
-        # As torch counts: fused on the device, else on the CPU.
+        # torch counts steps on the device if fused, else on the CPU.
         device = parameter.device if optimizer.defaults["fused"] else torch.device("cpu")
         return {
             "step": torch.zeros((), dtype=torch.float32, device=device),
@@ -271,7 +237,7 @@ def start_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str
 def slots_of(options: TrainOptions) -> int:
     """Returns the number of state values per parameter value; see `start_state`."""
     if options.optimizer != "sgd":
-        return 2  # of one of the user's own it isn't known, and most keep as many as adamw
+        return 2  # unknown for a custom optimizer; most have as many as adamw
     return 1 if options.momentum else 0
 
 
@@ -282,7 +248,7 @@ def total_steps(options: TrainOptions, steps_per_epoch: int) -> int:
 
 
 def steps_to_make(options: TrainOptions, samples: int) -> int:
-    """Returns the number of updates of a job on a training split of `samples` samples, at least one."""
+    """Returns the number of updates of a job on `samples` training samples, at least one."""
     order = Order(samples, min(options.batch, samples), options.seed, options.drop_last)
     begun = options.start_epoch * order.steps_per_epoch
     return max(1, total_steps(options, order.steps_per_epoch) - begun)
@@ -291,25 +257,29 @@ def steps_to_make(options: TrainOptions, samples: int) -> int:
 def _groups(model: nn.Module, options: TrainOptions) -> list[dict[str, object]]:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay, rate = options.weight_decay, options.bias_rate
-    of_others = decay if options.decay_norm_and_bias else 0.0
-    alike = rate == 1 and of_others == decay
-    weights = [p for p in trainable if p.ndim > 1 or alike]
-    others = [p for p in trainable if p.ndim <= 1 and not alike]
+    bias_decay = decay if options.decay_norm_and_bias else 0.0
+    single = rate == 1 and bias_decay == decay
+    weights = [p for p in trainable if p.ndim > 1 or single]
+    biases = [p for p in trainable if p.ndim <= 1 and not single]
     groups: list[dict[str, object]] = [{"params": weights, "weight_decay": decay}]
     # Decay is multiplied by the rate.
-    groups.append({"params": others, "weight_decay": of_others / rate, "lr": options.lr * rate, OF_LR: rate})
+    groups.append({"params": biases, "weight_decay": bias_decay / rate, "lr": options.lr * rate, _OF_LR: rate})
     return [group for group in groups if group["params"]]
 
 
 def learning_rate(options: TrainOptions, step: int, steps_per_epoch: int) -> float:
     """Returns the learning rate for update number `step`, counted from 0.
 
-    Source for one-cycle: Smith and Topin 2017, arXiv:1708.07120, without the momentum cycle; for cosine: Loshchilov
-    and Hutter 2016, arXiv:1608.03983, without restarts.
+    Source for one-cycle: Smith and Topin 2017, arXiv:1708.07120, without the momentum cycle; for cosine: Loshchilov and
+    Hutter 2016, arXiv:1608.03983, without restarts.
     """
     total = max(1, options.epochs * steps_per_epoch)
-    if options.schedule == "one-cycle":
-        return options.lr * _one_cycle(step / total)
+    if options.schedule == "one-cycle":  # from 1/10 over the first quarter, then to 1/1000, along cosines
+        progress, rise = step / total, 0.25
+        if progress < rise:
+            return options.lr * (0.1 + 0.9 * 0.5 * (1 - math.cos(math.pi * progress / rise)))
+        falling = min(1.0, (progress - rise) / (1 - rise))
+        return options.lr * (0.001 + 0.999 * 0.5 * (1 + math.cos(math.pi * falling)))
     warmup = options.warmup_epochs * steps_per_epoch
     if step < warmup:
         return options.lr * (step + 1) / (math.floor(warmup) + 1)
@@ -318,12 +288,3 @@ def learning_rate(options: TrainOptions, step: int, steps_per_epoch: int) -> flo
     if options.schedule == "step":
         return options.lr * options.step_factor ** (step // steps_per_epoch // options.step_epochs)
     return options.lr
-
-
-def _one_cycle(progress: float) -> float:
-    """Rises from 1/10 over the first quarter, then falls to 1/1000, along cosines."""
-    rise = 0.25
-    if progress < rise:
-        return 0.1 + 0.9 * 0.5 * (1 - math.cos(math.pi * progress / rise))
-    falling = min(1.0, (progress - rise) / (1 - rise))
-    return 0.001 + 0.999 * 0.5 * (1 + math.cos(math.pi * falling))

@@ -40,10 +40,10 @@ from manyhands.train.metrics import CustomMetric, make_metrics
 from manyhands.train.network import initialize_from_data, make_model, mesh_of, refuse_other_head, without_first_weights
 from manyhands.train.objects import Objects, digest_objects
 from manyhands.train.optimize import largest_rate, make_custom, make_optimizer, mark_own
-from manyhands.train.recover import Resumable
 from manyhands.train.same_data import digest_trainable
 from manyhands.train.schedule import CustomScheduler, SetRates, make_schedule
 from manyhands.train.shares import MACHINES, BalancedShares, largest_pass, previous_shares
+from manyhands.train.state import Resumable
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import TrialResult, compile_updates, keep_compiled
 

@@ -34,7 +34,7 @@ from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
 from manyhands.planner.timing import OpTimes, environment
 from manyhands.train.data_setup import class_names, make_loader, open_splits, pixels_for
-from manyhands.train.draws import drawing
+from manyhands.train.feed import drawing
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
 from manyhands.train.trial_step import StepProbe

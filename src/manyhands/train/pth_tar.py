@@ -16,35 +16,28 @@ from manyhands.train.state import Progress, capture
 from manyhands.train.trainer import Trainer
 
 CHECKPOINT, BEST = "checkpoint.pth.tar", "model_best.pth.tar"
-# In the run folder: size and time of what this run wrote, to tell it from what others did.
+# In the run folder: size and time of the files that this run wrote.
 WRITTEN = "pth_tar.json"
 
 
 def write_pth_tar(trainer: Trainer, *, best: bool) -> None:
-    """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best.
-
-    A collective if the network is sharded. On a full disk, the files are not written and the run continues.
-    """
-    phase, trainer.heartbeats.phase = trainer.heartbeats.phase, "save"
-    trainer.synchronizer.average_buffers(trainer.progress.step)
-    if trainer.network.traits.sharded or trainer.world.is_main:
-        with trainer.synchronizer.averaged():
-            keep, optimizer = trainer.world.is_main, trainer.update.optimizer
-            snapshot = capture(trainer.network, optimizer, trainer.progress, {}, keep=keep)
-        if trainer.world.is_main:
-            steps_per_epoch = trainer.feed.order.steps_per_epoch
-            _write(trainer, as_main(snapshot, trainer.job.train, trainer.progress, steps_per_epoch), best)
-    trainer.status_round.reset(trainer.progress.step)
-    trainer.heartbeats.phase = phase
+    """Writes checkpoint.pth.tar, and model_best.pth.tar if this epoch is the best; a collective if sharded."""
+    progress, is_main = trainer.progress, trainer.world.is_main
+    with trainer.paused("save"):
+        trainer.synchronizer.average_buffers(progress.step)
+        if trainer.network.traits.sharded or is_main:
+            with trainer.synchronizer.averaged():
+                snapshot = capture(trainer.network, trainer.update.optimizer, progress, {}, keep=is_main)
+            if is_main:
+                _write(trainer, as_main(snapshot, trainer.job.train, progress, trainer.due.steps_per_epoch), best)
 
 
 def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps_per_epoch: int) -> Snapshot:
     """Converts a snapshot to main.py's state after the scheduler's step, with the learning rate of the next epoch."""
     assert snapshot.optimizer is not None
     rate = learning_rate(options, progress.step, steps_per_epoch)
-    # The choice of kernels is this machine's, not the training's.
     groups = [{**group, "lr": rate, "initial_lr": options.lr} for group in snapshot.optimizer["param_groups"]]
-    for group in groups:
+    for group in groups:  # the choice of kernels belongs to a machine
         group.update({name: None for name in ("fused", "foreach") if name in group})
     scheduler = {
         "step_size": options.step_epochs,
@@ -59,18 +52,12 @@ def as_main(snapshot: Snapshot, options: TrainOptions, progress: Progress, steps
 
 
 def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
-    """Refuses to resume a main.py file with another network or other rates than it was trained with.
-
-    main.py reads these from the file and ignores its flags; here the job defines them.
-
-    Raises:
-        UserError: the file and the job differ.
-    """
+    """Raises UserError if a main.py file was trained with a network or rates other than the job's, which apply here."""
     if not job.checkpoint.pth_tar or snapshot.state.get("foreign") != "imagenet-main":
         return
     options, group = job.train, (snapshot.optimizer or {}).get("param_groups", [{}])[0]
     scheduler = snapshot.state.get("scheduler", {})
-    # By the flag that sets it here: what the file has, where it isn't too old, and the job's.
+    # By flag: the value in the file (None in old ones) and the job's.
     settings = {
         "-a": (snapshot.state.get("arch"), job.model.name.removeprefix("torchvision:")),
         "--lr": (next(iter(scheduler.get("base_lrs", [])), group.get("initial_lr")), options.lr),
@@ -84,18 +71,17 @@ def check_same_training(job: Job, snapshot: Snapshot, where: str) -> None:
     if wrong:
         differing = ", ".join(f"{flag} {value}, not {asked}" for flag, (value, asked) in wrong.items())
         hints = "resume with " + " ".join(f"{flag} {str(value).lower()}" for flag, (value, _) in wrong.items())
-        raise UserError(
-            f"{Path(where).name} was trained with {differing}", where, (hints, "or use `manyhands train --resume`")
-        )
+        what = f"{Path(where).name} was trained with {differing}"
+        raise UserError(what, where, (hints, "or use `manyhands train --resume`"))
 
 
 def _differ(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, int | float):
-        return not math.isclose(one, other, rel_tol=1e-6)
-    return bool(one != other)
+    numbers = isinstance(one, float) and isinstance(other, int | float)
+    return not math.isclose(one, other, rel_tol=1e-6) if numbers else bool(one != other)
 
 
 def _write(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
+    """Writes the files; those that this run neither wrote nor resumed from are renamed."""
     folder, arch = Path(trainer.job.checkpoint.pth_tar).expanduser(), trainer.job.model.name
     prefix = "module." if trainer.world.device.startswith("cuda") else ""
     record = trainer.folder.path / WRITTEN
@@ -103,7 +89,11 @@ def _write(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in (folder / CHECKPOINT, folder / BEST)[: 1 + best]:
-            _make_room(path, trainer, written)
+            resumed = Path(trainer.job.checkpoint.resume).expanduser().resolve() == path.resolve()
+            if path.exists() and not resumed and written.get(str(path.resolve())) != _identity(path):
+                aside = free_name(folder, path.name.removesuffix(".pth.tar"), ".pth.tar")
+                path.rename(aside)
+                trainer.journal.event("note", f"{path.name} existed before this run and was renamed to {aside.name}")
             if path.name == CHECKPOINT:
                 write_foreign(path, snapshot, arch.removeprefix("torchvision:"), prefix)
             else:
@@ -112,18 +102,8 @@ def _write(trainer: Trainer, snapshot: Snapshot, best: bool) -> None:
             written[str(path.resolve())] = _identity(path)
         write_json(record, written)
     except OSError as error:
-        said = f"{error.filename or folder}: {error.strerror or error}"
-        trainer.journal.event("warning", f"the .pth.tar files can't be written: {said}", trainer.progress.step)
-
-
-def _make_room(path: Path, trainer: Trainer, written: dict[str, Any]) -> None:
-    """Renames a file that this run neither wrote nor resumed from, with a note."""
-    if not path.exists() or path.resolve() == Path(trainer.job.checkpoint.resume).expanduser().resolve():
-        return
-    if written.get(str(path.resolve())) != _identity(path):
-        aside = free_name(path.parent, path.name.removesuffix(".pth.tar"), ".pth.tar")
-        path.rename(aside)
-        trainer.journal.event("note", f"{path.name} existed before this run and was renamed to {aside.name}")
+        reason = f"{error.filename or folder}: {error.strerror or error}"
+        trainer.journal.event("warning", f"the .pth.tar files can't be written: {reason}", trainer.progress.step)
 
 
 def _identity(path: Path) -> list[int]:

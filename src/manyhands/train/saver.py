@@ -31,34 +31,27 @@ class SaveOutcome:
 
 
 class Saver:
-    """Runs one save at a time on a process that writes; the other processes track it.
-
-    Attributes:
-        step: the step of the save in progress, or None; equal on all processes.
-        waited_s: the seconds that training waited for the snapshot.
-        stalled_s: the seconds that training was blocked by this save so far.
-        wrote_s: the seconds that this process wrote in the background.
-        has_run: True if a save of this process found the job file in the run folder.
-        saves: the number of saves that this start has begun.
-        writers: the ranks that write, each with the ranks of its machine: rank 0, and one per disk that isn't shared.
-        interval: determines the time between saves, on rank 0; None if checkpoint.every sets it.
-    """
+    """Runs one save at a time on a process that writes; the other processes track it."""
 
     def __init__(self) -> None:
-        self.step: int | None = None
-        self.waited_s = self.stalled_s = self.wrote_s = 0.0
-        self.has_run, self.saves = False, 0
+        self.step: int | None = None  # of the save in progress; equal on all processes
+        self.waited_s = 0.0  # training waited this long for the snapshot
+        self.stalled_s = 0.0  # this save has blocked training this long so far
+        self.wrote_s = 0.0  # this process wrote this long in the background
+        self.has_run = False  # a save of this process found the job file in the run folder
+        self.saves = 0  # that this start has begun
+        # the ranks that write, each with the ranks of its machine: rank 0, and one per disk that isn't shared
         self.writers: Mapping[int, range] = {0: range(1)}
-        self.interval: SaveInterval | None = None
+        self.interval: SaveInterval | None = None  # on rank 0, unless checkpoint.every sets the time between saves
         self._written: Future[SaveOutcome] | None = None
 
-    def begin(self, step: int, write: Callable[[], SaveOutcome] | None, *, beside: bool = True) -> None:
+    def begin(self, step: int, write: Callable[[], SaveOutcome] | None, *, background: bool = True) -> None:
         """Starts a save, in the background or blocking; `write` is None on processes that don't write."""
         self.step, self.wrote_s, self._written = step, 0.0, None
         if write is None:
             return
         written = self._written = Future[SaveOutcome]()
-        if beside:
+        if background:
             threading.Thread(target=self._run, args=(write, written), name="saving", daemon=True).start()
         else:
             self._run(write, written)
@@ -66,11 +59,9 @@ class Saver:
 
     @property
     def done(self) -> bool:
-        """True if this process has finished writing."""
         return self._written is not None and self._written.done()
 
     def wait(self) -> None:
-        """Waits until this process has finished writing or failed; not a collective."""
         if self._written:
             futures.wait([self._written])
 
@@ -79,13 +70,13 @@ class Saver:
         written, self._written, self.step = self._written, None, None
         return written.result() if written else None
 
-    def _run(self, write: Callable[[], SaveOutcome], written: "Future[SaveOutcome]") -> None:
+    def _run(self, write: Callable[[], SaveOutcome], written: Future[SaveOutcome]) -> None:
         began_s = time.perf_counter()
         try:
             outcome = write()
         except (SaveError, NotFiniteError) as error:
             outcome = SaveOutcome(error.message, finite=isinstance(error, SaveError))
-        except Exception as error:  # noqa: BLE001 - raised again where the result of the save is asked for
+        except Exception as error:  # noqa: BLE001 - raised by `end`
             written.set_exception(error)
             return
         self.wrote_s = time.perf_counter() - began_s
@@ -95,8 +86,7 @@ class Saver:
 def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int, range]:
     """Returns the ranks that write checkpoints, each with the ranks of its machine, the same everywhere; a collective.
 
-    These are rank 0 and the first rank of a machine that doesn't see the disk of rank 0. With `in_pieces`, each process
-    writes its own shards, which requires a shared disk.
+    These are rank 0 and the first rank of a machine that doesn't see its disk; `in_pieces` needs a shared disk.
     """
     if world.local_size == world.size or in_pieces or folder is NOWHERE:
         return {0: range(world.local_size)}
@@ -117,15 +107,15 @@ def writers_of(folder: RunFolder, world: World, *, in_pieces: bool) -> dict[int,
     return writers
 
 
-# Until a save was measured, and never more often or seldom.
+# The interval until a save was measured, and its bounds.
 FIRST_S, SHORTEST_S, LONGEST_S = 10.0, 10.0, 1800.0
-# Saves may take this part of the time, or come once in so many seconds, however seldom failures are expected.
+# Saves may take this part of the time, or run once in this many seconds, even if failures are rare.
 SHARE, USUAL_S = 0.01, 60.0
-# Before a run has seen failures, one per machine and day is expected, a guess that rather saves too often: Llama 3's
-# machines of 8 cards lasted 264 days each (419 failures in 54 days of 16,384 cards; arXiv:2407.21783, section 3.3.4).
-# It weighs as much as an hour of training.
+# Initially, one failure per machine and day is expected, which saves too often rather than too rarely: Llama 3's
+# machines of 8 GPUs lasted 264 days each (419 failures in 54 days of 16,384 GPUs; arXiv:2407.21783, section 3.3.4).
+# This estimate weighs as much as an hour of training.
 EXPECTED_S, WEIGHT_S = 86_400.0, 3600.0
-# Saves whose median counts; rounds of training that say what is usual, and how many are enough.
+# Numbers of saves in the median, of status rounds in the usual time of training, and of rounds that are enough for it.
 _SAVES, _ROUNDS, _ENOUGH = 9, 20, 3
 _REPORT_RATIO = 2.0
 _BEGINS, _FAILS = {"first-step", "resumed"}, {"restarted", "failed"}
@@ -150,13 +140,10 @@ def between_failures(failures: int, trained_s: float, machines: int) -> float:
 
 
 def seen_failures(folder: RunFolder) -> tuple[int, float]:
-    """Returns the number of failures in earlier starts of a run, recorded or not, and the seconds of training.
-
-    A failure without lost work counts too, because the next one may lose work.
-    """
+    """Returns the number of failures in earlier starts of a run, with or without lost work, and seconds of training."""
     failures, trained_s, last_s = 0, 0.0, 0.0
     began_s: float | None = None
-    # This start comes after an end, if there was a word of one.
+    # The current start comes last.
     for line in itertools.chain(read_lines(folder.events), ({"kind": "resumed"},)):
         kind, at_s = line.get("kind"), float(line.get("time", last_s))
         if kind in _ENDS | _BEGINS:
@@ -169,12 +156,7 @@ def seen_failures(folder: RunFolder) -> tuple[int, float]:
 
 
 class SaveInterval:
-    """Determines the seconds between checkpoints on rank 0; the other ranks receive them in the next status round.
-
-    Args:
-        folder: the run folder, whose events record earlier starts.
-        world: the processes.
-    """
+    """Determines the seconds between checkpoints on rank 0; the folder's events record earlier starts."""
 
     def __init__(self, folder: RunFolder, world: World) -> None:
         self.machines = -(-world.size // max(1, world.local_size))
@@ -193,7 +175,7 @@ class SaveInterval:
 
     def saved(self, waited_s: float, wrote_s: float) -> float:
         """Records the times of a save; returns the seconds until the next one."""
-        # A thread holds training up for no longer than it writes.
+        # A thread delays training at most while it writes.
         self._saves_s.append(waited_s + min(wrote_s, max(0.0, self._excess_s)))
         self._excess_s = 0.0
         return best_interval(statistics.median(self._saves_s), self._between_failures_s())

@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints and the synchronization state of each rank."""
+"""Saves checkpoints; saves and loads the synchronization state of each rank."""
 
 import functools
 import time
@@ -24,12 +24,11 @@ from manyhands.core.run_folder import NOWHERE, resume_command
 from manyhands.core.world import World
 from manyhands.parallel.apply import checksums
 from manyhands.parallel.group.plain import gather_plain
-from manyhands.train.diagnose import explain_lost
 from manyhands.train.optimize import restore_optimizer
-from manyhands.train.recover import training_digest
 from manyhands.train.saver import SaveOutcome
 from manyhands.train.schedule import CustomScheduler
-from manyhands.train.state import capture, named_optimizer, split_state
+from manyhands.train.state import capture, named_optimizer, split_state, training_digest
+from manyhands.train.status import explain_lost
 from manyhands.train.trainer import Trainer
 
 
@@ -38,26 +37,24 @@ def save(trainer: Trainer) -> None:
     """Starts writing a checkpoint, in the background where possible; a collective. `finish_save` reports errors."""
     finish_save(trainer)
     network, saver, step, started = trainer.network, trainer.saver, trainer.progress.step, time.perf_counter()
-    trainer.heartbeats.phase = "save"
-    extra = _beside_the_network(trainer)
-    trainer.synchronizer.average_buffers(step)
-    save_rank_state(trainer)
-    writes = trainer.world.is_main or bool(network.layouts) or trainer.world.rank in trainer.saver.writers
-    write, beside = None, not network.layouts
-    if writes or network.share.collective_forward:
-        with trainer.synchronizer.averaged():
-            snapshot = capture(network, trainer.update.optimizer, trainer.progress, extra, keep=writes)
-        beside = beside and memory()[1] > sum(tensor.nbytes for tensor in snapshot.model.values())
-        write = functools.partial(_write, trainer, snapshot, step, trainer.progress.best_step) if writes else None
-    saver.saves += 1
-    saver.waited_s = time.perf_counter() - started
-    saver.begin(step, write, beside=beside)
-    trainer.status_round.saved()
+    with trainer.paused("save"):
+        extra = _plain_state(trainer)
+        trainer.synchronizer.average_buffers(step)
+        save_rank_state(trainer)
+        writes = trainer.world.is_main or bool(network.layouts) or trainer.world.rank in saver.writers
+        write, background = None, not network.layouts
+        if writes or network.share.collective_forward:
+            with trainer.synchronizer.averaged():
+                snapshot = capture(network, trainer.update.optimizer, trainer.progress, extra, keep=writes)
+            background = background and memory()[1] > sum(tensor.nbytes for tensor in snapshot.model.values())
+            write = functools.partial(_write, trainer, snapshot, step, trainer.progress.best_step) if writes else None
+        saver.saves += 1
+        saver.waited_s = time.perf_counter() - started
+        saver.begin(step, write, background=background)
+        trainer.status_round.saved_s = time.perf_counter()
     saver.stalled_s = time.perf_counter() - started
-    trainer.status_round.leave_out(saver.stalled_s)
     if network.layouts:
         finish_save(trainer)
-    trainer.heartbeats.phase = "train"
 
 
 @CLOCK.within(SAVING)
@@ -68,14 +65,14 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
     processes that have finished writing, it does not wait.
     """
     saver, step, started = trainer.saver, trainer.saver.step, time.perf_counter()
-    if step is None or written not in {None, len(trainer.saver.writers)}:
+    if step is None or written not in {None, len(saver.writers)}:
         return
-    # All have written, so a wait here is a stall: the phase stays what it is.
+    # If all have written, a wait here is a stall, so the phase stays.
     phase, trainer.heartbeats.phase = trainer.heartbeats.phase, "save" if written is None else trainer.heartbeats.phase
-    own = saver.end()
-    answers = gather_plain(own and asdict(own), trainer.world)
+    written_here = saver.end()
+    by_rank = gather_plain(written_here and asdict(written_here), trainer.world)
     trainer.heartbeats.phase = phase
-    outcomes = {rank: SaveOutcome(**answers[rank]) for rank in trainer.saver.writers}
+    outcomes = {rank: SaveOutcome(**by_rank[rank]) for rank in saver.writers}
     if not all(outcome.finite for outcome in outcomes.values()):
         raise explain_lost(trainer.network, trainer.world, trainer.update.measured)
     if not outcomes[0].error:
@@ -86,21 +83,18 @@ def finish_save(trainer: Trainer, *, written: float | None = None) -> None:
         if outcome.error:
             which = f"checkpoint copy on rank {rank}'s machine" if rank else "checkpoint"
             trainer.journal.event("warning", f"the {which} was not saved at step {step}: {outcome.error}", step)
-    _compare(trainer, step, outcomes)
-    took_s = time.perf_counter() - started
-    trainer.status_round.leave_out(took_s)
-    trainer.weigh_save(saver.stalled_s + took_s)
-
-
-def _compare(trainer: Trainer, step: int, outcomes: dict[int, SaveOutcome]) -> None:
-    """Reports copies of a checkpoint that differ, and checks the replicas to name the rank and tensor."""
-    copies = {rank: outcome.digests for rank, outcome in outcomes.items() if not outcome.error}
-    for rank, digests in copies.items():
-        other = [name for name, digest in copies.get(0, digests).items() if digests.get(name) != digest]
-        if other:
+    digests = {rank: outcome.digests for rank, outcome in outcomes.items() if not outcome.error}
+    for rank, mine in digests.items():
+        other = [name for name, digest in digests.get(0, mine).items() if mine.get(name) != digest]
+        if other:  # the check of the replicas names the rank and tensor
             trainer.verify_replicas()
             message = f"the checkpoint copies of ranks 0 and {rank} differ at step {step}: {', '.join(other)}"
             trainer.journal.event("warning", message, step)
+    took_s = time.perf_counter() - started
+    trainer.status_round.leave_out(took_s)
+    if interval := saver.interval:
+        trainer.status_round.save_every_s = interval.saved(saver.stalled_s + took_s, saver.wrote_s)
+        interval.record(trainer.status_round.save_every_s, trainer.journal, trainer.progress.step)
 
 
 def rescue(trainer: Trainer) -> bool:
@@ -110,26 +104,26 @@ def rescue(trainer: Trainer) -> bool:
     Impossible if the network is sharded, or if processes have state of their own.
     """
     network, progress = trainer.network, trainer.progress
-    held_alone = network.traits.sharded or network.layouts or trainer.synchronizer.own
-    # A torch scheduler has made its step at the beginning of an update.
+    incomplete = network.traits.sharded or network.layouts or trainer.synchronizer.own
+    # A torch scheduler makes its step at the beginning of an update.
     partial_update, scheduled = trainer.update.partial_update, isinstance(trainer.update.set_rates, CustomScheduler)
     between = partial_update.in_pieces or (partial_update.begun and scheduled)
-    if held_alone or between or not progress.step or trainer.folder is NOWHERE:
+    if incomplete or between or not progress.step or trainer.folder is NOWHERE:
         return False
     partial_update.undo()
-    # The others may have failed before all could agree that it is to be made.
+    # The failure may have come before the status round that records it.
     progress.owed |= trainer.due.evaluation() and progress.evaluated_step != progress.step
     folder = trainer.folder.checkpoints
     folder.mkdir(parents=True, exist_ok=True)
-    snapshot = capture(network, trainer.update.optimizer, progress, _beside_the_network(trainer))
-    with FileLock(trainer.folder.ranks / "rescue.lock", mode=0o600):  # a second one finds that it is done
+    snapshot = capture(network, trainer.update.optimizer, progress, _plain_state(trainer))
+    with FileLock(trainer.folder.ranks / "rescue.lock", mode=0o600):  # a second process finds the checkpoint
         path = commit(folder, progress.step, snapshot)
     trainer.journal.event("saved", path.name, progress.step)
     return True
 
 
-def _beside_the_network(trainer: Trainer) -> dict[str, Any]:
-    """What a checkpoint holds beside the network, its optimizer and how far they have come."""
+def _plain_state(trainer: Trainer) -> dict[str, Any]:
+    """Returns the content of a checkpoint besides network, optimizer and progress."""
     extra: dict[str, Any] = {
         "saved_step": trainer.progress.step,
         "job": training_digest(trainer.job, trainer.feed.order.length),
@@ -150,11 +144,7 @@ def _beside_the_network(trainer: Trainer) -> dict[str, Any]:
 
 
 def save_last(trainer: Trainer) -> None:
-    """Saves the end of a run. Unlike in `finish_save`, a failed save ends the run with an error.
-
-    Raises:
-        RunError: the last step was not saved; raised on all processes.
-    """
+    """Saves the end of a run; raises RunError on all processes if that fails."""
     save(trainer)
     finish_save(trainer)
     if trainer.progress.saved_step != trainer.progress.step:
@@ -180,7 +170,7 @@ def _write(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> S
 
 
 def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int) -> SaveOutcome:
-    """Writes the checkpoint, and deletes what it makes superfluous; reads nothing that training changes meanwhile."""
+    """Writes the checkpoint and deletes superfluous ones; reads nothing that training changes meanwhile."""
     folder, network, world, started = trainer.folder.checkpoints, trainer.network, trainer.world, time.perf_counter()
     if network.layouts:
         gather = functools.partial(gather_plain, world=world)
@@ -189,15 +179,15 @@ def _write_once(trainer: Trainer, snapshot: Snapshot, step: int, best_step: int)
         path = CheckpointWriter(folder, group, layout, pieces=trainer.job.checkpoint.pieces).write(step, snapshot)
     else:
         path = commit(folder, step, snapshot)
-    if world.rank not in trainer.saver.writers:  # gave its pieces; the checkpoint lies on other machines
+    if world.rank not in trainer.saver.writers:  # sent its shards; the checkpoint is on other machines
         return SaveOutcome()
     _prune(trainer, folder, best_step)
     waited_s, seconds = trainer.saver.waited_s, time.perf_counter() - started
     trainer.journal.event("saved", path.name, step, seconds=seconds, waited=waited_s)
     entries = read_manifest(path)["files"]
-    # A sync method may leave each process an optimizer's state of its own.
-    alike = (files.MODEL,) if trainer.synchronizer.own else (files.MODEL, files.OPTIMIZER)
-    return SaveOutcome(digests={name: entries[name]["sha256"] for name in alike if name in entries})
+    # With some sync methods, each process has its own optimizer state.
+    compared = (files.MODEL,) if trainer.synchronizer.own else (files.MODEL, files.OPTIMIZER)
+    return SaveOutcome(digests={name: entries[name]["sha256"] for name in compared if name in entries})
 
 
 def _prune(trainer: Trainer, folder: Path, best_step: int) -> None:
@@ -206,16 +196,15 @@ def _prune(trainer: Trainer, folder: Path, best_step: int) -> None:
 
 
 def _rank_states(checkpoints: Path, world: World) -> Path:
-    """Returns the folder for the synchronization state of this process."""
     return checkpoints / f"rank-{world.rank:05d}-of-{world.size:05d}"
 
 
 def save_rank_state(trainer: Trainer) -> None:
     """Saves the synchronization state of each process; a collective. A failure is reported and doesn't end the run."""
-    own = trainer.synchronizer.state()
-    if own is None:
+    mine = trainer.synchronizer.state()
+    if mine is None:
         return
-    tensors, numbers = own
+    tensors, numbers = mine
     step, folder = trainer.progress.step, _rank_states(trainer.folder.checkpoints, trainer.world)
     state: dict[str, Any] = {"belongs_to": _belongs_to(trainer), "numbers": numbers, "own": trainer.synchronizer.own}
     if trainer.update.gradients.scaler:
@@ -223,36 +212,32 @@ def save_rank_state(trainer: Trainer) -> None:
     content = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     endless = frozenset({"buffers"} if trainer.network.traits.endless else set[str]())
     optimizer = named_optimizer(trainer.network.model, trainer.update.optimizer)
-    said = ""
+    failure = ""
     try:
-        remove_step(folder, step)  # of an earlier attempt, that may have taken a different course
+        remove_step(folder, step)  # of an earlier attempt, whose state may differ
         commit(folder, step, Snapshot(content, optimizer, state, endless))
     except SaveError as error:
-        said = error.message
-    for rank, word in enumerate(gather_plain(said, trainer.world)):
-        if word:
-            trainer.journal.event("warning", f"rank {rank} could not save its synchronization state: {word}", step)
+        failure = error.message
+    for rank, reason in enumerate(gather_plain(failure, trainer.world)):
+        if reason:
+            trainer.journal.event("warning", f"rank {rank} could not save its synchronization state: {reason}", step)
 
 
 def load_rank_state(trainer: Trainer, checkpoint: Path) -> None:
-    """Restores the synchronization state of each process after the network, if all find theirs; a collective.
-
-    `checkpoint` may be a folder on another machine.
-    """
+    """Restores the synchronization state of each process after the network, if all find theirs; a collective."""
     if not trainer.synchronizer.own:
         return
     trainer.synchronizer.begin()
-    found, said = _find(trainer, checkpoint)
-    words, step = gather_plain(said, trainer.world), trainer.progress.step
-    missing = [rank for rank, word in enumerate(words) if word]
+    found, reason = _find(trainer, checkpoint)
+    reasons, step = gather_plain(reason, trainer.world), trainer.progress.step
+    missing = [rank for rank, reason in enumerate(reasons) if reason]
     if missing or not found:
-        what = f"resuming without the synchronization state of rank {missing[0]}: {words[missing[0]]}"
+        what = f"resuming without the synchronization state of rank {missing[0]}: {reasons[missing[0]]}"
         trainer.journal.event("warning", what, step)
         return
     trainer.synchronizer.load(found.model, {key: int(value) for key, value in found.state["numbers"].items()})
-    anew = restore_optimizer(found.optimizer or {"state": {}}, trainer.network.model, trainer.update.optimizer)
-    if anew:
-        trainer.journal.event("warning", anew, step)
+    if reset := restore_optimizer(found.optimizer or {"state": {}}, trainer.network.model, trainer.update.optimizer):
+        trainer.journal.event("warning", reset, step)
     if trainer.update.gradients.scaler and "scaler" in found.state:
         trainer.update.gradients.scaler.load_state_dict(found.state["scaler"])
 

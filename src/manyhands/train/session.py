@@ -42,16 +42,15 @@ from manyhands.train.custom_update import (
 )
 from manyhands.train.data_setup import make_loader
 from manyhands.train.evaluate import Evaluator, agreed, evaluating, record_evaluation
+from manyhands.train.heartbeat import StopSignal
 from manyhands.train.loop import updates
 from manyhands.train.metrics import Evaluation, make_metrics
 from manyhands.train.network import PICTURES, pixels_of
 from manyhands.train.objects import metric_words
 from manyhands.train.parts import CustomParts, PlanLike, as_plan
-from manyhands.train.recording import record_time
 from manyhands.train.saving import finish_save, save
 from manyhands.train.schedule import scheduler_state
-from manyhands.train.stopping import StopSignal
-from manyhands.train.trainer import Trainer
+from manyhands.train.trainer import Trainer, record_time
 
 
 class Session(Subgroup):

@@ -17,16 +17,15 @@ from manyhands.config.job import Job
 from manyhands.core.devices import is_accelerator
 from manyhands.core.errors import UserError
 from manyhands.core.machine import memory
-from manyhands.core.world import Share, check_batch
+from manyhands.core.world import check_batch
 from manyhands.data.order import ALIGNED_SHARE_LIMIT, BatchSharing, Order, group_edges
 from manyhands.parallel.apply import normalises_in_groups
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
-from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.network import ParallelNetwork, full_batch
 from manyhands.parallel.options import USUAL_MODE
 from manyhands.parallel.replicas.batch_norm import GroupedNorm
-from manyhands.train.feed import LoadedMicroBatch
 from manyhands.train.journal import RunContext
-from manyhands.train.recover import Resumable
+from manyhands.train.state import Resumable
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import first_samples, now, restored
 
@@ -246,8 +245,8 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
     update, feed, world = trainer.update, trainer.feed, trainer.world
     equal = -(-feed.order.batch // world.size)
     count = min(equal, feed.sharing.micro_batch or equal)
-    part = LoadedMicroBatch(Share(0, count, (), ()), first_samples(feed.loader, count), (0, count))
-    micro_batch = part.micro_batch(count, 0)
+    batch = first_samples(feed.loader, count)
+    micro_batch = full_batch(batch.images, batch.labels)
 
     def mean_s(least_s: float) -> float:
         began_s, passes = now(world), 0

@@ -1,20 +1,38 @@
-"""The progress of a run, and the conversion of network and optimizer to a snapshot and back."""
+"""The state of a run: its progress, snapshots of network and optimizer, and the checkpoint that it resumes from."""
 
+import contextlib
 import copy
+import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from manyhands.checkpoint import files
 from manyhands.checkpoint.describe import MODEL, OPTIMIZER, NetworkLayout, is_extra
-from manyhands.checkpoint.read import Source, in_memory
-from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, flatten_optimizer, plain_extra_state, unflatten
-from manyhands.config.job import BY_TOP1
+from manyhands.checkpoint.folders import newest, resolve, saved_step
+from manyhands.checkpoint.foreign import name_optimizer, read_foreign
+from manyhands.checkpoint.read import Source, in_memory, load, open_checkpoint
+from manyhands.checkpoint.snapshot import (
+    EXTRA_STATE,
+    Snapshot,
+    fitted,
+    flatten,
+    flatten_optimizer,
+    plain_extra_state,
+    unflatten,
+)
+from manyhands.config.job import BY_TOP1, Job
 from manyhands.core.errors import UserError
+from manyhands.core.run_folder import RunFolder
+from manyhands.core.world import World
+from manyhands.parallel.apply import compare_replicas
+from manyhands.parallel.group.plain import broadcast_plain, broadcast_tensors
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.spread import full_tensor
 from manyhands.train.optimize import restore_optimizer
@@ -28,11 +46,11 @@ class Progress:
     epoch: int = 0  # epochs that are complete
     step_in_epoch: int = 0  # updates made in the current epoch
     best_figure: float | None = None  # of the best evaluation so far; None before the first
-    best_by: str = BY_TOP1  # what it is the best by, as train.best says it
-    best_step: int = -1  # when that was, -1 before the first; foreign checkpoints don't say
-    evaluated_step: int = -1  # when the last evaluation was, -1 before the first
-    saved_step: int = 0  # the newest committed checkpoint, 0 before the first
-    owed: bool = False  # True where an evaluation of this step was due and a stop came first
+    best_by: str = BY_TOP1  # train.best of that evaluation
+    best_step: int = -1  # of that evaluation, -1 before the first; unknown in foreign checkpoints
+    evaluated_step: int = -1  # of the last evaluation, -1 before the first
+    saved_step: int = 0  # of the newest committed checkpoint, 0 before the first
+    owed: bool = False  # True if an evaluation of this step is due and has not run
 
     def improves(self, by: str, figure: float) -> bool:
         """Records an evaluation and returns True if it is the best so far; starts over if train.best has changed."""
@@ -43,7 +61,6 @@ class Progress:
         return True
 
     def advance(self, steps_per_epoch: int) -> None:
-        """Counts one update."""
         self.step += 1
         self.step_in_epoch += 1
         if self.step_in_epoch == steps_per_epoch:
@@ -51,12 +68,7 @@ class Progress:
 
 
 def capture(
-    network: ParallelNetwork,
-    optimizer: torch.optim.Optimizer,
-    progress: Progress,
-    extra: dict[str, Any],
-    *,
-    keep: bool = True,
+    network: ParallelNetwork, optimizer: Optimizer, progress: Progress, extra: dict[str, Any], *, keep: bool = True
 ) -> Snapshot:
     """Returns the state on the CPU; for a network sharded by a plan, this process's shards.
 
@@ -66,7 +78,7 @@ def capture(
     if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        # What FSDP has sharded is gathered one tensor after another.
+        # FSDP's shards are gathered one tensor after another.
         full, optimizer_state = copied(get_state_dict(network.model, optimizer), keep=keep)
         model = {name: one for name, one in full.items() if isinstance(one, Tensor)}
         optimizer_state = optimizer_state if keep else {}
@@ -78,10 +90,7 @@ def capture(
 
 
 def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns a network's tensors by name, and the extra state of its modules as plain data.
-
-    Raises UserError: the extra state can't be saved.
-    """
+    """Returns a network's tensors by name, and its modules' extra state as plain data, if that can be saved."""
     state = model.state_dict()
     try:
         extra = plain_extra_state(state)
@@ -103,37 +112,29 @@ def copied(value: Any, *, keep: bool = True) -> Any:
     return copy.deepcopy(value)
 
 
-def named_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns an optimizer's state by parameter name, independent of groups and layouts."""
+def named_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {names[id(parameter)]: copied(values) for parameter, values in optimizer.state.items()}
     groups = [{**group, "params": [names[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
     return {"state": state, "param_groups": copied(groups)}
 
 
-def restore(
-    snapshot: Snapshot,
-    network: ParallelNetwork,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    where: str,
-    source: Source | None = None,
-) -> tuple[Progress, str]:
-    """Restores a snapshot, under any parallel mode.
+@dataclass(frozen=True)
+class Resumable:
+    """A state to resume from."""
 
-    Args:
-        snapshot: the state; its tensors are unused if there is a source.
-        network: the network under its parallel mode.
-        optimizer: the optimizer; None to restore only the network.
-        where: the checkpoint, for errors.
-        source: the checkpoint opened for reading shards, for sharded networks.
+    snapshot: Snapshot  # without tensors if there is a source
+    path: Path
+    notes: tuple[str, ...] = ()  # sentences for the user, such as why a newer checkpoint was skipped
+    source: Source | None = None  # the checkpoint opened for reading shards
 
-    Returns:
-        The progress, and the note of `restore_optimizer`.
 
-    Raises:
-        UserError: the snapshot belongs to another network.
+def restore(found: Resumable, network: ParallelNetwork, optimizer: Optimizer | None) -> tuple[Progress, str]:
+    """Restores a state, under any parallel mode; returns the progress, and the note of `restore_optimizer`.
+
+    Without an optimizer, only the network is restored. Raises UserError: the state belongs to another network.
     """
+    snapshot, source, where = found.snapshot, found.source, str(found.path)
     known = {field.name for field in fields(Progress)}
     progress = Progress(**{key: value for key, value in snapshot.state.items() if key in known})
     if network.layouts:
@@ -145,8 +146,8 @@ def restore(
         check_shapes({name: opened.model.shape(name) for name in opened.model.names()}, live, where)
         if extra := _known(extra_state(snapshot, where), network.model.state_dict(), snapshot.notes):
             network.model.load_state_dict(extra, strict=False)
-        return progress, restore_pieces(opened, network, optimizer)
-    # Our own optimizer state goes by the parameters' names.
+        return progress, _restore_shards(opened, network, optimizer)
+    # Optimizer state of manyhands uses the parameters' names.
     renames = optimizer is None or bool(snapshot.state.get("foreign"))
     if network.traits.sharded:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -161,31 +162,29 @@ def restore(
 
 
 def load_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> None:
-    """Loads tensors and extra state into an unsharded network. Raises as `fit_snapshot` does."""
+    """Loads tensors and extra state into an unsharded network; see `fit_snapshot`."""
     state = fit_snapshot(snapshot, model, where, renames=renames)
-    # A network's own `load_state_dict` may not know `strict`, which is only needed where extra state isn't saved.
+    # A custom `load_state_dict` may lack `strict`, which is needed only if extra state isn't saved.
     incomplete = model.state_dict().keys() - state.keys()
     model.load_state_dict(state, **({"strict": False} if incomplete else {}))
 
 
 def fit_snapshot(snapshot: Snapshot, model: nn.Module, where: str, *, renames: bool = True) -> dict[str, Any]:
-    """Returns the state dict for a network from a snapshot. Extra state that the network lacks is skipped, with a note.
+    """Returns the state dict for a network; extra state that it lacks is skipped with a note. Raises UserError.
 
-    `renames`: names may differ as in `fit_names`. Raises UserError: the snapshot belongs to another network.
+    `renames`: names may differ as in `fit_names`.
     """
     live = model.state_dict()
     fit = fitted(snapshot, live) if renames else snapshot
     saved = _known({**fit.model, **extra_state(fit, where)}, live, snapshot.notes)
     live = {name: one for name, one in live.items() if isinstance(one, Tensor) or name in saved}
-    shapes, others = [
-        {name: tuple(getattr(one, "shape", ())) for name, one in state.items()} for state in (saved, live)
-    ]
+    shapes, others = ({name: tuple(getattr(one, "shape", ())) for name, one in each.items()} for each in (saved, live))
     check_shapes(shapes, others, where, tuple(snapshot.model))
     return saved
 
 
 def _known(saved: Mapping[str, Any], live: Collection[str], notes: list[str]) -> dict[str, Any]:
-    """The saved values without extra state that the network lacks, which a note names."""
+    """Returns the saved values without extra state that the network lacks, which a note names."""
     unknown = [name for name in saved if is_extra(name) and name not in live]
     if unknown:
         notes.append(f"{', '.join(unknown[:3])}: ignored, because the network has no such extra state")
@@ -193,7 +192,6 @@ def _known(saved: Mapping[str, Any], live: Collection[str], notes: list[str]) ->
 
 
 def extra_state(snapshot: Snapshot, where: str) -> dict[str, Any]:
-    """Returns the values for the modules' `set_extra_state`, by name. Raises UserError: the state is damaged."""
     try:
         return unflatten(snapshot.state.get(EXTRA_STATE, {}), {})
     except ValueError as error:
@@ -203,10 +201,7 @@ def extra_state(snapshot: Snapshot, where: str) -> dict[str, Any]:
 def check_shapes(
     saved: Mapping[str, tuple[int, ...]], live: Mapping[str, tuple[int, ...]], where: str, names: Sequence[str] = ()
 ) -> None:
-    """Raises UserError if saved and live tensors differ in names or shapes; lists the first differences.
-
-    `names`: the names in the file, some of which are shown where names differ.
-    """
+    """Raises UserError with the first differences if saved and live tensors differ; `names` are those in the file."""
     problems = [f"{name} is missing in the checkpoint" for name in live if name not in saved]
     problems += [f"{name} is not in the network" for name in saved if name not in live]
     problems += [
@@ -215,25 +210,137 @@ def check_shapes(
         if name in saved and saved[name] != shape and not name.endswith(EXTRA_STATE)  # whose shape may change
     ]
     if problems:
-        own = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-        shown = (f"compare with the names in the file: {own}",) if names and saved.keys() != live.keys() else ()
+        some = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+        shown = (f"compare with the names in the file: {some}",) if names and saved.keys() != live.keys() else ()
         more = f" … and {len(problems) - 3} more" if len(problems) > 3 else ""
         hints = (*shown, "use the network of the checkpoint", "or start a new run in another folder: --out DIR")
         raise UserError(f"the checkpoint belongs to another network: {'; '.join(problems[:3])}{more}", where, hints)
 
 
-def restore_pieces(source: Source, network: ParallelNetwork, optimizer: torch.optim.Optimizer | None) -> str:
-    """Reads this process's shards of a checkpoint into the network and its optimizer, tensor by tensor.
-
-    Returns the note of `restore_optimizer`; without an optimizer, only the network is restored.
-    """
+def _restore_shards(source: Source, network: ParallelNetwork, optimizer: Optimizer | None) -> str:
+    """Reads this process's shards into the network and its optimizer; returns the note of `restore_optimizer`."""
     mesh, rank = network.layouts.mesh, network.layouts.rank
     with torch.no_grad():
         for name, tensor in network.model.state_dict().items():
-            if isinstance(tensor, Tensor):  # extra state is restored with the rest
+            if isinstance(tensor, Tensor):  # extra state is restored separately
                 tensor.copy_(source.model.piece(name, network.layouts[name], mesh, rank))
     if optimizer is None or source.optimizer is None:
         return ""
     layouts, stored = source.layouts(NetworkLayout(mesh, network.layouts))[OPTIMIZER], source.optimizer
     tensors = {name: stored.piece(name, layouts[name], mesh, rank) for name in stored.names()}
     return restore_optimizer(unflatten(source.branches, tensors), network.model, optimizer)
+
+
+def find_state(resume: str, folder: RunFolder, world: World, *, in_pieces: bool = False) -> Resumable | None:
+    """Returns the state that a run resumes from, or None for a new run; the same on all processes.
+
+    Rank 0 decides. A process on a machine with other files receives the state of rank 0. With `in_pieces`, each process
+    reads its own shards later, if all processes see the checkpoint. `resume` is checkpoint.resume, or a path.
+    """
+    found = None
+    # Another machine may lack the files, and receives the state below.
+    with contextlib.nullcontext() if world.is_main else contextlib.suppress(UserError):
+        found = _find(resume, folder, in_pieces=in_pieces)
+    identity = 0
+    if found:  # a hash of the manifest, which has the hash of every file, or of the file
+        with (found.path / files.MANIFEST if found.path.is_dir() else found.path).open("rb") as content:
+            identity = int.from_bytes(hashlib.file_digest(content, "sha256").digest()[:7], "big")
+    if compare_replicas({"checkpoint": torch.tensor([identity], device=world.device)}, world) is None:
+        return found
+    if found and found.source:  # tensors are sent to processes that don't see the files
+        found = replace(found, snapshot=found.source.snapshot(), source=None)
+    return _share(found, world)
+
+
+def _share(found: Resumable | None, world: World) -> Resumable | None:
+    tensors: dict[str, Tensor] = {}
+    tree = None
+    if found and world.is_main:
+        optimizer = found.snapshot.optimizer
+        if optimizer:
+            # Parameters of other tools are numbered, but keys of JSON are strings.
+            optimizer = {**optimizer, "state": [[key, entries] for key, entries in optimizer["state"].items()]}
+        snapshot = {"model": found.snapshot.model, "optimizer": optimizer, "state": found.snapshot.state}
+        tree = {"snapshot": flatten(snapshot, "snapshot", tensors), "path": str(found.path)}
+    tree = broadcast_plain(tree, world)
+    if tree is None:
+        return None
+    content = unflatten(tree["snapshot"], broadcast_tensors(tensors, world))
+    if content["optimizer"]:
+        content["optimizer"]["state"] = dict(content["optimizer"]["state"])
+    return found if world.is_main else Resumable(Snapshot(**content), Path(tree["path"]))
+
+
+def _find(resume: str, folder: RunFolder, *, in_pieces: bool) -> Resumable | None:
+    if resume == "never":
+        return None
+    if resume == "auto":
+        path, skipped = newest(folder.checkpoints)
+        if path is None and skipped:
+            hints = (*skipped[:3], "start a new run in another folder: --out DIR")
+            raise UserError("no checkpoint of this run can be read", str(folder.checkpoints), hints)
+        saved = None if path else saved_step(folder)
+        if saved is not None:
+            hints = ("restore checkpoints/ from a copy or from rank 0's machine", "or start a new run: --out DIR")
+            what = f"step {saved} was saved, but the run has no checkpoint now"
+            raise UserError(what, str(folder.checkpoints), hints)
+        if path is None:
+            return None
+    else:
+        reference = Path(resume).expanduser()
+        if not reference.exists():
+            hints = ("choose auto, never, a run folder, a checkpoint folder or a weights file",)
+            raise UserError(f"{resume} doesn't exist", "--resume", hints)
+        path = resolve(reference, "last")
+        if not path.is_dir():
+            return Resumable(read_foreign(path), path)
+        skipped = [] if path == reference else newest(path.parent)[1]
+    if not in_pieces:
+        return Resumable(load(path), path, tuple(skipped))
+    source = open_checkpoint(path, verified=True)  # `newest` and `resolve` have verified it just now
+    return Resumable(Snapshot({}, None, dict(source.state)), path, tuple(skipped), source)
+
+
+def outputs_of(snapshot: Snapshot) -> int:
+    """Returns the number of outputs in a foreign checkpoint, the length of its last tensor; 0 for manyhands' own."""
+    if not snapshot.state.get("foreign") or not snapshot.model:
+        return 0
+    last = list(snapshot.model.values())[-1]
+    return last.shape[0] if last.ndim else 0
+
+
+def training_digest(job: Job, length: int) -> str:
+    """Returns a digest of the settings that select samples; with equal digests, a run can resume within an epoch."""
+    text = f"{length} {job.train.batch} {job.train.seed} {job.train.drop_last}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_position(
+    snapshot: Snapshot, digest: str, steps_per_epoch: int, parameter_names: list[str], where: str
+) -> None:
+    """Moves a foreign checkpoint or a run with another `training_digest` to the start of an epoch, if it is at one."""
+    state = snapshot.state
+    if state.get("foreign"):
+        if snapshot.optimizer is not None:
+            snapshot.optimizer = name_optimizer(snapshot.optimizer, parameter_names)
+        epoch, figure = int(state.get("epoch", 0)), state.get("best", {}).get("top1")
+        state.update(epoch=epoch, step=epoch * steps_per_epoch, step_in_epoch=0, evaluated_step=-1)
+        state.update(best_step=-1, best_figure=figure)
+        return
+    if state.get("job") == digest:
+        return
+    if state.get("step_in_epoch", 0):
+        what = "the checkpoint is from the middle of an epoch, but train.batch, train.seed or the data changed"
+        hints = ("restore the batch, seed and data", "or resume from a checkpoint at the end of an epoch")
+        raise UserError(what, where, hints)
+    state["step"] = int(state.get("epoch", 0)) * steps_per_epoch
+
+
+def refuse_later_checkpoints(folder: Path, step: int) -> None:
+    """Raises UserError if there are checkpoints after `step`, which would be preferred to every new checkpoint."""
+    later = [path for path in files.step_folders(folder) if (files.step_of(path) or 0) > step]
+    path = newest(folder)[0] if later else None
+    if path in later:  # torn ones are skipped by all readers
+        what = f"the run would resume from step {step}, but its folder has a later checkpoint, {path.name}"
+        hints = ("resume in another folder: --out NEW --resume CHECKPOINT", "or restore the earlier train.batch")
+        raise UserError(what, str(folder), hints)

@@ -1,19 +1,36 @@
-"""The status round: a periodic collective that shares measurements and requests to save or stop.
+"""The status round and monitors: slow ranks, stalls, time lost to communication, divergence, non-finite values.
 
-One small collective about every half second (run.log_every_s) is used for all of these, so that a signal on one process
-stops all processes at the same step, and the records cover all processes.
+One small collective about every half second (run.log_every_s) shares measurements and requests to save or stop, so that
+a signal on one process stops all processes at the same step, and the records cover all processes.
 """
 
+import math
+import shlex
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
+from manyhands.core.errors import RunError
 from manyhands.core.phases import CLOCK, COMMUNICATION, COMPUTE, RECORDS
+from manyhands.core.run_folder import resume_command
 from manyhands.core.world import World
+from manyhands.parallel.group.plain import gather_plain
+from manyhands.parallel.network import MicroBatch, ParallelNetwork
+from manyhands.sync.choose import EXACT, choose, words_of
+from manyhands.sync.costs import Cost, LinkCase
+from manyhands.sync.options import SyncOptions
+from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.feed import StepSums
+from manyhands.train.heartbeat import stall_message
+from manyhands.train.journal import Journal
 
 MOST_STEPS = 1000
 # The longest interval on a slow link, since requests to stop and the screen wait for it.
@@ -47,17 +64,6 @@ class StatusSums:
         """The share of samples predicted correctly; 0 without samples."""
         return self.correct / max(1, self.samples)
 
-    def to_vector(self) -> list[float]:
-        """Returns the numbers to add up."""
-        *numbers, extra = vars(self).values()
-        return [*map(float, numbers), *extra]
-
-    @classmethod
-    def from_vector(cls, vector: list[float]) -> "StatusSums":
-        """Creates the sums from the result of `to_vector`, added up or not."""
-        count = len(fields(cls)) - 1
-        return cls(*vector[:count], extra=vector[count:])
-
 
 @dataclass
 class Status(StatusSums):
@@ -73,44 +79,32 @@ class Status(StatusSums):
 class EpochMean:
     """Loss and accuracy over the samples of one epoch, over all processes."""
 
-    whole: bool = True  # False if the run resumed within the epoch, whose mean is then unknown
-    _loss: float = 0.0
-    _correct: float = 0.0
-    _samples: float = 0.0
+    complete: bool = True  # False if the run resumed within the epoch, whose mean is then unknown
+    loss_sum: float = 0.0
+    correct: float = 0.0
+    samples: float = 0.0
 
     def add(self, status: Status) -> None:
-        """Counts the samples of one status."""
-        self._loss += status.loss_sum
-        self._correct += status.correct
-        self._samples += status.samples
-
-    def take(self) -> tuple[float | None, float | None]:
-        """Returns mean loss and accuracy of the epoch, None if unknown, and starts the next epoch."""
-        known = self.whole and self._samples > 0
-        found = (self._loss / self._samples, self._correct / self._samples) if known else (None, None)
-        self.whole, self._loss, self._correct, self._samples = True, 0.0, 0.0, 0.0
-        return found
+        self.loss_sum += status.loss_sum
+        self.correct += status.correct
+        self.samples += status.samples
 
 
 class StatusRound:
     """Decides when a status round is due, equally on every process, and runs it.
 
-    Args:
-        world: the processes.
-        every_s: the approximate interval.
-        save_every_s: seconds between checkpoints by the clock of rank 0; infinite for none by time.
-        multiple: status rounds run only at multiples of this step, when a slow link is free.
+    `every_s` is the approximate interval; `save_every_s` are seconds between checkpoints by the clock of rank 0; rounds
+    run only at multiples of the step `multiple`, when a slow link is free.
     """
 
     def __init__(self, world: World, every_s: float, save_every_s: float, multiple: int = 1) -> None:
         self._world, self._every_s, self.save_every_s = world, every_s, save_every_s
         self.multiple = multiple
-        self._last = self._saved = self._reported = self._began = time.perf_counter()
+        self._last = self.saved_s = self._reported = self._began = time.perf_counter()  # saved_s: of the last save
         self._next_step, self._last_step = 0, 0
         self.waiting_s = 0.0
 
     def due(self, step: int, *, force: bool) -> bool:
-        """Returns True if a status round is due at this step, equally on all processes."""
         return force or step >= self._next_step
 
     def leave_out(self, seconds: float) -> None:
@@ -128,37 +122,34 @@ class StatusRound:
         *,
         stop: bool,
         written: bool = False,
-        extra: Callable[[float, int], list[float]] | None = None,
+        extra: Callable[[float, int, float], list[float]] | None = None,
         replaced: int = 0,
     ) -> Status:
         """Sums the measurements of all processes; a collective.
 
-        Args:
-            measured: the sums of this process.
-            step: the number of updates so far.
-            stop: True if this process was asked to stop.
-            written: True if this process has finished writing the save in progress.
-            extra: returns more numbers to sum, from the seconds and steps since the last round.
-            replaced: the number of unreadable pictures on this process.
+        `written`: this process has finished writing the save in progress. `extra` returns more numbers to sum, from the
+        seconds, the steps and the seconds of waiting for data since the last round. `replaced` counts bad pictures.
         """
         now = time.perf_counter()
         took_s, steps = now - self._last, step - self._last_step
-        more = extra(took_s, steps) if extra else []
+        more = extra(took_s, steps, self.waiting_s) if extra else []
         if self._world.device != "cpu":
             CLOCK.to(COMPUTE)  # an accelerator finishes its updates before it tells what it measured
         sums = measured.take()
         CLOCK.to(RECORDS)
-        save = self._world.is_main and now - self._saved > self.save_every_s
+        save = self._world.is_main and now - self.saved_s > self.save_every_s
         report_every_s = max(REPORT_S, REPORT_SHARE * (now - self._began))
         report_time = self._world.is_main and now - self._reported > report_every_s
         own = StatusSums(*sums, stop, save, written, report_time, took_s, replaced, more)
         # Apple's devices know no float64.
         kind = torch.float32 if self._world.device == "mps" else torch.float64
-        vector = torch.tensor(own.to_vector(), dtype=kind, device=self._world.device)
+        *numbers, _ = vars(own).values()
+        vector = torch.tensor([*map(float, numbers), *more], dtype=kind, device=self._world.device)
         began_s, before = time.perf_counter(), CLOCK.to(COMMUNICATION)
         if not self._world.alone:
             dist.all_reduce(vector)
-        total = StatusSums.from_vector(vector.tolist())
+        added = vector.tolist()
+        total = StatusSums(*added[: len(numbers)], extra=added[len(numbers) :])
         CLOCK.to(before)
         waited_s = time.perf_counter() - began_s
         self._reported = now if total.report_time else self._reported
@@ -172,6 +163,231 @@ class StatusRound:
         self.reset(step)
         return status
 
-    def saved(self) -> None:
-        """Records that a checkpoint is being written."""
-        self._saved = time.perf_counter()
+
+# A rank is slow if it takes this many times the median of the others, in this many rounds in a row.
+_SLOW, _TIMES = 1.3, 3
+
+
+@dataclass
+class Watcher:
+    """Compares the speeds of all processes, reports slow ranks and stalls, and adapts local steps to the link."""
+
+    synchronizer: Synchronizer  # what this process waits for; it measures times
+    cost: Cost  # the method, with its pace
+    world: World
+    hosts: list[str]  # name of each rank's machine
+    _waited_s: float = field(default=0.0, init=False)
+    _slow: list[int] = field(default_factory=list[int], init=False)
+    _reported: set[int] = field(default_factory=set[int], init=False)
+    _stood_s: float = field(default=0.0, init=False)
+    _stalls_s: list[float] = field(default_factory=list[float], init=False)
+
+    def mine(self, seconds: float, steps: int, _waiting_s: float) -> list[float]:
+        """Returns numbers to sum over all processes: the seconds per step and of the last exchange, by rank."""
+        timed = self.synchronizer.timed
+        assert timed is not None
+        self._stood_s, self._waited_s = timed.waited_s - self._waited_s, timed.waited_s
+        step_s = (seconds - self._stood_s) / max(1, steps)
+        own = [rank == self.world.rank for rank in range(self.world.size)]
+        return [*(step_s * one for one in own), *(timed.exchange_s * one for one in own)]
+
+    def observe(self, status: Status, step: int, journal: Journal) -> Cost | None:
+        """Reports stalls and slow ranks; returns the method with its new pace if that changes, on all processes."""
+        speeds_s, exchanges_s = status.extra[: self.world.size], status.extra[self.world.size :]
+        self._name_a_stall(status.waited_s, step, journal)
+        self._name_the_slow(speeds_s, step, journal)
+        before, now = self.cost, self.synchronizer.adapt_pace(speeds_s, exchanges_s)
+        if now is not None:
+            self.cost = now
+            speed = "take longer" if (now.every, now.delay) > (before.every, before.delay) else "are faster"
+            every, delay = f"{now.every} steps (was {before.every})", f"{now.delay} steps (was {before.delay})"
+            message = f"exchanges {speed} than before; sync.every is now {every}, sync.delay {delay}"
+            journal.event("sync", message, step, every=now.every, delay=now.delay, method=now.method)
+        return now
+
+    def _name_a_stall(self, waited_s: float, step: int, journal: Journal) -> None:
+        """Reports an unusual stall; `waited_s`: the wait of this process in the status round."""
+        stood_s = self._stood_s + waited_s
+        # The first time counts how unequally processes have started.
+        usual_s = statistics.median(self._stalls_s) if self._stalls_s else stood_s
+        self._stalls_s = [*self._stalls_s[-4:], stood_s]
+        if message := stall_message(stood_s, usual_s, linked=len({*self.hosts}) > 1):
+            journal.event("stall", message, step, seconds=stood_s)
+
+    def _name_the_slow(self, speeds: list[float], step: int, journal: Journal) -> None:
+        slowest = max(range(len(speeds)), key=speeds.__getitem__)
+        usual_s = statistics.median([*speeds[:slowest], *speeds[slowest + 1 :]])
+        if not math.isfinite(usual_s) or speeds[slowest] <= _SLOW * usual_s:
+            self._slow.clear()
+            return
+        self._slow.append(slowest)
+        if len(self._slow) >= _TIMES and set(self._slow[-_TIMES:]) == {slowest} and slowest not in self._reported:
+            self._reported.add(slowest)
+            message = (
+                f"rank {slowest} on {self.hosts[slowest]} takes {speeds[slowest]:.3g} s a step, the other ranks "
+                f"{usual_s:.3g} s, so the other ranks are idle {1 - usual_s / speeds[slowest]:.0%} of the time"
+            )
+            journal.event("slow", message, step, rank=slowest)
+
+
+# A larger share of the time is reported, after a few steps or long ones; the first step starts everything.
+_LONG, _FEW_STEPS, _LONG_S = 1 / 3, 3, 5.0
+# The part of computing in which gradients are ready to be sent: most of the backward pass.
+_BACKWARD = 0.5
+
+
+@dataclass
+class CommunicationMonitor:
+    """Measures the time that processes wait for each other if gradients are averaged in every update.
+
+    On a CPU, that is the time in which the training thread does not compute. Accelerators compute asynchronously; there
+    the time of an update without communication was measured before.
+    """
+
+    # measures the link, and returns what costs depend on for a step that computes for so many seconds; a collective
+    case: Callable[[float], LinkCase]
+    options: SyncOptions
+    without: dict[str, str]  # methods that the job rules out, and why
+    run: str  # the run folder
+    compute_s: float = 0.0  # of a step, on accelerators; 0 on a CPU
+    _own_s: float = field(default_factory=time.thread_time, init=False)
+    _stood_s: float = field(default=0.0, init=False)
+    _all_s: float = field(default=0.0, init=False)
+    _first: int = field(default=-1, init=False)
+    _reported: bool = field(default=False, init=False)
+
+    def mine(self, seconds: float, steps: int, waiting_s: float) -> list[float]:
+        """Returns numbers to sum over all processes: the seconds of waiting for others, all seconds, and 1."""
+        before, self._own_s = self._own_s, time.thread_time()
+        busy_s = self.compute_s * steps if self.compute_s else self._own_s - before
+        return [max(0.0, seconds - busy_s - waiting_s), seconds, 1.0]
+
+    def observe(self, status: Status, step: int, journal: Journal) -> None:
+        """Reports a large share of communication, the same on all processes; a collective if it reports."""
+        if self._first < 0:
+            self._first = step
+            return
+        stood_s, all_s, processes = status.extra
+        self._stood_s, self._all_s = self._stood_s + stood_s, self._all_s + all_s
+        steps = step - self._first
+        if self._reported or (steps < _FEW_STEPS and self._all_s < _LONG_S * processes):
+            return
+        share = self._stood_s / max(self._all_s, 1e-9)
+        if share > _LONG:
+            self._reported = True
+            step_s = self._all_s / processes / steps
+            journal.event("sync", self._line(share, step_s), step, share=share, step_s=step_s)
+
+    def _line(self, share: float, step_s: float) -> str:
+        computing_s = (1 - share) * step_s
+        case = self.case(computing_s)
+        choice = choose(replace(case, backward_s=_BACKWARD * computing_s), self.options, without=self.without)
+        chosen = choice.chosen
+        message = f"communication between machines takes {share:.0%} of the {step_s:.3g} s per step"
+        if chosen.method == EXACT:
+            return f"{message}; --sync auto would also choose {EXACT}: {choice.reason}"
+        resume = resume_command(Path(self.run), "--set sync.method=auto", 'sync__method="auto"')
+        change = f"manyhands stop {shlex.quote(self.run)}, then {resume}"
+        return f"{message}; --sync auto would take about {chosen.step_s:.3g} s ({words_of(chosen)}): {change}"
+
+
+# Times the first loss, for this many rounds in a row: a high rate's first steps may raise the loss once.
+_DIVERGED, _ROUNDS = 3.0, 3
+
+
+@dataclass
+class Divergence:
+    """Compares the loss of each record with the first loss, or with the loss of random guesses if that is larger."""
+
+    classes: int  # number of classes
+    _began: float = math.nan
+    _high: int = 0
+    _reported: bool = False
+
+    def observe(self, loss: float) -> str:
+        """Returns a warning, once, if the loss stays far above the first loss; else an empty string."""
+        if math.isnan(self._began):
+            self._began = loss
+        # A resumed run begins with a small loss, which may well grow threefold.
+        limit = _DIVERGED * max(self._began, math.log(max(2, self.classes)))
+        self._high = self._high + 1 if loss > limit else 0
+        if self._high < _ROUNDS or self._reported:
+            return ""
+        self._reported = True
+        return f"training diverges: the loss rose from {self._began:.4g} to {loss:.4g} (do: {ADVICE})"
+
+
+_SHOWN = 8  # samples
+ADVICE = "reduce train.lr, set train.warmup_epochs = 1, or set train.clip = 1.0"
+HINTS = (ADVICE, "with fp16, use bf16 or fp32 instead")
+INPUT_HINTS = ("check these samples (counted from 0 in the training split) and the code that prepares samples",)
+
+
+def explain_loss(
+    network: ParallelNetwork, part: MicroBatch, world: World, step: int, *, closely: bool = True
+) -> RunError:
+    """Returns the error for a non-finite loss on this process; `closely` names the first non-finite tensor.
+
+    Only this process calls this function, so a sharded network, which needs other processes, isn't searched.
+    """
+    images, samples = part.inputs, part.samples
+    assert samples is not None
+    finite = is_finite(images)
+    if not finite and len(images) == len(samples):
+        samples = samples[~torch.isfinite(images).reshape(len(images), -1).all(1).cpu()]
+    some = ", ".join(map(str, samples[:_SHOWN].tolist())) + (" …" if len(samples) > _SHOWN else "")
+    where = f"rank {world.rank}, step {step}, samples {some}"
+    if not finite:
+        what = "the loss is not finite, because the input pictures contain NaN or infinity"
+        return RunError(what, where, INPUT_HINTS)
+    found = f": {_first_bad(network.model, images)}" if closely and not network.share.collective_forward else ""
+    return RunError(f"the loss is not finite{found}", where, HINTS)
+
+
+def _first_bad(model: nn.Module, images: Tensor) -> str:
+    for name, parameter in model.named_parameters():
+        if not is_finite(parameter):
+            return f"parameter {name} is {kind_of(parameter)}"
+    found, names = list[str](), {module: name or "the network" for name, module in model.named_modules()}
+
+    def look(module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and module in names and not found and not is_finite(output):
+            found.append(f"the output of {names[module]} is {kind_of(output)}")
+
+    hook = register_module_forward_hook(look)
+    try:
+        with torch.no_grad():
+            model.eval()(images)
+    finally:
+        model.train()
+        hook.remove()
+    return found[0] if found else "all outputs are finite, so the loss function is the cause"
+
+
+def explain_lost(network: ParallelNetwork, world: World, measured: StepSums) -> RunError:
+    """Returns the error for a non-finite value that a periodic check (of losses or checkpoints) found; a collective."""
+    mine = [float(measured.first_bad), float(measured.first_spoilt)]
+    by_rank: list[list[float]] = gather_plain(mine, world)
+    step = min(map(min, by_rank))
+    named = [(f"parameter {name}", one) for name, one in network.model.named_parameters()]
+    named += [
+        (f"buffer {name}", one) for name, one in network.model.named_buffers() if name not in network.traits.endless
+    ]
+    lost = next((name for name, one in named if not is_finite(one)), "")
+    hints = (*HINTS, "resume from the last checkpoint, which was saved before this error")
+    if not math.isfinite(step):
+        what = f"{lost or 'a part of the network'} is not finite, although every loss was finite"
+        return RunError(what, "an update", hints)
+    # A non-finite loss makes the gradients of the same step non-finite, on all processes.
+    kind = 0 if any(bad == step for bad, _ in by_rank) else 1
+    rank = next(rank for rank, seen in enumerate(by_rank) if seen[kind] == step)
+    what = f"{('the loss', 'a gradient')[kind]} is not finite" + (f", and {lost} is not finite either" if lost else "")
+    return RunError(what, f"rank {rank}, step {step:.0f}", hints)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all()) if tensor.is_floating_point() else True
+
+
+def kind_of(tensor: Tensor) -> str:
+    return "NaN" if bool(torch.isnan(tensor).any()) else "infinite"

@@ -17,22 +17,16 @@ from manyhands.core.phases import CLOCK, OTHER, PHASES
 from manyhands.core.scratch import scratch
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.feed import UpdateShare
-from manyhands.train.recording import record_time
-from manyhands.train.trainer import Trainer
+from manyhands.train.trainer import Trainer, record_time
 
 _WARM_UP = 5  # updates before those that are traced
 _MOST_RANKS = 16  # processes that are shown
-_NUMBERS = 100  # of a process in the trace: its own, and those of its devices
+_NUMBERS = 100  # numbers for each process and its devices in the trace
 _KEPT = ("name", "ph", "ts", "dur", "tid", "cat", "id", "bp")
 
 
 def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
-    """Runs some warm-up updates and the number of traced updates in the job.
-
-    Args:
-        trainer: the trainer.
-        epoch: the remaining updates of the current epoch.
-    """
+    """Runs some warm-up updates and run.trace_steps updates; `epoch` yields those of the current epoch."""
     steps, made = trainer.job.run.trace_steps, 0
     CLOCK.spans = []
     plan = schedule(wait=0, warmup=_WARM_UP, active=steps, repeat=1)
@@ -60,19 +54,19 @@ def trace(trainer: Trainer, epoch: Callable[[], Iterator[UpdateShare]]) -> None:
         moved = [{**event, "ts": event["ts"] - began_us} if "ts" in event else event for event in events]
         text = json.dumps({"traceEvents": moved, "displayTimeUnit": "ms"})
         trainer.journal.file(lambda: write_atomic(trainer.folder.trace, text))
-    CLOCK.take()  # the profiler's own time is nobody's
+    CLOCK.take()  # the time of the profiler is not recorded
 
 
 def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
-    """This process's events in Chrome's form, at microseconds since 1970; and its phases, as a thread of their own."""
+    """Returns this process's events in Chrome's format, in microseconds since 1970, with its phases as a thread."""
     if not file.is_file():
-        return []  # training ended before
+        return []  # training ended during the warm-up
     content = json.loads(file.read_bytes())
     base_us, first = int(content.get("baseTimeNanoseconds", 0)) / 1000, rank * _NUMBERS
-    # What isn't a number belongs to no process: the profiler's own notes.
-    found = [event for event in content["traceEvents"] if isinstance(event.get("pid"), int)]
     kept: list[dict[str, Any]] = []
-    for event in found:
+    for event in content["traceEvents"]:
+        if not isinstance(event.get("pid"), int):
+            continue  # a note of the profiler
         pid = first if event["pid"] == os.getpid() else first + 1 + event["pid"]
         plain = {key: event[key] for key in _KEPT if key in event} | {"pid": pid}
         if event["ph"] in "Xsf":
@@ -83,17 +77,14 @@ def _own_events(file: Path, rank: int) -> list[dict[str, Any]]:
     for pid in sorted({event["pid"] for event in kept}):
         device = f", device {pid - first - 1}" if pid > first else ""
         kept.append(_named("process_name", f"rank {rank} on {platform.node()}{device}", pid))
-    return [*kept, _named("thread_name", "phases", first), *_phases(first, began_us)]
+    kept.append(_named("thread_name", "phases", first))
+    since_1970_s = time.time() - time.perf_counter()
+    for phase, begin_s, end_s in CLOCK.spans or ():
+        begin_us, took_us = (begin_s + since_1970_s) * 1e6, (end_s - begin_s) * 1e6
+        if begin_us >= began_us:
+            kept.append({"name": PHASES[phase], "ph": "X", "pid": first, "tid": 0, "ts": begin_us, "dur": took_us})
+    return kept
 
 
 def _named(kind: str, name: str, pid: int, thread: int = 0) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": pid, "tid": thread, "args": {"name": name}}
-
-
-def _phases(pid: int, began_us: float) -> Iterator[dict[str, Any]]:
-    since_1970_s = time.time() - time.perf_counter()
-    for phase, begin_s, end_s in CLOCK.spans or ():
-        begin_us = (begin_s + since_1970_s) * 1e6
-        if begin_us >= began_us:
-            took_us = (end_s - begin_s) * 1e6
-            yield {"name": PHASES[phase], "ph": "X", "pid": pid, "tid": 0, "ts": begin_us, "dur": took_us}

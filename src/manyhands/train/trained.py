@@ -41,13 +41,12 @@ from manyhands.train.data_setup import (
     open_splits,
     pixels_for,
 )
-from manyhands.train.evaluate import Evaluator, find_checkpoint
+from manyhands.train.evaluate import Evaluator
 from manyhands.train.journal import Journal
 from manyhands.train.metrics import Evaluation, make_metrics
 from manyhands.train.network import PICTURES, make_model, mesh_of, pixels_of, read_any, without_first_weights
 from manyhands.train.objects import Objects
-from manyhands.train.recover import Resumable, outputs_of
-from manyhands.train.state import restore
+from manyhands.train.state import Resumable, find_state, outputs_of, restore
 
 
 @dataclass(frozen=True)
@@ -64,19 +63,18 @@ class Subject:
         world: World,
         objects: Objects,
         found: Resumable | None,
-        where: str = "",
         grid: Grid | None = None,
         request: ModeRequest | None = None,
     ) -> ParallelNetwork:
         """Builds the network and loads its weights; a collective.
 
-        Without a checkpoint (`found`; `where` names it in errors) the network has its initial weights. `grid` is the
+        Without a checkpoint (`found`) the network has its initial weights. `grid` is the
         mesh that the network's code takes; without a `request` of a parallel mode each process has the entire network.
         """
         model = make_model(self.job, self.pixels, self.num_classes, world, objects, Journal(NOWHERE, rank=-1), grid)
         network = apply_mode(self.job.parallel.mode, model, world, request) if request else ParallelNetwork(model)
         if found:
-            restore(found.snapshot, network, None, where=where, source=found.source)
+            restore(found, network, None)
         return network
 
 
@@ -148,7 +146,7 @@ def open_trained(path: Path, *, model: nn.Module | str | None = None, device: st
     subject = subject_of(Job(), record, pixels_of(record.pictures))
     world = World(device=device)
     grid = _grid_of_one(record.axes, world) if record.axes else None
-    network = subject.build(world, objects, Resumable(snapshot, path), where, grid).model
+    network = subject.build(world, objects, Resumable(snapshot, path), grid).model
     note_trained_on(network, record.pictures, record.classes)
     dtype = torch.float64 if record.double else torch.float32
     return Trained(network.eval(), Transform(subject.pixels, device, dtype), record.classes)
@@ -288,7 +286,7 @@ def evaluate_checkpoint(
     """
     objects = objects or Objects()
     plan = _fitting_plan(job, world)
-    found = find_checkpoint(path, job, world, in_pieces=plan is not None) if path else None
+    found = find_state(str(path), NOWHERE, world, in_pieces=plan is not None) if path else None
     subject, source = _subject(job, path, found, world, objects, given, whole=whole)
     job, classes = subject.job, subject.classes
     loader = make_loader(job, source, subject.pixels, world, train=False, classes=len(classes))
@@ -300,7 +298,7 @@ def evaluate_checkpoint(
         request = ModeRequest(grid=grid) if fits else None
     elif plan:
         request = ModeRequest(plan=plan, picture=first_picture(loader))
-    network = subject.build(world, objects, found, str(path), grid, request)
+    network = subject.build(world, objects, found, grid, request)
     metrics = make_metrics(job.train.metrics, objects.metrics, live_only=True)
     try:
         evaluator = Evaluator(loader, len(source), len(classes), job, world, network, metrics)

@@ -1,32 +1,37 @@
-"""The objects of a run, and what is due at each step."""
+"""The objects of a run, what is due at each step, and the records of a run."""
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.checkpoint.trained import TrainedNetwork
 from manyhands.config.job import Job
-from manyhands.core.records import EvaluationMetrics
-from manyhands.core.run_folder import RunFolder
+from manyhands.core.errors import RunError
+from manyhands.core.phases import CLOCK, PHASES
+from manyhands.core.quantities import percentage
+from manyhands.core.records import EvaluationMetrics, PhaseMetrics, StepMetrics
+from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.world import World
 from manyhands.parallel.apply import check_replicas
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import ChosenSync
+from manyhands.train.data_setup import check_bad_pictures, some_pictures
 from manyhands.train.feed import Feed
 from manyhands.train.heartbeat import HeartbeatWriter
 from manyhands.train.journal import Journal, RunContext
 from manyhands.train.metrics import Evaluation
-from manyhands.train.monitors import Divergence, Watcher
-from manyhands.train.objects import AtEpochEnd
+from manyhands.train.objects import AtEpochEnd, EpochEnd
+from manyhands.train.optimize import largest_rate
 from manyhands.train.saver import FIRST_S, Saver
 from manyhands.train.state import Progress
-from manyhands.train.status import EpochMean, Status, StatusRound
+from manyhands.train.status import Divergence, EpochMean, Status, StatusRound, Watcher
 from manyhands.train.step import Updater
-
-SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass
@@ -36,7 +41,7 @@ class Due:
     job: Job
     steps_per_epoch: int
     total_steps: int  # updates of the whole job
-    progress: Progress  # of the run
+    progress: Progress
     custom_loop: bool = False  # the user's own loop ends epochs and evaluates
     stopped: bool = False  # a stop was requested, and everything is saved
 
@@ -45,24 +50,20 @@ class Due:
         return not self.custom_loop and self.progress.step >= self.total_steps
 
     def over(self) -> bool:
-        """True if this start makes no further update."""
         return self.finished() or self.stopped
 
     def epoch_ends(self) -> bool:
-        """True after the last update of an epoch."""
         return self.progress.step_in_epoch == 0
 
     def verification(self) -> bool:
-        """True after the first update, and at the steps of train.audit_every."""
         every = self.job.train.audit_every
         return self.progress.step == 1 or bool(every and self.progress.step % every == 0)
 
     def evaluation(self) -> bool:
-        """True at the steps of an evaluation, including the last one, so that its checkpoint contains the result."""
+        """True also after the last update, so that its checkpoint contains the result."""
         return not self.custom_loop and (self.finished() or self.evaluation_requested())
 
     def evaluation_requested(self) -> bool:
-        """True at the steps of an evaluation according to train.evaluate_every."""
         every = round(self.job.train.evaluate_every * self.steps_per_epoch)
         return bool(self.job.train.evaluate_every) and self.progress.step % max(1, every) == 0
 
@@ -72,20 +73,25 @@ class Due:
         return bool(every) and (self.progress.step - 1) % self.steps_per_epoch % every == 0
 
     def status(self) -> bool:
-        """True where a status round is due whatever the time; `StatusRound` decides on the other updates."""
+        """True where a status round is due whatever the time."""
         return self.progress.step == 1 or self.epoch_ends() or self.evaluation() or self.finished() or self.line()
 
     def save(self) -> bool:
         """True at the steps of checkpoint.every; a status round decides on saves by time."""
-        every = steps_between_saves(self.job.checkpoint.every, self.steps_per_epoch)
-        return bool(every) and self.progress.step % every == 0
+        return self._save_every > 0 and self.progress.step % self._save_every == 0
+
+    @functools.cached_property
+    def _save_every(self) -> int:
+        """The updates between saves by "100steps" or "2epochs"; 0 for other values of checkpoint.every."""
+        match = re.fullmatch(r"(\d+)(step|epoch)s?", self.job.checkpoint.every)
+        return int(match[1]) * (self.steps_per_epoch if match[2] == "epoch" else 1) if match else 0
 
 
 @dataclass
 class Observed:
     """What the records of a run need from one status round to the next."""
 
-    divergence: Divergence  # watches the loss
+    divergence: Divergence
     bad_pictures: set[str]  # that can't be read, and are skipped or replaced
     epoch_mean: EpochMean = field(default_factory=EpochMean)  # of the current epoch
     evaluated: EvaluationMetrics | None = None  # the last evaluation of this session
@@ -95,11 +101,10 @@ class Observed:
 class Hooks:
     """Functions that a trainer calls."""
 
-    at_epoch_end: AtEpochEnd | None = None  # the user's own function, for rank 0
-    # called where an epoch begins or is resumed, to balance the shares; None: they stay
-    balance_shares: Callable[[], None] | None = None
-    on_first_update: Callable[[], None] | None = None  # called once, when this session has trained its first update
-    on_differing_buffers: Callable[[list[str]], None] = lambda _: None  # called with their names, once there are some
+    at_epoch_end: AtEpochEnd | None = None  # the user's function, for rank 0
+    balance_shares: Callable[[], None] | None = None  # called where an epoch begins or is resumed; None: shares stay
+    on_first_update: Callable[[], None] | None = None  # called once, after the first update of this start
+    on_differing_buffers: Callable[[list[str]], None] = lambda _: None  # called with their names
     extra_state: Callable[[], dict[str, Any]] = dict  # returns further entries for checkpoints
 
 
@@ -109,94 +114,74 @@ class Trainer:
 
     run: RunContext
     trained: TrainedNetwork  # classes, input size and preprocessing, stored with the weights
-    feed: Feed  # what this process computes for each update
-    update: Updater  # makes an update
+    feed: Feed  # the samples of this process for each update
+    update: Updater
     # evaluates on all processes; takes a function that returns True if this process was asked to stop
     evaluate: Callable[..., Evaluation]
     test: Callable[..., Evaluation] | None  # evaluates the held-out samples; None if there are none
-    due: Due  # what is due after an update, and the progress
-    status_round: StatusRound  # the periodic collective
-    sync: ChosenSync  # the sync method
+    due: Due
+    status_round: StatusRound
+    sync: ChosenSync
     observed: Observed
     hooks: Hooks
     release: Callable[[], None]  # releases worker processes and groups, and restores changed classes
-    saver: Saver = field(default_factory=Saver)  # writes checkpoints
-    heartbeats: HeartbeatWriter = field(default_factory=HeartbeatWriter)  # records the phase and the last update
+    saver: Saver = field(default_factory=Saver)
+    heartbeats: HeartbeatWriter = field(default_factory=HeartbeatWriter)
 
     @property
     def job(self) -> Job:
-        """The resolved options of the run."""
         return self.run.job
 
     @property
     def folder(self) -> RunFolder:
-        """The run folder, or NOWHERE."""
         return self.run.folder
 
     @property
     def world(self) -> World:
-        """The processes of the run."""
         return self.run.world
 
     @property
     def journal(self) -> Journal:
-        """Writes records."""
         return self.run.journal
 
     @property
     def progress(self) -> Progress:
-        """The progress of the run."""
         return self.due.progress
 
     @property
     def network(self) -> ParallelNetwork:
-        """The network under its mode."""
         return self.update.network
 
     @property
     def synchronizer(self) -> Synchronizer:
-        """The sync method, in addition to the parallel mode."""
         return self.update.synchronizer
 
     def count_update(self) -> None:
-        """Counts the last update and reports skipped updates."""
-        for one in self.update.left_out:
-            cost = f" ({one.also})" if one.also else ""
-            message = f"update {one.step + 1} is skipped: {one.what} ({one.where}){cost}"
+        for message in self.update.skipped:
             self.journal.line(message)
             self.journal.event("left-out", message, self.progress.step + 1)
-        self.update.left_out.clear()
+        self.update.skipped.clear()
         self.progress.advance(self.due.steps_per_epoch)
         if self.hooks.on_first_update:
             self.hooks.on_first_update()
             self.hooks.on_first_update = None
 
-    def weigh_save(self, stalled_s: float) -> None:
-        """Adapts the time until the next save to the delay by the last one, unless checkpoint.every sets it."""
-        if interval := self.saver.interval:
-            self.status_round.save_every_s = interval.saved(stalled_s, self.saver.wrote_s)
-            interval.record(self.status_round.save_every_s, self.journal, self.progress.step)
+    @contextlib.contextmanager
+    def paused(self, phase: str) -> Iterator[None]:
+        """Sets the phase of heartbeats in the context, and excludes its time from the training time.
 
-    def observe(self, status: Status) -> None:
-        """Reports slow ranks, stalls and the cost of communication; adapts local steps to the link."""
-        monitor, step = self.sync.monitor, self.progress.step
-        self.note_stall(self.heartbeats.too_long(status.waited_s), status.waited_s)
-        if self.saver.interval:
-            self.saver.interval.trained(status.seconds, status.samples, saving=self.saver.step is not None)
-        if isinstance(monitor, Watcher):
-            monitor.name_a_stall(status.waited_s, step, self.journal)
-            self.sync.cost = monitor.observe(status.extra, step, self.journal)
-            self.status_round.multiple = self.sync.cost.every
-        elif monitor:
-            monitor.observe(status.extra, step, self.world.size, self.journal)
+        After an exception the phase stays, for the failure record.
+        """
+        before, began_s, self.heartbeats.phase = self.heartbeats.phase, time.perf_counter(), phase
+        yield
+        self.status_round.leave_out(time.perf_counter() - began_s)
+        self.heartbeats.phase = before
 
     def note_stall(self, message: str, seconds: float) -> None:
-        """Records a stall if no watcher does."""
         if message and not isinstance(self.sync.monitor, Watcher):
             self.journal.event("stall", message, self.progress.step, seconds=seconds)
 
     def verify_replicas(self) -> None:
-        """Raises RunError if the network of a process differs from rank 0's."""
         if not self.network.traits.sharded and not self.world.alone:
             named = self.synchronizer.replicas(self.network.model)
             check_replicas(named, self.world, self.progress.step, self.network)
@@ -207,11 +192,93 @@ def seconds_between_saves(text: str) -> float:
     if text == "auto":
         return FIRST_S
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", text)
-    return float(match[1]) * SECONDS[match[2]] if match else float("inf")
+    return float(match[1]) * {"s": 1.0, "min": 60.0, "h": 3600.0}[match[2]] if match else float("inf")
 
 
-@functools.cache
-def steps_between_saves(text: str, steps_per_epoch: int) -> int:
-    """Returns the number of updates of "100steps" or "2epochs"; 0 for other values."""
-    match = re.fullmatch(r"(\d+)(step|epoch)s?", text)
-    return int(match[1]) * (steps_per_epoch if match[2] == "epoch" else 1) if match else 0
+def record_status(trainer: Trainer, status: Status) -> None:
+    """Records the result of a status round; a collective if the status requires one, the same on all processes."""
+    progress, steps_per_epoch = trainer.progress, trainer.feed.order.steps_per_epoch
+    if progress.step == 1:
+        trainer.journal.event("first-step", step=1)
+    if differing := trainer.update.differing_buffers():
+        trainer.hooks.on_differing_buffers(differing)
+    if status.replaced:
+        record_replaced(trainer)
+    if status.report_time:
+        record_time(trainer)
+    if not status.samples:
+        return
+    if growing := trainer.observed.divergence.observe(status.loss):
+        trainer.journal.event("warning", growing, progress.step)
+    epoch, epoch_loss, epoch_top1 = trainer.observed.epoch_mean, None, None
+    epoch.add(status)
+    if trainer.due.epoch_ends():
+        trainer.observed.epoch_mean = EpochMean()
+        if epoch.complete:
+            epoch_loss, epoch_top1 = epoch.loss_sum / epoch.samples, epoch.correct / epoch.samples
+    trainer.journal.metrics(
+        StepMetrics(
+            time=time.time(),
+            epoch=progress.epoch,
+            step=progress.step,
+            step_in_epoch=progress.step_in_epoch,
+            steps_per_epoch=steps_per_epoch,
+            total_steps=trainer.due.total_steps,
+            loss=status.loss,
+            top1=status.top1,
+            learning_rate=largest_rate(trainer.update.optimizer),
+            images_per_s=status.samples / status.seconds,
+            samples=round(status.samples),
+            data_share=status.data_share,
+            saved_step=progress.saved_step,
+            epoch_loss=epoch_loss,
+            epoch_top1=epoch_top1,
+            asked=trainer.due.line(),
+        )
+    )
+    own = status.own
+    figures = f"loss={own.loss:.4f} acc={percentage(own.top1)}" if own.samples else "loss=- acc=-"
+    of_epoch = f" epoch_loss={epoch_loss:.4f}" if epoch_loss is not None else ""
+    place = f"epoch={(progress.step - 1) // steps_per_epoch + 1} step={progress.step}/{trainer.due.total_steps}"
+    totals = f"samples={own.samples} all_loss={status.loss:.4f}{of_epoch}"
+    trainer.journal.line(f"rank={trainer.world.rank} {place} {figures} {totals}")
+
+
+def record_time(trainer: Trainer) -> None:
+    """Records the seconds by phase of all processes since the last call; a collective if there is a run folder."""
+    if trainer.folder is NOWHERE:
+        return
+    progress = trainer.progress
+    own = [round(seconds, 6) for seconds in (*CLOCK.take(), CLOCK.take_queued())]
+    *columns, queued = zip(*gather_plain(own, trainer.world), strict=True)
+    trainer.journal.metrics(
+        PhaseMetrics(
+            time=time.time(),
+            epoch=max(1, progress.epoch + bool(progress.step_in_epoch)),
+            step=progress.step,
+            seconds={phase: list(column) for phase, column in zip(PHASES, columns, strict=True)},
+            queued_s=list(queued),
+        )
+    )
+
+
+def record_replaced(trainer: Trainer) -> None:
+    """Records the pictures that were replaced since the last call; a collective. Raises RunError for too many."""
+    mine = trainer.feed.loader.replaced
+    found = {name for names in gather_plain(mine, trainer.world) for name in names}
+    mine.clear()
+    trainer.observed.bad_pictures |= found
+    message = f"{len(found)} unreadable picture(s) were replaced by other pictures: {some_pictures(found)}"
+    trainer.journal.event("replaced", message, trainer.progress.step, count=len(found), pictures=sorted(found))
+    check_bad_pictures(trainer.observed.bad_pictures, trainer.feed.order.length, RunError)
+
+
+def record_epoch(trainer: Trainer) -> None:
+    """Calls the user's function on rank 0 at the end of an epoch; an exception ends the run."""
+    progress, evaluated = trainer.progress, trainer.observed.evaluated
+    if trainer.hooks.at_epoch_end is None or not trainer.world.is_main or progress.step_in_epoch:
+        return
+    made = evaluated if evaluated and evaluated.step == progress.step else None
+    with trainer.paused("at_epoch_end"):
+        trainer.hooks.at_epoch_end(EpochEnd(progress.epoch, progress.step, made, trainer.folder.path.absolute()))
+    trainer.heartbeats.beat()

@@ -31,8 +31,7 @@ from manyhands.parallel.gradients import Gradients, MicroBatchResult
 from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import LossFn, ParallelNetwork, full_batch
 from manyhands.parallel.replicas.batch_norm import NormGroups, set_rows_per_sample, watching
-from manyhands.train.draws import drawing
-from manyhands.train.feed import LoadedMicroBatch
+from manyhands.train.feed import drawing
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Trainer
 
@@ -278,10 +277,8 @@ def compile_updates(trainer: Trainer) -> None:
     seed = derive(update.options.seed, "compile")
     with restored(network), drawing(seed, world.device.partition(":")[0]):
         for shares in feed.sharing.micro_batches(count):
-            share = shares[network.share.index]
-            batch = first_samples(feed.loader, max(1, share.count))
-            loaded = LoadedMicroBatch(share, batch, (shares[0].start, shares[-1].stop), feed.sharing.group)
-            gradients.forward_backward(loaded.micro_batch(count, 0), count, last=False)
+            batch = first_samples(feed.loader, max(1, shares[network.share.index].count))
+            gradients.forward_backward(feed.micro_batch(shares, batch, count), count, last=False)
     calls.learning = False
     message = "torch.compile is skipped: processes share BatchNorm groups (train.norm_group)"
     if calls.used:

@@ -70,7 +70,7 @@ def train_here(
     Raises:
         Failed: something went wrong; its record is in the run folder.
     """
-    from manyhands.train.stopping import ended_where_deaf
+    from manyhands.train.heartbeat import ended_where_deaf
 
     mine = GroupMember(process_info, folder, "build")
     with ended_where_deaf(mine.hung, mine.last_words):

@@ -23,7 +23,7 @@ LETS_NOTHING_THROUGH = struct.pack("HBBI", 0x06, 0, 0, 0)
 OPEN_FILES = Path("/proc/self/fd")
 
 
-def _connections() -> Iterator[tuple[str, socket.socket]]:
+def connections() -> Iterator[tuple[str, socket.socket]]:
     """Each TCP socket of this process, by the system's name of it; each is a copy that is closed again."""
     for path in OPEN_FILES.iterdir() if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # it was closed meanwhile
@@ -34,7 +34,7 @@ def _connections() -> Iterator[tuple[str, socket.socket]]:
                         yield name, found
 
 
-def _listens(one: socket.socket) -> bool:
+def listens(one: socket.socket) -> bool:
     return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
@@ -58,10 +58,10 @@ def closed_once_formed(backend: str = "") -> Generator[None]:
     if "gloo" not in backend or "," in backend or later or tunnel_ends():
         yield
         return
-    before = {name for name, one in _connections() if _listens(one)}
+    before = {name for name, one in connections() if listens(one)}
     yield
-    for name, one in _connections():
-        if name not in before and _listens(one):
+    for name, one in connections():
+        if name not in before and listens(one):
             _refuse(one)
 
 
@@ -74,9 +74,9 @@ def close_rendezvous(port: int, machines: Sequence[Collection[str]]) -> None:
             another's address), nobody that is connected is taken for a stranger.
     """
     own, theirs = [], []
-    for _, one in _connections():
+    for _, one in connections():
         if one.getsockname()[1] == port:
-            (own if _listens(one) else theirs).append(one.dup())
+            (own if listens(one) else theirs).append(one.dup())
     try:
         for listener in own:
             _refuse(listener)
