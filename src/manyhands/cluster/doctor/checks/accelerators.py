@@ -54,10 +54,8 @@ def _different(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFi
         hints = ("train on CPUs everywhere: --device cpu", f"or remove {who(odd)} from the run")
         yield DoctorFinding("accelerators", "fail", tuple(odd), what, hints, "unlike", ("collective",))
         return
-    names: dict[str, str] = {}
-    for host, devices in found.items():
-        counts = Counter(device["name"] for device in devices)
-        names[host] = ", ".join(f"{count} × {name}" for name, count in sorted(counts.items()))
+    counts = {host: Counter(device["name"] for device in devices) for host, devices in found.items()}
+    names = {host: ", ".join(f"{n} × {name}" for name, n in sorted(own.items())) for host, own in counts.items()}
     common, odd = odd_ones(names)
     if odd and common and not any("npu" in kind for kind in kinds.values()):
         shown = ", ".join(f"{host} has {name or 'none'}" for host, name in odd.items())
@@ -69,10 +67,8 @@ def _busy(host: str, devices: list[Any]) -> Iterator[DoctorFinding]:
     busy = [d for d in devices if d["used_mib"] > BUSY_SHARE * d["memory_mib"] or d["busy_percent"] > BUSY_PERCENT]
     if busy:
         users = [f"{p['name']} (process {p['pid']}, {p['used_mib']} MiB)" for d in busy for p in d["processes"]]
-        shown = ", ".join(
-            f"{d['kind']} {d['index']}: {d['used_mib']} of {d['memory_mib']} MiB, {d['busy_percent']} % busy"
-            for d in busy
-        )
+        form = "{kind} {index}: {used_mib} of {memory_mib} MiB, {busy_percent} % busy"
+        shown = ", ".join(form.format(**device) for device in busy)
         what = f"accelerators of {host} are in use: {shown}{', by ' if users else ''}{', '.join(users[:3])}"
         hints = ("wait, end the other processes, or choose free devices with CUDA_VISIBLE_DEVICES",)
         yield DoctorFinding("accelerators", "warn", (host,), what, hints, f"busy:{host}", (f"jobs:{host}",))

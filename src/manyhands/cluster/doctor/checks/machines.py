@@ -1,4 +1,4 @@
-"""Machines that don't answer, are listed twice, have misleading names, other clocks or missing facts."""
+"""Machines that don't answer or are listed twice, misleading names and clocks, missing facts, and scarce resources."""
 
 import ipaddress
 import math
@@ -8,17 +8,30 @@ from collections.abc import Iterator
 from manyhands.cluster.doctor.findings import DoctorFinding, Survey, who
 from manyhands.cluster.doctor.survey import local_candidates
 
+MIB = 1 << 20
 APART_S = 1.0
+BUSY_SHARE = 0.5
+# Decoding processes hand over batches in /dev/shm; without room there they are killed.
+SHM_LOW, SHM_NONE = 256 * MIB, 32 * MIB
+FREE_FOR_ONE = 1024 * MIB  # torch alone takes about half of it
+DISK_LOW, DISK_NONE = 2048 * MIB, 200 * MIB
+_NAMED = 3  # machines that get a command of their own
 
 
 def run(survey: Survey) -> Iterator[DoctorFinding]:
-    """One finding for each machine without an answer; whatever else fails for lack of it is explained."""
     for host, contact in survey.errors.items():
         cause = f"contact:{host}"
         yield DoctorFinding("contact", "fail", (host,), contact.what, contact.hints, cause, ("collective",))
-    yield from _listed_twice(survey)
-    yield from _names(survey)
-    yield from _clocks(survey)
+    for check in (_listed_twice, _names, _clocks, _cpu, _memory, _disk):
+        yield from check(survey)
+    for host, jobs in survey.fact("jobs").items():
+        if jobs:
+            shown = ", ".join(f"process {job['pid']} of {job['user']} ({job['command'][:60]})" for job in jobs[:2])
+            more = f" and {len(jobs) - 2} more" if len(jobs) > 2 else ""
+            what = f"another training job is running on {host}: {shown}{more}"
+            listing = survey.on_host(host, f"ps -fp {jobs[0]['pid']}")
+            hints = ("wait for the job, or stop your own: manyhands ps, manyhands stop", f"show the process: {listing}")
+            yield DoctorFinding("jobs", "warn", (host,), what, hints, f"jobs:{host}", (f"load:{host}",))
     # One finding for each kind of fact, since it is likely missing everywhere for one reason.
     missing: dict[str, dict[str, str]] = {}
     for host, errors in survey.fact("errors").items():
@@ -35,21 +48,19 @@ def _listed_twice(survey: Survey) -> Iterator[DoctorFinding]:
     names: dict[str, list[str]] = {}
     for host, machine in survey.fact("machine").items():
         names.setdefault(machine, []).append(host)
-    for first, *others in names.values():
-        if others:
-            hosts = (first, *others)
-            hints = (f'list the machine once, with {len(hosts)} processes: "{first} slots={len(hosts)}"',)
-            what = f"{' and '.join(hosts)} are the same machine"
-            yield DoctorFinding("twice", "fail", hosts, what, hints, f"twice:{first}", ("collective",))
+    for hosts in names.values():
+        if len(hosts) > 1:
+            hints = (f'list the machine once, with {len(hosts)} processes: "{hosts[0]} slots={len(hosts)}"',)
+            what, cause = f"{' and '.join(hosts)} are the same machine", f"twice:{hosts[0]}"
+            yield DoctorFinding("twice", "fail", tuple(hosts), what, hints, cause, ("collective",))
 
 
 def _names(survey: Survey) -> Iterator[DoctorFinding]:
     """A host name that resolves to loopback or to another machine; only where there are other machines."""
-    loopback: dict[str, str] = {}
+    loopback, hint = dict[str, str](), 'for other tools, add to /etc/hosts on {}: "{} {}"'
     hints: dict[str, tuple[str, ...]] = {}
     for host, name in survey.fact("name").items() if len(survey.hosts) > 1 else ():
-        address = survey.chosen.get(host, ("", "ADDRESS"))[1]
-        hints[host] = (f'for other tools, add to /etc/hosts on {host}: "{address} {name["host"]}"',)
+        hints[host] = (hint.format(host, survey.chosen.get(host, ("", "ADDRESS"))[1], name["host"]),)
         addresses, own = [text.partition("%")[0] for text in name["addresses"]], {*local_candidates(survey.facts[host])}
         if addresses and ipaddress.ip_address(addresses[0]).is_loopback:
             loopback[host] = addresses[0]
@@ -57,10 +68,10 @@ def _names(survey: Survey) -> Iterator[DoctorFinding]:
             what = f"the host name of {host} resolves to {addresses[0]}, which is not an address of {host}"
             yield DoctorFinding("names", "warn", (host,), what, hints[host], f"name:{host}")
     if loopback:
-        host = next(iter(loopback))
-        shown = f"the host name of {who(loopback)} resolves to {loopback[host]}"
+        first = next(iter(loopback))
+        shown = f"the host name of {who(loopback)} resolves to {loopback[first]}"
         what = f"{shown}; manyhands uses addresses instead, other tools may fail"
-        yield DoctorFinding("names", "warn", tuple(loopback), what, hints[host], "loopback-name")
+        yield DoctorFinding("names", "warn", tuple(loopback), what, hints[first], "loopback-name")
 
 
 def _clocks(survey: Survey) -> Iterator[DoctorFinding]:
@@ -79,3 +90,70 @@ def _clocks(survey: Survey) -> Iterator[DoctorFinding]:
     what = f"clocks differ: {shown} of {others}; times in logs will not match, and certificates may be refused"
     hints = tuple(f"synchronise the clock: {survey.on_host(host, 'sudo timedatectl set-ntp true')}" for host in far)
     yield DoctorFinding("clock", "warn", tuple(far), what, hints, "clock")
+
+
+def _cpu(survey: Survey) -> Iterator[DoctorFinding]:
+    """Processes and threads that the job asks for, then the load that is there."""
+    cores, over = survey.fact("cores"), dict[str, str]()
+    for host, count in cores.items():
+        variable = str(survey.facts[host].get("environment", {}).get("OMP_NUM_THREADS", ""))
+        threads = survey.needs.threads or (int(variable) if variable.isdecimal() else 0)
+        processes = survey.needs.processes.get(host, 1)
+        if processes * max(threads, 1) > count:
+            over[host] = f"{processes} × {threads or 1} on the {count:g} cores of {host}"
+    if over:
+        what = f"there are more threads than cores (processes × threads): {', '.join(over.values())}"
+        hints = ("use fewer processes, or fewer threads: --cluster.threads 1",
+                "unset OMP_NUM_THREADS on machines with a high value")  # fmt: skip
+        yield DoctorFinding("cpu", "warn", tuple(over), what, hints, "threads")
+    loads = survey.fact("load")
+    busy = [host for host in loads if host in cores and loads[host] > max(1.0, BUSY_SHARE * cores[host])]
+    if busy:
+        shown = ", ".join(f"load {loads[host]:.1f} on the {cores[host]:g} cores of {host}" for host in busy)
+        what = f"cores are busy with other programs: {shown}; the slowest machine limits the speed"
+        listing = survey.on_host(max(busy, key=lambda host: loads[host]), "top -b -n 1")
+        hints = ("wait for other programs, or end them", f"list the programs: {listing}")
+        yield DoctorFinding("cpu", "warn", tuple(busy), what, hints, "load")
+
+
+def _memory(survey: Survey) -> Iterator[DoctorFinding]:
+    small = {host: place for host, place in survey.fact("places", "shm").items() if place["free"] < SHM_LOW}
+    if small:
+        shown = ", ".join(
+            f"{host} {shm['free'] // MIB} MiB free of {shm['size'] // MIB}" for host, shm in small.items()
+        )
+        what = f"/dev/shm is small: {shown}; data workers pass batches through /dev/shm"
+        hints = ("in a container: docker run --shm-size=8g (or --ipc=host)",
+                "otherwise: sudo mount -o remount,size=50% /dev/shm",
+                "or decode without data workers: --data.workers 0")  # fmt: skip
+        severity = "fail" if any(place["free"] < SHM_NONE for place in small.values()) else "warn"
+        yield DoctorFinding("memory", severity, tuple(small), what, hints, "shm")
+    free, processes = (
+        survey.fact("memory", "free"),
+        {host: survey.needs.processes.get(host, 1) for host in survey.hosts},
+    )
+    short = [host for host in free if free[host] < FREE_FOR_ONE * processes[host]]
+    if short:
+        shown = ", ".join(f"{free[host] // MIB} MiB on {host} for {processes[host]} process(es)" for host in short)
+        hints = (f"end other programs on {who(short)}, or use fewer processes",)
+        yield DoctorFinding("memory", "warn", tuple(short), f"free memory is low: {shown}", hints, "memory")
+
+
+def _disk(survey: Survey) -> Iterator[DoctorFinding]:
+    """A run folder without write permission, or on a full disk."""
+    places = survey.fact("places", "run folder")
+    locked = [host for host, place in places.items() if not place["writable"]]
+    if locked:
+        user = survey.facts[locked[0]].get("user", "this user")
+        what = f"{user} has no write permission for {places[locked[0]]['path']} on {who(locked)}"
+        looks = (survey.on_host(host, f"ls -ld {places[host]['path']}") for host in locked[:_NAMED])
+        hints = ("choose another folder: --out or --cluster.workdir", *map("check the permissions: {}".format, looks))
+        yield DoctorFinding("disk", "fail", tuple(locked), what, hints, "disk:locked")
+    full = {host: place for host, place in places.items() if place["free"] < DISK_LOW and host not in locked}
+    if full:
+        shown = ", ".join(f"{host} {place['free'] // MIB} MiB at {place['path']}" for host, place in full.items())
+        severity = "fail" if any(place["free"] < DISK_NONE for place in full.values()) else "warn"
+        fullest = sorted(full, key=lambda host: full[host]["free"])[:_NAMED]
+        looks = (survey.on_host(host, f"df -h {full[host]['path']}") for host in fullest)
+        hints = (*map("check the disk: {}".format, looks), "delete old runs: manyhands clean RUN --yes")
+        yield DoctorFinding("disk", severity, tuple(full), f"free disk space is low: {shown}", hints, "disk:full")

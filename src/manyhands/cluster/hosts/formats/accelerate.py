@@ -20,35 +20,31 @@ PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA",
                "MULTI_HPU", "MULTI_NEURON")  # fmt: skip
 OTHER_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
-_KNOWN = (
-    "compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines "
-    "gpu_ids main_process_ip main_process_port rdzv_backend same_network main_training_function "
-    "enable_cpu_affinity fp8_config deepspeed_config fsdp_config parallelism_config megatron_lm_config "
-    "mpirun_config downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env "
-    "dynamo_config fp16 dynamo_backend "
-)
-_KEYS = frozenset(_KNOWN.split())
-_MAX_PROCESSES = 65536
+_KEYS = {
+    "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes", "machine_rank",
+    "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network",
+    "main_training_function", "enable_cpu_affinity", "fp8_config", "deepspeed_config", "fsdp_config",
+    "parallelism_config", "megatron_lm_config", "mpirun_config", "downcast_bf16", "tpu_name", "tpu_zone",
+    "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "dynamo_config", "fp16",
+    "dynamo_backend",
+}  # fmt: skip
 
 
 def recognise(_path: str, text: str) -> bool:
     """Returns True for YAML or JSON with the key `distributed_type`, which only accelerate has."""
-    found = set(re.findall(r"""^["' \t{]*([a-z_]+)["']?\s*:""", text, re.MULTILINE))
-    return "distributed_type" in found
+    return re.search(r"""^["' \t{]*distributed_type["']?\s*:""", text, re.MULTILINE) is not None
 
 
 def read(text: str, where: str) -> Cluster:
     """Reads accelerate's configuration. Raises UserError: a key is unknown, or a value is wrong or missing."""
     values = _Values(text, where)
-    machines = values.number("num_machines", 1, _MAX_PROCESSES) or 1
-    size = values.number("num_processes", -1, _MAX_PROCESSES)
+    machines, size = values.number("num_machines", 1, 65536) or 1, values.number("num_processes", -1, 65536)
     size = (1 if values.kind == "NO" else -1) if size is None else size
     if size == 0 or (size > 0 and size % machines):
         hint = f"set num_processes to the total over all machines, such as {machines * max(1, size // machines)}"
         message = f"num_processes ({size}) is not a multiple of num_machines ({machines})"
         raise values.error("num_processes", message, hint)
-    slots = max(size, 0) // machines
-    rank = values.number("machine_rank", 0, machines - 1)
+    slots, rank = max(size, 0) // machines, values.number("machine_rank", 0, machines - 1)
     address = values.text("main_process_ip")
     if machines > 1 and not address:
         message = f"num_machines is {machines}, but main_process_ip is missing"
@@ -86,8 +82,7 @@ def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
 
 def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
     """Yields the file's settings of the job: the line, and the matching option and value, or empty strings."""
-    precision = values.text("mixed_precision") or ("fp16" if values.switch("fp16") else "")
-    if precision:
+    if precision := values.text("mixed_precision") or ("fp16" if values.switch("fp16") else ""):
         ours = PRECISIONS.get(precision, "")
         yield f"mixed_precision: {precision}", "train.precision" if ours else "", ours
     if values.switch("use_cpu") or values.kind == "MULTI_CPU":

@@ -1,18 +1,11 @@
 """Reads the rank that mpirun gives a process: OpenMPI, MVAPICH, and MPICH and others with PMI."""
 
+import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from manyhands.cluster.hosts.inventory import LauncherPlace
-from manyhands.cluster.hosts.variables import (
-    DEFAULT_PORT,
-    check_rank,
-    first_set,
-    master_address,
-    master_port,
-    number,
-    port_from_name,
-)
+from manyhands.cluster.hosts.variables import check_rank, derived_port, first_set, master_address, master_port, number
 from manyhands.core.errors import UserError
 
 # Before Slurm: in a batch job, mpirun's daemons are tasks of srun, and Slurm's variables belong to the daemons.
@@ -47,12 +40,12 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
     family = next((family for family in _FAMILIES if family.rank in environment), None)
     if family is None or number(environment, family.size) == 1 or _is_slurms_own(environment, family):
         return None
-    local_rank_name = first_set(environment, family.local_ranks) or family.local_ranks[0]
-    local_size_name = first_set(environment, family.local_sizes) or family.local_sizes[0]
-    rank, size = number(environment, family.rank), number(environment, family.size)
-    local_rank, local_size = number(environment, local_rank_name), number(environment, local_size_name)
-    check_rank(rank, size, family.rank, family.size)
-    check_rank(local_rank, local_size, local_rank_name, local_size_name)
+    choices = {"rank": (family.rank,), "size": (family.size,),
+               "local_rank": family.local_ranks, "local_size": family.local_sizes}  # fmt: skip
+    names = {key: first_set(environment, words) or words[0] for key, words in choices.items()}
+    rank, size, local_rank, local_size = (number(environment, name) for name in names.values())
+    check_rank(rank, size, names["rank"], names["size"])
+    check_rank(local_rank, local_size, names["local_rank"], names["local_size"])
     master = master_address(environment, alone=size == local_size)
     if not master:
         message = f"{family.name} started processes on several machines without the address of rank 0"
@@ -60,15 +53,12 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
         raise UserError(message, "MASTER_ADDR", hints)
     # The port comes from the job's name if it has one, so that two jobs on one machine don't connect.
     job = first_set(environment, JOB_NAMES)
-    default = (port_from_name(environment[job]), f"from {job}") if job else (DEFAULT_PORT, "default")
-    port, port_origin = master_port(environment, *default)
-    origins = {
-        "rank": family.rank, "size": family.size, "local_rank": local_rank_name, "local_size": local_size_name,
-        "master_address": master[1], "master_port": port_origin,
-    }  # fmt: skip
+    port, origin = master_port(environment)
+    if job and origin == "default":
+        port, origin = derived_port(zlib.crc32(environment[job].encode())), f"from {job}"
     return LauncherPlace(
-        rank, size, local_rank, local_size,
-        started_by=family.name, master_address=master[0], master_port=port, origins=origins,
+        rank, size, local_rank, local_size, started_by=family.name, master_address=master[0], master_port=port,
+        origins={**names, "master_address": master[1], "master_port": origin},
     )  # fmt: skip
 
 
