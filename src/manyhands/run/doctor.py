@@ -52,16 +52,12 @@ class Diagnosis:
         for own in facts.values():
             own["code"] = {name: value for name, value in own.get("code", {}).items() if name != "files"}
         return {
-            "v": 1,
-            "fails": fails(self.findings),
-            "hosts": list(survey.hosts),
+            "v": 1, "fails": fails(self.findings), "hosts": list(survey.hosts),
             "findings": [asdict(finding) for finding in self.findings],
             "addresses": {host: {"interface": i, "address": a} for host, (i, a) in survey.chosen.items()},
-            "mbps": _nested(survey.mbps),
-            "latency_ms": _nested(survey.latency_ms),
-            "clock_s": {host: offset for host, (offset, _) in survey.clock_s.items()},
-            "facts": facts,
-        }
+            "mbps": _nested(survey.mbps), "latency_ms": _nested(survey.latency_ms),
+            "clock_s": {host: offset for host, (offset, _) in survey.clock_s.items()}, "facts": facts,
+        }  # fmt: skip
 
 
 def _nested(values: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
@@ -72,11 +68,7 @@ def _nested(values: Mapping[tuple[str, str], float]) -> dict[str, dict[str, floa
 
 
 def diagnose(job: Job, say: Callable[[str], object]) -> Diagnosis:
-    """Examines the machines that the job names, or this machine; `say` receives which ports are open meanwhile.
-
-    Raises:
-        UserError: the job's list of machines can't be read.
-    """
+    """Examines the machines that the job names, or this machine; `say` receives which ports are open meanwhile."""
     machines, wanted = machines_of(job.cluster), facts_wanted(job, torch=job.cluster.device != "cpu")
     if not machines:
         survey = _survey_here(job, wanted)
@@ -169,17 +161,11 @@ def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Any]) ->
     words = (job.data.name, job.data.held_out, job.model.name, *job.train.custom_code)
     references = () if job.cluster.sync_code else tuple(filter(is_object_reference, words))
     needs = Needs(
-        processes=counts,
-        threads=job.cluster.threads,
-        port=_rendezvous(job)[1],
-        interface=job.cluster.interface,
-        through_ssh=job.cluster.through_ssh,
-        download=job.data.download,
-        code=bool(references),
-        files=tuple(word.rpartition(":")[0] for word in references),
-        device=job.cluster.device,
+        counts, job.cluster.threads, port=_rendezvous(job)[1], interface=job.cluster.interface,
+        through_ssh=job.cluster.through_ssh, device=job.cluster.device, download=job.data.download,
+        code=bool(references), files=tuple(word.rpartition(":")[0] for word in references),
         reach={machine.name: reached_by(machine, job.cluster) for machine in machines},
-    )
+    )  # fmt: skip
     return Survey(tuple(machine.name for machine in machines), dict(facts), needs=needs)
 
 
@@ -203,10 +189,7 @@ def _rendezvous(job: Job) -> tuple[str, int]:
 
 
 def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
-    """Tests connections between the machines that answer, and records why others of `machines` don't answer.
-
-    With `measure` clocks and the speed of links are measured too, which takes seconds.
-    """
+    """Tests connections between the machines that answer; with `measure`, takes seconds for clocks and links' speed."""
     survey = known_of(job, machines, agents.facts)
     take_survey(agents.ask_named, survey, measure=measure)
     survey.errors |= {host: problem for host, problem in agents.problems.items() if host in survey.hosts}

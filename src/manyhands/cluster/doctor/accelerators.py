@@ -47,9 +47,7 @@ print("manyhands-accelerators", json.dumps(found))
 def ask_torch() -> dict[str, Any]:
     """Imports torch in a process of its own. Raises RunError: torch can't be imported.
 
-    Returns:
-        count: accelerators that this user's processes see; built_for: "CUDA 13.0", empty for a CPU build; version:
-        torch's; said: torch's own warning, if any.
+    Returns its version, the "count" of accelerators, "built_for" (CUDA 13.0; empty for CPUs) and what it "said".
     """
     done = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, check=False)
     if found := re.search("^manyhands-accelerators (.*)", done.stdout, re.MULTILINE):

@@ -93,9 +93,7 @@ class Survey:
     reach: dict[Pair, tuple[Attempt, ...]] = field(default_factory=dict)
     chosen: dict[str, tuple[str, str]] = field(default_factory=dict)  # each machine's interface and address for others
     mbps: dict[Pair, float] = field(default_factory=dict)  # (from, to) to the measured bandwidth
-    latency_ms: dict[Pair, float] = field(
-        default_factory=dict
-    )  # (from, to) to the median round trip of a small message
+    latency_ms: dict[Pair, float] = field(default_factory=dict)  # (from, to) to a small message's median round trip
     # offset of each machine's clock from this machine's, and the error of that offset
     clock_s: dict[str, tuple[float, float]] = field(default_factory=dict)
     port_errors: dict[str, str] = field(default_factory=dict)  # why the port that the job names can't be used on a host

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import hmac
 import os
+import re
 import secrets
 import select
 import socket
@@ -112,9 +113,8 @@ def _connect(target: Listener, timeout_s: float) -> Attempt:
     except _OtherError:
         result = "other"
     except OSError as error:
-        refused = error.errno in (errno.ECONNREFUSED, errno.ECONNRESET)
-        late = isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT
-        result = "timeout" if late else "refused" if refused else "unreachable"
+        refused = isinstance(error, (ConnectionRefusedError, ConnectionResetError))
+        result = "timeout" if isinstance(error, TimeoutError) else "refused" if refused else "unreachable"
     return Attempt(target.address, result, local, latency_ms, target.port)
 
 
@@ -252,9 +252,7 @@ class Probe:
         ours: dict[int, psutil.Process] = {}
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if any(
-                word == "manyhands" or word.startswith("manyhands.") or word.endswith("/manyhands") for word in words
-            ):
+            if any(re.fullmatch(r"(.*/)?manyhands|manyhands\..*", word, re.DOTALL) for word in words):
                 with contextlib.suppress(psutil.Error):  # it has ended
                     ours |= {each.pid: each for each in (process, *process.children(recursive=True))}
         found: dict[tuple[str, int], OpenPort] = {}

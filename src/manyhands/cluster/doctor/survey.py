@@ -137,9 +137,7 @@ class _Surveyor:
             connect = call(Probe.connect, {host: (listener,)})
             answers = self.ask({other: connect for other in self.hosts if other != host})
             results = {other: tries[host][0].result for other, tries in answers.items()}
-            problem = "; ".join(
-                f"{other} can't connect ({result})" for other, result in results.items() if result != "ok"
-            )
+            problem = "; ".join(f"{other} can't connect ({why})" for other, why in results.items() if why != "ok")
         if problem:
             survey.port_errors[host] = problem
         self.ask({host: call(Probe.unlisten)})

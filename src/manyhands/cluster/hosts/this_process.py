@@ -53,11 +53,7 @@ class LaunchDecision:
 
 
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
-    """Reads flags first, then launchers' variables, then cluster files.
-
-    Raises:
-        UserError: the flags or variables contradict each other or leave something out.
-    """
+    """Reads flags, then launchers' variables, then cluster files. Raises UserError: they contradict each other."""
     variables = os.environ if environment is None else environment
     if options.init:
         place = _by_variables(variables) if options.init.startswith("env://") else _by_hand(options)
@@ -65,8 +61,11 @@ def participate(options: ClusterOptions, environment: Mapping[str, str] | None =
     if options.rank >= 0 or options.world_size:
         hints = ("add the address of rank 0: --init tcp://ADDRESS:23456", "or start N processes on this machine: -n N")
         raise UserError("--rank and --world-size require --init", "--init", hints)
-    if launched := _launched(options, variables) or _described(options, variables):
+    if launched := _launched(options, variables):
         return launched
+    cluster, origin = given_cluster(options, variables) or (described_cluster(variables), "")
+    if cluster:
+        return described(cluster, origin or cluster.source or "environment", options, variables)
     if not options.processes and not (options.hosts or options.hostfile):
         for module in modules_with("alone"):
             # A scheduler's job has several tasks, and this process was started without its launcher.
@@ -118,21 +117,8 @@ def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDe
     return None
 
 
-def _described(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
-    """Returns this machine's processes in a cluster file or in PET_*; None without either."""
-    cluster, origin = given_cluster(options, variables) or (described_cluster(variables), "")
-    if not cluster:
-        return None
-    rendezvous, origins = rendezvous_in(cluster, origin or cluster.source or "environment", options, variables)
-    own = rendezvous.sizes[rendezvous.machine]
-    alone = len(rendezvous.sizes) == 1 and rendezvous.devices in {(), tuple(range(own))}
-    return LaunchDecision(None, own, None if alone else rendezvous, origins, cluster.requests)
-
-
-def rendezvous_in(
-    cluster: Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]
-) -> tuple[Rendezvous, dict[str, str]]:
-    """Returns the rendezvous of this machine's processes, and each value's origin. Raises UserError."""
+def described(cluster: Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision:
+    """Returns this machine's processes in a cluster file or in PET_*."""
     here = find_machine(cluster)
     own, first, several = cluster.machines[here], cluster.machines[0].address, len(cluster.machines) > 1
     if first and not is_host(first):
@@ -152,11 +138,12 @@ def rendezvous_in(
     if options.processes and own.slots not in {0, options.processes}:
         origins["overridden"] = f"-n {options.processes}"
     sizes = tuple(machine.slots or options.processes for machine in cluster.machines)
-    return Rendezvous(sizes, here, address, port, own.devices), origins
+    alone = not several and own.devices in {(), tuple(range(sizes[here]))}
+    rendezvous = None if alone else Rendezvous(sizes, here, address, port, own.devices)
+    return LaunchDecision(None, sizes[here], rendezvous, origins, cluster.requests)
 
 
 def _by_hand(options: ClusterOptions) -> LauncherPlace:
-    """Returns the rank that the flags --init, --rank and --world-size give."""
     if options.processes > 1:
         message = "-n and --init contradict each other: -n starts several processes, and --init joins only one"
         raise UserError(message, "-n", ("remove -n and start each process with its own --rank", "or remove --init"))
@@ -164,16 +151,27 @@ def _by_hand(options: ClusterOptions) -> LauncherPlace:
         hints = ("set --world-size to the number of processes on all machines",
                  "set --rank to 0 for the first process, 1 for the second, and so on")  # fmt: skip
         raise UserError("--init requires --world-size and --rank", "--init", hints)
+    try:
+        url = urlsplit(options.init)
+        host, port = url.hostname, url.port
+    except ValueError as error:
+        hints = ("write a URL such as --init tcp://10.0.0.1:23456",)
+        raise UserError(f'"{options.init}" is not a URL: {error}', "--init", hints) from None
+    init = options.init
+    if url.scheme == "tcp" and host and port:  # torch.distributed reports what is wrong with another
+        if options.rank > 0 and host in ANY:
+            message = f"{host} is a wildcard address; other ranks can't connect to {host}"
+            raise UserError(message, "--init", ("write rank 0's address",))
+        # An explicit loopback address stays: the processes may all be on one machine.
+        init = f"tcp://{in_brackets(host if _is_loopback(host) else reachable(host))}:{port}"
     origins = {
         "rank": "--rank", "size": "--world-size", "master_address": "--init", "master_port": "--init",
         "local_rank": "determined at rendezvous", "local_size": "determined at rendezvous",
     }  # fmt: skip
-    init = _reachable_url(options)
     return LauncherPlace(options.rank, options.world_size, started_by="--init", origins=origins, init=init)
 
 
 def _by_variables(variables: Mapping[str, str]) -> LauncherPlace:
-    """Returns the rank that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT give."""
     if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
         raise _incomplete("env:// requires", variables)
     size, local_size = number(variables, "WORLD_SIZE"), number(variables, "LOCAL_WORLD_SIZE", 1)
@@ -188,16 +186,11 @@ def _by_variables(variables: Mapping[str, str]) -> LauncherPlace:
         "master_address": "MASTER_ADDR", "master_port": "MASTER_PORT",
     }  # fmt: skip
     return LauncherPlace(
-        number(variables, "RANK"),
-        size,
-        number(variables, "LOCAL_RANK", 0),
-        local_size,
+        number(variables, "RANK"), size, number(variables, "LOCAL_RANK", 0), local_size, init=init, agent_store=served,
         started_by="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment",
         origins={key: name if name in variables else "default" for key, name in names.items()},
-        init=init,
-        agent_store=served,
         attempt=number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
-    )
+    )  # fmt: skip
 
 
 def _incomplete(problem: str, variables: Mapping[str, str]) -> UserError:
@@ -253,27 +246,10 @@ def _decision(options: ClusterOptions, place: LauncherPlace, variables: Mapping[
 def worker_process_info(options: ClusterOptions, variables: Mapping[str, str], file: str = "") -> ProcessInfo:
     """Returns the rank of a process that our agent started. The agent serves the store, unless `file` is one."""
     place = _by_variables({**variables, "MASTER_PORT": str(DEFAULT_PORT)} if file else variables)
-    device = number(variables, DEVICE_INDEX, -1)
+    device = number(variables, DEVICE_INDEX) if variables.get(DEVICE_INDEX) else None
     served = place.agent_store and not file
-    place = replace(place, started_by="manyhands", init=file or "env://", agent_store=served)
-    return _process_info(options, replace(place, device_index=device if device >= 0 else None))
-
-
-def _reachable_url(options: ClusterOptions) -> str:
-    """Replaces a host name that resolves to loopback here by an address that other machines can reach."""
-    try:
-        url = urlsplit(options.init)
-        host, port = url.hostname, url.port
-    except ValueError as error:
-        hints = ("write a URL such as --init tcp://10.0.0.1:23456",)
-        raise UserError(f'"{options.init}" is not a URL: {error}', "--init", hints) from None
-    if url.scheme != "tcp" or not host or not port:
-        return options.init  # torch.distributed reports what is wrong with it
-    if options.rank > 0 and host in ANY:
-        message = f"{host} is a wildcard address; other ranks can't connect to {host}"
-        raise UserError(message, "--init", ("write rank 0's address",))
-    # An explicit loopback address stays: the processes may all be on one machine.
-    return f"tcp://{in_brackets(host if _is_loopback(host) else reachable(host))}:{port}"
+    own = {"started_by": "manyhands", "init": file or "env://", "agent_store": served, "device_index": device}
+    return _process_info(options, replace(place, **own))
 
 
 def find_machine(cluster: Cluster) -> int:
@@ -288,12 +264,11 @@ def find_machine(cluster: Cluster) -> int:
         return here[0]
     own = f"host name {socket.gethostname()}, addresses {', '.join(outer_addresses()) or 'only loopback'}"
     found = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
-    if not here:
-        message = f"this machine ({own}) is not in the list of machines: {found}"
-        raise UserError(message, cluster.source, ("add one of this machine's names or addresses to the list",))
-    twice = " and ".join(names[place] for place in here)
-    message = f"this machine ({own}) is listed {len(here)} times: {twice}"
-    raise UserError(message, cluster.source, ("keep only one of these entries",))
+    what, hint = f"is not in the list of machines: {found}", "add one of this machine's names or addresses to the list"
+    if here:
+        what = f"is listed {len(here)} times: {' and '.join(names[place] for place in here)}"
+        hint = "keep only one of these entries"
+    raise UserError(f"this machine ({own}) {what}", cluster.source, (hint,))
 
 
 def is_here(machine: Machine) -> bool:
@@ -315,12 +290,9 @@ def is_local_name(name: str, addresses: Collection[str]) -> bool:
 
 
 def reachable(address: str) -> str:
-    """Replaces a name that resolves to loopback here by this machine's address; returns other hosts unchanged.
+    """Replaces a name that resolves to loopback here, as Debian's do, by this machine's address; keeps other hosts.
 
-    Debian maps a machine's own name to 127.0.1.1.
-
-    Raises:
-        UserError: it is a loopback address, or it resolves to loopback and this machine has several addresses or none.
+    Raises UserError: it is a loopback address, or resolves to loopback, and this machine has several addresses or none.
     """
     if address in ANY:
         return address

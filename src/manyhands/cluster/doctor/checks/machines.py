@@ -93,7 +93,6 @@ def _clocks(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _cpu(survey: Survey) -> Iterator[DoctorFinding]:
-    """Processes and threads that the job asks for, then the load that is there."""
     cores, over = survey.fact("cores"), dict[str, str]()
     for host, count in cores.items():
         variable = str(survey.facts[host].get("environment", {}).get("OMP_NUM_THREADS", ""))
@@ -119,19 +118,15 @@ def _cpu(survey: Survey) -> Iterator[DoctorFinding]:
 def _memory(survey: Survey) -> Iterator[DoctorFinding]:
     small = {host: place for host, place in survey.fact("places", "shm").items() if place["free"] < SHM_LOW}
     if small:
-        shown = ", ".join(
-            f"{host} {shm['free'] // MIB} MiB free of {shm['size'] // MIB}" for host, shm in small.items()
-        )
+        shown = ", ".join(f"{host} {p['free'] // MIB} MiB free of {p['size'] // MIB}" for host, p in small.items())
         what = f"/dev/shm is small: {shown}; data workers pass batches through /dev/shm"
         hints = ("in a container: docker run --shm-size=8g (or --ipc=host)",
                 "otherwise: sudo mount -o remount,size=50% /dev/shm",
                 "or decode without data workers: --data.workers 0")  # fmt: skip
         severity = "fail" if any(place["free"] < SHM_NONE for place in small.values()) else "warn"
         yield DoctorFinding("memory", severity, tuple(small), what, hints, "shm")
-    free, processes = (
-        survey.fact("memory", "free"),
-        {host: survey.needs.processes.get(host, 1) for host in survey.hosts},
-    )
+    free, processes = survey.fact("memory", "free"), survey.needs.processes
+    processes = {host: processes.get(host, 1) for host in survey.hosts}
     short = [host for host in free if free[host] < FREE_FOR_ONE * processes[host]]
     if short:
         shown = ", ".join(f"{free[host] // MIB} MiB on {host} for {processes[host]} process(es)" for host in short)
@@ -140,7 +135,6 @@ def _memory(survey: Survey) -> Iterator[DoctorFinding]:
 
 
 def _disk(survey: Survey) -> Iterator[DoctorFinding]:
-    """A run folder without write permission, or on a full disk."""
     places = survey.fact("places", "run folder")
     locked = [host for host, place in places.items() if not place["writable"]]
     if locked:

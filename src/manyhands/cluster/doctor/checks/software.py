@@ -53,9 +53,7 @@ def _packages(survey: Survey) -> Iterator[DoctorFinding]:
         if not odd or (not common and name == "nccl"):
             continue  # machines without accelerators have no NCCL, which is found elsewhere
         others = [host for host in versions if host not in odd]
-        shown = (
-            f"{host} has {name} {version}" if version else f"{host} has no {name}" for host, version in odd.items()
-        )
+        shown = (f"{host} has {name} {own}" if own else f"{host} has no {name}" for host, own in odd.items())
         has = f"{who(others)} {'have' if len(others) > 1 else 'has'}"
         package = "torch" if name == "nccl" else name
         # The part behind + names a build, which pip's usual index doesn't know.

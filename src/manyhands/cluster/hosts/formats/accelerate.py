@@ -51,17 +51,13 @@ def read(text: str, where: str) -> Cluster:
         key = "main_process_ip" if "main_process_ip" in values.lines else "num_machines"
         raise values.error(key, message, "add the first machine's address, such as main_process_ip: 10.0.0.1")
     if address and not is_host(address):
-        message = f"main_process_ip is {address}; expected the first machine's name or address"
-        raise values.error("main_process_ip", message, "write an address such as 10.0.0.1")
+        hint = "write an address such as 10.0.0.1"
+        raise values.unexpected("main_process_ip", "the first machine's name or address", hint)
     devices, own = _devices(values, slots), 0 if machines == 1 else rank
     hosts = [address or "localhost", *[""] * (machines - 1)]
-    return Cluster(
-        tuple(Machine(host, slots, devices if index == own else ()) for index, host in enumerate(hosts)),
-        master_port=values.number("main_process_port", 0, 65535) or 0,
-        machine=rank,
-        source=f"accelerate {where}".rstrip(),
-        requests=tuple(_requests(values)),
-    )
+    found = tuple(Machine(host, slots, devices if index == own else ()) for index, host in enumerate(hosts))
+    port, source = values.number("main_process_port", 0, 65535) or 0, f"accelerate {where}".rstrip()
+    return Cluster(found, port, rank, source, tuple(_requests(values)))
 
 
 def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
@@ -71,8 +67,7 @@ def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
         return ()
     words = [word.strip() for word in text.strip("[]").split(",")]
     if not all(re.fullmatch(r"[0-9]{1,4}", word) for word in words) or len(set(words)) < len(words):
-        message = f'gpu_ids is "{text}"; expected all, or numbers such as 0,1'
-        raise values.error("gpu_ids", message, "correct this value")
+        raise values.unexpected("gpu_ids", "all, or numbers such as 0,1")
     if slots > len(words):
         message = f"gpu_ids has {len(words)} numbers for {slots} processes on this machine"
         raise values.error("gpu_ids", message, "list one device for each process, or write all")
@@ -118,13 +113,16 @@ class _Values:
         if environment not in {"", "LOCAL_MACHINE"}:
             message = f"compute_environment is {environment}; only LOCAL_MACHINE is supported"
             raise self.error("compute_environment", message, 'run `accelerate config` and choose "This machine"')
-        if self.kind not in (known := (*PLAIN_TYPES, *OTHER_TYPES)):
+        if self.kind not in (known := PLAIN_TYPES + OTHER_TYPES):
             message = f'distributed_type "{self.kind}" is unknown' if self.kind else "distributed_type is missing"
             hint = did_you_mean(self.kind, known) or f"write one of {', '.join(known)}"
             raise self.error("distributed_type", message, hint)
 
     def error(self, key: str, message: str, hint: str) -> UserError:
         return UserError(message, at_line(self.where, self.lines.get(key, 1)), (hint,))
+
+    def unexpected(self, key: str, expected: str, hint: str = "correct this value") -> UserError:
+        return self.error(key, f'{key} is "{self.text(key)}"; expected {expected}', hint)
 
     def text(self, key: str) -> str:
         value = self._values.get(key)
@@ -135,12 +133,12 @@ class _Values:
     def switch(self, key: str) -> bool:
         word = self.text(key).lower()
         if word not in {"", "true", "false", "yes", "no"}:
-            raise self.error(key, f'{key} is "{self.text(key)}"; expected true or false', "correct this value")
+            raise self.unexpected(key, "true or false")
         return word in {"true", "yes"}
 
     def number(self, key: str, least: int, most: int) -> int | None:
         text = self.text(key)
         if text and (not re.fullmatch(r"-?[0-9]{1,9}", text) or not least <= int(text) <= most):
             hint = "number the machines from 0" if "rank" in key else "correct this value"
-            raise self.error(key, f"{key} is {text}; expected a number from {least} to {most}", hint)
+            raise self.unexpected(key, f"a number from {least} to {most}", hint)
         return int(text) if text else None

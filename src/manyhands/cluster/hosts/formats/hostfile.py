@@ -79,10 +79,8 @@ def write(cluster: Cluster) -> tuple[str, list[str]]:
         "device numbers are omitted: hostfiles don't have device numbers": any(m.devices for m in cluster.machines),
         "the master's port is omitted: hostfiles don't have a port for the master": cluster.master_port,
     }
-    text = "".join(
-        m.host + (f" slots={m.slots}" if m.slots else "") + (f" port={m.port}" if m.port else "") + "\n"
-        for m in cluster.machines
-    )
+    settings = ((m.host, m.slots and f" slots={m.slots}", m.port and f" port={m.port}") for m in cluster.machines)
+    text = "".join(f"{host}{slots or ''}{port or ''}\n" for host, slots, port in settings)
     return text, [note for note, applies in notes.items() if applies]
 
 
@@ -91,10 +89,9 @@ def _words(line: str) -> list[str]:
 
 
 def _looks_like_a_host(word: str) -> bool:
-    matched = _HOST.fullmatch(word)
-    return bool(_BARE_SIX.fullmatch(word) or _SSH.fullmatch(word)) or (
-        matched is not None and (matched["slots"] or "1").isdecimal()
-    )
+    if _BARE_SIX.fullmatch(word) or _SSH.fullmatch(word):
+        return True
+    return (matched := _HOST.fullmatch(word)) is not None and (matched["slots"] or "1").isdecimal()
 
 
 def _machine(word: str, where: str) -> Machine:

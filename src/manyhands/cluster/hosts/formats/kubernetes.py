@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import yaml
@@ -14,6 +15,7 @@ GPU = "nvidia.com/gpu"
 # A pod that was moved away resumes from its last checkpoint; a pod that keeps failing is not restarted forever.
 MOST_RESTARTS = 3
 WHERE = "environment, PET_*"
+_number = partial(bounded_number, where=WHERE, hint="correct this value")
 
 
 def manifest(job: Submission) -> str:
@@ -90,7 +92,3 @@ def _master(environment: Mapping[str, str]) -> tuple[str, int]:
     default = "29400" if backend == "c10d" else "0"
     port = _number("the port of PET_RDZV_ENDPOINT", matched[2] or matched[4] or default, 0, 65535)
     return matched[1] or matched[3], port
-
-
-def _number(name: str, text: str, least: int, most: int) -> int:
-    return bounded_number(name, text, least, most, WHERE, "correct this value")

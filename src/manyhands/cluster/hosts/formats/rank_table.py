@@ -80,7 +80,6 @@ class _Part(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_misspelled(cls, value: Any) -> Any:
-        """Refuses unknown fields whose names are similar to known ones."""
         for key in value if isinstance(value, dict) else ():
             near = [] if key in cls.model_fields else get_close_matches(key, cls.model_fields, n=1, cutoff=0.85)
             if near:
@@ -177,11 +176,7 @@ def read(text: str, where: str) -> Cluster:
 
 
 def read_table(text: str, where: str) -> RankTable:
-    """Reads a table with all its fields.
-
-    Raises:
-        UserError: The table is not JSON, has a wrong or missing field, or breaks a rule of HCCL. Names line and field.
-    """
+    """Reads a table. Raises UserError with line and field: no JSON, a wrong field, or a broken rule of HCCL."""
     text = text.removeprefix("\ufeff")
     try:
         value = parse_json(text, once_each=True)
@@ -247,7 +242,6 @@ def _wrong_layout(value: Any) -> Iterator[Mistake]:
 
 
 def _wrong_value(error: dict[str, Any]) -> Mistake:
-    """Converts an error of pydantic."""
     path: Keys = error["loc"]
     name, field = _dotted(path) or "the rank table", str(path[-1]) if path else ""
     if error["type"] == "missing":
@@ -347,11 +341,7 @@ def _broken_groups(table: RankTable) -> Iterator[Mistake]:
 
 
 def wait(path: Path, timeout_s: float) -> str:
-    """Waits for a table that is missing, truncated or "initializing"; returns its text. The reader reports mistakes.
-
-    Raises:
-        UserError: The table is still initializing after `timeout_s`.
-    """
+    """Waits for a table that is missing, truncated or initializing; returns its text. Raises UserError: timeout."""
     ends, announced = time.monotonic() + timeout_s, timeout_s < POLL_S
     while True:
         text = ""
@@ -377,9 +367,7 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str,
     """Returns a table of version 1.0, and notes on values that the format doesn't support.
 
     Writes device_ip only for one machine, from `hccn` (addresses by card number) or this machine's /etc/hccn.conf.
-
-    Raises:
-        UserError: A number of processes is unknown, or the table breaks a rule of HCCL.
+    Raises UserError: a number of processes is unknown, or the table breaks a rule of HCCL.
     """
     addresses = (read_hccn() if hccn is None else hccn) if len(cluster.machines) == 1 else {}
     notes = {

@@ -34,10 +34,9 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
     name = first_set(environment, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")) or "SLURM_STEP_TASKS_PER_NODE"
     tasks, node = expand_counts(environment.get(name, ""), name), number(environment, "SLURM_NODEID", 0)
     if sum(tasks) != size or node >= len(tasks) or local_rank >= tasks[node] or rank >= size:
-        message = (
-            f"Slurm's variables contradict each other: task {rank} of {size}, local task {local_rank} of node {node}"
-        )
-        raise UserError(message, f"{name}={environment.get(name)}", ("unset SLURM_* variables that srun did not set",))
+        here = f"task {rank} of {size}, local task {local_rank} of node {node}"
+        hints = ("unset SLURM_* variables that srun did not set",)
+        raise UserError(f"Slurm's variables contradict each other: {here}", f"{name}={environment.get(name)}", hints)
     address, address_origin = master_address(environment, alone=len(tasks) == 1) or _first_host(environment)
     device, device_origin = _device(environment, tasks[node])
     # Steps of one job may run at the same time, so each has a port of its own.
