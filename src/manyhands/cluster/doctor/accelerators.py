@@ -57,7 +57,6 @@ def ask_torch() -> dict[str, Any]:
 
 
 def count_accelerators() -> int:
-    """Returns the number of accelerators that this user's processes see."""
     return int(ask_torch()["count"])
 
 

@@ -62,9 +62,8 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
         "versions": versions, "torchvision": torchvision_misfit,
         "compiler": lambda: any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))),
         "package": package_hash, "drivers": driver_versions, "accelerators": accelerators, "cards": cards,
-        "torch_devices": lambda: (
-            ask_torch() if wanted.torch and any(map(facts.get, ("accelerators", "cards"))) else None
-        ),
+        "torch_devices": lambda: ask_torch() if wanted.torch and (facts.get("accelerators") or facts.get("cards"))
+        else None,
         "cores": cores,
         "load": lambda: psutil.getloadavg()[0],  # processes running or ready, averaged over the last minute
         "memory": lambda: dict(zip(("total", "free"), memory(), strict=True)),
@@ -75,9 +74,8 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
         "machine": this_machine, "user": getpass.getuser, "open_files": _open_files,
     }  # fmt: skip
     for name in wanted.only or collectors:
-        collect = collectors[name]
         try:
-            facts[name] = collect()
+            facts[name] = collectors[name]()
         except Exception as error:  # noqa: BLE001 - a missing fact must not hide the others; it is reported
             errors[name] = f"{type(error).__name__}: {error}"
     environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
@@ -131,9 +129,8 @@ def firewall_rules() -> list[str]:
     if os.name != "posix" or os.geteuid() != 0:
         return []
     rules: list[str] = []
-    for command in (["nft", "list", "ruleset"], ["iptables-save"], ["ip6tables-save"]):
-        if not shutil.which(command[0]):
-            continue
+    commands = (["nft", "list", "ruleset"], ["iptables-save"], ["ip6tables-save"])
+    for command in (each for each in commands if shutil.which(each[0])):
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3)
         for line in done.stdout.splitlines():
             words = set(line.lower().replace(";", " ").split())

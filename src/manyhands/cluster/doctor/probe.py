@@ -199,7 +199,6 @@ class Probe:
 
     @remote
     def unlisten(self) -> None:
-        """Closes all listeners."""
         while self._listening:
             listener = self._listening.pop()
             try:
@@ -243,7 +242,6 @@ class Probe:
 
     @remote
     def clock(self) -> float:
-        """Returns the time of this machine's clock."""
         return time.time()
 
     @remote

@@ -11,19 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
-from manyhands.cluster.hosts.inventory import (
-    DEVICE_INDEX,
-    LOOPBACK,
-    Cluster,
-    LauncherPlace,
-    Machine,
-    Rendezvous,
-    in_brackets,
-    is_address,
-    is_host,
-)
+from manyhands.cluster.hosts.inventory import DEVICE_INDEX, Cluster, LauncherPlace, Machine, Rendezvous, in_brackets
 from manyhands.cluster.hosts.machines import described_cluster, given_cluster, modules_with
-from manyhands.cluster.hosts.variables import DEFAULT_PORT, check_rank, master_port, number
+from manyhands.cluster.hosts.variables import DEFAULT_PORT, check_rank, is_address, is_host, master_port, number
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.world import ProcessInfo
@@ -124,7 +114,7 @@ def described(cluster: Cluster, origin: str, options: ClusterOptions, variables:
     if first and not is_host(first):
         message = f'"{first}" is not a host name or an IP address'
         raise UserError(message, origin, ("write the name or the address of rank 0's machine, such as 10.0.0.1",))
-    address = reachable(first) if several else LOOPBACK
+    address = reachable(first) if several else "127.0.0.1"
     given = (cluster.master_port, origin) if cluster.master_port else None
     port, port_origin = given or master_port(variables)
     origins = {
@@ -181,14 +171,14 @@ def _by_variables(variables: Mapping[str, str]) -> LauncherPlace:
     unknown = "LOCAL_WORLD_SIZE" not in variables and _is_loopback(address)
     if size > local_size and not served and not unknown and (found := reachable(address)) != address:
         init = f"tcp://{in_brackets(found)}:{port}"
-    names = {
-        "rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
-        "master_address": "MASTER_ADDR", "master_port": "MASTER_PORT",
-    }  # fmt: skip
+    keys = ("rank", "size", "local_rank", "local_size", "master_address", "master_port")
+    names = zip(
+        keys, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), strict=True
+    )
     return LauncherPlace(
         number(variables, "RANK"), size, number(variables, "LOCAL_RANK", 0), local_size, init=init, agent_store=served,
         started_by="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment",
-        origins={key: name if name in variables else "default" for key, name in names.items()},
+        origins={key: name if name in variables else "default" for key, name in names},
         attempt=number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
     )  # fmt: skip
 

@@ -1,11 +1,15 @@
-"""Machines that don't answer or are listed twice, misleading names and clocks, missing facts, and scarce resources."""
+"""Machines that don't answer or are listed twice, misleading names, clocks, scarce resources, and accelerators."""
 
 import ipaddress
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator
+from itertools import compress
+from typing import Any
 
-from manyhands.cluster.doctor.findings import DoctorFinding, Survey, who
+from manyhands.cluster.doctor.accelerators import explain_unused
+from manyhands.cluster.doctor.findings import DoctorFinding, Severity, Survey, odd_ones, who
 from manyhands.cluster.doctor.survey import local_candidates
 
 MIB = 1 << 20
@@ -16,13 +20,16 @@ SHM_LOW, SHM_NONE = 256 * MIB, 32 * MIB
 FREE_FOR_ONE = 1024 * MIB  # torch alone takes about half of it
 DISK_LOW, DISK_NONE = 2048 * MIB, 200 * MIB
 _NAMED = 3  # machines that get a command of their own
+# Desktops and monitoring use a little of an accelerator without slowing a job down.
+MEMORY_SHARE, BUSY_PERCENT = 0.1, 20
+_USE = "{kind} {index}: {used_mib} of {memory_mib} MiB, {busy_percent} % busy"
 
 
 def run(survey: Survey) -> Iterator[DoctorFinding]:
     for host, contact in survey.errors.items():
         cause = f"contact:{host}"
         yield DoctorFinding("contact", "fail", (host,), contact.what, contact.hints, cause, ("collective",))
-    for check in (_listed_twice, _names, _clocks, _cpu, _memory, _disk):
+    for check in (_listed_twice, _names, _clocks, _cpu, _memory, _disk, _accelerators):
         yield from check(survey)
     for host, jobs in survey.fact("jobs").items():
         if jobs:
@@ -126,10 +133,9 @@ def _memory(survey: Survey) -> Iterator[DoctorFinding]:
         severity = "fail" if any(place["free"] < SHM_NONE for place in small.values()) else "warn"
         yield DoctorFinding("memory", severity, tuple(small), what, hints, "shm")
     free, processes = survey.fact("memory", "free"), survey.needs.processes
-    processes = {host: processes.get(host, 1) for host in survey.hosts}
-    short = [host for host in free if free[host] < FREE_FOR_ONE * processes[host]]
+    short = [host for host in free if free[host] < FREE_FOR_ONE * processes.get(host, 1)]
     if short:
-        shown = ", ".join(f"{free[host] // MIB} MiB on {host} for {processes[host]} process(es)" for host in short)
+        shown = ", ".join(f"{free[h] // MIB} MiB on {h} for {processes.get(h, 1)} process(es)" for h in short)
         hints = (f"end other programs on {who(short)}, or use fewer processes",)
         yield DoctorFinding("memory", "warn", tuple(short), f"free memory is low: {shown}", hints, "memory")
 
@@ -151,3 +157,61 @@ def _disk(survey: Survey) -> Iterator[DoctorFinding]:
         looks = (survey.on_host(host, f"df -h {full[host]['path']}") for host in fullest)
         hints = (*map("check the disk: {}".format, looks), "delete old runs: manyhands clean RUN --yes")
         yield DoctorFinding("disk", severity, tuple(full), f"free disk space is low: {shown}", hints, "disk:full")
+
+
+def _accelerators(survey: Survey) -> Iterator[DoctorFinding]:
+    """Broken drivers first; a machine with one has no accelerators to be judged."""
+    if survey.needs.device == "cpu":
+        return
+    broken = survey.fact("errors", "accelerators")
+    for host, error in broken.items():
+        hints = (f"test the driver: {survey.on_host(host, 'nvidia-smi')}",
+                 "reload or reinstall the driver, for example after a kernel update")  # fmt: skip
+        what, cause = f"the accelerators of {host} do not respond: {error}", f"accelerators:{host}"
+        yield DoctorFinding("accelerators", "fail", (host,), what, hints, cause, ("collective",))
+    found = survey.fact("accelerators")
+    yield from _too_few(survey, found)
+    yield from _different(survey, found)
+    severity: Severity = "warn" if survey.needs.device == "auto" else "fail"
+    for host, facts in survey.facts.items():
+        if host not in broken and (explained := explain_unused(facts, host)):
+            what, cause = f"{explained[0]}; training on {host} would use the CPU", f"unused:{host}"
+            explains = ("accelerators", "unlike")
+            yield DoctorFinding("accelerators", severity, (host,), what, explained[1], cause, explains)
+    for host, devices in found.items():
+        full = [d["used_mib"] > MEMORY_SHARE * d["memory_mib"] or d["busy_percent"] > BUSY_PERCENT for d in devices]
+        if busy := [*compress(devices, full)]:
+            users = [f"{p['name']} (process {p['pid']}, {p['used_mib']} MiB)" for d in busy for p in d["processes"]]
+            shown = ", ".join(_USE.format(**device) for device in busy)
+            what = f"accelerators of {host} are in use: {shown}{', by ' if users else ''}{', '.join(users[:3])}"
+            hints = ("wait, end the other processes, or choose free devices with CUDA_VISIBLE_DEVICES",)
+            yield DoctorFinding("accelerators", "warn", (host,), what, hints, f"busy:{host}", (f"jobs:{host}",))
+
+
+def _too_few(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
+    kind, processes = survey.needs.device, {host: survey.needs.processes.get(host, 1) for host in found}
+    counts = {host: sum(device["kind"] == kind for device in devices) for host, devices in found.items()}
+    few = [host for host in found if kind in {"cuda", "npu"} and counts[host] < processes[host]]
+    if few:
+        shown = ", ".join(f"{host} has {counts[host]} for {processes[host]} processes" for host in few)
+        hints = ("use at most one process per device", "or train on CPUs: --device cpu")
+        what = f"too few {kind} devices: {shown}"
+        yield DoctorFinding("accelerators", "fail", tuple(few), what, hints, "accelerators", ("unlike",))
+
+
+def _different(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
+    """Machines with and without accelerators can't train together by default; different ones wait for the slowest."""
+    kinds = {host: ",".join(sorted({device["kind"] for device in devices})) or "cpu" for host, devices in found.items()}
+    common, odd = odd_ones(kinds)
+    if odd and survey.needs.device == "auto":
+        what = f"the machines have different device types: {next(iter(odd.values()))} on {who(odd)}, {common} elsewhere"
+        hints = ("train on CPUs everywhere: --device cpu", f"or remove {who(odd)} from the run")
+        yield DoctorFinding("accelerators", "fail", tuple(odd), what, hints, "unlike", ("collective",))
+        return
+    counts = {host: Counter(device["name"] for device in devices) for host, devices in found.items()}
+    names = {host: ", ".join(f"{n} × {name}" for name, n in sorted(own.items())) for host, own in counts.items()}
+    common, odd = odd_ones(names)
+    if odd and common and not any("npu" in kind for kind in kinds.values()):
+        shown = ", ".join(f"{host} has {name or 'none'}" for host, name in odd.items())
+        what = f"accelerators differ: {shown}, other machines have {common}; the slowest device limits the speed"
+        yield DoctorFinding("accelerators", "warn", tuple(odd), what, (), "unlike")

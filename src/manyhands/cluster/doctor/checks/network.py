@@ -1,7 +1,6 @@
 """Machines that can't reach each other, unsuitable interfaces, a port in use, a failed all-reduce, and slow links."""
 
 import statistics
-from collections import defaultdict
 from collections.abc import Iterator
 
 from manyhands.cluster.doctor.findings import DoctorFinding, Pair, Survey, who
@@ -89,10 +88,8 @@ def _unreachable(survey: Survey, host: str, way: str, pairs: list[Pair]) -> Doct
     if attempt and attempt.local:
         hints.append(f"check the route from {attempt.local}, the source address of the attempt")
     closed = host if way != "from" else who(others)
-    hints += [
-        f"open all ports in the firewall of {closed} for the other machines' addresses",
-        "or use ssh tunnels: `manyhands launch` opens tunnels if the machines can log in to each other (or --relay)",
-    ]
+    ssh = "or use ssh tunnels: `manyhands launch` opens tunnels if the machines can log in to each other (or --relay)"
+    hints += [f"open all ports in the firewall of {closed} for the other machines' addresses", ssh]
     cause, explains = f"reach:{host}:{way}", ("collective", "chosen")
     return DoctorFinding("reach", "fail", (host, *others), what, tuple(hints), cause, explains)
 
@@ -127,7 +124,7 @@ def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
         hints = ("remove cluster.interface; manyhands then tests all interfaces",
                  "or set an interface of every machine")  # fmt: skip
         yield DoctorFinding("interface", "fail", tuple(lost), what, hints, "interface", ("chosen", "collective"))
-    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    alike: dict[tuple[str, str], list[str]] = {}
     for host, (chosen, _) in survey.chosen.items():
         facts = survey.facts.get(host, {})
         for name in INTERFACE_VARIABLES:
@@ -140,7 +137,7 @@ def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
                 yield DoctorFinding("interface", "warn", (host,), what, hints, f"variable:{host}:{name}")
         default = facts.get("default_interface")
         if len(survey.hosts) > 1 and default and default != chosen:
-            alike[default, chosen].append(host)
+            alike.setdefault((default, chosen), []).append(host)
     for (default, chosen), hosts in alike.items():
         route = f"the default route of {who(hosts)} uses {default}, but other machines are reachable on {chosen}"
         hints = (f"for other tools, export GLOO_SOCKET_IFNAME={chosen} NCCL_SOCKET_IFNAME={chosen}",)
@@ -150,8 +147,7 @@ def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
 
 def _slow(survey: Survey) -> Iterator[DoctorFinding]:
     """Blames a machine where all its pairs are slow in one way, otherwise single pairs; all alike is one finding."""
-    usual = statistics.median(survey.mbps.values())
-    limit = max(SLOW_MBPS, min(usual / ODD_FACTOR, ENOUGH_MBPS))
+    limit = max(SLOW_MBPS, min(statistics.median(survey.mbps.values()) / ODD_FACTOR, ENOUGH_MBPS))
     slow = {pair for pair, mbps in survey.mbps.items() if mbps < limit}
     if len(slow) == len(survey.mbps):
         slowest, fastest = min(survey.mbps.values()), max(survey.mbps.values())
@@ -182,10 +178,9 @@ def _slow_machine(survey: Survey, host: str, ways: dict[str, set[Pair]], bad: li
     order = sorted(mbps, key=lambda way: way not in bad)
     shown = (", but " if asymmetric else ", ").join(f"{way} {rate(mbps[way])}" for way in order)
     what = f"the link of {host} is {'asymmetric' if asymmetric else 'slow'}: {shown}"
-    name, nominal = survey.chosen.get(host, ("", ""))[0], ""
-    for interface in survey.facts.get(host, {}).get("interfaces", ()):
-        if interface["name"] == name and interface["speed_mbps"]:
-            nominal = f"; the nominal speed of {name} is {interface['speed_mbps']} Mbit/s"
+    name = survey.chosen.get(host, ("", ""))[0]
+    speeds = {each["name"]: each["speed_mbps"] for each in survey.facts.get(host, {}).get("interfaces", ())}
+    nominal = f"; the nominal speed of {name} is {speeds[name]} Mbit/s" if speeds.get(name) else ""
     check = f"check the cable, switch port, duplex setting and wireless of {host}{nominal}"
     hints = (*_consequence(survey, min(mbps.values())), check)
     return DoctorFinding("links", "warn", (host,), what, hints, f"link:{host}")

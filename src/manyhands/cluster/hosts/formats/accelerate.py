@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, is_host
+from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line
+from manyhands.cluster.hosts.variables import is_host
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 from manyhands.core.files import UnreadableError, parse_yaml

@@ -46,11 +46,10 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
         raise UserError(message, "MASTER_ADDR", hints)
     # The port comes from the job's name if it has one, so that two jobs on one machine don't connect.
     job = first_set(environment, JOB_NAMES)
-    port, origin = master_port(environment)
-    if job and origin == "default":
-        port, origin = derived_port(zlib.crc32(environment[job].encode())), f"from {job}"
-    keys = ("rank", "size", "local_rank", "local_size", "master_address", "master_port")
-    return LauncherPlace(
-        rank, size, local_rank, local_size, started_by=family, master_address=master[0], master_port=port,
-        origins=dict(zip(keys, (*words, master[1], origin), strict=True)),
+    port = master_port(environment)
+    if job and port[1] == "default":
+        port = derived_port(zlib.crc32(environment[job].encode())), f"from {job}"
+    return LauncherPlace.of(
+        family, rank=(rank, words[0]), size=(size, words[1]), local_rank=(local_rank, words[2]),
+        local_size=(local_size, words[3]), master_address=master, master_port=port,
     )  # fmt: skip

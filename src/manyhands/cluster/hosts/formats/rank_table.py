@@ -17,8 +17,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line, is_address
-from manyhands.cluster.hosts.variables import master_address, master_port, number
+from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line
+from manyhands.cluster.hosts.variables import is_address, master_address, master_port, number
 from manyhands.core.errors import UserError
 from manyhands.core.files import RepeatedNameError, UnreadableError, parse_json, typed_number
 from manyhands.core.terminal import say
@@ -167,7 +167,6 @@ def recognise(path: str, text: str) -> bool:
 
 
 def read(text: str, where: str) -> Cluster:
-    """Reads a completed table. Raises UserError: see `read_table`."""
     machines: list[Machine] = []
     for server in read_table(text, where).by_rank:
         ids, count = server.cards, len(server.device)
@@ -441,11 +440,9 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
         if (found := number(environment, name, fitting[0])) not in fitting:
             hints = (f"correct {name}, or export the RANK_TABLE_FILE of this job",)
             raise UserError(f"{name} is {found}; expected {words}", f"environment, and {where}", hints)
-    origins = dict.fromkeys(("size", "local_rank", "local_size", "device"), f"rank table {where}") | {"rank": "RANK_ID"}
-    first = servers[0].host, f"server_id {servers[0].server_id} of rank 0"
-    address, origins["master_address"] = master_address(environment, alone=len(servers) == 1) or first
-    port, origins["master_port"] = master_port(environment)
-    return LauncherPlace(
-        rank, size, local_rank, len(server.device),
-        started_by="rank table", device_index=card, master_address=address, master_port=port, origins=origins,
+    table, first = f"rank table {where}", (servers[0].host, f"server_id {servers[0].server_id} of rank 0")
+    return LauncherPlace.of(
+        "rank table", rank=(rank, "RANK_ID"), size=(size, table), local_rank=(local_rank, table),
+        local_size=(len(server.device), table), device_index=(card, table), master_port=master_port(environment),
+        master_address=master_address(environment, alone=len(servers) == 1) or first,
     )  # fmt: skip

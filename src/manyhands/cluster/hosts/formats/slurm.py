@@ -37,18 +37,14 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
         here = f"task {rank} of {size}, local task {local_rank} of node {node}"
         hints = ("unset SLURM_* variables that srun did not set",)
         raise UserError(f"Slurm's variables contradict each other: {here}", f"{name}={environment.get(name)}", hints)
-    address, address_origin = master_address(environment, alone=len(tasks) == 1) or _first_host(environment)
-    device, device_origin = _device(environment, tasks[node])
     # Steps of one job may run at the same time, so each has a port of its own.
     step_port = derived_port(number(environment, "SLURM_JOB_ID") + number(environment, "SLURM_STEP_ID", 0))
-    port, port_origin = master_port(environment, step_port, "15000 + end of SLURM_JOB_ID + step")
-    origins = {
-        "rank": "SLURM_PROCID", "size": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID", "local_size": name,
-        "master_address": address_origin, "master_port": port_origin, "device": device_origin,
-    }  # fmt: skip
-    return LauncherPlace(
-        rank, size, local_rank, tasks[node],
-        started_by="Slurm", device_index=device, master_address=address, master_port=port, origins=origins,
+    return LauncherPlace.of(
+        "Slurm", rank=(rank, "SLURM_PROCID"), size=(size, "SLURM_STEP_NUM_TASKS"),
+        local_rank=(local_rank, "SLURM_LOCALID"), local_size=(tasks[node], name),
+        master_address=master_address(environment, alone=len(tasks) == 1) or _first_host(environment),
+        master_port=master_port(environment, step_port, "15000 + end of SLURM_JOB_ID + step"),
+        device_index=_device(environment, tasks[node]),
     )  # fmt: skip
 
 
@@ -99,17 +95,11 @@ def _device(environment: Mapping[str, str], local_size: int) -> tuple[int | None
 def script(job: Submission) -> str:
     """Returns the text for sbatch, which starts all processes by srun, saves before the time limit and requeues."""
     settings = {
-        "job-name": job.name,
-        "nodes": job.nodes,
-        "ntasks-per-node": job.processes,
-        "gpus-per-task": 1 if job.accelerators else None,
-        "cpus-per-task": job.threads or None,
-        "time": job.time_limit or None,
-        "signal": f"TERM@{SAVE_S}",
-        "output": f"{job.name}-%j.out",
-        "open-mode": "append",
-        "requeue": "",
-    }
+        "job-name": job.name, "nodes": job.nodes, "ntasks-per-node": job.processes,
+        "gpus-per-task": 1 if job.accelerators else None, "cpus-per-task": job.threads or None,
+        "time": job.time_limit or None, "signal": f"TERM@{SAVE_S}", "output": f"{job.name}-%j.out",
+        "open-mode": "append", "requeue": "",
+    }  # fmt: skip
     lines = [f"#SBATCH --{key}{f'={value}' if value else ''}" for key, value in settings.items() if value is not None]
     lines += [f"#SBATCH {option}" for option in job.options]
     command = shlex.join(job.command).replace(JOB, "$SLURM_JOB_ID")
