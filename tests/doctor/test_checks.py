@@ -43,7 +43,7 @@ def only(survey):
 
 @given(st.integers(1, 6), st.sampled_from(["auto", "cpu"]), st.booleans())
 def test_a_healthy_cluster_has_nothing_wrong(count, device, code):
-    assert wrong(healthy(count, Needs(device=device, code=code, processes={"n1": 4}))) == []
+    assert wrong(healthy(count, Needs(device=device, files=("net.py",) if code else (), processes={"n1": 4}))) == []
 
 
 def test_what_to_type_on_another_machine_has_the_users_ssh_its_port_and_user():
@@ -124,7 +124,7 @@ def test_a_different_torch_is_one_finding_with_the_command_that_mends_it():
 
 def test_code_names_the_files_and_fails_only_a_job_that_uses_them():
     for uses, severity in ((True, "fail"), (False, "warn")):
-        survey = healthy(needs=Needs(code=uses))
+        survey = healthy(needs=Needs(files=("net.py",) if uses else ()))
         change(survey, "n3", "code/hash", "other")
         change(survey, "n3", "code/files", {"net.py": "zz", "job.toml": "bb", "more.py": "cc"})
         assert only(survey).severity == severity
@@ -132,7 +132,7 @@ def test_code_names_the_files_and_fails_only_a_job_that_uses_them():
     survey = healthy()
     change(survey, "n3", "code", {"exists": False, "path": "/job"})
     assert wrong(survey) == []
-    survey.needs = Needs(code=True)
+    survey.needs = Needs(files=("net.py",))
     assert "/job, is missing on n3" in only(survey).what
 
 

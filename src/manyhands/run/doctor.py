@@ -163,7 +163,7 @@ def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Any]) ->
     needs = Needs(
         counts, job.cluster.threads, port=_rendezvous(job)[1], interface=job.cluster.interface,
         through_ssh=job.cluster.through_ssh, device=job.cluster.device, download=job.data.download,
-        code=bool(references), files=tuple(word.rpartition(":")[0] for word in references),
+        files=tuple(word.rpartition(":")[0] for word in references),
         reach={machine.name: reached_by(machine, job.cluster) for machine in machines},
     )  # fmt: skip
     return Survey(tuple(machine.name for machine in machines), dict(facts), needs=needs)

@@ -19,7 +19,6 @@ DRIVER_FILES = {
     "ascend": ("/usr/local/Ascend/driver/version.info", r"(?m)^Version=(\S+)"),
     "cann": ("/usr/local/Ascend/ascend-toolkit/latest/version.cfg", r"\[([\d.]+\w*)"),
 }
-PCI_DEVICES = Path("/sys/bus/pci/devices")
 # Vendors on the PCI bus, and the classes of their computing cards (03xx: display, 12xx: processing accelerator).
 CARDS = {"0x10de": ("NVIDIA", ("0x0300", "0x0302")), "0x1002": ("AMD", ("0x0380", "0x1200")),
          "0x19e5": ("Huawei", ("0x1200",))}  # fmt: skip
@@ -70,7 +69,7 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace").strip() if path.is_file() else ""
 
 
-def cards(bus: Path = PCI_DEVICES) -> list[dict[str, str]]:
+def cards(bus: Path = Path("/sys/bus/pci/devices")) -> list[dict[str, str]]:
     """Returns vendor and PCI address of the accelerator cards, with or without a driver."""
     found: list[dict[str, str]] = []
     for device in sorted(bus.iterdir()) if bus.is_dir() else []:

@@ -48,7 +48,6 @@ PACKAGE = Path(__file__).parents[2]
 # A folder with more files is not the code of a job.
 MOST_FILES, MOST_FOLDERS = 2000, 5000
 DATA_S = 3.0
-BUILT_IN = ("digits", "synthetic")
 
 
 def gather(wanted: FactsWanted) -> dict[str, Any]:
@@ -231,7 +230,7 @@ def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
 
     Its kind is none (made, not stored), folder or named; "whole" is false if there was no time to see all files.
     """
-    if not name or name in BUILT_IN or name.startswith("synthetic:") or ".py:" in name:
+    if not name or name in {"digits", "synthetic"} or name.startswith("synthetic:") or ".py:" in name:
         return {"kind": "none"}
     path = workdir / Path(name).expanduser()
     if path.is_dir() or "/" in name or name.startswith("."):

@@ -75,7 +75,6 @@ class Needs:
     interface: str = ""  # that the job names; empty: found by testing
     through_ssh: bool = False  # the machines connect through ssh alone
     download: bool = True  # a named data set may be fetched where it is missing
-    code: bool = False  # the job uses the user's own Python files
     files: tuple[str, ...] = ()  # the user's own files that the job names, by their path in the work folder
     device: str = "auto"  # auto, or torch's name of a device
     # host to the command that reaches it from here: the user's ssh, with port and user

@@ -29,7 +29,6 @@ from manyhands.parallel.group.ports import holder_of
 TOKEN_BYTES = 16
 ECHO, COUNT = b"E", b"C"
 READY = b"manyhands\n"
-EXCHANGES = 5
 BLOCK_BYTES = 256 * 1024
 # Bytes in flight when the time is up don't count; a small buffer keeps them few on slow links.
 SEND_BUFFER_BYTES = 512 * 1024
@@ -37,9 +36,6 @@ SEND_BUFFER_BYTES = 512 * 1024
 WARM_UP = 0.25
 PEER_PATIENCE_S, CONNECT_S = 5.0, 3.0
 OPEN_AT_ONCE = 64
-# Addresses that stand for all of a machine's own, and one of those.
-EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-ANSWER_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ def _connect(target: Listener, timeout_s: float) -> Attempt:
         with _connected(target, timeout_s) as connection:
             local = connection.getsockname()[0]
             connection.sendall(ECHO)
-            for _ in range(EXCHANGES):
+            for _ in range(5):
                 start = time.perf_counter()
                 connection.sendall(b".")
                 _exactly(connection, 1)
@@ -146,8 +142,9 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _lets_in(address: str, port: int) -> bool:
+    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # one of the addresses that it stands for
     try:
-        socket.create_connection((EVERYWHERE.get(address, address), port), timeout=ANSWER_S).close()
+        socket.create_connection((own, port), timeout=0.5).close()
     except OSError:
         return False
     return True

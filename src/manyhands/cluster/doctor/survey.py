@@ -14,13 +14,10 @@ from manyhands.core.errors import RunError
 
 # Longer than the slowest measurement.
 ANSWER_S = 30.0
-MEASURE_S = 0.4
+MEASURE_S, LISTEN_S = 0.4, 120.0
 # With many machines not every pair is measured, so that a survey takes seconds; nor does each machine connect to all
 # others, which would be a million connections with a thousand machines.
 MOST_ROUNDS, MOST_TRIED = 24, 64
-AGAIN_FACTOR = 2.0
-CLOCK_QUESTIONS = 3
-LISTEN_S = 120.0
 # Prefixes of interfaces inside a machine, and of tunnels.
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "lxd", "vmnet", "vboxnet", "podman")
 TUNNELS = ("tun", "tap", "wg", "tailscale", "zt", "utun")
@@ -51,11 +48,11 @@ class _Surveyor:
         self.survey, self.hosts, self._ask = survey, list(survey.facts), ask
         self._listeners: dict[str, tuple[Listener, ...]] = {}
 
-    def ask(self, requests: Mapping[str, Request[R]], timeout_s: float = ANSWER_S) -> dict[str, R]:
+    def ask(self, requests: Mapping[str, Request[R]]) -> dict[str, R]:
         """Asks several machines at once; those that fail are noted, and not asked again."""
         asked = {host: request for host, request in requests.items() if host in self.hosts}
         answers: dict[str, R] = {}
-        for host, reply in self._ask(asked, timeout_s).items() if asked else ():
+        for host, reply in self._ask(asked, ANSWER_S).items() if asked else ():
             if isinstance(reply, RunError):
                 self.hosts.remove(host)
                 self.survey.facts.pop(host, None)
@@ -69,7 +66,7 @@ class _Surveyor:
         """Takes the quickest of a few answers; its duration bounds the error of the offset."""
         for host in list(self.hosts):
             tries: list[tuple[float, float]] = []
-            for _ in range(CLOCK_QUESTIONS):
+            for _ in range(3):
                 before = time.time()
                 shown = self.ask({host: call(Probe.clock)}).get(host)
                 after = time.time()
@@ -105,7 +102,7 @@ class _Surveyor:
         mbps, usual = self.survey.mbps, 0.0
         for again in (False, True):
             for pairs in rounds(self.hosts, MOST_ROUNDS):
-                self._measure([p for p in pairs if not again or mbps.get(p, 0.0) * AGAIN_FACTOR <= usual])
+                self._measure([p for p in pairs if not again or mbps.get(p, 0.0) <= usual / 2])
             usual = statistics.median(mbps.values()) if mbps else 0.0
 
     def _measure(self, pairs: list[Pair]) -> None:

@@ -8,8 +8,6 @@ from manyhands.core.errors import UserError
 from manyhands.core.files import typed_number
 
 DEFAULT_PORT = 29500
-_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
-_ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?")
 
 
 def is_address(text: str) -> bool:
@@ -22,9 +20,9 @@ def is_address(text: str) -> bool:
 
 def is_host(text: str) -> bool:
     """Returns True for a valid host name or IP address."""
-    if not is_address(text):
-        return _HOST_NAME.fullmatch(text) is not None and not text.isdecimal()
-    return _ADDRESS.fullmatch(text) is not None  # behind % Python accepts any text as the name of an interface
+    if is_address(text):  # behind % Python accepts any text as the name of an interface
+        return bool(re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?", text))
+    return bool(re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?", text)) and not text.isdecimal()
 
 
 def number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -13,8 +13,7 @@ from manyhands.cluster.doctor.findings import DoctorFinding, Severity, Survey, o
 from manyhands.cluster.doctor.survey import local_candidates
 
 MIB = 1 << 20
-APART_S = 1.0
-BUSY_SHARE = 0.5
+APART_S, BUSY_SHARE = 1.0, 0.5
 # Decoding processes hand over batches in /dev/shm; without room there they are killed.
 SHM_LOW, SHM_NONE = 256 * MIB, 32 * MIB
 FREE_FOR_ONE = 1024 * MIB  # torch alone takes about half of it

@@ -94,7 +94,7 @@ def _python_and_drivers(survey: Survey) -> Iterator[DoctorFinding]:
 
 def _code(survey: Survey) -> Iterator[DoctorFinding]:
     """Compares the files of the work folder; only a job that uses them fails by their difference."""
-    needed = survey.needs.code
+    needed = bool(survey.needs.files)
     folders = {host: code for host, code in survey.fact("code").items() if "exists" in code}
     missing = [host for host, code in folders.items() if not code["exists"]]
     if missing and needed:

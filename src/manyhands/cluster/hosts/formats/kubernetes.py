@@ -11,9 +11,6 @@ from manyhands.cluster.hosts.inventory import JOB, Cluster, Machine, Submission
 from manyhands.cluster.hosts.variables import bounded_number
 from manyhands.core.errors import UserError
 
-GPU = "nvidia.com/gpu"
-# A pod that was moved away resumes from its last checkpoint; a pod that keeps failing is not restarted forever.
-MOST_RESTARTS = 3
 WHERE = "environment, PET_*"
 _number = partial(bounded_number, where=WHERE, hint="correct this value")
 
@@ -23,7 +20,7 @@ def manifest(job: Submission) -> str:
     command = [word.replace(JOB, job.name) for word in job.command]
     resources: dict[str, Any] = {}
     if job.accelerators:  # which a container takes as a limit
-        resources["limits"] = {GPU: job.accelerators}
+        resources["limits"] = {"nvidia.com/gpu": job.accelerators}
     if job.threads:
         resources["requests"] = {"cpu": job.threads * job.processes}
     if job.kind == "TrainJob":
@@ -41,7 +38,8 @@ def manifest(job: Submission) -> str:
             for role, count in (("Master", 1), ("Worker", job.nodes - 1))
             if count
         }
-        policy = {"cleanPodPolicy": "Running", "backoffLimit": MOST_RESTARTS}
+        # A pod that was moved away resumes from its last checkpoint; a pod that keeps failing is not restarted forever.
+        policy = {"cleanPodPolicy": "Running", "backoffLimit": 3}
         spec = {"nprocPerNode": str(job.processes), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
     metadata = {"name": job.name} | ({"namespace": job.namespace} if job.namespace else {})
     content = {"apiVersion": version, "kind": job.kind, "metadata": metadata, "spec": spec}

@@ -28,7 +28,6 @@ HCCN = Path("/etc/hccn.conf")
 Keys = tuple[str | int, ...]  # the path of a value in the file
 Mistake = tuple[Keys, str, *tuple[str, ...]]  # the path of a wrong value, the error message, and hints
 
-_TABLE_NAME = re.compile(r"(rank_?table|^hccl).*\.json$")
 _PLACEHOLDER = re.compile(r"[*<>?…\s]|\.\.\.|^$|(?i:(^|[._-])x{2,}([._-]|$)|^[\dx.]*x[\dx.]*$)")
 _NEW_TABLE = "create a new table from a list of hosts: manyhands explain --cluster HOSTFILE --write table.json"
 # Keys that only tables of other layouts have, with the layout and the hint.
@@ -162,8 +161,8 @@ class RankTable(_Part):
 
 def recognise(path: str, text: str) -> bool:
     """Returns True for a JSON object with a list of servers, or an incomplete one with a rank table's file name."""
-    listed = re.search(r'"(server_list|rank_list|group_list)"\s*:', text) or _TABLE_NAME.search(Path(path).name)
-    return text.lstrip().startswith("{") and listed is not None
+    named = re.search(r"(rank_?table|^hccl).*\.json$", Path(path).name)
+    return text.lstrip().startswith("{") and bool(named or re.search(r'"(server|rank|group)_list"\s*:', text))
 
 
 def read(text: str, where: str) -> Cluster:
