@@ -98,6 +98,15 @@ def test_a_planted_fact_is_found_and_named(path, value, check, severity, words):
     assert all(word in finding.what for word in words), finding.what
 
 
+def test_a_torchvision_for_another_torch_is_named_where_no_version_is_known():
+    survey = healthy()
+    change(survey, "n2", "torchvision", "torchvision 0.1.0 is for torch 2.1.0")
+    del survey.facts["n2"]["versions"]
+    finding = only(survey)
+    assert finding.what == "n2: torchvision 0.1.0 is for torch 2.1.0"
+    assert finding.hints[0] == "ssh n2 /usr/bin/python3 -m pip install torch torchvision"
+
+
 def test_a_full_disk_is_answered_on_the_machine_that_has_it():
     survey = healthy()
     change(survey, "n1", "places/run folder/free", GIB)

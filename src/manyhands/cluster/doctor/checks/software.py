@@ -35,9 +35,9 @@ def _on_each_machine(survey: Survey) -> Iterator[DoctorFinding]:
     """A torchvision for another torch, and a missing compiler."""
     for host, misfit in survey.fact("torchvision").items():
         if misfit:
-            torch = survey.facts[host]["versions"].get("torch", "").partition("+")[0]
+            torch = survey.facts[host].get("versions", {}).get("torch", "").partition("+")[0]
             other = "for another build, add --force-reinstall and the --index-url that torch was installed from"
-            hints = (_install(survey, host, f"torch=={torch} torchvision"), other)
+            hints = (_install(survey, host, f"torch{torch and f'=={torch}'} torchvision"), other)
             yield DoctorFinding("versions", "fail", (host,), f"{host}: {misfit}", hints, f"misfit:{host}")
     without = tuple(host for host, there in survey.fact("compiler").items() if not there)
     if without:
