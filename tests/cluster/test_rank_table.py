@@ -305,23 +305,23 @@ def test_variables_that_contradict_the_table_are_refused(tmp_path, variables, sa
         rank_table.place({**_environment(tmp_path, "right_8"), **variables})
 
 
-def test_addresses_of_cards_come_from_hccn_conf(tmp_path):
+def test_addresses_of_cards_come_from_hccn_conf(monkeypatch, tmp_path):
     conf = tmp_path / "hccn.conf"
+    monkeypatch.setattr(rank_table, "HCCN", conf)
+    assert read_hccn() == {}
     conf.write_text("# cards\naddress_0=192.168.100.101\nnetmask_0=255.255.255.0\naddress_1 = 192.168.101.101\n")
-    known = read_hccn(conf)
-    table = rank_table.read_table(rank_table.write(Cluster((Machine("10.0.0.1", 2),)), known)[0], "")
+    table = rank_table.read_table(rank_table.write(Cluster((Machine("10.0.0.1", 2),)))[0], "")
     assert [card.device_ip for card in table.server_list[0].device] == ["192.168.100.101", "192.168.101.101"]
-    assert read_hccn(tmp_path / "none") == {}
     conf.write_text("address_0=192.168\n")
     with pytest.raises(UserError, match=r'address_0 is "192\.168"') as caught:
-        read_hccn(conf)
+        read_hccn()
     assert caught.value.where == f"{conf}, line 1"
 
 
 def test_names_out_of_order_are_written_beside_addresses():
     cluster = Cluster((Machine("10.0.0.9", 8), Machine("10.0.0.10", 8)))
-    text, _ = rank_table.write(cluster, {})
+    text, _ = rank_table.write(cluster)
     assert '"server_id": "node_0"' in text
     assert rank_table.read(text, "") == cluster
     with pytest.raises(UserError, match="order of their names"):
-        rank_table.write(Cluster((Machine("n9", 8), Machine("n10", 8))), {})
+        rank_table.write(Cluster((Machine("n9", 8), Machine("n10", 8))))

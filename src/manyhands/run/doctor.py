@@ -90,12 +90,10 @@ class Exposure:
     then: tuple[str, ...]  # a line for each kind of port that the job would open
 
     def as_json(self) -> dict[str, Any]:
-        """For scripts."""
         now = {host: [asdict(port) for port in ports] for host, ports in self.now.items()}
         return {"v": 1, "open": now, "errors": self.why_not, "then": list(self.then)}
 
     def lines(self) -> list[str]:
-        """For people."""
         found = [f"{host}: {what}" for host, what in self.why_not.items()]
         for host, ports in self.now.items():
             found += [f"{host}: {_describe(port)}" for port in ports] or [f"{host}: manyhands has no open port"]

@@ -149,9 +149,7 @@ def ways_tried(hosts: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-class AddressCandidate(NamedTuple):
-    """One address of a machine."""
-
+class _Candidate(NamedTuple):
     interface: str  # its name
     ip: IPv4Address | IPv6Address
     network: str  # the subnet, as text
@@ -164,7 +162,7 @@ def choose_addresses(facts: Mapping[str, Facts], reach: Mapping[Pair, Sequence[A
     Of several: the same family on all machines (IPv4 first), no container bridges, no tunnels, the subnet that most
     machines share, private before public, the faster interface.
     """
-    candidates: dict[str, list[AddressCandidate]] = {}
+    candidates: dict[str, list[_Candidate]] = {}
     for host in facts:
         tries = [reach[other, host] for other in facts if (other, host) in reach]
         reached = [{attempt.address for attempt in tried if attempt.result == "ok"} for tried in tries]
@@ -174,7 +172,7 @@ def choose_addresses(facts: Mapping[str, Facts], reach: Mapping[Pair, Sequence[A
     everywhere = [version for version in (4, 6) if all(version in family for family in families)]
     shared = Counter(network for found in candidates.values() for network in {each.network for each in found})
 
-    def order(each: AddressCandidate) -> tuple[object, ...]:
+    def order(each: _Candidate) -> tuple[object, ...]:
         family = each.ip.version != everywhere[0] if everywhere else each.ip.version
         preferred = (family, unlikely(each.interface), -shared[each.network], not each.ip.is_private, -each.speed_mbps)
         return (*preferred, each.network, str(each.ip))
@@ -193,14 +191,14 @@ def unlikely(interface: str) -> int:
     return 2 if interface.startswith(VIRTUAL) else int(interface.startswith(TUNNELS))
 
 
-def _candidates(facts: Facts) -> Iterator[AddressCandidate]:
+def _candidates(facts: Facts) -> Iterator[_Candidate]:
     for interface in facts.get("interfaces", ()):
         for entry in interface.get("addresses", ()) if interface.get("up") else ():
             ip = ip_address(entry["address"])
             # A link-local address is only valid together with an interface of the other machine.
             if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified):
                 network = str(ip_network(f"{ip}/{entry['prefix']}", strict=False))
-                yield AddressCandidate(interface["name"], ip, network, interface.get("speed_mbps") or 0)
+                yield _Candidate(interface["name"], ip, network, interface.get("speed_mbps") or 0)
 
 
 def rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:

@@ -118,13 +118,10 @@ def described(cluster: Cluster, origin: str, options: ClusterOptions, variables:
     given = (cluster.master_port, origin) if cluster.master_port else None
     port, port_origin = given or master_port(variables)
     origins = {
-        "machine": origin if cluster.machine is not None else "this machine's names and addresses",
-        "processes": "-n" if options.processes and not own.slots else origin,
-        "size": origin,
-        "master_address": "the first machine" if several else "one machine alone",
-        "master_port": port_origin,
-        "device": origin if own.devices else "",
-    }
+        "machine": origin if cluster.machine is not None else "this machine's names and addresses", "size": origin,
+        "processes": "-n" if options.processes and not own.slots else origin, "device": origin if own.devices else "",
+        "master_address": "the first machine" if several else "one machine alone", "master_port": port_origin,
+    }  # fmt: skip
     if options.processes and own.slots not in {0, options.processes}:
         origins["overridden"] = f"-n {options.processes}"
     sizes = tuple(machine.slots or options.processes for machine in cluster.machines)

@@ -124,13 +124,13 @@ class Server(_Part):
         return next((name for name in given if name and is_address(name)), self.server_id)
 
 
-class PodServer(_Part):  # noqa: D101 - named as in the file
+class _PodServer(_Part):
     server_id: Identity
 
 
-class SuperPod(_Part):  # noqa: D101 - likewise
+class _SuperPod(_Part):
     super_pod_id: Identity
-    server_list: list[PodServer]
+    server_list: list[_PodServer]
 
 
 class RankTable(_Part):
@@ -140,7 +140,7 @@ class RankTable(_Part):
     server_count: Number | None = None
     server_list: list[Server] = Field(min_length=1)
     status: Literal["completed"]
-    super_pod_list: list[SuperPod] | None = None
+    super_pod_list: list[_SuperPod] | None = None
     board_id: str | None = None
     chip_info: str | None = None
     deploy_mode: str | None = None
@@ -361,13 +361,12 @@ def wait(path: Path, timeout_s: float) -> str:
     return text
 
 
-def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str, list[str]]:
-    """Returns a table of version 1.0, and notes on values that the format doesn't support.
+def write(cluster: Cluster) -> tuple[str, list[str]]:
+    """Returns a table of version 1.0, and notes on what it can't hold; of one machine with its addresses of cards.
 
-    Writes device_ip only for one machine, from `hccn` (addresses by card number) or this machine's /etc/hccn.conf.
     Raises UserError: a number of processes is unknown, or the table breaks a rule of HCCL.
     """
-    addresses = (read_hccn() if hccn is None else hccn) if len(cluster.machines) == 1 else {}
+    addresses = read_hccn() if len(cluster.machines) == 1 else {}
     notes = {
         "user names are omitted: rank tables don't have user names": any("@" in m.host for m in cluster.machines),
         "ssh ports are omitted: only hostfiles have ssh ports": any(m.port for m in cluster.machines),
@@ -404,16 +403,16 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str,
     return text, [note for note, applies in notes.items() if applies]
 
 
-def read_hccn(path: Path = HCCN) -> dict[int, str]:
+def read_hccn() -> dict[int, str]:
     """Reads the cards' addresses from lines such as address_0=192.168.100.101. Raises UserError: an invalid address."""
     found: dict[int, str] = {}
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    text = HCCN.read_text(encoding="utf-8", errors="replace") if HCCN.exists() else ""
     for at, line in enumerate(text.splitlines(), 1):
         if matched := re.fullmatch(r"\s*address_(\d+)\s*=\s*(\S*)\s*", line):
             if not is_address(matched[2]):
                 message = f'address_{matched[1]} is "{matched[2]}"; expected an IP address'
                 hints = ("set the address with hccn_tool, or correct the file",)
-                raise UserError(message, at_line(str(path), at), hints)
+                raise UserError(message, at_line(str(HCCN), at), hints)
             found[int(matched[1])] = matched[2]
     return found
 
