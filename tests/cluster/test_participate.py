@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from manyhands.cluster.hosts.formats import mpi, slurm
 from manyhands.cluster.hosts.inventory import Cluster, Machine
 from manyhands.cluster.hosts.this_process import (
+    described,
     find_machine,
     is_local_name,
     participate,
     reachable,
-    rendezvous_in,
 )
 from manyhands.config.job import ClusterOptions
 from manyhands.config.load import load_job
@@ -226,7 +226,8 @@ def test_a_machine_asks_for_its_addresses_as_seldom_in_a_large_cluster_as_in_a_s
 
 def test_a_described_machine_meets_the_others():
     cluster = Cluster((Machine("192.0.2.77", 2), Machine(HERE, 3, (4, 5, 6))), master_port=2222)
-    rendezvous, origins = rendezvous_in(cluster, "--cluster x", ClusterOptions(processes=9), {})
+    found = described(cluster, "--cluster x", ClusterOptions(processes=9), {})
+    rendezvous, origins = found.rendezvous, found.origins
     assert (rendezvous.sizes, rendezvous.machine, rendezvous.address, rendezvous.port) == (
         (2, 3),
         1,
@@ -236,9 +237,9 @@ def test_a_described_machine_meets_the_others():
     assert rendezvous.devices == (4, 5, 6)
     assert origins["overridden"] == "-n 9"
     unsized = Cluster((Machine("192.0.2.77"), Machine(HERE)))
-    rendezvous, _ = rendezvous_in(unsized, "x", ClusterOptions(processes=2), {"MASTER_PORT": "77"})
+    rendezvous = described(unsized, "x", ClusterOptions(processes=2), {"MASTER_PORT": "77"}).rendezvous
     assert (rendezvous.sizes, rendezvous.port) == ((2, 2), 77)
-    assert rendezvous_in(unsized, "x", ClusterOptions(), {})[0].port == 29500
+    assert described(unsized, "x", ClusterOptions(), {}).rendezvous.port == 29500
 
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -183,10 +184,11 @@ def test_any_text_is_refused_in_words(text):
 class _Clock:
     """Time that passes only while somebody sleeps, and what happens then."""
 
-    def __init__(self, path, texts):
+    def __init__(self, monkeypatch, path, texts):
         self.now = 0.0
         self.path = path
         self.texts = list(texts)
+        monkeypatch.setattr(rank_table, "time", SimpleNamespace(monotonic=self, sleep=self.sleep))
 
     def __call__(self):
         return self.now
@@ -197,12 +199,12 @@ class _Clock:
             self.path.write_text(self.texts.pop(0), encoding="utf-8")
 
 
-def test_a_table_that_is_being_written_is_waited_for(tmp_path, capsys):
+def test_a_table_that_is_being_written_is_waited_for(monkeypatch, tmp_path, capsys):
     path = tmp_path / "table.json"
     path.write_text("")
     begun = _table("wrong_initializing")
-    clock = _Clock(path, [begun[:100], begun, begun, _table("right_16")])
-    assert rank_table.wait(path, 60, clock=clock, sleep=clock.sleep) == _table("right_16")
+    clock = _Clock(monkeypatch, path, [begun[:100], begun, begun, _table("right_16")])
+    assert rank_table.wait(path, 60) == _table("right_16")
     assert not clock.texts
     said = capsys.readouterr().err
     assert (
@@ -210,9 +212,10 @@ def test_a_table_that_is_being_written_is_waited_for(tmp_path, capsys):
         == f"manyhands: waiting up to 60 s for the rank table {path} to be completed: the end of the file is missing\n"
     )
     path.write_text(begun)
-    rank_table.wait(path, 60, clock=clock, sleep=_Clock(path, [_table("right_16")]).sleep)
+    clock.texts = [_table("right_16")]
+    rank_table.wait(path, 60)
     assert 'its status is "initializing"' in capsys.readouterr().err
-    rank_table.wait(path, 0.1, clock=clock, sleep=clock.sleep)
+    rank_table.wait(path, 0.1)
     assert not capsys.readouterr().err
 
 
@@ -234,33 +237,31 @@ def test_another_version_is_named_before_the_mistakes_that_it_explains():
     assert error.hints == ('write "1.0" or "1.2"',)
 
 
-def test_waiting_ends(tmp_path):
+def test_waiting_ends(monkeypatch, tmp_path):
     path = tmp_path / "table.json"
     path.write_text(_table("wrong_initializing"))
-    clock = _Clock(path, [])
+    clock = _Clock(monkeypatch, path, [])
     with pytest.raises(UserError, match="not completed within 60 s"):
-        rank_table.wait(path, 60, clock=clock, sleep=clock.sleep)
+        rank_table.wait(path, 60)
     assert clock.now == 60
 
 
-def test_what_stays_cut_off_is_shown_where(tmp_path):
+def test_what_stays_cut_off_is_shown_where(monkeypatch, tmp_path):
     path = tmp_path / "table.json"
     path.write_text(_table("right_16")[:300])
-    clock = _Clock(path, [])
-    assert (
-        "the rank table is not valid JSON" in _refused(rank_table.wait(path, 5, clock=clock, sleep=clock.sleep)).message
-    )
+    clock = _Clock(monkeypatch, path, [])
+    assert "the rank table is not valid JSON" in _refused(rank_table.wait(path, 5)).message
     assert clock.now == 5
     with pytest.raises(UserError, match="not valid JSON"):
         rank_table.place({"RANK_TABLE_FILE": str(path), "RANK_ID": "0"})
 
 
-def test_a_mistake_is_not_waited_out(tmp_path):
+def test_a_mistake_is_not_waited_out(monkeypatch, tmp_path):
     path = tmp_path / "table.json"
     path.write_text(_table("wrong_rank_gap"))
-    clock = _Clock(path, [])
+    clock = _Clock(monkeypatch, path, [])
     rank_table.read(_table("right_8"), "")
-    assert "rank_id" in _refused(rank_table.wait(path, 60, clock=clock, sleep=clock.sleep)).message
+    assert "rank_id" in _refused(rank_table.wait(path, 60)).message
     assert clock.now == 0
 
 
@@ -304,23 +305,23 @@ def test_variables_that_contradict_the_table_are_refused(tmp_path, variables, sa
         rank_table.place({**_environment(tmp_path, "right_8"), **variables})
 
 
-def test_addresses_of_cards_come_from_hccn_conf(tmp_path):
+def test_addresses_of_cards_come_from_hccn_conf(monkeypatch, tmp_path):
     conf = tmp_path / "hccn.conf"
+    monkeypatch.setattr(rank_table, "HCCN", conf)
+    assert read_hccn() == {}
     conf.write_text("# cards\naddress_0=192.168.100.101\nnetmask_0=255.255.255.0\naddress_1 = 192.168.101.101\n")
-    known = read_hccn(conf)
-    table = rank_table.read_table(rank_table.write(Cluster((Machine("10.0.0.1", 2),)), known)[0], "")
+    table = rank_table.read_table(rank_table.write(Cluster((Machine("10.0.0.1", 2),)))[0], "")
     assert [card.device_ip for card in table.server_list[0].device] == ["192.168.100.101", "192.168.101.101"]
-    assert read_hccn(tmp_path / "none") == {}
     conf.write_text("address_0=192.168\n")
     with pytest.raises(UserError, match=r'address_0 is "192\.168"') as caught:
-        read_hccn(conf)
+        read_hccn()
     assert caught.value.where == f"{conf}, line 1"
 
 
 def test_names_out_of_order_are_written_beside_addresses():
     cluster = Cluster((Machine("10.0.0.9", 8), Machine("10.0.0.10", 8)))
-    text, _ = rank_table.write(cluster, {})
+    text, _ = rank_table.write(cluster)
     assert '"server_id": "node_0"' in text
     assert rank_table.read(text, "") == cluster
     with pytest.raises(UserError, match="order of their names"):
-        rank_table.write(Cluster((Machine("n9", 8), Machine("n10", 8))), {})
+        rank_table.write(Cluster((Machine("n9", 8), Machine("n10", 8))))

@@ -43,7 +43,7 @@ def only(survey):
 
 @given(st.integers(1, 6), st.sampled_from(["auto", "cpu"]), st.booleans())
 def test_a_healthy_cluster_has_nothing_wrong(count, device, code):
-    assert wrong(healthy(count, Needs(device=device, code=code, processes={"n1": 4}))) == []
+    assert wrong(healthy(count, Needs(device=device, files=("net.py",) if code else (), processes={"n1": 4}))) == []
 
 
 def test_what_to_type_on_another_machine_has_the_users_ssh_its_port_and_user():
@@ -98,6 +98,15 @@ def test_a_planted_fact_is_found_and_named(path, value, check, severity, words):
     assert all(word in finding.what for word in words), finding.what
 
 
+def test_a_torchvision_for_another_torch_is_named_where_no_version_is_known():
+    survey = healthy()
+    change(survey, "n2", "torchvision", "torchvision 0.1.0 is for torch 2.1.0")
+    del survey.facts["n2"]["versions"]
+    finding = only(survey)
+    assert finding.what == "n2: torchvision 0.1.0 is for torch 2.1.0"
+    assert finding.hints[0] == "ssh n2 /usr/bin/python3 -m pip install torch torchvision"
+
+
 def test_a_full_disk_is_answered_on_the_machine_that_has_it():
     survey = healthy()
     change(survey, "n1", "places/run folder/free", GIB)
@@ -124,7 +133,7 @@ def test_a_different_torch_is_one_finding_with_the_command_that_mends_it():
 
 def test_code_names_the_files_and_fails_only_a_job_that_uses_them():
     for uses, severity in ((True, "fail"), (False, "warn")):
-        survey = healthy(needs=Needs(code=uses))
+        survey = healthy(needs=Needs(files=("net.py",) if uses else ()))
         change(survey, "n3", "code/hash", "other")
         change(survey, "n3", "code/files", {"net.py": "zz", "job.toml": "bb", "more.py": "cc"})
         assert only(survey).severity == severity
@@ -132,7 +141,7 @@ def test_code_names_the_files_and_fails_only_a_job_that_uses_them():
     survey = healthy()
     change(survey, "n3", "code", {"exists": False, "path": "/job"})
     assert wrong(survey) == []
-    survey.needs = Needs(code=True)
+    survey.needs = Needs(files=("net.py",))
     assert "/job, is missing on n3" in only(survey).what
 
 

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 
-from manyhands.cluster.doctor.probe import open_ports
+from manyhands.cluster.doctor.probe import Probe
 from tests.e2e.command import run
 
 LISTENS = (
@@ -22,7 +22,7 @@ def listening(*words):
 def test_only_what_processes_of_manyhands_listen_on_is_named():
     with listening("manyhands.worker.entry") as ours, listening("another") as theirs, socket.create_server(("", 0)):
         port, other = int(ours.stdout.readline()), int(theirs.stdout.readline())
-        found = {each.port: each for each in open_ports()}
+        found = {each.port: each for each in Probe().open_ports()}
         assert found[port].address == "127.0.0.1"
         assert found[port].lets_in
         assert found[port].pid == ours.pid

@@ -11,7 +11,7 @@ import pytest
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.assemble import open_here
 from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
-from manyhands.cluster.doctor.findings import Contact, FactsWanted, Needs, examine
+from manyhands.cluster.doctor.findings import Contact, FactsWanted, Survey, examine
 from manyhands.cluster.doctor.survey import local_candidates, take_survey
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call
@@ -45,7 +45,8 @@ def failing(survey):
 
 
 def test_every_way_is_tried_and_measured(agents):
-    survey = take_survey(machines_of(agents).ask_named, facts_of(agents), "abc", Needs())
+    survey = Survey(("a", "b", "c"), facts_of(agents))
+    take_survey(machines_of(agents).ask_named, survey)
     pairs = {(one, two) for one in "abc" for two in "abc" if one != two}
     assert set(survey.reach) == set(survey.mbps) == set(survey.latency_ms) == pairs
     assert set(survey.chosen) == set("abc")
@@ -56,7 +57,8 @@ def test_every_way_is_tried_and_measured(agents):
 def test_a_machine_that_goes_while_it_is_asked_is_the_one_finding(agents):
     facts = facts_of(agents)
     agents[1].process.kill()
-    survey = take_survey(machines_of(agents).ask_named, facts, "abc", Needs())
+    survey = Survey(("a", "b", "c"), facts)
+    take_survey(machines_of(agents).ask_named, survey)
     assert set(survey.errors) == {"b"}
     assert set(survey.mbps) == {("a", "c"), ("c", "a")}
     assert failing(survey) == [("b",)]
@@ -92,7 +94,6 @@ def test_all_files_of_the_users_own_that_a_job_names_are_looked_for():
     own = {"train.loss": "own.py:loss", "train.schedule": "rates.py:slow", "train.metrics": ["figures.py:top3"]}
     job = load_job({"data.name": "digits", "model.name": "mlp", **own}, environment={}).job
     needs = diagnose(job, print).survey.needs
-    assert needs.code
     assert set(needs.files) == {"own.py", "rates.py", "figures.py"}
 
 

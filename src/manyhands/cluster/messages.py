@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 from manyhands.core.files import parse_json
 
 # Both ends must be of one version. It grows with every change of a message.
-VERSION = 9
+VERSION = 10
 # What may stand in one line; a machine's whole code may be in a request, a run's records in an answer.
 LONGEST_LINE = 64 * 1024 * 1024
 HINTS = ("install the same version of manyhands on all machines",)

@@ -1,7 +1,7 @@
 """Examines this machine, or all machines of a job, before training: expected failures and open ports."""
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -18,19 +18,10 @@ from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.ssh import reached_by
 from manyhands.cluster.agents.supervise import Watch, supervise
 from manyhands.cluster.doctor.facts import gather
-from manyhands.cluster.doctor.findings import (
-    AllReduceTest,
-    DoctorFinding,
-    Facts,
-    FactsWanted,
-    Needs,
-    Survey,
-    examine,
-    fails,
-)
-from manyhands.cluster.doctor.probe import OpenPort, Probe, open_ports
-from manyhands.cluster.doctor.survey import local_candidates, matrix, take_survey
-from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
+from manyhands.cluster.doctor.findings import AllReduceTest, DoctorFinding, FactsWanted, Needs, Survey, examine, fails
+from manyhands.cluster.doctor.probe import OpenPort, Probe
+from manyhands.cluster.doctor.survey import local_candidates, take_survey
+from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.messages import call
 from manyhands.config.job import Job
@@ -41,7 +32,6 @@ from manyhands.core.user_code import is_object_reference
 # The all-reduce test is short, and the machines have just reached each other.
 COLLECTIVE_S = 30.0
 LISTENING = "for a few seconds, each machine listens on all its addresses; only connections with a token get an answer"
-LOOPBACK = ("127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -62,31 +52,29 @@ class Diagnosis:
         for own in facts.values():
             own["code"] = {name: value for name, value in own.get("code", {}).items() if name != "files"}
         return {
-            "v": 1,
-            "fails": fails(self.findings),
-            "hosts": list(survey.hosts),
+            "v": 1, "fails": fails(self.findings), "hosts": list(survey.hosts),
             "findings": [asdict(finding) for finding in self.findings],
             "addresses": {host: {"interface": i, "address": a} for host, (i, a) in survey.chosen.items()},
-            "mbps": matrix(survey, survey.mbps),
-            "latency_ms": matrix(survey, survey.latency_ms),
-            "clock_s": {host: offset for host, (offset, _) in survey.clock_s.items()},
-            "facts": facts,
-        }
+            "mbps": _nested(survey.mbps), "latency_ms": _nested(survey.latency_ms),
+            "clock_s": {host: offset for host, (offset, _) in survey.clock_s.items()}, "facts": facts,
+        }  # fmt: skip
 
 
-def diagnose(job: Job, say: Callable[[str], object] = lambda _line: None) -> Diagnosis:
-    """Examines the machines that the job names, or this machine; `say` receives which ports are open meanwhile.
+def _nested(values: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for (one, two), value in values.items():
+        found.setdefault(one, {})[two] = value
+    return found
 
-    Raises:
-        UserError: the job's list of machines can't be read.
-    """
-    machines = machines_of(job.cluster)
+
+def diagnose(job: Job, say: Callable[[str], object]) -> Diagnosis:
+    """Examines the machines that the job names, or this machine; `say` receives which ports are open meanwhile."""
+    machines, wanted = machines_of(job.cluster), facts_wanted(job, torch=job.cluster.device != "cpu")
     if not machines:
-        survey = _survey_here(job)
+        survey = _survey_here(job, wanted)
         return Diagnosis(survey, examine(survey))
     if len(machines) > 1:
         say(LISTENING)
-    wanted = facts_wanted(job, torch=job.cluster.device != "cpu")
     with scratch("doctor") as logs, assembled(machines, job.cluster, logs, wanted) as agents:
         survey = survey_agents(job, agents, machines)
         survey.collective = _test_all_reduce(job, agents, survey, say)
@@ -102,12 +90,10 @@ class Exposure:
     then: tuple[str, ...]  # a line for each kind of port that the job would open
 
     def as_json(self) -> dict[str, Any]:
-        """For scripts."""
         now = {host: [asdict(port) for port in ports] for host, ports in self.now.items()}
         return {"v": 1, "open": now, "errors": self.why_not, "then": list(self.then)}
 
     def lines(self) -> list[str]:
-        """For people."""
         found = [f"{host}: {what}" for host, what in self.why_not.items()]
         for host, ports in self.now.items():
             found += [f"{host}: {_describe(port)}" for port in ports] or [f"{host}: manyhands has no open port"]
@@ -119,26 +105,28 @@ def exposure(job: Job, say: Callable[[str], object]) -> Exposure:
     machines = machines_of(job.cluster)
     if not machines:
         then = "train, fit and session open ports on loopback only, for users of this machine"
-        return Exposure({"this machine": open_ports()}, {}, (then,))
+        return Exposure({"this machine": Probe().open_ports()}, {}, (then,))
     with scratch("doctor") as logs, assembled(machines, job.cluster, logs, facts_wanted(job)) as agents:
         ports = {machine.name: found for machine, found in agents.ask_each(call(Agent.open_ports)).items()}
         if len(machines) > 1:
             say(LISTENING)
         survey = survey_agents(job, agents, machines, measure=False)
         why_not = {host: contact.what for host, contact in agents.problems.items()}
+    return Exposure(ports, why_not, tuple(_ports_of_job(job, survey)))
+
+
+def _ports_of_job(job: Job, survey: Survey) -> Iterator[str]:
     hosts, chosen = survey.hosts, survey.chosen
     through_ssh = job.cluster.through_ssh or (public_addresses(chosen) and not job.cluster.interface)
     if len(hosts) == 1 or through_ssh or len(chosen) < len(hosts):
-        then = "ports on loopback only, for users of the machines; traffic between machines goes through ssh"
-        return Exposure(ports, why_not, (then,))
+        yield "ports on loopback only, for users of the machines; traffic between machines goes through ssh"
+        return
     closed = "then closed to new connections (with NCCL or on systems other than Linux: until the run ends)"
-    each = f"for each process and group, open to every host during the rendezvous, {closed}"
-    lines = (
-        f"{hosts[0]}: the store, on loopback; other machines: a loopback port that ssh forwards to the store",
-        *(f"{host}: a free port of {address} ({interface}) {each}" for host, (interface, address) in chosen.items()),
-        "traffic between these addresses is not encrypted; use --interface ssh to encrypt all traffic",
-    )
-    return Exposure(ports, why_not, lines)
+    yield f"{hosts[0]}: the store, on loopback; other machines: a loopback port that ssh forwards to the store"
+    for host, (interface, address) in chosen.items():
+        each = f"for each process and group, open to every host during the rendezvous, {closed}"
+        yield f"{host}: a free port of {address} ({interface}) {each}"
+    yield "traffic between these addresses is not encrypted; use --interface ssh to encrypt all traffic"
 
 
 def _describe(port: OpenPort) -> str:
@@ -164,36 +152,31 @@ def facts_wanted(job: Job, *, torch: bool = False) -> FactsWanted:
     return FactsWanted(workdir, runs, job.data.name, job.data.dir, torch)
 
 
-def _needs(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) -> Needs:
+def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Any]) -> Survey:
+    """Returns a survey of the machines' facts, without connections between them."""
     asked = {machine.name: machine.slots or job.cluster.processes for machine in machines}
     counts = {host: asked.get(host, 0) or len(own.get("accelerators", ())) or 1 for host, own in facts.items()}
-    carried = not job.cluster.sync_code
-    references = (job.data.name, job.data.held_out, job.model.name, *job.train.custom_code)
-    return Needs(
-        processes=counts,
-        threads=job.cluster.threads,
-        port=_rendezvous(job)[1],
-        interface=job.cluster.interface,
-        through_ssh=job.cluster.through_ssh,
-        download=job.data.download,
-        code=any(is_object_reference(word) for word in references) and carried,
-        files=tuple(word.rpartition(":")[0] for word in references if is_object_reference(word)) if carried else (),
-        device=job.cluster.device,
+    words = (job.data.name, job.data.held_out, job.model.name, *job.train.custom_code)
+    references = () if job.cluster.sync_code else tuple(filter(is_object_reference, words))
+    needs = Needs(
+        counts, job.cluster.threads, port=_rendezvous(job)[1], interface=job.cluster.interface,
+        through_ssh=job.cluster.through_ssh, device=job.cluster.device, download=job.data.download,
+        files=tuple(word.rpartition(":")[0] for word in references),
         reach={machine.name: reached_by(machine, job.cluster) for machine in machines},
-    )
+    )  # fmt: skip
+    return Survey(tuple(machine.name for machine in machines), dict(facts), needs=needs)
 
 
-def _survey_here(job: Job) -> Survey:
-    name = socket.gethostname()
-    facts = {name: gather(facts_wanted(job, torch=job.cluster.device != "cpu"))}
-    survey = known_of(job, [Machine(name, job.cluster.processes)], facts)
+def _survey_here(job: Job, wanted: FactsWanted) -> Survey:
+    name, facts = socket.gethostname(), gather(wanted)
+    survey = known_of(job, [Machine(name, job.cluster.processes)], {name: facts})
     address, port = _rendezvous(job)
-    if address in local_candidates(facts[name]) or address in LOOPBACK:
+    if address in {LOOPBACK, "::1", *local_candidates(facts)}:
         probe = Probe()
         (listener,) = probe.listen((address,), port)
         probe.unlisten()
         if listener.error:
-            survey.port_errors[name] = listener.trouble
+            survey.port_errors[name] = listener.error
     return survey
 
 
@@ -203,20 +186,11 @@ def _rendezvous(job: Job) -> tuple[str, int]:
     return (url.hostname or "", url.port or 0) if url.scheme == "tcp" else ("", 0)
 
 
-def known_of(job: Job, machines: Sequence[Machine], facts: Mapping[str, Facts]) -> Survey:
-    """Returns a survey of the machines' facts, without connections between them."""
-    return Survey(tuple(machine.name for machine in machines), dict(facts), needs=_needs(job, machines, facts))
-
-
 def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
-    """Tests connections between the machines that answer, and records why others of `machines` don't answer.
-
-    With `measure` clocks and the speed of links are measured too, which takes seconds.
-    """
-    facts = agents.facts
-    needs = _needs(job, machines, facts)
-    survey = take_survey(agents.ask_named, facts, [machine.name for machine in machines], needs, measure=measure)
-    survey.errors |= {host: problem for host, problem in agents.problems.items() if host in needs.reach}
+    """Tests connections between the machines that answer; with `measure`, takes seconds for clocks and links' speed."""
+    survey = known_of(job, machines, agents.facts)
+    take_survey(agents.ask_named, survey, measure=measure)
+    survey.errors |= {host: problem for host, problem in agents.problems.items() if host in survey.hosts}
     return survey
 
 
@@ -230,7 +204,7 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         except ManyhandsError as error:
             return AllReduceTest("failed", error.message)
         met = next(iter(orders.values())).rendezvous
-        store = "" if met.address == LOOPBACK[0] else f"port {met.port} of {met.address} and "
+        store = "" if met.address == LOOPBACK else f"port {met.port} of {met.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
         say(f"the all-reduce test opens {store}a free port on each of {where}, all without a password")
         ending = supervise(orders, Watch())

@@ -1,4 +1,1 @@
-"""Examines machines and reports problems.
-
-Not here: connections to other machines (`agents`), and anything that changes a machine.
-"""
+"""Examines machines and reports problems. Changes nothing; `agents` connects to other machines."""

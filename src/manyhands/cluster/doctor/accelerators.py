@@ -19,7 +19,6 @@ DRIVER_FILES = {
     "ascend": ("/usr/local/Ascend/driver/version.info", r"(?m)^Version=(\S+)"),
     "cann": ("/usr/local/Ascend/ascend-toolkit/latest/version.cfg", r"\[([\d.]+\w*)"),
 }
-PCI_DEVICES = Path("/sys/bus/pci/devices")
 # Vendors on the PCI bus, and the classes of their computing cards (03xx: display, 12xx: processing accelerator).
 CARDS = {"0x10de": ("NVIDIA", ("0x0300", "0x0302")), "0x1002": ("AMD", ("0x0380", "0x1200")),
          "0x19e5": ("Huawei", ("0x1200",))}  # fmt: skip
@@ -30,7 +29,6 @@ DRIVERS = {
     "AMD": "install the AMD driver (ROCm), then check that rocm-smi lists the card",
     "Huawei": "install the Ascend driver and firmware, then check that npu-smi info lists the card",
 }
-HIDDEN = {"", "-1", "NoDevFiles"}
 _ASK = """
 import json, warnings
 with warnings.catch_warnings(record=True) as said:
@@ -46,26 +44,18 @@ print("manyhands-accelerators", json.dumps(found))
 
 
 def ask_torch() -> dict[str, Any]:
-    """Asks torch in a process of its own, which takes as long as torch's import.
+    """Imports torch in a process of its own. Raises RunError: torch can't be imported.
 
-    Returns:
-        count: accelerators that this user's processes see; built_for: "CUDA 13.0", empty for a CPU build; version:
-        torch's; said: torch's own warning, if any.
-
-    Raises:
-        RunError: torch can't be imported.
+    Returns its version, the "count" of accelerators, "built_for" (CUDA 13.0; empty for CPUs) and what it "said".
     """
     done = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        name, _, content = line.partition(" ")
-        if name == "manyhands-accelerators":
-            return json.loads(content)
+    if found := re.search("^manyhands-accelerators (.*)", done.stdout, re.MULTILINE):
+        return json.loads(found[1])
     last = done.stderr.strip().rpartition("\n")[2]
     raise RunError(f"torch can't be imported: {last}", sys.executable, ("reinstall torch for this Python",))
 
 
 def count_accelerators() -> int:
-    """Returns the number of accelerators that this user's processes see."""
     return int(ask_torch()["count"])
 
 
@@ -79,8 +69,8 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace").strip() if path.is_file() else ""
 
 
-def cards(bus: Path = PCI_DEVICES) -> list[dict[str, str]]:
-    """Returns the plugged-in accelerator cards, with or without a driver: "vendor" and "address" on the PCI bus."""
+def cards(bus: Path = Path("/sys/bus/pci/devices")) -> list[dict[str, str]]:
+    """Returns vendor and PCI address of the accelerator cards, with or without a driver."""
     found: list[dict[str, str]] = []
     for device in sorted(bus.iterdir()) if bus.is_dir() else []:
         vendor, classes = CARDS.get(_text(device / "vendor"), ("", ()))
@@ -90,10 +80,7 @@ def cards(bus: Path = PCI_DEVICES) -> list[dict[str, str]]:
 
 
 def accelerators() -> list[dict[str, Any]]:
-    """Returns each accelerator with its name, memory and processes. Raises RuntimeError: the vendor's tool fails.
-
-    Ascend's are only found by their device files: the output of npu-smi isn't made for programs.
-    """
+    """Returns each accelerator with its name, memory and processes. Raises RuntimeError: the vendor's tool fails."""
     found: dict[str, dict[str, Any]] = {}
     if shutil.which("nvidia-smi"):
         fields = "index,uuid,name,memory.total,memory.used,utilization.gpu"
@@ -102,6 +89,7 @@ def accelerators() -> list[dict[str, Any]]:
         for uuid, pid, used, name in _ask_nvidia("compute-apps", "gpu_uuid,pid,used_memory,process_name"):
             if uuid in found:
                 found[uuid]["processes"].append({"pid": _number(pid), "used_mib": _number(used), "name": name})
+    # The output of npu-smi isn't made for programs.
     indices = sorted(int(path.name[7:]) for path in Path("/dev").glob("davinci[0-9]*") if path.name[7:].isdecimal())
     return [*found.values(), *(_accelerator("npu", index, "Ascend") for index in indices)]
 
@@ -127,12 +115,10 @@ def _number(text: str) -> int:
 def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str, ...]] | None:
     """Explains in one sentence why torch sees no accelerator on a machine that has one, with hints.
 
-    Returns None if torch sees one, if there is none, or if the user hid the devices. Uses the facts "cards",
-    "accelerators", "torch_devices" and "environment"; missing ones are unknown.
+    Returns None if torch sees one, if there is none, if the user hid the devices, or if facts are missing.
     """
-    environment = facts.get("environment", {})
-    seen = facts.get("torch_devices")
-    hidden = any(environment.get(name, "unset").strip() in HIDDEN for name in HIDING)
+    environment, seen = facts.get("environment", {}), facts.get("torch_devices")
+    hidden = any(environment.get(name, "unset").strip() in {"", "-1", "NoDevFiles"} for name in HIDING)
     if hidden or seen is None or seen.get("count"):
         return None
     working, installed = facts.get("accelerators", ()), facts.get("cards", ())
@@ -145,22 +131,18 @@ def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str,
         return None
     names = ", ".join(sorted({device["name"] for device in working}))
     what = f"{host} has {len(working)} accelerator(s) ({names}) that torch can't use"
+    built, version = seen.get("built_for"), seen.get("version", "")
     if all(device["kind"] == "npu" for device in working):
-        release = seen.get("version", "").partition("+")[0]
-        hints = (
-            f"install torch-npu for torch {release}: pip install torch-npu",
-            "if torch-npu is installed, check that it works with your CANN: python -c 'import torch_npu'",
-        )
-    elif not seen.get("built_for"):
-        what += f": torch {seen.get('version', '')} is a CPU build"
+        wanted = f"install torch-npu for torch {version.partition('+')[0]}: pip install torch-npu"
+        hints = (wanted, "if torch-npu is installed, check that it works with your CANN: python -c 'import torch_npu'")
+    elif not built:
+        what += f": torch {version} is a CPU build"
         hints = ("install a torch build for these accelerators: https://pytorch.org/get-started/locally",)
     else:
-        built = seen["built_for"]
-        hints = (
-            f"update the driver until nvidia-smi shows {built} or later, or install a torch build for an older version",
-            "in a container, pass the devices to the container (--gpus all)",
-        )
-    if seen.get("built_for") and seen.get("said"):
+        update = f"update the driver until nvidia-smi shows {built} or later"
+        hints = (f"{update}, or install a torch build for an older version",
+                 "in a container, pass the devices to the container (--gpus all)")  # fmt: skip
+    if built and seen.get("said"):
         what += f" ({seen['said']})"
     return what, hints
 
@@ -168,11 +150,9 @@ def explain_unused(facts: Mapping[str, Any], host: str) -> tuple[str, tuple[str,
 def unused_here() -> tuple[str, tuple[str, ...]] | None:
     """Runs `explain_unused` on this machine; asks torch only if there is an accelerator."""
     try:
-        working: list[dict[str, Any]] = accelerators()
+        working, installed = accelerators(), cards()
     except (OSError, RuntimeError) as error:
         hints = ("test the driver: nvidia-smi", "reload the driver")
         return f"the accelerators of this machine do not respond: {error}", hints
-    facts = {"accelerators": working, "cards": cards(), "environment": dict(os.environ)}
-    if not working and not facts["cards"]:
-        return None
-    return explain_unused({**facts, "torch_devices": ask_torch()}, "this machine")
+    facts = {"accelerators": working, "cards": installed, "environment": dict(os.environ)}
+    return explain_unused({**facts, "torch_devices": ask_torch() if working or installed else None}, "this machine")

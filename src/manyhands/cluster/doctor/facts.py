@@ -37,7 +37,6 @@ VARIABLES = (
     *INTERFACE_VARIABLES, "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "NCCL_IB_DISABLE",
     *HIDING,
 )  # fmt: skip
-MOST_RULES = 200
 # Programs that train on several processes.
 TRAINERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed", "horovodrun",
             "msrun", "mpirun")  # fmt: skip
@@ -46,13 +45,9 @@ AGENTS = ("manyhands.cluster.agents.agent", "manyhands.cluster.agents.elastic")
 SHM = Path("/dev/shm")
 PACKAGES = ("torch", "torchvision", "numpy", "torch-npu", "mindspore")
 PACKAGE = Path(__file__).parents[2]
-# NCCL comes as a package of its own, named after the CUDA that it is for.
-NCCL = tuple(f"nvidia-nccl-cu{version}" for version in (11, 12, 13, 14))
 # A folder with more files is not the code of a job.
-MOST_FILES = 2000
-MOST_FOLDERS = 5000
+MOST_FILES, MOST_FOLDERS = 2000, 5000
 DATA_S = 3.0
-BUILT_IN = ("digits", "synthetic")
 
 
 def gather(wanted: FactsWanted) -> dict[str, Any]:
@@ -63,11 +58,11 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
     collectors: dict[str, Callable[[], Any]] = {
         "name": host_name, "interfaces": interfaces, "default_interface": default_interface, "firewall": firewall_rules,
         "python": lambda: {"version": platform.python_version(), "path": sys.executable},
-        "versions": versions, "torchvision": torchvision_misfit, "compiler": has_compiler, "package": package_hash,
-        "drivers": driver_versions, "accelerators": accelerators, "cards": cards,
-        "torch_devices": lambda: (
-            ask_torch() if wanted.torch and any(map(facts.get, ("accelerators", "cards"))) else None
-        ),
+        "versions": versions, "torchvision": torchvision_misfit,
+        "compiler": lambda: any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))),
+        "package": package_hash, "drivers": driver_versions, "accelerators": accelerators, "cards": cards,
+        "torch_devices": lambda: ask_torch() if wanted.torch and (facts.get("accelerators") or facts.get("cards"))
+        else None,
         "cores": cores,
         "load": lambda: psutil.getloadavg()[0],  # processes running or ready, averaged over the last minute
         "memory": lambda: dict(zip(("total", "free"), memory(), strict=True)),
@@ -78,9 +73,8 @@ def gather(wanted: FactsWanted) -> dict[str, Any]:
         "machine": this_machine, "user": getpass.getuser, "open_files": _open_files,
     }  # fmt: skip
     for name in wanted.only or collectors:
-        collect = collectors[name]
         try:
-            facts[name] = collect()
+            facts[name] = collectors[name]()
         except Exception as error:  # noqa: BLE001 - a missing fact must not hide the others; it is reported
             errors[name] = f"{type(error).__name__}: {error}"
     environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
@@ -94,7 +88,6 @@ def _open_files() -> int:
 
 
 def host_name() -> dict[str, Any]:
-    """Returns the host's name and the addresses that it resolves to here."""
     name = socket.gethostname()
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -108,10 +101,11 @@ def interfaces() -> list[dict[str, Any]]:
     states, longest = psutil.net_if_stats(), {socket.AF_INET: 32, socket.AF_INET6: 128}
     found: list[dict[str, Any]] = []
     for name, entries in psutil.net_if_addrs().items():
-        addresses: list[dict[str, Any]] = []
-        for entry in (each for each in entries if each.family in longest):
-            bits = int(ip_address(entry.netmask)).bit_count() if entry.netmask else longest[entry.family]
-            addresses.append({"address": entry.address.partition("%")[0], "prefix": bits})
+        addresses = [
+            {"address": each.address.partition("%")[0],
+             "prefix": int(ip_address(each.netmask)).bit_count() if each.netmask else longest[each.family]}
+            for each in entries if each.family in longest
+        ]  # fmt: skip
         up, _, speed, mtu, *_ = states.get(name, (False, 0, 0, 0))
         found.append({"name": name, "up": up, "speed_mbps": speed, "mtu": mtu, "addresses": addresses})
     return found
@@ -134,15 +128,14 @@ def firewall_rules() -> list[str]:
     if os.name != "posix" or os.geteuid() != 0:
         return []
     rules: list[str] = []
-    for command in (["nft", "list", "ruleset"], ["iptables-save"], ["ip6tables-save"]):
-        if not shutil.which(command[0]):
-            continue
+    commands = (["nft", "list", "ruleset"], ["iptables-save"], ["ip6tables-save"])
+    for command in (each for each in commands if shutil.which(each[0])):
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3)
         for line in done.stdout.splitlines():
             words = set(line.lower().replace(";", " ").split())
             if words & {"drop", "reject"} or line.startswith((":INPUT DROP", ":OUTPUT DROP")):
                 rules.append(line.strip())
-    return rules[:MOST_RULES]
+    return rules[:200]
 
 
 def places(named: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
@@ -180,9 +173,10 @@ def other_jobs() -> list[dict[str, Any]]:
 
 def versions() -> dict[str, str]:
     """Returns the versions of packages that all machines should have in common; without those not installed."""
-    found = {name: version for name in PACKAGES if (version := _version(name))}
-    nccl = [version for name in NCCL if (version := _version(name))]
-    return {"manyhands": sys.modules["manyhands"].__version__, **found, **({"nccl": nccl[-1]} if nccl else {})}
+    found = {"manyhands": sys.modules["manyhands"].__version__, **{name: _version(name) for name in PACKAGES}}
+    for cuda in (11, 12, 13, 14):  # NCCL comes as a package of its own, named after the CUDA that it is for
+        found["nccl"] = _version(f"nvidia-nccl-cu{cuda}") or found.get("nccl", "")
+    return {name: version for name, version in found.items() if version}
 
 
 def torchvision_misfit() -> str:
@@ -202,17 +196,9 @@ def torchvision_misfit() -> str:
     return misfit if tried.returncode else ""
 
 
-def has_compiler() -> bool:
-    """Returns True if there is a C++ compiler, which torch.compile needs."""
-    return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++"))))
-
-
 def package_hash() -> str:
     """Hashes manyhands' own source, because two checkouts may have the same version."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+    return _common(f"{path.relative_to(PACKAGE).as_posix()} {_hash(path)}" for path in PACKAGE.rglob("*.py"))
 
 
 def _version(name: str) -> str:
@@ -231,7 +217,7 @@ def code(folder: Path) -> dict[str, Any]:
         for path in code_files(folder, most_folders=MOST_FOLDERS):
             if len(files) == MOST_FILES:
                 raise TooManyFoldersError
-            files[path.relative_to(folder).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+            files[path.relative_to(folder).as_posix()] = _hash(path)
     except TooManyFoldersError:
         complete = False
     common = _common(f"{name} {digest}" for name, digest in files.items())
@@ -242,26 +228,24 @@ def code(folder: Path) -> dict[str, Any]:
 def dataset(name: str, folder: str, workdir: Path) -> dict[str, Any]:
     """Finds a data set on this machine and hashes its files' names and sizes.
 
-    Returns:
-        "kind": none (made, not stored), folder or named; unless none, "path" and "exists"; if it exists, "files",
-        "bytes", "hash", and "whole", which is false if there was no time to see all files.
+    Its kind is none (made, not stored), folder or named; "whole" is false if there was no time to see all files.
     """
-    if not name or name in BUILT_IN or name.startswith("synthetic:") or ".py:" in name:
+    if not name or name in {"digits", "synthetic"} or name.startswith("synthetic:") or ".py:" in name:
         return {"kind": "none"}
     path = workdir / Path(name).expanduser()
     if path.is_dir() or "/" in name or name.startswith("."):
         return {"kind": "folder", "path": str(path.absolute()), **_tree([path] if path.is_dir() else [])}
     above = data_folder(DataOptions(dir=folder))
-
-    def plain(name: str) -> str:
-        return "".join(filter(str.isalnum, name.lower()))
-
-    word = plain(name.partition(":")[2] or name)
+    word = _plain(name.partition(":")[2] or name)
     entries = sorted(above.iterdir()) if above.is_dir() else []
-    roots = [entry for entry in entries if plain(entry.name).startswith(word)]
+    roots = [entry for entry in entries if _plain(entry.name).startswith(word)]
     if not roots and above.is_dir() and recognise(above) == name:
         roots = [above]
     return {"kind": "named", "path": str(above / name), **_tree(roots)}
+
+
+def _plain(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def _tree(roots: list[Path]) -> dict[str, Any]:
@@ -282,6 +266,10 @@ def _tree(roots: list[Path]) -> dict[str, Any]:
                 complete = False
                 break
     return {"exists": True, "files": len(lines), "bytes": total, "hash": _common(lines), "whole": complete}
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def _common(lines: Iterable[str]) -> str:

@@ -13,9 +13,10 @@ CHECKS = "manyhands.cluster.doctor.checks"
 Facts = Mapping[str, Any]
 Severity = Literal["fail", "warn", "ok"]
 Reached = Literal["ok", "refused", "timeout", "unreachable", "other"]
+Pair = tuple[str, str]
 Value = TypeVar("Value", bound=Hashable)
 
-WORST_FIRST: tuple[Severity, ...] = ("fail", "warn", "ok")
+WORST_FIRST = ("fail", "warn", "ok")
 # The order of equally bad findings: first what must be fixed before the rest can be seen.
 ORDER = ("contact", "twice", "reach", "interface", "port", "accelerators", "versions", "data", "code", "memory", "disk",
          "collective", "links", "names", "jobs", "cpu", "clock", "facts")  # fmt: skip
@@ -38,8 +39,7 @@ class Attempt:
     """One attempt of a machine to connect to another at one of its addresses."""
 
     address: str  # of the other machine
-    # refused: nothing listens there or a firewall rejects; timeout: no answer at all; unreachable: no route;
-    # other: something answers that isn't our machine
+    # timeout: no answer; refused: nothing listens, or a firewall rejects; other: another program or machine answers
     result: Reached
     local: str = ""  # the source address; empty without a connection
     latency_ms: float | None = None  # median round trip of a small message
@@ -75,7 +75,6 @@ class Needs:
     interface: str = ""  # that the job names; empty: found by testing
     through_ssh: bool = False  # the machines connect through ssh alone
     download: bool = True  # a named data set may be fetched where it is missing
-    code: bool = False  # the job uses the user's own Python files
     files: tuple[str, ...] = ()  # the user's own files that the job names, by their path in the work folder
     device: str = "auto"  # auto, or torch's name of a device
     # host to the command that reaches it from here: the user's ssh, with port and user
@@ -90,29 +89,22 @@ class Survey:
     facts: dict[str, Facts] = field(default_factory=dict)  # of each machine that answers
     errors: dict[str, Contact] = field(default_factory=dict)  # for each machine that doesn't answer
     # (from, to) to the attempts, one for each address of the second machine
-    reach: dict[tuple[str, str], tuple[Attempt, ...]] = field(default_factory=dict)
-    # the interface and address of each machine for the other machines
-    chosen: dict[str, tuple[str, str]] = field(default_factory=dict)
-    mbps: dict[tuple[str, str], float] = field(default_factory=dict)  # (from, to) to the measured bandwidth
-    # (from, to) to the median round trip of a small message
-    latency_ms: dict[tuple[str, str], float] = field(default_factory=dict)
+    reach: dict[Pair, tuple[Attempt, ...]] = field(default_factory=dict)
+    chosen: dict[str, tuple[str, str]] = field(default_factory=dict)  # each machine's interface and address for others
+    mbps: dict[Pair, float] = field(default_factory=dict)  # (from, to) to the measured bandwidth
+    latency_ms: dict[Pair, float] = field(default_factory=dict)  # (from, to) to a small message's median round trip
     # offset of each machine's clock from this machine's, and the error of that offset
     clock_s: dict[str, tuple[float, float]] = field(default_factory=dict)
-    # host to the reason why the port that the job names can't be used there
-    port_errors: dict[str, str] = field(default_factory=dict)
+    port_errors: dict[str, str] = field(default_factory=dict)  # why the port that the job names can't be used on a host
     collective: AllReduceTest | None = None  # None if not all machines could take part
     needs: Needs = field(default_factory=Needs)  # of the job
 
     def fact(self, *path: str) -> dict[str, Any]:
         """Returns one fact of each machine that has it, in the order of the hosts."""
-        found: dict[str, Any] = {}
-        for host in self.hosts:
-            value: Any = self.facts.get(host)
-            for key in path:
-                value = value.get(key) if isinstance(value, Mapping) else None
-            if value is not None:
-                found[host] = value
-        return found
+        found: dict[str, Any] = {host: self.facts.get(host) for host in self.hosts}
+        for key in path:
+            found = {host: value.get(key) for host, value in found.items() if isinstance(value, Mapping)}
+        return {host: value for host, value in found.items() if value is not None}
 
     def on_host(self, host: str, command: str) -> str:
         """Returns the command line that runs a command on a host from here."""
@@ -139,14 +131,10 @@ def examine(survey: Survey) -> list[DoctorFinding]:
 
 def sort_out(found: list[DoctorFinding]) -> list[DoctorFinding]:
     """Keeps one finding for each cause and none that another one explains, the worst first."""
-
-    def weight(finding: DoctorFinding) -> tuple[int, int]:
-        place = ORDER.index(finding.check) if finding.check in ORDER else len(ORDER)
-        return WORST_FIRST.index(finding.severity), place
-
     explained = {cause for finding in found if finding.severity != "ok" for cause in finding.explains}
     by_cause: dict[str, DoctorFinding] = {}
-    for finding in sorted(found, key=weight):
+    order = (*ORDER, *(finding.check for finding in found))  # a new check's findings come last
+    for finding in sorted(found, key=lambda each: (WORST_FIRST.index(each.severity), order.index(each.check))):
         cause = finding.cause or f"{finding.check}:{finding.what}"
         if cause not in explained:
             by_cause.setdefault(cause, finding)
@@ -159,10 +147,7 @@ def fails(found: list[DoctorFinding]) -> bool:
 
 def odd_ones(values: Mapping[str, Value]) -> tuple[Value | None, dict[str, Value]]:
     """Returns the most common value (of equally common ones, the first host's), and the hosts with other values."""
-    if not values:
-        return None, {}
-    counts = Counter(values.values())
-    common = max(values.values(), key=lambda value: counts[value])
+    common = max(values.values(), key=Counter(values.values()).__getitem__, default=None)
     return common, {host: value for host, value in values.items() if value != common}
 
 

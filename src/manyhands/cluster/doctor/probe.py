@@ -7,6 +7,8 @@ is not taken for the intended one. It only counts bytes, and closes itself after
 import contextlib
 import errno
 import hmac
+import os
+import re
 import secrets
 import select
 import socket
@@ -14,6 +16,7 @@ import statistics
 import struct
 import threading
 import time
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -26,7 +29,6 @@ from manyhands.parallel.group.ports import holder_of
 TOKEN_BYTES = 16
 ECHO, COUNT = b"E", b"C"
 READY = b"manyhands\n"
-EXCHANGES = 5
 BLOCK_BYTES = 256 * 1024
 # Bytes in flight when the time is up don't count; a small buffer keeps them few on slow links.
 SEND_BUFFER_BYTES = 512 * 1024
@@ -34,9 +36,6 @@ SEND_BUFFER_BYTES = 512 * 1024
 WARM_UP = 0.25
 PEER_PATIENCE_S, CONNECT_S = 5.0, 3.0
 OPEN_AT_ONCE = 64
-# Addresses that stand for all of a machine's own, and one of those.
-EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-ANSWER_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,6 @@ class Listener:
     port: int = 0  # of the listener
     token: str = ""  # a peer that does not know it gets no answer
     error: str = ""  # the reason why nothing listens; empty if it listens
-    holder: str = ""  # the process that holds the port, if that is the reason
-
-    @property
-    def trouble(self) -> str:
-        """The error and the process that holds the port; empty if it listens."""
-        return self.error + (f", by {self.holder}" if self.holder else "")
 
 
 @dataclass(frozen=True)
@@ -78,22 +71,18 @@ def _answer(connection: socket.socket, token: bytes) -> None:
     elif asked == COUNT:
         (seconds,) = struct.unpack("!d", _exactly(connection, 8))
         connection.sendall(struct.pack("!dd", *_count(connection, min(max(seconds, 0.01), 10.0))))
-        # Receive the bytes in flight until the sender closes: closing with unread bytes would send a reset, which may
-        # overtake the answer on its way through ssh.
-        place = bytearray(BLOCK_BYTES)
-        while connection.recv_into(place):
+        # Closing with unread bytes would send a reset, which may overtake the answer on its way through ssh.
+        while connection.recv(BLOCK_BYTES):
             pass
 
 
 def _count(connection: socket.socket, seconds: float) -> tuple[float, float]:
     """Returns the number of bytes received after a warm-up, and the seconds that they took."""
-    place = memoryview(bytearray(BLOCK_BYTES))
-    start = time.monotonic()
-    count, since, last = 0, 0.0, start
+    place, count, since = memoryview(bytearray(BLOCK_BYTES)), 0, 0.0
+    start = last = time.monotonic()
     # On a busy machine the time may be over before anything counts.
     while last - start < seconds or not count:
-        received = connection.recv_into(place)
-        if not received:
+        if not (received := connection.recv_into(place)):
             break
         last = time.monotonic()
         if since:
@@ -108,10 +97,10 @@ def _connect(target: Listener, timeout_s: float) -> Attempt:
     local, latency_ms, times = "", None, list[float]()
     result: Reached = "ok"
     try:
-        with _open_connection(target, timeout_s) as connection:
+        with _connected(target, timeout_s) as connection:
             local = connection.getsockname()[0]
             connection.sendall(ECHO)
-            for _ in range(EXCHANGES):
+            for _ in range(5):
                 start = time.perf_counter()
                 connection.sendall(b".")
                 _exactly(connection, 1)
@@ -120,9 +109,8 @@ def _connect(target: Listener, timeout_s: float) -> Attempt:
     except _OtherError:
         result = "other"
     except OSError as error:
-        refused = error.errno in (errno.ECONNREFUSED, errno.ECONNRESET)
-        late = isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT
-        result = "timeout" if late else "refused" if refused else "unreachable"
+        refused = isinstance(error, (ConnectionRefusedError, ConnectionResetError))
+        result = "timeout" if isinstance(error, TimeoutError) else "refused" if refused else "unreachable"
     return Attempt(target.address, result, local, latency_ms, target.port)
 
 
@@ -130,14 +118,10 @@ class _OtherError(Exception):
     """Something answers that doesn't know the token."""
 
 
-def _open_connection(target: Listener, timeout_s: float, send_buffer: int = 0) -> socket.socket:
-    connection = socket.socket(socket.AF_INET6 if ":" in target.address else socket.AF_INET)
-    try:
-        connection.settimeout(timeout_s)
+@contextlib.contextmanager
+def _connected(target: Listener, timeout_s: float) -> Generator[socket.socket]:
+    with socket.create_connection((target.address, target.port), timeout_s) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if send_buffer:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        connection.connect((target.address, target.port))
         try:
             connection.sendall(bytes.fromhex(target.token))
             known = _exactly(connection, len(READY)) == READY
@@ -145,43 +129,22 @@ def _open_connection(target: Listener, timeout_s: float, send_buffer: int = 0) -
             known = False
         if not known:
             raise _OtherError
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        yield connection
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    parts = bytearray()
+    parts = b""
     while len(parts) < count:
-        part = connection.recv(count - len(parts))
-        if not part:
+        if not (part := connection.recv(count - len(parts))):
             raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection")
         parts += part
-    return bytes(parts)
-
-
-def open_ports() -> tuple[OpenPort, ...]:
-    """Returns the ports of this user's manyhands processes and their children, as far as the system shows them."""
-    ours: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if any(word == "manyhands" or word.startswith("manyhands.") or word.endswith("/manyhands") for word in words):
-            with contextlib.suppress(psutil.Error):  # it has ended
-                ours |= {each.pid: each for each in (process, *process.children(recursive=True))}
-    found: dict[tuple[str, int], OpenPort] = {}
-    for pid, process in ours.items():
-        with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
-            for each in process.net_connections("tcp"):
-                if each.status == psutil.CONN_LISTEN:
-                    place = each.laddr
-                    found[place.ip, place.port] = OpenPort(place.ip, place.port, pid, _lets_in(place.ip, place.port))
-    return tuple(found[place] for place in sorted(found))
+    return parts
 
 
 def _lets_in(address: str, port: int) -> bool:
+    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # one of the addresses that it stands for
     try:
-        socket.create_connection((EVERYWHERE.get(address, address), port), timeout=ANSWER_S).close()
+        socket.create_connection((own, port), timeout=0.5).close()
     except OSError:
         return False
     return True
@@ -200,20 +163,17 @@ class Probe:
         return tuple(self._listen(address, port, time.monotonic() + seconds) for address in addresses)
 
     def _listen(self, address: str, port: int, until: float) -> Listener:
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, port))
-            listener.listen(OPEN_AT_ONCE)
+            listener = socket.create_server((address, port), family=family, backlog=OPEN_AT_ONCE)
         except OSError as error:
-            listener.close()
+            reason = os.strerror(error.errno) if error.errno else str(error)
             holder = holder_of(port) if error.errno == errno.EADDRINUSE else ""
-            return Listener(address, error=error.strerror or str(error), holder=holder)
+            return Listener(address, error=f"{reason}, by {holder}" if holder else reason)
         self._listening.append(listener)
-        opened = Listener(address, listener.getsockname()[1], secrets.token_hex(TOKEN_BYTES))
-        token = bytes.fromhex(opened.token)
+        token = secrets.token_bytes(TOKEN_BYTES)
         threading.Thread(target=self._accept, args=(listener, token, until), daemon=True).start()
-        return opened
+        return Listener(address, listener.getsockname()[1], token.hex())
 
     def _accept(self, listener: socket.socket, token: bytes, until: float) -> None:
         # An OSError is the end: the listener was closed, or its time is over.
@@ -236,7 +196,6 @@ class Probe:
 
     @remote
     def unlisten(self) -> None:
-        """Closes all listeners."""
         while self._listening:
             listener = self._listening.pop()
             try:
@@ -252,17 +211,15 @@ class Probe:
     ) -> dict[str, tuple[Attempt, ...]]:
         """Connects to other machines' listeners, all at once; returns one attempt for each, by machine."""
         with ThreadPoolExecutor(min(sum(map(len, targets.values())), OPEN_AT_ONCE) or 1) as pool:
-            tries = {
-                name: [pool.submit(_connect, listener, timeout_s) for listener in listeners]
-                for name, listeners in targets.items()
-            }
-            return {name: tuple(attempt.result() for attempt in made) for name, made in tries.items()}
+            tries = {name: pool.map(lambda one: _connect(one, timeout_s), found) for name, found in targets.items()}
+            return {name: tuple(attempts) for name, attempts in tries.items()}
 
     @remote
     def measure(self, target: Listener, seconds: float) -> float | None:
         """Sends to a listener for about so long, as fast as possible; returns Mbit/s, or None if that failed."""
         try:
-            with _open_connection(target, PEER_PATIENCE_S, SEND_BUFFER_BYTES) as connection:
+            with _connected(target, PEER_PATIENCE_S) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
                 connection.sendall(COUNT + struct.pack("!d", seconds))
                 block, deadline = memoryview(bytes(BLOCK_BYTES)), time.monotonic() + seconds + PEER_PATIENCE_S
                 connection.setblocking(False)
@@ -282,10 +239,22 @@ class Probe:
 
     @remote
     def clock(self) -> float:
-        """Returns the time of this machine's clock."""
         return time.time()
 
     @remote
     def open_ports(self) -> tuple[OpenPort, ...]:
-        """Returns the ports that manyhands has open on this machine."""
-        return open_ports()
+        """Returns the ports of this user's manyhands processes and their children, as far as the system shows them."""
+        ours: dict[int, psutil.Process] = {}
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if any(re.fullmatch(r"(.*/)?manyhands|manyhands\..*", word, re.DOTALL) for word in words):
+                with contextlib.suppress(psutil.Error):  # it has ended
+                    ours |= {each.pid: each for each in (process, *process.children(recursive=True))}
+        found: dict[tuple[str, int], OpenPort] = {}
+        for pid, process in ours.items():
+            with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+                for each in process.net_connections("tcp"):
+                    if each.status == psutil.CONN_LISTEN:
+                        ip, port = each.laddr.ip, each.laddr.port
+                        found[ip, port] = OpenPort(ip, port, pid, _lets_in(ip, port))
+        return tuple(found[place] for place in sorted(found))

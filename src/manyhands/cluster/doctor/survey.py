@@ -7,66 +7,52 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Any, NamedTuple
 
-from manyhands.cluster.doctor.findings import Attempt, Contact, Facts, Needs, Survey
+from manyhands.cluster.doctor.findings import Attempt, Contact, Facts, Pair, Survey
 from manyhands.cluster.doctor.probe import Listener, Probe
 from manyhands.cluster.messages import R, Request, call
 from manyhands.core.errors import RunError
 
 # Longer than the slowest measurement.
 ANSWER_S = 30.0
-MEASURE_S = 0.4
+MEASURE_S, LISTEN_S = 0.4, 120.0
 # With many machines not every pair is measured, so that a survey takes seconds; nor does each machine connect to all
 # others, which would be a million connections with a thousand machines.
 MOST_ROUNDS, MOST_TRIED = 24, 64
-AGAIN_FACTOR = 2.0
-CLOCK_QUESTIONS = 3
-LISTEN_S = 120.0
 # Prefixes of interfaces inside a machine, and of tunnels.
 VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali", "lxc", "lxd", "vmnet", "vboxnet", "podman")
 TUNNELS = ("tun", "tap", "wg", "tailscale", "zt", "utun")
-Pair = tuple[str, str]
 # Asks several machines at once, by name; returns the answer of each, or the RunError in its place.
 AskMachines = Callable[[Mapping[str, Request[Any]], float], Mapping[str, Any]]
 
 
-def take_survey(
-    ask: AskMachines, facts: Mapping[str, Facts], hosts: Sequence[str], needs: Needs, *, measure: bool = True
-) -> Survey:
-    """Tests the connections between machines whose facts are known.
+def take_survey(ask: AskMachines, survey: Survey, *, measure: bool = True) -> None:
+    """Tests the connections between machines whose facts are in a survey; with `measure` their clocks and speed too.
 
-    `hosts` are all machines in the order of their ranks, those included that don't answer. A machine that stops
-    answering meanwhile is noted among the survey's errors, and left out of the rest. `measure`: clocks and the speed of
-    links too, which takes seconds.
+    A machine that stops answering meanwhile is noted among the survey's errors, and left out of the rest.
     """
-    surveyor = _Surveyor(ask, Survey(tuple(hosts), dict(facts), needs=needs))
-    survey = surveyor.survey
+    surveyor = _Surveyor(ask, survey)
     if measure:
         surveyor.compare_clocks()
-    if len(surveyor.hosts) > 1 and not needs.through_ssh:
-        surveyor.listen()
+    if len(surveyor.hosts) > 1 and not survey.needs.through_ssh:
         surveyor.connect_all()
-        survey.chosen = choose_addresses(surveyor.narrowed(), survey.reach)
         if measure:
             surveyor.measure_all()
         surveyor.ask(dict.fromkeys(surveyor.hosts, call(Probe.unlisten)))
     surveyor.try_port()
-    return survey
 
 
 class _Surveyor:
     """Asks the machines that still answer, and fills in the survey."""
 
     def __init__(self, ask: AskMachines, survey: Survey) -> None:
-        self.survey = survey
-        self.hosts = list(survey.facts)
-        self._ask = ask
+        self.survey, self.hosts, self._ask = survey, list(survey.facts), ask
         self._listeners: dict[str, tuple[Listener, ...]] = {}
 
-    def ask(self, requests: Mapping[str, Request[R]], timeout_s: float = ANSWER_S) -> dict[str, R]:
+    def ask(self, requests: Mapping[str, Request[R]]) -> dict[str, R]:
         """Asks several machines at once; those that fail are noted, and not asked again."""
         asked = {host: request for host, request in requests.items() if host in self.hosts}
         answers: dict[str, R] = {}
-        for host, reply in self._ask(asked, timeout_s).items() if asked else ():
+        for host, reply in self._ask(asked, ANSWER_S).items() if asked else ():
             if isinstance(reply, RunError):
                 self.hosts.remove(host)
                 self.survey.facts.pop(host, None)
@@ -80,7 +66,7 @@ class _Surveyor:
         """Takes the quickest of a few answers; its duration bounds the error of the offset."""
         for host in list(self.hosts):
             tries: list[tuple[float, float]] = []
-            for _ in range(CLOCK_QUESTIONS):
+            for _ in range(3):
                 before = time.time()
                 shown = self.ask({host: call(Probe.clock)}).get(host)
                 after = time.time()
@@ -90,57 +76,49 @@ class _Surveyor:
                 uncertain, offset = min(tries)
                 self.survey.clock_s[host] = (offset, uncertain)
 
-    def narrowed(self) -> dict[str, Facts]:
-        """Returns the facts with only the interface that the job names, where a machine has it."""
-        wanted, narrowed = self.survey.needs.interface, dict[str, Facts]()
-        for host, facts in self.survey.facts.items():
-            named = [entry for entry in facts.get("interfaces", ()) if entry["name"] == wanted]
-            narrowed[host] = {**facts, "interfaces": named} if named else facts
-        return narrowed
-
-    def listen(self) -> None:
-        """Has each machine listen on each of its addresses."""
-        addresses = {host: tuple(local_candidates(facts)) for host, facts in self.narrowed().items()}
+    def connect_all(self) -> None:
+        """Has each machine listen on its addresses and connect to others', on the job's interface where it has that."""
+        wanted, survey = self.survey.needs.interface, self.survey
+        narrowed = dict(survey.facts)
+        for host, facts in survey.facts.items():
+            if named := [entry for entry in facts.get("interfaces", ()) if entry["name"] == wanted]:
+                narrowed[host] = {**facts, "interfaces": named}
+        addresses = {host: tuple(local_candidates(facts)) for host, facts in narrowed.items()}
         answers = self.ask({host: call(Probe.listen, own, seconds=LISTEN_S) for host, own in addresses.items()})
         self._listeners = {host: tuple(one for one in found if not one.error) for host, found in answers.items()}
-
-    def connect_all(self) -> None:
         requests = {
             host: call(Probe.connect, {other: self._listeners[other] for other in tried if other in self._listeners})
             for host, tried in ways_tried(self.hosts).items()
         }
         for host, attempts in self.ask(requests).items():
-            self.survey.reach |= {(host, other): tries for other, tries in attempts.items()}
+            survey.reach |= {(host, other): tries for other, tries in attempts.items()}
+        survey.chosen = choose_addresses({host: narrowed[host] for host in survey.facts}, survey.reach)
 
     def measure_all(self) -> None:
         """Measures in rounds of disjoint pairs, so that no machine's link carries two measurements at once.
 
-        A machine that is busy for a moment makes a link look slow, or gives no figure at all, and nothing makes it look
-        fast: so odd ones are tried again.
+        Slow links are measured again: a machine that is busy for a moment makes a link look slow, and nothing fast.
         """
-        mbps = self.survey.mbps
-        for pairs in rounds(self.hosts, MOST_ROUNDS):
-            self._measure(pairs)
-        usual = statistics.median(mbps.values()) if mbps else 0.0
-        for pairs in rounds(self.hosts, MOST_ROUNDS):
-            self._measure([pair for pair in pairs if mbps.get(pair, 0.0) * AGAIN_FACTOR <= usual])
+        mbps, usual = self.survey.mbps, 0.0
+        for again in (False, True):
+            for pairs in rounds(self.hosts, MOST_ROUNDS):
+                self._measure([p for p in pairs if not again or mbps.get(p, 0.0) <= usual / 2])
+            usual = statistics.median(mbps.values()) if mbps else 0.0
 
     def _measure(self, pairs: list[Pair]) -> None:
         """Measures where the first of a pair reached the second: at the chosen address, or at any."""
         survey, requests = self.survey, dict[str, Request[float | None]]()
         for pair in pairs:
-            reached = [attempt for attempt in survey.reach.get(pair, ()) if attempt.result == "ok"]
-            if reached:
+            if reached := [attempt for attempt in survey.reach.get(pair, ()) if attempt.result == "ok"]:
                 chosen = survey.chosen.get(pair[1], ("", ""))[1]
                 attempt = min(reached, key=lambda attempt: attempt.address != chosen)
                 target = next(one for one in self._listeners[pair[1]] if one.address == attempt.address)
                 requests[pair[0]] = call(Probe.measure, target, MEASURE_S)
                 if attempt.latency_ms is not None:
                     survey.latency_ms[pair] = attempt.latency_ms
-        receivers = dict(pairs)
-        for host, mbps in self.ask(requests).items():
-            if mbps is not None:
-                pair = host, receivers[host]
+        answers = self.ask(requests)
+        for pair in pairs:
+            if mbps := answers.get(pair[0]):
                 survey.mbps[pair] = max(mbps, survey.mbps.get(pair, 0.0))
 
     def try_port(self) -> None:
@@ -151,15 +129,14 @@ class _Surveyor:
         if not (port and address and host in self.hosts):
             return
         (listener,) = self.ask({host: call(Probe.listen, (address,), port)}).get(host, (None,))
-        if listener and listener.error:
-            survey.port_errors[host] = listener.trouble
-        elif listener:
+        problem = listener.error if listener else ""
+        if listener and not problem:
             connect = call(Probe.connect, {host: (listener,)})
             answers = self.ask({other: connect for other in self.hosts if other != host})
             results = {other: tries[host][0].result for other, tries in answers.items()}
-            lost = [f"{other} can't connect ({result})" for other, result in results.items() if result != "ok"]
-            if lost:
-                survey.port_errors[host] = "; ".join(lost)
+            problem = "; ".join(f"{other} can't connect ({why})" for other, why in results.items() if why != "ok")
+        if problem:
+            survey.port_errors[host] = problem
         self.ask({host: call(Probe.unlisten)})
 
 
@@ -172,89 +149,66 @@ def ways_tried(hosts: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-class AddressCandidate(NamedTuple):
-    """One address of a machine."""
-
+class _Candidate(NamedTuple):
     interface: str  # its name
-    address: str
     ip: IPv4Address | IPv6Address
     network: str  # the subnet, as text
     speed_mbps: int  # as the interface reports it; 0 if unknown
 
 
-def choose_addresses(
-    facts: Mapping[str, Facts], reach: Mapping[tuple[str, str], Sequence[Attempt]]
-) -> dict[str, tuple[str, str]]:
+def choose_addresses(facts: Mapping[str, Facts], reach: Mapping[Pair, Sequence[Attempt]]) -> dict[str, tuple[str, str]]:
     """Selects each machine's interface and address: one that every machine that tried did reach, if there is one.
 
     Of several: the same family on all machines (IPv4 first), no container bridges, no tunnels, the subnet that most
     machines share, private before public, the faster interface.
     """
-    candidates: dict[str, list[AddressCandidate]] = {}
+    candidates: dict[str, list[_Candidate]] = {}
     for host in facts:
         tries = [reach[other, host] for other in facts if (other, host) in reach]
         reached = [{attempt.address for attempt in tried if attempt.result == "ok"} for tried in tries]
-        found = [each for each in _candidates(facts[host]) if all(each.address in addresses for addresses in reached)]
-        if found:
+        if found := [each for each in _candidates(facts[host]) if all(str(each.ip) in own for own in reached)]:
             candidates[host] = found
     families = [{each.ip.version for each in found} for found in candidates.values()]
     everywhere = [version for version in (4, 6) if all(version in family for family in families)]
     shared = Counter(network for found in candidates.values() for network in {each.network for each in found})
 
-    def order(candidate: AddressCandidate) -> tuple[object, ...]:
-        return (
-            candidate.ip.version != everywhere[0] if everywhere else candidate.ip.version,
-            unlikely(candidate.interface),
-            -shared[candidate.network],
-            not candidate.ip.is_private,
-            -candidate.speed_mbps,
-            candidate.network,
-            candidate.address,
-        )
+    def order(each: _Candidate) -> tuple[object, ...]:
+        family = each.ip.version != everywhere[0] if everywhere else each.ip.version
+        preferred = (family, unlikely(each.interface), -shared[each.network], not each.ip.is_private, -each.speed_mbps)
+        return (*preferred, each.network, str(each.ip))
 
     best = {host: min(found, key=order) for host, found in candidates.items()}
-    return {host: (candidate.interface, candidate.address) for host, candidate in best.items()}
+    return {host: (candidate.interface, str(candidate.ip)) for host, candidate in best.items()}
 
 
 def local_candidates(facts: Facts) -> list[str]:
     """Returns the addresses at which others might reach a machine: of interfaces that are up, without loopback."""
-    return [candidate.address for candidate in _candidates(facts)]
+    return [str(candidate.ip) for candidate in _candidates(facts)]
 
 
 def unlikely(interface: str) -> int:
     """Returns 0 for an interface that usually connects machines, 1 for a tunnel, 2 for a container bridge."""
-    if interface.startswith(VIRTUAL):
-        return 2
-    return 1 if interface.startswith(TUNNELS) else 0
+    return 2 if interface.startswith(VIRTUAL) else int(interface.startswith(TUNNELS))
 
 
-def _candidates(facts: Facts) -> Iterator[AddressCandidate]:
+def _candidates(facts: Facts) -> Iterator[_Candidate]:
     for interface in facts.get("interfaces", ()):
         for entry in interface.get("addresses", ()) if interface.get("up") else ():
             ip = ip_address(entry["address"])
             # A link-local address is only valid together with an interface of the other machine.
             if not (ip.is_loopback or ip.is_link_local or ip.is_unspecified):
                 network = str(ip_network(f"{ip}/{entry['prefix']}", strict=False))
-                yield AddressCandidate(interface["name"], str(ip), ip, network, interface.get("speed_mbps") or 0)
-
-
-def matrix(survey: Survey, values: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
-    """Returns values of pairs as nested tables, for scripts."""
-    return {
-        one: {two: values[one, two] for two in survey.hosts if (one, two) in values}
-        for one in survey.hosts
-        if any((one, two) in values for two in survey.hosts)
-    }
+                yield _Candidate(interface["name"], ip, network, interface.get("speed_mbps") or 0)
 
 
 def rounds(hosts: Sequence[str], most: int = 0) -> list[list[tuple[str, str]]]:
     """A tournament of each pair (sender, receiver), in `most` rounds (0: all) of disjoint pairs."""
     seats: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
-    half, played = len(seats) // 2, []
+    played: list[list[Pair]] = []
     for _ in range(len(seats) - 1):
         if 0 < most <= len(played):
             break
-        facing = [(seats[place], seats[-1 - place]) for place in range(half)]
+        facing = [(seats[place], seats[-1 - place]) for place in range(len(seats) // 2)]
         pairs = [(one, two) for one, two in facing if one is not None and two is not None]
         played += [pairs, [(two, one) for one, two in pairs]] if pairs else []
         seats = [seats[0], seats[-1], *seats[1:-1]]  # one stays, the others move on

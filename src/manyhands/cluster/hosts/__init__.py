@@ -1,4 +1,1 @@
-"""Files and launchers' environments that list hosts, read into one inventory.
-
-Not here: anything that talks to another machine or starts a process.
-"""
+"""Files and launchers' environments that list hosts, read into one inventory. Starts and contacts nothing."""

@@ -1,14 +1,11 @@
 """Types for machines, clusters and ranks, as read from cluster files and launchers' environment variables."""
 
-import ipaddress
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from manyhands.core.world import ProcessInfo
 
-_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
-_ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?")
 LOOPBACK = "127.0.0.1"
 # Placeholder in a command for the scheduler's number or name of the job.
 JOB = "@JOB@"
@@ -23,8 +20,7 @@ class Machine:
 
     host: str  # name or address; for ssh it may be user@name
     slots: int = 0  # number of processes; 0 for one per accelerator, or one without accelerators
-    # numbers of its processes' devices, in the order of their ranks; empty for 0, 1, 2 …
-    devices: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()  # numbers of its processes' devices, by rank; empty for 0, 1, 2 …
     # of its ssh server; 0 for ssh's default. Rented machines behind one address differ by their ports.
     port: int = 0
 
@@ -43,33 +39,6 @@ class Machine:
         """The host as users write it, or an ssh address with its port."""
         user = self.host[: -len(self.address)] if self.address else self.host
         return f"ssh://{user}{self.name}" if self.port else self.host
-
-
-def is_host(text: str) -> bool:
-    """Returns True for a valid host name or IP address."""
-    if not is_address(text):
-        return _HOST_NAME.fullmatch(text) is not None and not text.isdecimal()
-    # Behind % Python takes whatever stands there for an interface's name.
-    return _ADDRESS.fullmatch(text) is not None
-
-
-def is_address(text: str) -> bool:
-    """Returns True for an IP address."""
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def at_line(where: str, line: int) -> str:
-    """Formats a file and line for a message."""
-    return f"{where}, line {line}" if where else f"line {line}"
-
-
-def in_brackets(address: str) -> str:
-    """Puts an IPv6 address into brackets, so that a port can follow."""
-    return f"[{address}]" if ":" in address else address
 
 
 @dataclass(frozen=True)
@@ -92,6 +61,12 @@ class LauncherPlace(ProcessInfo):
     master_port: int = 0
     # field name to the variable (or the rule) that its value came from, for `manyhands explain`
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, started_by: str, **values: tuple[Any, str]) -> "LauncherPlace":
+        """Makes a place from each field's value and origin."""
+        origins = {key.removesuffix("_index"): origin for key, (_, origin) in values.items()}
+        return cls(started_by=started_by, origins=origins, **{key: value for key, (value, _) in values.items()})
 
 
 @dataclass(frozen=True)
@@ -134,3 +109,12 @@ class Submission:
     kind: str = "TrainJob"  # of Kubernetes' manifest
     runtime: str = "torch-distributed"  # the training runtime that a TrainJob refers to
     namespace: str = ""  # Kubernetes'; empty for the current one
+
+
+def in_brackets(address: str) -> str:
+    """Puts an IPv6 address into brackets, so that a port can follow."""
+    return f"[{address}]" if ":" in address else address
+
+
+def at_line(where: str, line: int) -> str:
+    return f"{where}, line {line}" if where else f"line {line}"

@@ -15,10 +15,9 @@ FORMATS = "manyhands.cluster.hosts.formats"
 
 def with_machines(options: ClusterOptions, more: Sequence[Machine]) -> ClusterOptions:
     """Adds machines behind those in hosts or the hostfile; returns the options unchanged without either."""
-    named = machines_of(options)
+    named, hosts = machines_of(options), list[str]()
     if not (named and more):
         return options
-    hosts: list[str] = []
     for machine in (*named, *more):
         user = machine.host[: -len(machine.address)]
         target = machine.target if machine.port else user + in_brackets(machine.address)
@@ -42,12 +41,9 @@ def machines_of(options: ClusterOptions) -> tuple[Machine, ...]:
 
 def given_cluster(options: ClusterOptions, variables: Mapping[str, str]) -> tuple[Cluster, str] | None:
     """Reads the cluster file that a flag or RANK_TABLE_FILE names. Returns the cluster and its origin."""
-    named = (
-        (options.rank_table, "--rank-table"),
-        (options.file, "--cluster"),
-        (variables.get("RANK_TABLE_FILE", ""), "RANK_TABLE_FILE"),
-    )
-    for path, origin in named:
+    variable = variables.get("RANK_TABLE_FILE", "")
+    named = {"--rank-table": options.rank_table, "--cluster": options.file, "RANK_TABLE_FILE": variable}
+    for origin, path in named.items():
         if path:
             return read_cluster(Path(path), options.join_timeout_s), f"{origin} {path}"
     return None
@@ -89,9 +85,9 @@ def readable_formats() -> dict[str, ModuleType]:
 
 def modules_with(function: str) -> list[ModuleType]:
     """Returns the formats that define `function`, by ascending `PRECEDENCE`."""
-    found = [load_choice(FORMATS, name) for name in module_names(FORMATS)]
-    found = [module for module in found if hasattr(module, function)]
-    return sorted(found, key=lambda module: getattr(module, "PRECEDENCE", 0))
+    found = (load_choice(FORMATS, name) for name in module_names(FORMATS))
+    defining = (module for module in found if hasattr(module, function))
+    return sorted(defining, key=lambda module: getattr(module, "PRECEDENCE", 0))
 
 
 def described_cluster(variables: Mapping[str, str]) -> Cluster | None:

@@ -11,18 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
-from manyhands.cluster.hosts.inventory import (
-    DEVICE_INDEX,
-    Cluster,
-    LauncherPlace,
-    Machine,
-    Rendezvous,
-    in_brackets,
-    is_address,
-    is_host,
-)
+from manyhands.cluster.hosts.inventory import DEVICE_INDEX, Cluster, LauncherPlace, Machine, Rendezvous, in_brackets
 from manyhands.cluster.hosts.machines import described_cluster, given_cluster, modules_with
-from manyhands.cluster.hosts.variables import DEFAULT_PORT, check_rank, master_port, number
+from manyhands.cluster.hosts.variables import DEFAULT_PORT, check_rank, is_address, is_host, master_port, number
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
 from manyhands.core.world import ProcessInfo
@@ -30,6 +21,7 @@ from manyhands.parallel.group.ports import local_addresses, outer_addresses
 
 # What torchrun, torch.distributed.launch and compatible launchers set for each of their workers.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ANY = {"0.0.0.0", "::"}  # all addresses of a machine
 
 
 class RankOutsideError(UserError):
@@ -51,24 +43,19 @@ class LaunchDecision:
 
 
 def participate(options: ClusterOptions, environment: Mapping[str, str] | None = None) -> LaunchDecision:
-    """Reads flags first, then launchers' variables, then cluster files.
-
-    Raises:
-        UserError: the flags or variables contradict each other or leave something out.
-    """
+    """Reads flags, then launchers' variables, then cluster files. Raises UserError: they contradict each other."""
     variables = os.environ if environment is None else environment
     if options.init:
         place = _by_variables(variables) if options.init.startswith("env://") else _by_hand(options)
         return _decision(options, place, variables)
     if options.rank >= 0 or options.world_size:
-        raise UserError(
-            "--rank and --world-size require --init",
-            "--init",
-            ("add the address of rank 0: --init tcp://ADDRESS:23456", "or start N processes on this machine: -n N"),
-        )
-    launched = _launched(options, variables) or _described(options, variables)
-    if launched:
+        hints = ("add the address of rank 0: --init tcp://ADDRESS:23456", "or start N processes on this machine: -n N")
+        raise UserError("--rank and --world-size require --init", "--init", hints)
+    if launched := _launched(options, variables):
         return launched
+    cluster, origin = given_cluster(options, variables) or (described_cluster(variables), "")
+    if cluster:
+        return described(cluster, origin or cluster.source or "environment", options, variables)
     if not options.processes and not (options.hosts or options.hostfile):
         for module in modules_with("alone"):
             # A scheduler's job has several tasks, and this process was started without its launcher.
@@ -82,31 +69,26 @@ def refuse_unfollowed(options: ClusterOptions, found: LaunchDecision) -> None:
     member, origins = found.process_info, found.origins
     if member and member.started_by == "--init":
         return
-    here = {member.local_size if member else found.processes}
-    # Older launchers don't set LOCAL_WORLD_SIZE; LOCAL_RANK is not set where each machine has one process.
-    unknown = member and origins["local_size"] == "default"
-    if member and unknown and origins["local_rank"] != "default":
-        here.add(member.size)
-    words = {"file": "--cluster", "hosts": "--hosts", "hostfile": "--hostfile"} if member else {}
-    if member and origins["rank"] == "RANK":
-        words["rank_table"] = "--rank-table"
+    here, words, place = {0, found.processes}, dict[str, str](), f"{found.processes} on this machine"
+    if member:
+        here, place = {0, member.local_size}, f"this process has rank {member.rank} of {member.size}"
+        words = {"file": "--cluster", "hosts": "--hosts", "hostfile": "--hostfile"}
+        words |= {"rank_table": "--rank-table"} if origins["rank"] == "RANK" else {}
+        # Older launchers don't set LOCAL_WORLD_SIZE; LOCAL_RANK is not set where each machine has one process.
+        if origins["local_size"] != "default":
+            place += f", and this machine has {member.local_size} process(es)"
+        elif origins["local_rank"] != "default":
+            here.add(member.size)
     unfollowed = [word for name, word in words.items() if name in options.flags]
-    if "processes" in options.flags and options.processes not in {0, *here}:
+    if "processes" in options.flags and options.processes not in here:
         unfollowed.insert(0, f"-n {options.processes}")
     if not unfollowed:
         return
     names = [name for name in dict.fromkeys(origins.values()) if name in os.environ]
-    place = f"this process has rank {member.rank} of {member.size}" if member else f"{found.processes} on this machine"
-    if member and not unknown:
-        place += f", and this machine has {member.local_size} process(es)"
-    raise UserError(
-        f"{unfollowed[0]} contradicts {', '.join(names) or origins['size']}: {place}",
-        "environment" if names else origins["size"],
-        (
-            f"remove {' and '.join(unfollowed)}",
-            *([f"or unset variables left over from another launcher: unset {' '.join(names)}"] if names else []),
-        ),
-    )
+    hints = [f"remove {' and '.join(unfollowed)}"]
+    hints += [f"or unset variables left over from another launcher: unset {' '.join(names)}"] if names else []
+    message = f"{unfollowed[0]} contradicts {', '.join(names) or origins['size']}: {place}"
+    raise UserError(message, "environment" if names else origins["size"], tuple(hints))
 
 
 def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
@@ -125,108 +107,82 @@ def _launched(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDe
     return None
 
 
-def _described(options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision | None:
-    """Returns this machine's processes in a cluster file or in PET_*; None without either."""
-    found = given_cluster(options, variables)
-    if not found:
-        cluster = described_cluster(variables)
-        found = (cluster, cluster.source or "environment") if cluster else None
-    if not found:
-        return None
-    rendezvous, origins = rendezvous_in(*found, options, variables)
-    own = rendezvous.sizes[rendezvous.machine]
-    alone = len(rendezvous.sizes) == 1 and rendezvous.devices in {(), tuple(range(own))}
-    return LaunchDecision(None, own, None if alone else rendezvous, origins, found[0].requests)
-
-
-def rendezvous_in(
-    cluster: Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]
-) -> tuple[Rendezvous, dict[str, str]]:
-    """Returns the rendezvous of this machine's processes, and each value's origin. Raises UserError."""
+def described(cluster: Cluster, origin: str, options: ClusterOptions, variables: Mapping[str, str]) -> LaunchDecision:
+    """Returns this machine's processes in a cluster file or in PET_*."""
     here = find_machine(cluster)
-    if not 0 <= here < len(cluster.machines):
-        message = f"machine {here} is out of range; expected 0 … {len(cluster.machines) - 1}"
-        raise UserError(message, origin)
     own, first, several = cluster.machines[here], cluster.machines[0].address, len(cluster.machines) > 1
     if first and not is_host(first):
         message = f'"{first}" is not a host name or an IP address'
         raise UserError(message, origin, ("write the name or the address of rank 0's machine, such as 10.0.0.1",))
     address = reachable(first) if several else "127.0.0.1"
-    port, port_origin = cluster.master_port, origin
-    if not port:
-        port, port_origin = master_port(variables, DEFAULT_PORT, "default")
+    given = (cluster.master_port, origin) if cluster.master_port else None
+    port, port_origin = given or master_port(variables)
     origins = {
-        "machine": origin if cluster.machine is not None else "this machine's names and addresses",
-        "processes": "-n" if options.processes and not own.slots else origin,
-        "size": origin,
-        "master_address": "the first machine" if several else "one machine alone",
-        "master_port": port_origin,
-        "device": origin if own.devices else "",
-    }
+        "machine": origin if cluster.machine is not None else "this machine's names and addresses", "size": origin,
+        "processes": "-n" if options.processes and not own.slots else origin, "device": origin if own.devices else "",
+        "master_address": "the first machine" if several else "one machine alone", "master_port": port_origin,
+    }  # fmt: skip
     if options.processes and own.slots not in {0, options.processes}:
         origins["overridden"] = f"-n {options.processes}"
     sizes = tuple(machine.slots or options.processes for machine in cluster.machines)
-    return Rendezvous(sizes, here, address, port, own.devices), origins
+    alone = not several and own.devices in {(), tuple(range(sizes[here]))}
+    rendezvous = None if alone else Rendezvous(sizes, here, address, port, own.devices)
+    return LaunchDecision(None, sizes[here], rendezvous, origins, cluster.requests)
 
 
 def _by_hand(options: ClusterOptions) -> LauncherPlace:
-    """Returns the rank that the flags --init, --rank and --world-size give."""
     if options.processes > 1:
-        raise UserError(
-            "-n and --init contradict each other: -n starts several processes, and --init joins only one",
-            "-n",
-            ("remove -n and start each process with its own --rank", "or remove --init"),
-        )
+        message = "-n and --init contradict each other: -n starts several processes, and --init joins only one"
+        raise UserError(message, "-n", ("remove -n and start each process with its own --rank", "or remove --init"))
     if options.world_size < 1 or options.rank < 0:
-        raise UserError(
-            "--init requires --world-size and --rank",
-            "--init",
-            (
-                "set --world-size to the number of processes on all machines",
-                "set --rank to 0 for the first process, 1 for the second, and so on",
-            ),
-        )
+        hints = ("set --world-size to the number of processes on all machines",
+                 "set --rank to 0 for the first process, 1 for the second, and so on")  # fmt: skip
+        raise UserError("--init requires --world-size and --rank", "--init", hints)
+    try:
+        url = urlsplit(options.init)
+        host, port = url.hostname, url.port
+    except ValueError as error:
+        hints = ("write a URL such as --init tcp://10.0.0.1:23456",)
+        raise UserError(f'"{options.init}" is not a URL: {error}', "--init", hints) from None
+    init = options.init
+    if url.scheme == "tcp" and host and port:  # torch.distributed reports what is wrong with another
+        if options.rank > 0 and host in ANY:
+            message = f"{host} is a wildcard address; other ranks can't connect to {host}"
+            raise UserError(message, "--init", ("write rank 0's address",))
+        # An explicit loopback address stays: the processes may all be on one machine.
+        init = f"tcp://{in_brackets(host if _is_loopback(host) else reachable(host))}:{port}"
     origins = {
         "rank": "--rank", "size": "--world-size", "master_address": "--init", "master_port": "--init",
         "local_rank": "determined at rendezvous", "local_size": "determined at rendezvous",
     }  # fmt: skip
-    init = _reachable_url(options)
     return LauncherPlace(options.rank, options.world_size, started_by="--init", origins=origins, init=init)
 
 
 def _by_variables(variables: Mapping[str, str]) -> LauncherPlace:
-    """Returns the rank that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT give."""
     if not all(variables.get(name) for name in LAUNCHER_VARIABLES):
         raise _incomplete("env:// requires", variables)
     size, local_size = number(variables, "WORLD_SIZE"), number(variables, "LOCAL_WORLD_SIZE", 1)
-    address, (port, _) = variables["MASTER_ADDR"], master_port(variables, DEFAULT_PORT, "")
+    address, (port, _), init = variables["MASTER_ADDR"], master_port(variables), "env://"
     served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    init = "env://"
     # Without LOCAL_WORLD_SIZE, the processes may all be on one machine and connect over loopback.
     unknown = "LOCAL_WORLD_SIZE" not in variables and _is_loopback(address)
-    if size > local_size and not served and not unknown:
-        found = reachable(address)
-        init = init if found == address else f"tcp://{in_brackets(found)}:{port}"
-    names = {
-        "rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE",
-        "master_address": "MASTER_ADDR", "master_port": "MASTER_PORT",
-    }  # fmt: skip
-    return LauncherPlace(
-        number(variables, "RANK"),
-        size,
-        number(variables, "LOCAL_RANK", 0),
-        local_size,
-        started_by="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment",
-        origins={key: name if name in variables else "default" for key, name in names.items()},
-        init=init,
-        agent_store=served,
-        attempt=number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
+    if size > local_size and not served and not unknown and (found := reachable(address)) != address:
+        init = f"tcp://{in_brackets(found)}:{port}"
+    keys = ("rank", "size", "local_rank", "local_size", "master_address", "master_port")
+    names = zip(
+        keys, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), strict=True
     )
+    return LauncherPlace(
+        number(variables, "RANK"), size, number(variables, "LOCAL_RANK", 0), local_size, init=init, agent_store=served,
+        started_by="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "environment",
+        origins={key: name if name in variables else "default" for key, name in names},
+        attempt=number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
+    )  # fmt: skip
 
 
 def _incomplete(problem: str, variables: Mapping[str, str]) -> UserError:
-    missing = [name for name in LAUNCHER_VARIABLES if not variables.get(name)]
     there = [name for name in LAUNCHER_VARIABLES if variables.get(name)]
+    missing = [name for name in LAUNCHER_VARIABLES if name not in there]
     hints = [f"export {' '.join(missing)}", "or start with torchrun, or give --init tcp://…"]
     hints += [f"or unset variables left over from another launcher: unset {' '.join(there)}"] if there else []
     found = f" (set: {', '.join(there)})" if there else ""
@@ -277,28 +233,10 @@ def _decision(options: ClusterOptions, place: LauncherPlace, variables: Mapping[
 def worker_process_info(options: ClusterOptions, variables: Mapping[str, str], file: str = "") -> ProcessInfo:
     """Returns the rank of a process that our agent started. The agent serves the store, unless `file` is one."""
     place = _by_variables({**variables, "MASTER_PORT": str(DEFAULT_PORT)} if file else variables)
-    device = number(variables, DEVICE_INDEX, -1)
+    device = number(variables, DEVICE_INDEX) if variables.get(DEVICE_INDEX) else None
     served = place.agent_store and not file
-    place = replace(place, started_by="manyhands", init=file or "env://", agent_store=served)
-    return _process_info(options, replace(place, device_index=device if device >= 0 else None))
-
-
-def _reachable_url(options: ClusterOptions) -> str:
-    """Replaces a host name that resolves to loopback here by an address that other machines can reach."""
-    init = options.init
-    try:
-        url = urlsplit(init)
-        host, port = url.hostname, url.port
-    except ValueError as error:
-        hints = ("write a URL such as --init tcp://10.0.0.1:23456",)
-        raise UserError(f'"{init}" is not a URL: {error}', "--init", hints) from None
-    if url.scheme != "tcp" or not host or not port:
-        return init  # torch.distributed reports what is wrong with it
-    if options.rank > 0 and host in {"0.0.0.0", "::"}:
-        message = f"{host} is a wildcard address; other ranks can't connect to {host}"
-        raise UserError(message, "--init", ("write rank 0's address",))
-    # An explicit loopback address stays: the processes may all be on one machine.
-    return f"tcp://{in_brackets(host if _is_loopback(host) else reachable(host))}:{port}"
+    own = {"started_by": "manyhands", "init": file or "env://", "agent_store": served, "device_index": device}
+    return _process_info(options, replace(place, **own))
 
 
 def find_machine(cluster: Cluster) -> int:
@@ -306,22 +244,18 @@ def find_machine(cluster: Cluster) -> int:
     if cluster.machine is not None:
         return cluster.machine
     names, mine = [machine.address for machine in cluster.machines], set(local_addresses())
+    outer = {address for address in mine if not _is_loopback(address)}
     here = [place for place, name in enumerate(names) if is_local_name(name, mine)]
-    here = here or [
-        place
-        for place, name in enumerate(names)
-        if any(address in mine and not _is_loopback(address) for address in _resolve(name))
-    ]
+    here = here or [place for place, name in enumerate(names) if not outer.isdisjoint(_resolve(name))]
     if len(here) == 1:
         return here[0]
     own = f"host name {socket.gethostname()}, addresses {', '.join(outer_addresses()) or 'only loopback'}"
     found = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
-    if not here:
-        message = f"this machine ({own}) is not in the list of machines: {found}"
-        raise UserError(message, cluster.source, ("add one of this machine's names or addresses to the list",))
-    twice = " and ".join(names[place] for place in here)
-    message = f"this machine ({own}) is listed {len(here)} times: {twice}"
-    raise UserError(message, cluster.source, ("keep only one of these entries",))
+    what, hint = f"is not in the list of machines: {found}", "add one of this machine's names or addresses to the list"
+    if here:
+        what = f"is listed {len(here)} times: {' and '.join(names[place] for place in here)}"
+        hint = "keep only one of these entries"
+    raise UserError(f"this machine ({own}) {what}", cluster.source, (hint,))
 
 
 def is_here(machine: Machine) -> bool:
@@ -343,14 +277,11 @@ def is_local_name(name: str, addresses: Collection[str]) -> bool:
 
 
 def reachable(address: str) -> str:
-    """Replaces a name that resolves to loopback here by this machine's address; returns other hosts unchanged.
+    """Replaces a name that resolves to loopback here, as Debian's do, by this machine's address; keeps other hosts.
 
-    Debian maps a machine's own name to 127.0.1.1.
-
-    Raises:
-        UserError: it is a loopback address, or it resolves to loopback and this machine has several addresses or none.
+    Raises UserError: it is a loopback address, or resolves to loopback, and this machine has several addresses or none.
     """
-    if address in {"0.0.0.0", "::"}:
+    if address in ANY:
         return address
     if _is_loopback(address):
         message = f"the processes are on several machines, but {address} is a loopback address"
@@ -363,14 +294,10 @@ def reachable(address: str) -> str:
     if len(candidates) == 1:
         return candidates[0]
     has = f"has the addresses {' and '.join(candidates)}" if candidates else "has no other address"
-    raise UserError(
-        f"the name {address} resolves to loopback on this machine, which {has}; other machines can't reach rank 0",
-        "/etc/hosts",
-        (
-            f"in /etc/hosts, map {address} to the address that the other machines reach",
-            "or set MASTER_ADDR to the address that the other machines reach",
-        ),
-    )
+    message = f"the name {address} resolves to loopback on this machine, which {has}; other machines can't reach rank 0"
+    hints = (f"in /etc/hosts, map {address} to the address that the other machines reach",
+             "or set MASTER_ADDR to the address that the other machines reach")  # fmt: skip
+    raise UserError(message, "/etc/hosts", hints)
 
 
 def _is_loopback(address: str) -> bool:

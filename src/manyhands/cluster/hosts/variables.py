@@ -1,15 +1,28 @@
-"""Strict readers of launchers' environment variables."""
+"""Strict readers of launchers' environment variables, numbers, host names and addresses."""
 
-import zlib
+import ipaddress
+import re
 from collections.abc import Iterable, Mapping
 
 from manyhands.core.errors import UserError
 from manyhands.core.files import typed_number
 
-# Ports that are derived from a job's number lie here: above the well-known ones, below those that systems hand out.
-FIRST_PORT = 15000
-PORTS = 10000
 DEFAULT_PORT = 29500
+
+
+def is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_host(text: str) -> bool:
+    """Returns True for a valid host name or IP address."""
+    if is_address(text):  # behind % Python accepts any text as the name of an interface
+        return bool(re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,64})?", text))
+    return bool(re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?", text)) and not text.isdecimal()
 
 
 def number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -31,15 +44,17 @@ def bounded_number(name: str, text: str, least: int, most: int, where: str, hint
     return found
 
 
-def master_port(variables: Mapping[str, str], default: int, origin: str) -> tuple[int, str]:
+def first_set(variables: Mapping[str, str], names: Iterable[str]) -> str:
+    """Returns the name of the first variable that is set, or an empty string."""
+    return next((name for name in names if variables.get(name)), "")
+
+
+def master_port(variables: Mapping[str, str], default: int = DEFAULT_PORT, origin: str = "default") -> tuple[int, str]:
     """Returns MASTER_PORT or the default, with its origin. Raises UserError: MASTER_PORT is not a port."""
-    text = variables.get("MASTER_PORT", "").strip()
+    text, hint = variables.get("MASTER_PORT", "").strip(), "set a valid port: export MASTER_PORT=29500"
     if not text:
         return default, origin
-    if not 0 < (found := typed_number(text) or 0) < 65536:
-        message = f'MASTER_PORT is "{text}"; expected 1 … 65535'
-        raise UserError(message, "environment", ("set a valid port: export MASTER_PORT=29500",))
-    return found, "MASTER_PORT"
+    return bounded_number("MASTER_PORT", text, 1, 65535, "environment", hint), "MASTER_PORT"
 
 
 def master_address(variables: Mapping[str, str], *, alone: bool) -> tuple[str, str] | None:
@@ -49,21 +64,13 @@ def master_address(variables: Mapping[str, str], *, alone: bool) -> tuple[str, s
     return ("127.0.0.1", "all processes are on one machine") if alone else None
 
 
-def port_from_name(name: str) -> int:
-    """Returns a port that is the same for all processes of a job and usually differs between jobs."""
-    return FIRST_PORT + zlib.crc32(name.encode()) % PORTS
+def derived_port(job: int) -> int:
+    """Returns a port that the processes of a job derive from its number, and that usually differs between jobs."""
+    return 15000 + job % 10000  # above the well-known ports, below those that systems hand out
 
 
 def check_rank(rank: int, size: int, rank_word: str, size_word: str) -> None:
     """Raises UserError for a rank outside its group. The words name the flags or variables of rank and size."""
     if not 0 <= rank < size:
-        message = f"{rank_word} {rank} is out of range for {size_word} {size}"
-        hints = (
-            (f"number the ranks from 0 to {size - 1}",) if size else (f"set {size_word} to the number of processes",)
-        )
-        raise UserError(message, rank_word, hints)
-
-
-def first_set(variables: Mapping[str, str], names: Iterable[str]) -> str:
-    """Returns the name of the first variable that is set, or an empty string."""
-    return next((name for name in names if variables.get(name)), "")
+        hint = f"number the ranks from 0 to {size - 1}" if size else f"set {size_word} to the number of processes"
+        raise UserError(f"{rank_word} {rank} is out of range for {size_word} {size}", rank_word, (hint,))

@@ -1,24 +1,43 @@
-"""Machines that don't answer, are listed twice, have misleading names, other clocks or missing facts."""
+"""Machines that don't answer or are listed twice, misleading names, clocks, scarce resources, and accelerators."""
 
 import ipaddress
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator
+from itertools import compress
+from typing import Any
 
-from manyhands.cluster.doctor.findings import DoctorFinding, Survey, who
+from manyhands.cluster.doctor.accelerators import explain_unused
+from manyhands.cluster.doctor.findings import DoctorFinding, Severity, Survey, odd_ones, who
 from manyhands.cluster.doctor.survey import local_candidates
 
-APART_S = 1.0
+MIB = 1 << 20
+APART_S, BUSY_SHARE = 1.0, 0.5
+# Decoding processes hand over batches in /dev/shm; without room there they are killed.
+SHM_LOW, SHM_NONE = 256 * MIB, 32 * MIB
+FREE_FOR_ONE = 1024 * MIB  # torch alone takes about half of it
+DISK_LOW, DISK_NONE = 2048 * MIB, 200 * MIB
+_NAMED = 3  # machines that get a command of their own
+# Desktops and monitoring use a little of an accelerator without slowing a job down.
+MEMORY_SHARE, BUSY_PERCENT = 0.1, 20
+_USE = "{kind} {index}: {used_mib} of {memory_mib} MiB, {busy_percent} % busy"
 
 
 def run(survey: Survey) -> Iterator[DoctorFinding]:
-    """One finding for each machine without an answer; whatever else fails for lack of it is explained."""
     for host, contact in survey.errors.items():
         cause = f"contact:{host}"
         yield DoctorFinding("contact", "fail", (host,), contact.what, contact.hints, cause, ("collective",))
-    yield from _listed_twice(survey)
-    yield from _names(survey)
-    yield from _clocks(survey)
+    for check in (_listed_twice, _names, _clocks, _cpu, _memory, _disk, _accelerators):
+        yield from check(survey)
+    for host, jobs in survey.fact("jobs").items():
+        if jobs:
+            shown = ", ".join(f"process {job['pid']} of {job['user']} ({job['command'][:60]})" for job in jobs[:2])
+            more = f" and {len(jobs) - 2} more" if len(jobs) > 2 else ""
+            what = f"another training job is running on {host}: {shown}{more}"
+            listing = survey.on_host(host, f"ps -fp {jobs[0]['pid']}")
+            hints = ("wait for the job, or stop your own: manyhands ps, manyhands stop", f"show the process: {listing}")
+            yield DoctorFinding("jobs", "warn", (host,), what, hints, f"jobs:{host}", (f"load:{host}",))
     # One finding for each kind of fact, since it is likely missing everywhere for one reason.
     missing: dict[str, dict[str, str]] = {}
     for host, errors in survey.fact("errors").items():
@@ -35,21 +54,19 @@ def _listed_twice(survey: Survey) -> Iterator[DoctorFinding]:
     names: dict[str, list[str]] = {}
     for host, machine in survey.fact("machine").items():
         names.setdefault(machine, []).append(host)
-    for first, *others in names.values():
-        if others:
-            hosts = (first, *others)
-            hints = (f'list the machine once, with {len(hosts)} processes: "{first} slots={len(hosts)}"',)
-            what = f"{' and '.join(hosts)} are the same machine"
-            yield DoctorFinding("twice", "fail", hosts, what, hints, f"twice:{first}", ("collective",))
+    for hosts in names.values():
+        if len(hosts) > 1:
+            hints = (f'list the machine once, with {len(hosts)} processes: "{hosts[0]} slots={len(hosts)}"',)
+            what, cause = f"{' and '.join(hosts)} are the same machine", f"twice:{hosts[0]}"
+            yield DoctorFinding("twice", "fail", tuple(hosts), what, hints, cause, ("collective",))
 
 
 def _names(survey: Survey) -> Iterator[DoctorFinding]:
     """A host name that resolves to loopback or to another machine; only where there are other machines."""
-    loopback: dict[str, str] = {}
+    loopback, hint = dict[str, str](), 'for other tools, add to /etc/hosts on {}: "{} {}"'
     hints: dict[str, tuple[str, ...]] = {}
     for host, name in survey.fact("name").items() if len(survey.hosts) > 1 else ():
-        address = survey.chosen.get(host, ("", "ADDRESS"))[1]
-        hints[host] = (f'for other tools, add to /etc/hosts on {host}: "{address} {name["host"]}"',)
+        hints[host] = (hint.format(host, survey.chosen.get(host, ("", "ADDRESS"))[1], name["host"]),)
         addresses, own = [text.partition("%")[0] for text in name["addresses"]], {*local_candidates(survey.facts[host])}
         if addresses and ipaddress.ip_address(addresses[0]).is_loopback:
             loopback[host] = addresses[0]
@@ -57,10 +74,10 @@ def _names(survey: Survey) -> Iterator[DoctorFinding]:
             what = f"the host name of {host} resolves to {addresses[0]}, which is not an address of {host}"
             yield DoctorFinding("names", "warn", (host,), what, hints[host], f"name:{host}")
     if loopback:
-        host = next(iter(loopback))
-        shown = f"the host name of {who(loopback)} resolves to {loopback[host]}"
+        first = next(iter(loopback))
+        shown = f"the host name of {who(loopback)} resolves to {loopback[first]}"
         what = f"{shown}; manyhands uses addresses instead, other tools may fail"
-        yield DoctorFinding("names", "warn", tuple(loopback), what, hints[host], "loopback-name")
+        yield DoctorFinding("names", "warn", tuple(loopback), what, hints[first], "loopback-name")
 
 
 def _clocks(survey: Survey) -> Iterator[DoctorFinding]:
@@ -79,3 +96,121 @@ def _clocks(survey: Survey) -> Iterator[DoctorFinding]:
     what = f"clocks differ: {shown} of {others}; times in logs will not match, and certificates may be refused"
     hints = tuple(f"synchronise the clock: {survey.on_host(host, 'sudo timedatectl set-ntp true')}" for host in far)
     yield DoctorFinding("clock", "warn", tuple(far), what, hints, "clock")
+
+
+def _cpu(survey: Survey) -> Iterator[DoctorFinding]:
+    cores, over = survey.fact("cores"), dict[str, str]()
+    for host, count in cores.items():
+        variable = str(survey.facts[host].get("environment", {}).get("OMP_NUM_THREADS", ""))
+        threads = survey.needs.threads or (int(variable) if variable.isdecimal() else 0)
+        processes = survey.needs.processes.get(host, 1)
+        if processes * max(threads, 1) > count:
+            over[host] = f"{processes} × {threads or 1} on the {count:g} cores of {host}"
+    if over:
+        what = f"there are more threads than cores (processes × threads): {', '.join(over.values())}"
+        hints = ("use fewer processes, or fewer threads: --cluster.threads 1",
+                "unset OMP_NUM_THREADS on machines with a high value")  # fmt: skip
+        yield DoctorFinding("cpu", "warn", tuple(over), what, hints, "threads")
+    loads = survey.fact("load")
+    busy = [host for host in loads if host in cores and loads[host] > max(1.0, BUSY_SHARE * cores[host])]
+    if busy:
+        shown = ", ".join(f"load {loads[host]:.1f} on the {cores[host]:g} cores of {host}" for host in busy)
+        what = f"cores are busy with other programs: {shown}; the slowest machine limits the speed"
+        listing = survey.on_host(max(busy, key=lambda host: loads[host]), "top -b -n 1")
+        hints = ("wait for other programs, or end them", f"list the programs: {listing}")
+        yield DoctorFinding("cpu", "warn", tuple(busy), what, hints, "load")
+
+
+def _memory(survey: Survey) -> Iterator[DoctorFinding]:
+    small = {host: place for host, place in survey.fact("places", "shm").items() if place["free"] < SHM_LOW}
+    if small:
+        shown = ", ".join(f"{host} {p['free'] // MIB} MiB free of {p['size'] // MIB}" for host, p in small.items())
+        what = f"/dev/shm is small: {shown}; data workers pass batches through /dev/shm"
+        hints = ("in a container: docker run --shm-size=8g (or --ipc=host)",
+                "otherwise: sudo mount -o remount,size=50% /dev/shm",
+                "or decode without data workers: --data.workers 0")  # fmt: skip
+        severity = "fail" if any(place["free"] < SHM_NONE for place in small.values()) else "warn"
+        yield DoctorFinding("memory", severity, tuple(small), what, hints, "shm")
+    free, processes = survey.fact("memory", "free"), survey.needs.processes
+    short = [host for host in free if free[host] < FREE_FOR_ONE * processes.get(host, 1)]
+    if short:
+        shown = ", ".join(f"{free[h] // MIB} MiB on {h} for {processes.get(h, 1)} process(es)" for h in short)
+        hints = (f"end other programs on {who(short)}, or use fewer processes",)
+        yield DoctorFinding("memory", "warn", tuple(short), f"free memory is low: {shown}", hints, "memory")
+
+
+def _disk(survey: Survey) -> Iterator[DoctorFinding]:
+    places = survey.fact("places", "run folder")
+    locked = [host for host, place in places.items() if not place["writable"]]
+    if locked:
+        user = survey.facts[locked[0]].get("user", "this user")
+        what = f"{user} has no write permission for {places[locked[0]]['path']} on {who(locked)}"
+        looks = (survey.on_host(host, f"ls -ld {places[host]['path']}") for host in locked[:_NAMED])
+        hints = ("choose another folder: --out or --cluster.workdir", *map("check the permissions: {}".format, looks))
+        yield DoctorFinding("disk", "fail", tuple(locked), what, hints, "disk:locked")
+    full = {host: place for host, place in places.items() if place["free"] < DISK_LOW and host not in locked}
+    if full:
+        shown = ", ".join(f"{host} {place['free'] // MIB} MiB at {place['path']}" for host, place in full.items())
+        severity = "fail" if any(place["free"] < DISK_NONE for place in full.values()) else "warn"
+        fullest = sorted(full, key=lambda host: full[host]["free"])[:_NAMED]
+        looks = (survey.on_host(host, f"df -h {full[host]['path']}") for host in fullest)
+        hints = (*map("check the disk: {}".format, looks), "delete old runs: manyhands clean RUN --yes")
+        yield DoctorFinding("disk", severity, tuple(full), f"free disk space is low: {shown}", hints, "disk:full")
+
+
+def _accelerators(survey: Survey) -> Iterator[DoctorFinding]:
+    """Broken drivers first; a machine with one has no accelerators to be judged."""
+    if survey.needs.device == "cpu":
+        return
+    broken = survey.fact("errors", "accelerators")
+    for host, error in broken.items():
+        hints = (f"test the driver: {survey.on_host(host, 'nvidia-smi')}",
+                 "reload or reinstall the driver, for example after a kernel update")  # fmt: skip
+        what, cause = f"the accelerators of {host} do not respond: {error}", f"accelerators:{host}"
+        yield DoctorFinding("accelerators", "fail", (host,), what, hints, cause, ("collective",))
+    found = survey.fact("accelerators")
+    yield from _too_few(survey, found)
+    yield from _different(survey, found)
+    severity: Severity = "warn" if survey.needs.device == "auto" else "fail"
+    for host, facts in survey.facts.items():
+        if host not in broken and (explained := explain_unused(facts, host)):
+            what, cause = f"{explained[0]}; training on {host} would use the CPU", f"unused:{host}"
+            explains = ("accelerators", "unlike")
+            yield DoctorFinding("accelerators", severity, (host,), what, explained[1], cause, explains)
+    for host, devices in found.items():
+        full = [d["used_mib"] > MEMORY_SHARE * d["memory_mib"] or d["busy_percent"] > BUSY_PERCENT for d in devices]
+        if busy := [*compress(devices, full)]:
+            users = [f"{p['name']} (process {p['pid']}, {p['used_mib']} MiB)" for d in busy for p in d["processes"]]
+            shown = ", ".join(_USE.format(**device) for device in busy)
+            what = f"accelerators of {host} are in use: {shown}{', by ' if users else ''}{', '.join(users[:3])}"
+            hints = ("wait, end the other processes, or choose free devices with CUDA_VISIBLE_DEVICES",)
+            yield DoctorFinding("accelerators", "warn", (host,), what, hints, f"busy:{host}", (f"jobs:{host}",))
+
+
+def _too_few(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
+    kind, processes = survey.needs.device, {host: survey.needs.processes.get(host, 1) for host in found}
+    counts = {host: sum(device["kind"] == kind for device in devices) for host, devices in found.items()}
+    few = [host for host in found if kind in {"cuda", "npu"} and counts[host] < processes[host]]
+    if few:
+        shown = ", ".join(f"{host} has {counts[host]} for {processes[host]} processes" for host in few)
+        hints = ("use at most one process per device", "or train on CPUs: --device cpu")
+        what = f"too few {kind} devices: {shown}"
+        yield DoctorFinding("accelerators", "fail", tuple(few), what, hints, "accelerators", ("unlike",))
+
+
+def _different(survey: Survey, found: dict[str, list[Any]]) -> Iterator[DoctorFinding]:
+    """Machines with and without accelerators can't train together by default; different ones wait for the slowest."""
+    kinds = {host: ",".join(sorted({device["kind"] for device in devices})) or "cpu" for host, devices in found.items()}
+    common, odd = odd_ones(kinds)
+    if odd and survey.needs.device == "auto":
+        what = f"the machines have different device types: {next(iter(odd.values()))} on {who(odd)}, {common} elsewhere"
+        hints = ("train on CPUs everywhere: --device cpu", f"or remove {who(odd)} from the run")
+        yield DoctorFinding("accelerators", "fail", tuple(odd), what, hints, "unlike", ("collective",))
+        return
+    counts = {host: Counter(device["name"] for device in devices) for host, devices in found.items()}
+    names = {host: ", ".join(f"{n} × {name}" for name, n in sorted(own.items())) for host, own in counts.items()}
+    common, odd = odd_ones(names)
+    if odd and common and not any("npu" in kind for kind in kinds.values()):
+        shown = ", ".join(f"{host} has {name or 'none'}" for host, name in odd.items())
+        what = f"accelerators differ: {shown}, other machines have {common}; the slowest device limits the speed"
+        yield DoctorFinding("accelerators", "warn", tuple(odd), what, (), "unlike")

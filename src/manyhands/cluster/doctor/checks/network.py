@@ -1,13 +1,18 @@
-"""Machines that can't reach each other, unsuitable interfaces, a port in use, and a failed all-reduce."""
+"""Machines that can't reach each other, unsuitable interfaces, a port in use, a failed all-reduce, and slow links."""
 
-from collections import defaultdict
+import statistics
 from collections.abc import Iterator
 
-from manyhands.cluster.doctor.findings import DoctorFinding, Survey, who
+from manyhands.cluster.doctor.findings import DoctorFinding, Pair, Survey, who
 from manyhands.cluster.doctor.survey import unlikely
 from manyhands.cluster.hosts.inventory import INTERFACE_VARIABLES
 
-Pair = tuple[str, str]
+# Below this, averaging the gradients of a small network takes longer than its step on an accelerator.
+SLOW_MBPS = 400.0
+# A link so much slower than the usual one holds up the others; above ENOUGH_MBPS it's the processors that differ.
+ODD_FACTOR, ENOUGH_MBPS = 3.0, 2000.0
+FAR_MS = 20.0
+RESNET18_BYTES = 46_800_000
 # Results of attempts, the most informative first.
 MEANINGS = {
     "refused": "refuses the connection: a firewall rejects it",
@@ -44,6 +49,12 @@ def run(survey: Survey) -> Iterator[DoctorFinding]:
         what = f"the machines reach each other, but an all-reduce failed: {tried.said}{lost}"
         hints = ("try gloo: --backend gloo", "with NCCL, set NCCL_DEBUG=INFO on the machines for details")
         yield DoctorFinding("collective", "fail", tried.missing or survey.hosts, what, hints, "collective")
+    links = [*_slow(survey), *_far(survey)] if survey.mbps else []
+    yield from links
+    if survey.mbps and not links:
+        latency = max(survey.latency_ms.values(), default=0.0)
+        what = f"links: at least {rate(min(survey.mbps.values()))}, at most {latency:.1f} ms"
+        yield DoctorFinding("links", "ok", survey.hosts, what, cause="links")
 
 
 def _worst(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
@@ -51,9 +62,8 @@ def _worst(survey: Survey, failing: set[Pair]) -> tuple[str, str, set[Pair]]:
     candidates: list[tuple[int, int, str, str, set[Pair]]] = []
     for host in survey.hosts:
         to, back = ({pair for pair in failing if pair[side] == host} for side in (1, 0))
-        all_to, all_back = (sum(pair[side] == host for pair in survey.reach) for side in (1, 0))
         rules = bool(survey.facts.get(host, {}).get("firewall"))
-        if to and back and len(to) == all_to and len(back) == all_back:
+        if to and back and to | back == {pair for pair in survey.reach if host in pair}:
             candidates.append((len(to) + len(back), rules, host, "both", to | back))
         for way, pairs in (("to", to), ("from", back)):
             # Usually the target is at fault, unless the source has firewall rules.
@@ -70,20 +80,16 @@ def _unreachable(survey: Survey, host: str, way: str, pairs: list[Pair]) -> Doct
     attempt = min(attempts, key=lambda attempt: [*MEANINGS].index(attempt.result), default=None)
     place = f"{attempt.address} port {attempt.port}" if attempt else "any address"
     meaning = MEANINGS[attempt.result] if attempt else "can't be tested: the machine has only loopback addresses"
-    what = {
-        "to": f"{who(others)} can't reach {host}: {place} {meaning}",
-        "from": f"{host} can't reach {who(others)}: {place} {meaning}",
-        "both": f"{host} and {who(others)} can't reach each other: {place} {meaning}",
-    }[way]
+    lost = {"to": f"{who(others)} can't reach {host}", "from": f"{host} can't reach {who(others)}",
+            "both": f"{host} and {who(others)} can't reach each other"}  # fmt: skip
+    what = f"{lost[way]}: {place} {meaning}"
     rules = [rule for name in (host, *others) for rule in survey.facts.get(name, {}).get("firewall", ())]
     hints = [f"check the firewall rule: {rule}" for rule in rules[:2]]
     if attempt and attempt.local:
         hints.append(f"check the route from {attempt.local}, the source address of the attempt")
     closed = host if way != "from" else who(others)
-    hints += [
-        f"open all ports in the firewall of {closed} for the other machines' addresses",
-        "or use ssh tunnels: `manyhands launch` opens tunnels if the machines can log in to each other (or --relay)",
-    ]
+    ssh = "or use ssh tunnels: `manyhands launch` opens tunnels if the machines can log in to each other (or --relay)"
+    hints += [f"open all ports in the firewall of {closed} for the other machines' addresses", ssh]
     cause, explains = f"reach:{host}:{way}", ("collective", "chosen")
     return DoctorFinding("reach", "fail", (host, *others), what, tuple(hints), cause, explains)
 
@@ -118,7 +124,7 @@ def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
         hints = ("remove cluster.interface; manyhands then tests all interfaces",
                  "or set an interface of every machine")  # fmt: skip
         yield DoctorFinding("interface", "fail", tuple(lost), what, hints, "interface", ("chosen", "collective"))
-    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    alike: dict[tuple[str, str], list[str]] = {}
     for host, (chosen, _) in survey.chosen.items():
         facts = survey.facts.get(host, {})
         for name in INTERFACE_VARIABLES:
@@ -131,9 +137,72 @@ def _interfaces(survey: Survey) -> Iterator[DoctorFinding]:
                 yield DoctorFinding("interface", "warn", (host,), what, hints, f"variable:{host}:{name}")
         default = facts.get("default_interface")
         if len(survey.hosts) > 1 and default and default != chosen:
-            alike[default, chosen].append(host)
+            alike.setdefault((default, chosen), []).append(host)
     for (default, chosen), hosts in alike.items():
         route = f"the default route of {who(hosts)} uses {default}, but other machines are reachable on {chosen}"
         hints = (f"for other tools, export GLOO_SOCKET_IFNAME={chosen} NCCL_SOCKET_IFNAME={chosen}",)
         cause = f"default-route:{default}:{chosen}"
         yield DoctorFinding("interface", "warn", tuple(hosts), f"{route}; manyhands uses {chosen}", hints, cause)
+
+
+def _slow(survey: Survey) -> Iterator[DoctorFinding]:
+    """Blames a machine where all its pairs are slow in one way, otherwise single pairs; all alike is one finding."""
+    limit = max(SLOW_MBPS, min(statistics.median(survey.mbps.values()) / ODD_FACTOR, ENOUGH_MBPS))
+    slow = {pair for pair, mbps in survey.mbps.items() if mbps < limit}
+    if len(slow) == len(survey.mbps):
+        slowest, fastest = min(survey.mbps.values()), max(survey.mbps.values())
+        speed = rate(slowest) if rate(slowest) == rate(fastest) else f"{rate(slowest)} to {rate(fastest)}"
+        what = f"the network is slow: {speed} between the machines"
+        yield DoctorFinding("links", "warn", survey.hosts, what, _consequence(survey, slowest), "links")
+        return
+    for host in sorted(survey.hosts, key=lambda host: -sum(host in pair for pair in slow)):
+        sides = {"sends": 0, "receives": 1}
+        ways = {way: {pair for pair in survey.mbps if pair[side] == host} for way, side in sides.items()}
+        bad = {way: pairs for way, pairs in ways.items() if pairs and pairs <= slow}
+        if bad and len(survey.hosts) > 2:
+            yield _slow_machine(survey, host, ways, [*bad])
+            slow -= set.union(*bad.values())
+    for one, two in sorted(slow, key=lambda pair: survey.mbps[pair]):
+        there, back = survey.mbps[one, two], survey.mbps.get((two, one))
+        uneven = back is not None and back > ODD_FACTOR * there
+        word = "asymmetric" if uneven else "slow"
+        what = f"the link from {one} to {two} is {word}: {rate(there)}{f' (reverse: {rate(back)})' if back else ''}"
+        # Both ways of one slow link are one finding.
+        cause = f"link:{one}:{two}" if uneven else f"link:{':'.join(sorted((one, two)))}"
+        yield DoctorFinding("links", "warn", (one, two), what, _consequence(survey, there), cause)
+
+
+def _slow_machine(survey: Survey, host: str, ways: dict[str, set[Pair]], bad: list[str]) -> DoctorFinding:
+    mbps = {way: statistics.median(survey.mbps[pair] for pair in pairs) for way, pairs in ways.items() if pairs}
+    asymmetric = len(mbps) == 2 and len(bad) == 1
+    order = sorted(mbps, key=lambda way: way not in bad)
+    shown = (", but " if asymmetric else ", ").join(f"{way} {rate(mbps[way])}" for way in order)
+    what = f"the link of {host} is {'asymmetric' if asymmetric else 'slow'}: {shown}"
+    name = survey.chosen.get(host, ("", ""))[0]
+    speeds = {each["name"]: each["speed_mbps"] for each in survey.facts.get(host, {}).get("interfaces", ())}
+    nominal = f"; the nominal speed of {name} is {speeds[name]} Mbit/s" if speeds.get(name) else ""
+    check = f"check the cable, switch port, duplex setting and wireless of {host}{nominal}"
+    hints = (*_consequence(survey, min(mbps.values())), check)
+    return DoctorFinding("links", "warn", (host,), what, hints, f"link:{host}")
+
+
+def _far(survey: Survey) -> Iterator[DoctorFinding]:
+    far = {pair: ms for pair, ms in survey.latency_ms.items() if ms > FAR_MS}
+    if far:
+        pair = max(far, key=lambda pair: far[pair])
+        hosts = tuple(host for host in survey.hosts if any(host in pair for pair in far))
+        what = f"the latency between {who(hosts)} is high: {far[pair]:.0f} ms from {pair[0]} to {pair[1]} and back"
+        hints = ("synchronise less often: --sync auto (each update waits for several messages)",)
+        yield DoctorFinding("links", "warn", hosts, what, hints, "latency")
+
+
+def _consequence(survey: Survey, mbps: float) -> tuple[str, ...]:
+    machines = len(survey.hosts)
+    seconds = 2 * (machines - 1) / machines * RESNET18_BYTES * 8 / mbps / 1e6
+    update = f"each update of resnet18 ({RESNET18_BYTES / 1e6:.0f} MB) takes at least {seconds:.1f} s of network time"
+    return (update, "use --sync auto to send less data; manyhands plan --link shows the effect")
+
+
+def rate(mbps: float) -> str:
+    """Formats a rate with its unit."""
+    return f"{mbps / 1000:.1f} Gbit/s" if mbps >= 1000 else f"{mbps:.3g} Mbit/s"

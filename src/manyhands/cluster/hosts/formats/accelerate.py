@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, is_host
+from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line
+from manyhands.cluster.hosts.variables import is_host
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 from manyhands.core.files import UnreadableError, parse_yaml
@@ -20,52 +21,44 @@ PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 PLAIN_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA",
                "MULTI_HPU", "MULTI_NEURON")  # fmt: skip
 OTHER_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
-_KNOWN = (
-    "compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines "
-    "gpu_ids main_process_ip main_process_port rdzv_backend same_network main_training_function "
-    "enable_cpu_affinity fp8_config deepspeed_config fsdp_config parallelism_config megatron_lm_config "
-    "mpirun_config downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env "
-    "dynamo_config fp16 dynamo_backend "
-)
-_KEYS = frozenset(_KNOWN.split())
-_MAX_PROCESSES = 65536
+_KEYS = {
+    "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes", "machine_rank",
+    "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network",
+    "main_training_function", "enable_cpu_affinity", "fp8_config", "deepspeed_config", "fsdp_config",
+    "parallelism_config", "megatron_lm_config", "mpirun_config", "downcast_bf16", "tpu_name", "tpu_zone",
+    "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "dynamo_config", "fp16",
+    "dynamo_backend",
+}  # fmt: skip
 
 
 def recognise(_path: str, text: str) -> bool:
     """Returns True for YAML or JSON with the key `distributed_type`, which only accelerate has."""
-    found = set(re.findall(r"""^["' \t{]*([a-z_]+)["']?\s*:""", text, re.MULTILINE))
-    return "distributed_type" in found
+    return re.search(r"""^["' \t{]*distributed_type["']?\s*:""", text, re.MULTILINE) is not None
 
 
 def read(text: str, where: str) -> Cluster:
     """Reads accelerate's configuration. Raises UserError: a key is unknown, or a value is wrong or missing."""
     values = _Values(text, where)
-    machines = values.number("num_machines", 1, _MAX_PROCESSES) or 1
-    size = values.number("num_processes", -1, _MAX_PROCESSES)
+    machines, size = values.number("num_machines", 1, 65536) or 1, values.number("num_processes", -1, 65536)
     size = (1 if values.kind == "NO" else -1) if size is None else size
     if size == 0 or (size > 0 and size % machines):
         hint = f"set num_processes to the total over all machines, such as {machines * max(1, size // machines)}"
         message = f"num_processes ({size}) is not a multiple of num_machines ({machines})"
         raise values.error("num_processes", message, hint)
-    slots = max(size, 0) // machines
-    rank = values.number("machine_rank", 0, machines - 1)
+    slots, rank = max(size, 0) // machines, values.number("machine_rank", 0, machines - 1)
     address = values.text("main_process_ip")
     if machines > 1 and not address:
         message = f"num_machines is {machines}, but main_process_ip is missing"
         key = "main_process_ip" if "main_process_ip" in values.lines else "num_machines"
         raise values.error(key, message, "add the first machine's address, such as main_process_ip: 10.0.0.1")
     if address and not is_host(address):
-        message = f"main_process_ip is {address}; expected the first machine's name or address"
-        raise values.error("main_process_ip", message, "write an address such as 10.0.0.1")
+        hint = "write an address such as 10.0.0.1"
+        raise values.unexpected("main_process_ip", "the first machine's name or address", hint)
     devices, own = _devices(values, slots), 0 if machines == 1 else rank
     hosts = [address or "localhost", *[""] * (machines - 1)]
-    return Cluster(
-        tuple(Machine(host, slots, devices if index == own else ()) for index, host in enumerate(hosts)),
-        master_port=values.number("main_process_port", 0, 65535) or 0,
-        machine=rank,
-        source=f"accelerate {where}".rstrip(),
-        requests=tuple(_requests(values)),
-    )
+    found = tuple(Machine(host, slots, devices if index == own else ()) for index, host in enumerate(hosts))
+    port, source = values.number("main_process_port", 0, 65535) or 0, f"accelerate {where}".rstrip()
+    return Cluster(found, port, rank, source, tuple(_requests(values)))
 
 
 def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
@@ -75,8 +68,7 @@ def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
         return ()
     words = [word.strip() for word in text.strip("[]").split(",")]
     if not all(re.fullmatch(r"[0-9]{1,4}", word) for word in words) or len(set(words)) < len(words):
-        message = f'gpu_ids is "{text}"; expected all, or numbers such as 0,1'
-        raise values.error("gpu_ids", message, "correct this value")
+        raise values.unexpected("gpu_ids", "all, or numbers such as 0,1")
     if slots > len(words):
         message = f"gpu_ids has {len(words)} numbers for {slots} processes on this machine"
         raise values.error("gpu_ids", message, "list one device for each process, or write all")
@@ -86,8 +78,7 @@ def _devices(values: "_Values", slots: int) -> tuple[int, ...]:
 
 def _requests(values: "_Values") -> Iterator[tuple[str, str, str]]:
     """Yields the file's settings of the job: the line, and the matching option and value, or empty strings."""
-    precision = values.text("mixed_precision") or ("fp16" if values.switch("fp16") else "")
-    if precision:
+    if precision := values.text("mixed_precision") or ("fp16" if values.switch("fp16") else ""):
         ours = PRECISIONS.get(precision, "")
         yield f"mixed_precision: {precision}", "train.precision" if ours else "", ours
     if values.switch("use_cpu") or values.kind == "MULTI_CPU":
@@ -123,13 +114,16 @@ class _Values:
         if environment not in {"", "LOCAL_MACHINE"}:
             message = f"compute_environment is {environment}; only LOCAL_MACHINE is supported"
             raise self.error("compute_environment", message, 'run `accelerate config` and choose "This machine"')
-        if self.kind not in (known := (*PLAIN_TYPES, *OTHER_TYPES)):
+        if self.kind not in (known := PLAIN_TYPES + OTHER_TYPES):
             message = f'distributed_type "{self.kind}" is unknown' if self.kind else "distributed_type is missing"
             hint = did_you_mean(self.kind, known) or f"write one of {', '.join(known)}"
             raise self.error("distributed_type", message, hint)
 
     def error(self, key: str, message: str, hint: str) -> UserError:
         return UserError(message, at_line(self.where, self.lines.get(key, 1)), (hint,))
+
+    def unexpected(self, key: str, expected: str, hint: str = "correct this value") -> UserError:
+        return self.error(key, f'{key} is "{self.text(key)}"; expected {expected}', hint)
 
     def text(self, key: str) -> str:
         value = self._values.get(key)
@@ -140,12 +134,12 @@ class _Values:
     def switch(self, key: str) -> bool:
         word = self.text(key).lower()
         if word not in {"", "true", "false", "yes", "no"}:
-            raise self.error(key, f'{key} is "{self.text(key)}"; expected true or false', "correct this value")
+            raise self.unexpected(key, "true or false")
         return word in {"true", "yes"}
 
     def number(self, key: str, least: int, most: int) -> int | None:
         text = self.text(key)
         if text and (not re.fullmatch(r"-?[0-9]{1,9}", text) or not least <= int(text) <= most):
             hint = "number the machines from 0" if "rank" in key else "correct this value"
-            raise self.error(key, f"{key} is {text}; expected a number from {least} to {most}", hint)
+            raise self.unexpected(key, f"a number from {least} to {most}", hint)
         return int(text) if text else None

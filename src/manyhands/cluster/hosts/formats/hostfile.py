@@ -9,8 +9,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, in_brackets, is_host
-from manyhands.cluster.hosts.variables import bounded_number
+from manyhands.cluster.hosts.inventory import Cluster, Machine, at_line, in_brackets
+from manyhands.cluster.hosts.variables import bounded_number, is_host
 from manyhands.core.choices import did_you_mean
 from manyhands.core.errors import UserError
 
@@ -27,8 +27,7 @@ _SSH_PORTS = {22, 222}
 
 def recognise(path: str, text: str) -> bool:
     """Returns True for lines with slots, or for lines of hosts with numbers or in a file with a hostfile's name."""
-    lines = [line.split() for line in map(_without_comment, text.splitlines()) if line]
-    name = Path(path).name.lower()
+    lines, name = [words for words in map(_words, text.splitlines()) if words], Path(path).name.lower()
     if not lines or lines[0][0].startswith(("{", "[")):
         return False
     if "hostfile" in name or any(re.match(r"(max[_-]?)?slot|port=", word) for words in lines for word in words[1:]):
@@ -41,7 +40,7 @@ def read(text: str, where: str) -> Cluster:
     """Reads a hostfile. Raises UserError: a line is not a host with its slots, or there are no hosts."""
     found: dict[str, Machine] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        words, place = _without_comment(line).split(), at_line(where, number)
+        words, place = _words(line), at_line(where, number)
         if not words:
             continue
         machine = _with_settings(words, place)
@@ -58,8 +57,8 @@ def read(text: str, where: str) -> Cluster:
 
 def read_list(text: str, where: str) -> Cluster:
     """Reads "n1:4,user@n2,[fd00::1]:2,ssh://n3:2222,n4 slots=200". Raises UserError: invalid or repeated hosts."""
-    machines: list[Machine] = []
-    for part in (word.strip() for word in text.split(",")):
+    found: dict[str, Machine] = {}
+    for part in map(str.strip, text.split(",")):
         if not part:
             hints = ("write a list such as n1,n2 or n1:4,n2:4",)
             raise UserError(f'the list of hosts "{text}" has an empty entry', where, hints)
@@ -67,12 +66,11 @@ def read_list(text: str, where: str) -> Cluster:
             message = f'"{part}" is ambiguous: the last part may belong to the address or be a number of processes'
             raise UserError(message, where, ("put the address in brackets: [fd00::1] or [fd00::1]:4",))
         machine = _with_settings(part.split(), where)
-        if machine.name in {known.name for known in machines}:
+        if machine is not found.setdefault(machine.name, machine):
             more = f"{machine.target} slots=2" if machine.port else f"{in_brackets(machine.name)}:2"
             hints = (f"write {more} for two processes on {machine.name}",)
             raise UserError(f"{machine.name} is listed twice", where, hints)
-        machines.append(machine)
-    return Cluster(tuple(machines), source=f"{where} {text}".strip())
+    return Cluster(tuple(found.values()), source=f"{where} {text}".strip())
 
 
 def write(cluster: Cluster) -> tuple[str, list[str]]:
@@ -81,51 +79,40 @@ def write(cluster: Cluster) -> tuple[str, list[str]]:
         "device numbers are omitted: hostfiles don't have device numbers": any(m.devices for m in cluster.machines),
         "the master's port is omitted: hostfiles don't have a port for the master": cluster.master_port,
     }
-    lines = [
-        m.host + (f" slots={m.slots}" if m.slots else "") + (f" port={m.port}" if m.port else "")
-        for m in cluster.machines
-    ]
-    return "\n".join(lines) + "\n", [note for note, applies in notes.items() if applies]
+    settings = ((m.host, m.slots and f" slots={m.slots}", m.port and f" port={m.port}") for m in cluster.machines)
+    text = "".join(f"{host}{slots or ''}{port or ''}\n" for host, slots, port in settings)
+    return text, [note for note, applies in notes.items() if applies]
 
 
-def _without_comment(line: str) -> str:
-    return line.split("#")[0].strip()
+def _words(line: str) -> list[str]:
+    return line.partition("#")[0].split()
 
 
 def _looks_like_a_host(word: str) -> bool:
-    matched = _HOST.fullmatch(word)
-    return bool(_BARE_SIX.fullmatch(word) or _SSH.fullmatch(word)) or (
-        matched is not None and (matched["slots"] or "1").isdecimal()
-    )
+    if _BARE_SIX.fullmatch(word) or _SSH.fullmatch(word):
+        return True
+    return (matched := _HOST.fullmatch(word)) is not None and (matched["slots"] or "1").isdecimal()
 
 
 def _machine(word: str, where: str) -> Machine:
+    """Reads NAME, NAME:SLOTS or ssh://NAME:PORT, each with or without a user."""
     address = word.startswith("ssh://")
-    bare = None if address else _BARE_SIX.fullmatch(word)
-    matched = _SSH.fullmatch(word) if address else bare or _HOST.fullmatch(word)
-    if matched is None and address:
-        without_password = re.sub(r"(?<=://)([^@/:]*):[^@]*@", r"\1:…@", word)
-        hints = ("write ssh://user@host:31234, without a password and without a path",)
-        raise UserError(f'"{without_password}" is not an ssh address', where, hints)
+    matched = _SSH.fullmatch(word) if address else _BARE_SIX.fullmatch(word) or _HOST.fullmatch(word)
     if matched is None:
-        hints = "write a name or an address, with or without a number of processes: n1, user@n1, 10.0.0.1, [fd00::1]:4"
-        raise UserError(f'"{word}" is not a host', where, (hints,))
+        hint = "write a name or an address, with or without a number of processes: n1, user@n1, 10.0.0.1, [fd00::1]:4"
+        hint = "write ssh://user@host:31234, without a password and without a path" if address else hint
+        without_password = re.sub(r"(?<=://)([^@/:]*):[^@]*@", r"\1:…@", word)
+        raise UserError(f'"{without_password}" is not {"an ssh address" if address else "a host"}', where, (hint,))
     found = matched.groupdict()
-    name = found["six"] if found["six"] is not None else found["name"]
-    if found["six"] is not None and not (":" in name and is_host(name)):
-        raise UserError(f'"{name}" is not an IPv6 address', where, ("write an address such as [fd00::1]:4",))
-    machine = Machine(f"{found['user'] or ''}{name}")
-    if found.get("port"):
-        return replace(machine, port=_number(found["port"], "port", "the port", where))
-    if found.get("slots") is None:
+    six, port, slots = (found.get(key) for key in ("six", "port", "slots"))
+    if six is not None and not (":" in six and is_host(six)):
+        raise UserError(f'"{six}" is not an IPv6 address', where, ("write an address such as [fd00::1]:4",))
+    machine = Machine(f"{found['user'] or ''}{found['name'] if six is None else six}")
+    if port:
+        return replace(machine, port=_number(port, "port", "the port", where))
+    if slots is None:
         return machine
-    _refuse_what_may_be_a_port(machine, found["slots"], where)
-    return replace(machine, slots=_number(found["slots"], "slots", "the number of processes", where))
-
-
-def _refuse_what_may_be_a_port(machine: Machine, text: str, where: str) -> None:
-    """Raises UserError for a number behind a colon that may be an ssh port or a number of processes."""
-    number = int(text) if re.fullmatch(r"[0-9]{1,5}", text) else 0
+    number = int(slots) if re.fullmatch(r"[0-9]{1,5}", slots) else 0
     if number in _SSH_PORTS or _LIKE_A_PORT < number <= _MOST["port"]:
         hint = "for an ssh port and a number of processes, write a hostfile line such as n1 slots=4 port=31234"
         if number <= _MOST["slots"]:
@@ -133,6 +120,7 @@ def _refuse_what_may_be_a_port(machine: Machine, text: str, where: str) -> None:
         hints = (f"for an ssh port, write {replace(machine, port=number).target}", hint)
         message = f"{machine.host}:{number} is ambiguous: {number} may be an ssh port or a number of processes"
         raise UserError(message, where, hints)
+    return replace(machine, slots=_number(slots, "slots", "the number of processes", where))
 
 
 def _number(text: str, setting: str, name: str, where: str) -> int:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import yaml
@@ -10,12 +11,8 @@ from manyhands.cluster.hosts.inventory import JOB, Cluster, Machine, Submission
 from manyhands.cluster.hosts.variables import bounded_number
 from manyhands.core.errors import UserError
 
-GPU = "nvidia.com/gpu"
-# A pod that was moved away resumes from its last checkpoint; a pod that keeps failing is not restarted forever.
-MOST_RESTARTS = 3
 WHERE = "environment, PET_*"
-DEFAULT_RENDEZVOUS_PORT = 29400
-_MAX_MACHINES, _MAX_SLOTS = 65536, 1024
+_number = partial(bounded_number, where=WHERE, hint="correct this value")
 
 
 def manifest(job: Submission) -> str:
@@ -23,7 +20,7 @@ def manifest(job: Submission) -> str:
     command = [word.replace(JOB, job.name) for word in job.command]
     resources: dict[str, Any] = {}
     if job.accelerators:  # which a container takes as a limit
-        resources["limits"] = {GPU: job.accelerators}
+        resources["limits"] = {"nvidia.com/gpu": job.accelerators}
     if job.threads:
         resources["requests"] = {"cpu": job.threads * job.processes}
     if job.kind == "TrainJob":
@@ -41,7 +38,8 @@ def manifest(job: Submission) -> str:
             for role, count in (("Master", 1), ("Worker", job.nodes - 1))
             if count
         }
-        policy = {"cleanPodPolicy": "Running", "backoffLimit": MOST_RESTARTS}
+        # A pod that was moved away resumes from its last checkpoint; a pod that keeps failing is not restarted forever.
+        policy = {"cleanPodPolicy": "Running", "backoffLimit": 3}
         spec = {"nprocPerNode": str(job.processes), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
     metadata = {"name": job.name} | ({"namespace": job.namespace} if job.namespace else {})
     content = {"apiVersion": version, "kind": job.kind, "metadata": metadata, "spec": spec}
@@ -51,11 +49,7 @@ def manifest(job: Submission) -> str:
 def from_environment(environment: Mapping[str, str]) -> Cluster | None:
     """Reads the cluster that PET_* describe, with this machine's place in it; None without PET_NNODES.
 
-    The variables know the first machine's address alone, so the other machines' names are empty. A port that is not
-    given is 0, for a free one.
-
-    Raises:
-        UserError: A value is missing or wrong.
+    Only the first machine's address is known; the other machines' names are empty. Raises UserError: a wrong value.
     """
     nodes = environment.get("PET_NNODES", "")
     if not nodes:
@@ -64,43 +58,35 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
     if colon and least != most:
         message = f'PET_NNODES is "{nodes}"; a variable number of machines is not supported'
         raise UserError(message, WHERE, (f"set a fixed number of machines: PET_NNODES={most}",))
-    count = _number("PET_NNODES", least, 1, _MAX_MACHINES)
+    count = _number("PET_NNODES", least, 1, 65536)
     slots = environment.get("PET_NPROC_PER_NODE") or "1"
     if slots == "cpu":
-        message = 'PET_NPROC_PER_NODE is "cpu"; expected a number or "auto"'
-        raise UserError(
-            message, WHERE, ("set the number of processes per machine; the cores are divided among them as threads",)
-        )
-    one_per_device = slots in {"auto", "gpu", "xpu"}
-    size = 0 if one_per_device else _number("PET_NPROC_PER_NODE", slots, 1, _MAX_SLOTS)
+        hints = ("set the number of processes per machine; the cores are divided among them as threads",)
+        raise UserError('PET_NPROC_PER_NODE is "cpu"; expected a number or "auto"', WHERE, hints)
+    size = 0 if slots in {"auto", "gpu", "xpu"} else _number("PET_NPROC_PER_NODE", slots, 1, 1024)
     rank = environment.get("PET_NODE_RANK")
     machine = _number("PET_NODE_RANK", rank, 0, count - 1) if rank else None
     address, port = _master(environment)
     if count > 1 and not address:
-        message = f"PET_NNODES is {count}, but the address of the first machine is missing"
-        raise UserError(message, WHERE, ("set PET_MASTER_ADDR to the first machine's address",))
+        hints = ("set PET_MASTER_ADDR to the first machine's address",)
+        raise UserError(f"PET_NNODES is {count}, but the address of the first machine is missing", WHERE, hints)
     machines = (Machine(address or "localhost", size), *[Machine("", size)] * (count - 1))
     return Cluster(machines, master_port=port, machine=machine, source="PET_* in the environment")
 
 
 def _master(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Address and port of the first machine's store: PET_MASTER_ADDR, else the rendezvous endpoint."""
+    """Returns the address and port of the first machine's store: PET_MASTER_ADDR, else the rendezvous endpoint."""
     backend = environment.get("PET_RDZV_BACKEND") or "static"
     if backend not in {"static", "c10d"}:
         message = f'PET_RDZV_BACKEND is "{backend}"; only static and c10d are supported'
         raise UserError(message, WHERE, ("set PET_MASTER_ADDR and PET_MASTER_PORT instead",))
-    port = environment.get("PET_MASTER_PORT")
-    master_port = _number("PET_MASTER_PORT", port, 0, 65535) if port else 0
+    port = _number("PET_MASTER_PORT", environment.get("PET_MASTER_PORT") or "0", 0, 65535)
     endpoint, address = environment.get("PET_RDZV_ENDPOINT", ""), environment.get("PET_MASTER_ADDR", "")
     if address or not endpoint:
-        return address, master_port
+        return address, port
     matched = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?|([^:]+)(?::(\d+))?", endpoint)
     if matched is None:
         raise UserError(f'PET_RDZV_ENDPOINT is "{endpoint}"; expected host:port', WHERE, ("write n1:29400",))
-    default = str(DEFAULT_RENDEZVOUS_PORT if backend == "c10d" else 0)
+    default = "29400" if backend == "c10d" else "0"
     port = _number("the port of PET_RDZV_ENDPOINT", matched[2] or matched[4] or default, 0, 65535)
     return matched[1] or matched[3], port
-
-
-def _number(name: str, text: str, least: int, most: int) -> int:
-    return bounded_number(name, text, least, most, WHERE, "correct this value")

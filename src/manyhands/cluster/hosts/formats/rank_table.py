@@ -17,8 +17,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line, is_address
-from manyhands.cluster.hosts.variables import DEFAULT_PORT, master_address, master_port, number
+from manyhands.cluster.hosts.inventory import Cluster, LauncherPlace, Machine, at_line
+from manyhands.cluster.hosts.variables import is_address, master_address, master_port, number
 from manyhands.core.errors import UserError
 from manyhands.core.files import RepeatedNameError, UnreadableError, parse_json, typed_number
 from manyhands.core.terminal import say
@@ -28,20 +28,16 @@ HCCN = Path("/etc/hccn.conf")
 Keys = tuple[str | int, ...]  # the path of a value in the file
 Mistake = tuple[Keys, str, *tuple[str, ...]]  # the path of a wrong value, the error message, and hints
 
-_TABLE_NAME = re.compile(r"(rank_?table|^hccl).*\.json$")
 _PLACEHOLDER = re.compile(r"[*<>?…\s]|\.\.\.|^$|(?i:(^|[._-])x{2,}([._-]|$)|^[\dx.]*x[\dx.]*$)")
 _NEW_TABLE = "create a new table from a list of hosts: manyhands explain --cluster HOSTFILE --write table.json"
-# Keys that only tables of other layouts have, with the message and the hint.
+# Keys that only tables of other layouts have, with the layout and the hint.
 _OTHER_LAYOUTS = {
-    "group_list": ('the rank table has the layout of MindSpore before 1.0 ("group_list"); '
-                   "versions 1.0 and 1.2 are supported", _NEW_TABLE),
-    "rank_list": ('the rank table has the layout of version 2.0 ("rank_list"); '
-                  "versions 1.0 and 1.2 are supported", _NEW_TABLE),
-    "server_group_list": ("the rank table has ModelArts' layout, with each server_list inside server_group_list",
+    "group_list": ('the layout of MindSpore before 1.0 ("group_list"); versions 1.0 and 1.2 are supported', _NEW_TABLE),
+    "rank_list": ('the layout of version 2.0 ("rank_list"); versions 1.0 and 1.2 are supported', _NEW_TABLE),
+    "server_group_list": ("ModelArts' layout, with each server_list inside server_group_list",
                           'replace "server_group_list" with the "server_list" of one group, next to "status"'),
 }  # fmt: skip
 _INITIALIZING = 'its status is "initializing"'
-_SIMILAR = 0.85
 # Fields that only machines newer than Ascend 910 have; these connect their cards in another way.
 _NEWER = {"device_port", "super_device_id", "backup_device_ip"}
 _UNKNOWN = {"", "reserve"}  # what tools write for an unknown address
@@ -51,7 +47,6 @@ _UNIQUE = {
     "device_id": "list each card once; `ls /dev/davinci*` shows the numbers of the cards",
     "device_ip": "take each card's own address from /etc/hccn.conf on the server",
 }
-_PORT = 'a port from "1" to "65535"'
 _NO_PLACEHOLDER = "a value from your cluster, not a placeholder"
 
 
@@ -65,7 +60,7 @@ def _rule(holds: Callable[[str], object], expected: str) -> AfterValidator:
 
 
 Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
-Port = Annotated[str, _rule(lambda word: 0 < (typed_number(word) or 0) < 65536, _PORT)]
+Port = Annotated[str, _rule(lambda word: 0 < (typed_number(word) or 0) < 65536, 'a port from "1" to "65535"')]
 Address = Annotated[
     str,
     _rule(lambda word: word in _UNKNOWN or not _PLACEHOLDER.search(word), _NO_PLACEHOLDER),
@@ -84,9 +79,8 @@ class _Part(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_misspelled(cls, value: Any) -> Any:
-        """Refuses unknown fields whose names are similar to known ones."""
         for key in value if isinstance(value, dict) else ():
-            near = [] if key in cls.model_fields else get_close_matches(key, cls.model_fields, n=1, cutoff=_SIMILAR)
+            near = [] if key in cls.model_fields else get_close_matches(key, cls.model_fields, n=1, cutoff=0.85)
             if near:
                 found = {"key": key, "near": near[0]}
                 raise PydanticCustomError("misspelled", 'a rank table has no field "{key}"', found)
@@ -94,7 +88,7 @@ class _Part(BaseModel):
 
 
 class Device(_Part):
-    """One card; its process has the rank `rank_id`."""
+    """A card; its process has the rank `rank_id`."""
 
     device_id: Number
     device_ip: Address = ""
@@ -130,17 +124,13 @@ class Server(_Part):
         return next((name for name in given if name and is_address(name)), self.server_id)
 
 
-class PodServer(_Part):
-    """A machine of a super pod."""
-
+class _PodServer(_Part):
     server_id: Identity
 
 
-class SuperPod(_Part):
-    """Machines that one fast fabric joins."""
-
+class _SuperPod(_Part):
     super_pod_id: Identity
-    server_list: list[PodServer]
+    server_list: list[_PodServer]
 
 
 class RankTable(_Part):
@@ -150,7 +140,7 @@ class RankTable(_Part):
     server_count: Number | None = None
     server_list: list[Server] = Field(min_length=1)
     status: Literal["completed"]
-    super_pod_list: list[SuperPod] | None = None
+    super_pod_list: list[_SuperPod] | None = None
     board_id: str | None = None
     chip_info: str | None = None
     deploy_mode: str | None = None
@@ -171,23 +161,20 @@ class RankTable(_Part):
 
 def recognise(path: str, text: str) -> bool:
     """Returns True for a JSON object with a list of servers, or an incomplete one with a rank table's file name."""
-    listed = re.search(r'"(server_list|rank_list|group_list)"\s*:', text) or _TABLE_NAME.search(Path(path).name)
-    return text.lstrip().startswith("{") and listed is not None
+    named = re.search(r"(rank_?table|^hccl).*\.json$", Path(path).name)
+    return text.lstrip().startswith("{") and bool(named or re.search(r'"(server|rank|group)_list"\s*:', text))
 
 
 def read(text: str, where: str) -> Cluster:
-    """Reads a completed table. Raises UserError: see `read_table`."""
-    servers = [(server.host, server.cards) for server in read_table(text, where).by_rank]
-    machines = (Machine(host, len(ids), () if ids == tuple(range(len(ids))) else ids) for host, ids in servers)
+    machines: list[Machine] = []
+    for server in read_table(text, where).by_rank:
+        ids, count = server.cards, len(server.device)
+        machines.append(Machine(server.host, count, () if ids == tuple(range(count)) else ids))
     return Cluster(tuple(machines), source=f"rank table {where}".rstrip())
 
 
 def read_table(text: str, where: str) -> RankTable:
-    """Reads a table with all its fields, including those that a `Cluster` doesn't have.
-
-    Raises:
-        UserError: The table is not JSON, has a wrong or missing field, or breaks a rule of HCCL. Names line and field.
-    """
+    """Reads a table. Raises UserError with line and field: no JSON, a wrong field, or a broken rule of HCCL."""
     text = text.removeprefix("\ufeff")
     try:
         value = parse_json(text, once_each=True)
@@ -202,8 +189,7 @@ def read_table(text: str, where: str) -> RankTable:
     if not mistakes:
         try:
             table = RankTable.model_validate(value)
-            rules = (_broken_lists, _broken_ranks, _broken_groups)
-            mistakes = [*islice(chain.from_iterable(rule(table) for rule in rules), 1)]
+            mistakes = [*islice(chain(_broken_lists(table), _broken_ranks(table), _broken_groups(table)), 1)]
             if not mistakes:
                 return table
         except ValidationError as error:
@@ -229,10 +215,8 @@ def _lines(text: str) -> list[tuple[Keys, int]]:
 
     def below(node: Any, path: Keys) -> Iterator[tuple[Keys, int]]:
         yield path, node.start_mark.line + 1
-        inner: Any = enumerate(node.value) if isinstance(node, yaml.SequenceNode) else ()
-        if isinstance(node, yaml.MappingNode):
-            inner = ((str(key.value), value) for key, value in node.value)
-        for key, value in inner:
+        for index, entry in enumerate(node.value) if isinstance(node, yaml.CollectionNode) else ():
+            key, value = (str(entry[0].value), entry[1]) if isinstance(node, yaml.MappingNode) else (index, entry)
             yield from below(value, (*path, key))
 
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # JSON is YAML, but for tabs and some escapes
@@ -247,16 +231,15 @@ def _wrong_layout(value: Any) -> Iterator[Mistake]:
     if not isinstance(value, dict):
         yield (), "the rank table is not a JSON object, { … }", "see docs/guides/cluster-files.md for the format"
         return
-    for key, mistake in _OTHER_LAYOUTS.items():
+    for key, (layout, hint) in _OTHER_LAYOUTS.items():
         if key in value and "server_list" not in value:
-            yield (key,), *mistake
+            yield (key,), f"the rank table has {layout}", hint
     if value.get("status") == "initializing":
         hint = 'wait until the program that writes the table sets status to "completed"'
         yield ("status",), f"the rank table is incomplete: {_INITIALIZING}", hint
 
 
 def _wrong_value(error: dict[str, Any]) -> Mistake:
-    """Converts an error of pydantic."""
     path: Keys = error["loc"]
     name, field = _dotted(path) or "the rank table", str(path[-1]) if path else ""
     if error["type"] == "missing":
@@ -320,26 +303,19 @@ def _broken_ranks(table: RankTable) -> Iterator[Mistake]:
         if rank >= len(ranks):
             yield path, f'rank_id is "{rank}", but the table has {len(ranks)} cards; {expected}', hint
         seen.add(rank)
-    lowest, before = 0, ""
+    lowest, before = 0, "ranks follow the text order of server_id"
     hint = 'number the ranks in the text order of server_id; "10.0.0.10" comes before "10.0.0.9"'
     for at, server in sorted(enumerate(table.server_list), key=lambda entry: entry[1].server_id):
-        wanted = range(lowest, lowest := lowest + len(server.device))
-        for index in range(len(server.device)):
-            path = ("server_list", at, "device", index, "rank_id")
-            if ranks[path] not in wanted:
-                message = (
-                    f'rank_id is "{ranks[path]}"; expected {wanted[0]} … {wanted[-1]} on server '
-                    f'"{server.server_id}", because ranks follow the text order of server_id{before}'
-                )
-                yield path, message, hint
-        before = f' and "{server.server_id}" comes first'
+        wanted, name = range(lowest, lowest := lowest + len(server.device)), server.server_id
+        for index, card in enumerate(server.device):
+            if int(card.rank_id) not in wanted:
+                span = f'expected {wanted[0]} … {wanted[-1]} on server "{name}", because {before}'
+                yield ("server_list", at, "device", index, "rank_id"), f'rank_id is "{card.rank_id}"; {span}', hint
+        before = f'ranks follow the text order of server_id and "{name}" comes first'
 
 
 def _broken_groups(table: RankTable) -> Iterator[Mistake]:
-    """Yields card groups that HCCL can't form on Ascend 910.
-
-    A server has 1, 2, 4 or 8 cards; 2 or 4 cards are within 0-3 or 4-7. Several servers have a multiple of 8 cards.
-    """
+    """Yields card groups that HCCL can't form on Ascend 910."""
     servers, size = table.server_list, sum(len(server.device) for server in table.server_list)
     newer = any(_NEWER & card.model_fields_set for server in servers for card in server.device)
     if newer or table.version == "1.2" or any(server.hardware_type for server in servers):
@@ -362,22 +338,9 @@ def _broken_groups(table: RankTable) -> Iterator[Mistake]:
         yield ("server_list",), message, "list a multiple of 8 cards, or only one server", other
 
 
-def wait(
-    path: Path,
-    timeout_s: float,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> str:
-    """Waits until the table is complete and returns its text.
-
-    A file that is missing, truncated or "initializing" is still being written. Any other mistake ends the wait; the
-    reader reports the mistake.
-
-    Raises:
-        UserError: The table is still initializing after `timeout_s`.
-    """
-    ends, announced = clock() + timeout_s, timeout_s < POLL_S
+def wait(path: Path, timeout_s: float) -> str:
+    """Waits for a table that is missing, truncated or initializing; returns its text. Raises UserError: timeout."""
+    ends, announced = time.monotonic() + timeout_s, timeout_s < POLL_S
     while True:
         text = ""
         try:
@@ -386,28 +349,24 @@ def wait(
             state = _INITIALIZING if isinstance(value, dict) and value.get("status") == "initializing" else ""
         except (FileNotFoundError, ValueError, RecursionError):  # some writers replace the file
             state = "" if text.rstrip().endswith("}") else "the end of the file is missing"
-        if not state or clock() >= ends:
+        if not state or time.monotonic() >= ends:
             break
         if not announced:
             announced = True
             say(f"waiting up to {timeout_s:g} s for the rank table {path} to be completed: {state}")
-        sleep(POLL_S)
+        time.sleep(POLL_S)
     if state == _INITIALIZING:
         message = f'the rank table was not completed within {timeout_s:g} s: its status is still "initializing"'
         raise UserError(message, str(path), ("check the program that writes the table, or complete the table by hand",))
     return text
 
 
-def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str, list[str]]:
-    """Returns a table of version 1.0, and notes on values that the format doesn't support.
+def write(cluster: Cluster) -> tuple[str, list[str]]:
+    """Returns a table of version 1.0, and notes on what it can't hold; of one machine with its addresses of cards.
 
-    Writes device_ip only for a cluster of one machine: the addresses come from this machine's /etc/hccn.conf, or from
-    `hccn` by card number.
-
-    Raises:
-        UserError: A number of processes is unknown, or the table breaks a rule of HCCL.
+    Raises UserError: a number of processes is unknown, or the table breaks a rule of HCCL.
     """
-    addresses = (read_hccn() if hccn is None else hccn) if len(cluster.machines) == 1 else {}
+    addresses = read_hccn() if len(cluster.machines) == 1 else {}
     notes = {
         "user names are omitted: rank tables don't have user names": any("@" in m.host for m in cluster.machines),
         "ssh ports are omitted: only hostfiles have ssh ports": any(m.port for m in cluster.machines),
@@ -420,8 +379,7 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str,
         message = f"HCCL requires machines in the text order of their names: {', '.join(sorted(hosts))}"
         hints = ("list the machines in this order (n10 comes before n9)", "or list IP addresses instead of names")
         raise UserError(message, cluster.source, hints)
-    servers: list[dict[str, Any]] = []
-    rank = 0
+    servers, rank = list[dict[str, Any]](), 0
     for index, machine in enumerate(cluster.machines):
         if not machine.slots:
             message = f"a rank table lists devices, but the number of devices of {machine.host} is unknown"
@@ -430,11 +388,11 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str,
         if len(cards) != machine.slots:
             message = f"{machine.host} has {machine.slots} processes, but {len(cards)} devices"
             raise UserError(message, cluster.source, ("set one process for each device",))
-        devices = [
-            {"device_id": str(card), **({"device_ip": addresses[card]} if card in addresses else {}), "rank_id": str(n)}
-            for n, card in enumerate(cards, rank)
-        ]
-        rank += len(devices)
+        devices = list[dict[str, str]]()
+        for card in cards:
+            ip = {"device_ip": addresses[card]} if card in addresses else {}
+            devices.append({"device_id": str(card), **ip, "rank_id": str(rank)})
+            rank += 1
         node = {"server_id": f"node_{index:0{len(str(len(hosts) - 1))}}", "host_ip": machine.address}
         names = {"server_id": machine.address} if in_order else node
         servers.append({**names, "device": devices, "host_nic_ip": "reserve"})
@@ -445,26 +403,22 @@ def write(cluster: Cluster, hccn: Mapping[int, str] | None = None) -> tuple[str,
     return text, [note for note, applies in notes.items() if applies]
 
 
-def read_hccn(path: Path = HCCN) -> dict[int, str]:
+def read_hccn() -> dict[int, str]:
     """Reads the cards' addresses from lines such as address_0=192.168.100.101. Raises UserError: an invalid address."""
     found: dict[int, str] = {}
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    text = HCCN.read_text(encoding="utf-8", errors="replace") if HCCN.exists() else ""
     for at, line in enumerate(text.splitlines(), 1):
         if matched := re.fullmatch(r"\s*address_(\d+)\s*=\s*(\S*)\s*", line):
             if not is_address(matched[2]):
                 message = f'address_{matched[1]} is "{matched[2]}"; expected an IP address'
                 hints = ("set the address with hccn_tool, or correct the file",)
-                raise UserError(message, at_line(str(path), at), hints)
+                raise UserError(message, at_line(str(HCCN), at), hints)
             found[int(matched[1])] = matched[2]
     return found
 
 
 def place(environment: Mapping[str, str]) -> LauncherPlace | None:
-    """Reads this process's rank from RANK_TABLE_FILE and RANK_ID. Returns None if either is unset.
-
-    Raises:
-        UserError: The table is missing or invalid, or another variable contradicts the table.
-    """
+    """Returns the rank in RANK_TABLE_FILE and RANK_ID; None without. Raises UserError: they contradict each other."""
     where = environment.get("RANK_TABLE_FILE", "")
     if not where or not environment.get("RANK_ID"):
         return None
@@ -484,11 +438,9 @@ def place(environment: Mapping[str, str]) -> LauncherPlace | None:
         if (found := number(environment, name, fitting[0])) not in fitting:
             hints = (f"correct {name}, or export the RANK_TABLE_FILE of this job",)
             raise UserError(f"{name} is {found}; expected {words}", f"environment, and {where}", hints)
-    origins = dict.fromkeys(("size", "local_rank", "local_size", "device"), f"rank table {where}") | {"rank": "RANK_ID"}
-    first = servers[0].host, f"server_id {servers[0].server_id} of rank 0"
-    address, origins["master_address"] = master_address(environment, alone=len(servers) == 1) or first
-    port, origins["master_port"] = master_port(environment, DEFAULT_PORT, "default")
-    return LauncherPlace(
-        rank, size, local_rank, len(server.device),
-        started_by="rank table", device_index=card, master_address=address, master_port=port, origins=origins,
+    table, first = f"rank table {where}", (servers[0].host, f"server_id {servers[0].server_id} of rank 0")
+    return LauncherPlace.of(
+        "rank table", rank=(rank, "RANK_ID"), size=(size, table), local_rank=(local_rank, table),
+        local_size=(len(server.device), table), device_index=(card, table), master_port=master_port(environment),
+        master_address=master_address(environment, alone=len(servers) == 1) or first,
     )  # fmt: skip

@@ -8,55 +8,43 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from manyhands.cluster.hosts.inventory import JOB, Cluster, LauncherPlace, Machine, Submission
-from manyhands.cluster.hosts.variables import FIRST_PORT, PORTS, first_set, master_address, master_port, number
+from manyhands.cluster.hosts.variables import derived_port, first_set, master_address, master_port, number
 from manyhands.core.errors import EXIT_SAVED, UserError
 from manyhands.core.files import MOST_TEXT_BYTES, decoded, read_bytes
 
 # After MPI: mpirun in a batch job starts its daemons by srun, and Slurm's variables belong to the daemons.
 PRECEDENCE = 2
-# Steps that Slurm opens for itself, such as the shell of an interactive job, are numbered from here.
-FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # Variables that hide accelerators from a process.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 # Seconds before the time limit at which a run saves, after its current update.
 SAVE_S = 120
-
 # More machines than any cluster has; a longer list is a mistake or an attack.
 MOST = 100_000
 _PART = re.compile(r"(?P<plain>[^\[\],\s]+)|\[(?P<ranges>[^\[\]]*)\]")
-_ENTRY = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", re.ASCII)
-_COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?", re.ASCII)
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 
 
 def place(environment: Mapping[str, str]) -> LauncherPlace | None:
     """Returns a task's rank; None for a single task and in a batch script. Raises UserError: variables contradict."""
-    if not _in_step(environment):
-        return None
-    size = number(environment, "SLURM_STEP_NUM_TASKS")
-    if size == 1:
+    if not _in_step(environment) or (size := number(environment, "SLURM_STEP_NUM_TASKS")) == 1:
         return None
     rank, local_rank = number(environment, "SLURM_PROCID"), number(environment, "SLURM_LOCALID")
     name = first_set(environment, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")) or "SLURM_STEP_TASKS_PER_NODE"
     tasks, node = expand_counts(environment.get(name, ""), name), number(environment, "SLURM_NODEID", 0)
     if sum(tasks) != size or node >= len(tasks) or local_rank >= tasks[node] or rank >= size:
-        message = (
-            f"Slurm's variables contradict each other: task {rank} of {size}, local task {local_rank} of node {node}"
-        )
-        raise UserError(message, f"{name}={environment.get(name)}", ("unset SLURM_* variables that srun did not set",))
-    address, address_origin = master_address(environment, alone=len(tasks) == 1) or _first_host(environment)
-    device, device_origin = _device(environment, tasks[node])
+        here = f"task {rank} of {size}, local task {local_rank} of node {node}"
+        hints = ("unset SLURM_* variables that srun did not set",)
+        raise UserError(f"Slurm's variables contradict each other: {here}", f"{name}={environment.get(name)}", hints)
     # Steps of one job may run at the same time, so each has a port of its own.
-    step_port = FIRST_PORT + (number(environment, "SLURM_JOB_ID") + number(environment, "SLURM_STEP_ID", 0)) % PORTS
-    port, port_origin = master_port(environment, step_port, "15000 + end of SLURM_JOB_ID + step")
-    origins = {
-        "rank": "SLURM_PROCID", "size": "SLURM_STEP_NUM_TASKS", "local_rank": "SLURM_LOCALID", "local_size": name,
-        "master_address": address_origin, "master_port": port_origin, "device": device_origin,
-    }  # fmt: skip
-    return LauncherPlace(
-        rank, size, local_rank, tasks[node],
-        started_by="Slurm", device_index=device, master_address=address, master_port=port, origins=origins,
+    step_port = derived_port(number(environment, "SLURM_JOB_ID") + number(environment, "SLURM_STEP_ID", 0))
+    return LauncherPlace.of(
+        "Slurm", rank=(rank, "SLURM_PROCID"), size=(size, "SLURM_STEP_NUM_TASKS"),
+        local_rank=(local_rank, "SLURM_LOCALID"), local_size=(tasks[node], name),
+        master_address=master_address(environment, alone=len(tasks) == 1) or _first_host(environment),
+        master_port=master_port(environment, step_port, "15000 + end of SLURM_JOB_ID + step"),
+        device_index=_device(environment, tasks[node]),
     )  # fmt: skip
 
 
@@ -67,20 +55,15 @@ def alone(environment: Mapping[str, str]) -> UserError | None:
     tasks, nodes = number(environment, "SLURM_NTASKS", 1), number(environment, "SLURM_NNODES", 1)
     if max(tasks, nodes) == 1:
         return None
-    return UserError(
-        f"Slurm job {environment['SLURM_JOB_ID']} has {max(tasks, nodes)} tasks, but only one runs without srun",
-        "batch script or salloc shell",
-        (
-            "start all tasks: srun manyhands train …",
-            "or start one process on this machine: manyhands train -n 1 … (in Python: fit(…, processes=1))",
-        ),
-    )
+    message = f"Slurm job {environment['SLURM_JOB_ID']} has {max(tasks, nodes)} tasks, but only one runs without srun"
+    one = "or start one process on this machine: manyhands train -n 1 … (in Python: fit(…, processes=1))"
+    return UserError(message, "batch script or salloc shell", ("start all tasks: srun manyhands train …", one))
 
 
 def _in_step(environment: Mapping[str, str]) -> bool:
     """Returns True for a process that srun started; batch scripts have SLURM_PROCID and SLURM_NTASKS too."""
-    step = environment.get("SLURM_STEP_ID", "")
-    return bool(step) and number(environment, "SLURM_STEP_ID") < FIRST_SPECIAL_STEP and "SLURM_PROCID" in environment
+    # Steps that Slurm opens for itself, such as the shell of an interactive job, have numbers above this one.
+    return number(environment, "SLURM_STEP_ID", 0xFFFFFFF0) < 0xFFFFFFF0 and "SLURM_PROCID" in environment
 
 
 def _first_host(environment: Mapping[str, str]) -> tuple[str, str]:
@@ -112,17 +95,11 @@ def _device(environment: Mapping[str, str], local_size: int) -> tuple[int | None
 def script(job: Submission) -> str:
     """Returns the text for sbatch, which starts all processes by srun, saves before the time limit and requeues."""
     settings = {
-        "job-name": job.name,
-        "nodes": job.nodes,
-        "ntasks-per-node": job.processes,
-        "gpus-per-task": 1 if job.accelerators else None,
-        "cpus-per-task": job.threads or None,
-        "time": job.time_limit or None,
-        "signal": f"TERM@{SAVE_S}",
-        "output": f"{job.name}-%j.out",
-        "open-mode": "append",
-        "requeue": "",
-    }
+        "job-name": job.name, "nodes": job.nodes, "ntasks-per-node": job.processes,
+        "gpus-per-task": 1 if job.accelerators else None, "cpus-per-task": job.threads or None,
+        "time": job.time_limit or None, "signal": f"TERM@{SAVE_S}", "output": f"{job.name}-%j.out",
+        "open-mode": "append", "requeue": "",
+    }  # fmt: skip
     lines = [f"#SBATCH --{key}{f'={value}' if value else ''}" for key, value in settings.items() if value is not None]
     lines += [f"#SBATCH {option}" for option in job.options]
     command = shlex.join(job.command).replace(JOB, "$SLURM_JOB_ID")
@@ -140,11 +117,7 @@ exit $code
 
 
 def nodes(environment: Mapping[str, str]) -> Cluster | None:
-    """Returns the machines of a job or step with their numbers of tasks, for writing them down; None outside a job.
-
-    Raises:
-        UserError: A list is broken, or the lists don't match.
-    """
+    """Returns the machines of a job or step with their numbers of tasks; None outside a job. Raises UserError."""
     listed = first_set(environment, NODE_LISTS)
     if not listed:
         return None
@@ -176,9 +149,10 @@ def expand_hosts(text: str, where: str) -> list[str]:
 
     hosts: list[str] = []
     for entry in re.split(r",(?![^\[]*\])", text.strip()):  # at the commas that no bracket holds
-        if not _ENTRY.fullmatch(entry):
+        parts = [*_PART.finditer(entry)]
+        if not entry or "".join(part[0] for part in parts) != entry:
             raise broken(entry or "an empty name")
-        choices = [[part["plain"]] if part["plain"] else numbers(part["ranges"]) for part in _PART.finditer(entry)]
+        choices = [[part["plain"]] if part["plain"] else numbers(part["ranges"]) for part in parts]
         if len(hosts) + math.prod(map(len, choices)) > MOST:
             raise broken(entry)
         hosts += ("".join(words) for words in itertools.product(*choices))
@@ -188,8 +162,7 @@ def expand_hosts(text: str, where: str) -> list[str]:
 def expand_counts(text: str, where: str) -> list[int]:
     """Expands a list such as "2(x3),1" to 2, 2, 2, 1. Raises UserError: the list is invalid."""
     found: list[int] = []
-    for entry in text.strip().split(","):
-        match = _COUNT.fullmatch(entry)
+    for match in map(_COUNT.fullmatch, text.strip().split(",")):
         if not match or int(match[2] or 1) > MOST:
             raise UserError(f'{where} is not a list such as "2(x3),1": "{text}"', where)
         found += [int(match[1])] * int(match[2] or 1)
