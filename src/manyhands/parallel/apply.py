@@ -1,4 +1,4 @@
-"""Finds a parallel mode by its name, and proves that replicas are equal."""
+"""Finds a parallel mode by its name, and checks that replicas are equal."""
 
 import functools
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _ODD = 0x9E3779B1
 
 
 def resolve_mode(mode: str, world: World) -> str:
-    """The mode to run; one process alone may need none. Raises UserError: none, or not for several processes."""
+    """The mode to run; may differ for one process alone. Raises UserError for a mode that can't run here."""
     check_mode(mode)
     only = one_process(mode)
     if only and not world.alone:
@@ -33,32 +33,30 @@ def resolve_mode(mode: str, world: World) -> str:
 
 
 def normalises_in_groups(mode: str) -> bool:
-    """True when BatchNorm's groups can be kept the same at any number of processes under this mode."""
+    """True if BatchNorm's groups can be the same at any number of processes."""
     return bool(load_choice(MODES, mode).NORM_GROUPS)
 
 
 def offers_of(mode: str) -> frozenset[Need]:
-    """What sync methods find under this mode."""
+    """The needs of sync methods that a mode meets."""
     return load_choice(MODES, mode).OFFERS
 
 
 def one_process(mode: str) -> str:
-    """What a mode is that isn't for several processes; empty for others."""
+    """The description of a mode for one process only; empty for others."""
     return getattr(load_choice(MODES, mode), "ONE_PROCESS", "")
 
 
 def takes_mesh(mode: str) -> bool:
-    """True for modes whose networks are constructed with the mesh, since their author splits them."""
+    """True for modes whose networks shard themselves and are constructed with the mesh."""
     return bool(getattr(load_choice(MODES, mode), "TAKES_MESH", False))
 
 
 def follows_plan(mode: str) -> bool:
-    """True for modes that split ops by a plan."""
     return bool(getattr(load_choice(MODES, mode), "FOLLOWS_PLAN", False))
 
 
 def apply_mode(mode: str, model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    """Has the network run under a mode over the world."""
     network: ParallelNetwork = load_choice(MODES, mode).apply(model, world, request)
     endless = {name for name, one in model.named_buffers() if not bool(torch.isfinite(one).all())}
     network.traits.endless = frozenset(endless)
@@ -98,10 +96,9 @@ def _as_int64(value: int) -> int:
 def compare_replicas(
     named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
 ) -> tuple[str, list[int]] | None:
-    """Compares tensors, named alike and in one order everywhere, over all processes; under a mode by who holds what.
+    """Compares tensors, in one order everywhere, between the processes that should hold the same; a collective.
 
-    Gives the first tensor that differs and the ranks that differ from the first holder (rank 0, of what isn't cut), or
-    None when all are equal.
+    Returns the first tensor that differs with the ranks that differ from its first holder, or None.
     """
     if world.alone or not named:
         return None
@@ -121,7 +118,7 @@ def compare_replicas(
 
 
 def check_replicas(named: dict[str, Tensor], world: World, step: int, network: ParallelNetwork) -> None:
-    """Raises RunError when a process's tensor differs from that of the first process that should have the same."""
+    """Raises RunError if replicas differ."""
     drift = compare_replicas(named, world, network)
     if drift:
         name, ranks = drift
@@ -138,7 +135,7 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
 
 
 def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
-    """Gives every process rank 0's tensors where they differ (or always); True when they differed."""
+    """Gives every process rank 0's tensors if they differ (or `always`); returns True if they differed."""
     equal = not always and compare_replicas(named, world) is None
     if equal or world.alone:
         return False
@@ -148,7 +145,7 @@ def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) 
 
 
 def refuse_other_networks(model: nn.Module, named: dict[str, Tensor], world: World) -> None:
-    """Raises UserError where a process has other tensors than rank 0, or trains others: gradients would be mixed up."""
+    """Raises UserError if a process has or trains other tensors than rank 0: gradients would be mixed up."""
     if world.alone:
         return
     frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}

@@ -1,8 +1,8 @@
-"""Values as fewer bytes: how numbers travel between machines.
+"""Codecs that send values as fewer bytes.
 
-Each codec rounds, and what it rounds away is given back to the sender, who adds it to what it sends next (error
-feedback: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv:1901.09847).
-Integers are of blocks that share one scale, so that a large value costs only its neighbours their precision.
+Each codec rounds and returns the rounding error, which the sender adds to its next values (error feedback: Seide et al.
+2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, arXiv:1901.09847). Integers share a scale per block,
+so that a large value costs only its neighbours precision.
 """
 
 import torch
@@ -19,7 +19,7 @@ _BIAS = 136
 
 
 class Plain:
-    """Values as they are."""
+    """Values of a floating type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -46,7 +46,7 @@ class Integers:
         return count * self._bits // 8 + count // self._block * _SCALE_BYTES
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Rounds to the nearest; a block with an infinity or a NaN becomes NaN, so nobody takes it for a number."""
+        """Rounds to the nearest; a block with an infinity or a NaN becomes NaN."""
         blocks = values.to(torch.float32).unflatten(-1, (-1, self._block))
         # bfloat16 has the range of a float32, and gradients may be small.
         scales = (blocks.abs().amax(-1, keepdim=True) / self._most).to(torch.bfloat16)
@@ -80,17 +80,17 @@ Codec = Plain | Integers
 
 
 def codec_named(name: str, dtype: torch.dtype) -> Codec:
-    """The codec that options call none, bf16, int8 or int4; `dtype` is what "none" keeps."""
+    """The codec none, bf16, int8 or int4 of the options; `dtype` is that of "none"."""
     if name == "none":
         return Plain(dtype)
     return Plain(torch.bfloat16) if name == "bf16" else Integers(8 if name == "int8" else 4)
 
 
 def chunk_values(count: int, machines: int) -> int:
-    """How many of `count` values each of some machines adds up for all: equal shares in whole blocks."""
+    """Of `count` values, how many each machine sums for all: equal shares in whole blocks."""
     return -(-count // (machines * BLOCK)) * BLOCK
 
 
 def mean_bytes(count: int, machines: int, codec: Codec) -> int:
-    """Bytes that a machine sends for the mean of `count` values: its parts to their owners, then its own to all."""
+    """Bytes that a machine sends for the mean of `count` values: parts to their owners, then its own to all."""
     return 2 * (machines - 1) * codec.bytes_of(chunk_values(count, machines)) if machines > 1 else 0

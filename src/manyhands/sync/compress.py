@@ -25,7 +25,7 @@ _EXPLAINED = 1e-6
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How factors are computed with."""
+    """How factors are computed."""
 
     multiply: Multiply  # columns [r, n] times columns [r, m], into [n, m]
     # factors as columns [r, n], and what may replace a column that has come to nothing, to orthonormal columns that
@@ -41,7 +41,7 @@ def at_once(left: Tensor, right: Tensor, out: Tensor) -> None:
 def term_by_term(left: Tensor, right: Tensor, out: Tensor) -> None:
     """The same in the order of the columns, to the same bits on every machine.
 
-    Products are rounded before they are added: some processors would round but once for both, and others can't.
+    Products are rounded before they are added: fused multiply-add isn't available everywhere.
     """
     torch.mul(left[0][:, None], right[0], out=out)
     for one, other in zip(left[1:], right[1:], strict=True):
@@ -49,7 +49,7 @@ def term_by_term(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def by_reflections(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
-    """Orthonormal columns by Householder's reflections; for a column that the earlier ones explain, some other one."""
+    """Orthonormal columns by Householder's reflections."""
     live = [torch.where(factor.any(1, keepdim=True), factor, one) for factor, one in zip(factors, first, strict=True)]
     return [torch.linalg.qr(_where_known(factor).T).Q.T.contiguous().to(factor.device) for factor in live]
 
@@ -57,11 +57,9 @@ def by_reflections(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[T
 def gram_schmidt(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
     """Orthonormal columns [r, n] that span those of each factor; zeros for a column that the earlier ones explain.
 
-    A column that has come to nothing is replaced by that of `first`, or it would stay so for good: a matrix that has
-    moved in fewer than r directions, or not at all yet, leaves such columns.
-
-    Sums are taken in double precision and rounded: machines of different kinds add up in different orders, and all must
-    come to the same bits.
+    A zero column is replaced by that of `first`, or it would stay zero: a matrix that has moved in fewer than r
+    directions leaves such columns. Sums are taken in double precision and rounded, so that all machines get the same
+    bits.
     """
     return [_gram_schmidt(factor, one) for factor, one in zip(factors, first, strict=True)]
 
@@ -95,7 +93,7 @@ def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) 
 def fastest_alike(shapes: Iterable[tuple[int, int, int]], peers: SyncGroup, like: Tensor) -> Arithmetic:
     """The fastest arithmetic that gives all peers equal bits, on the device and in the type of `like`; a collective.
 
-    Shapes are rows and columns of the matrices to come, and columns of their factors.
+    Shapes are rows and columns of the matrices, and columns of their factors.
     """
     if peers.size == 1:
         return LIBRARY
@@ -113,7 +111,7 @@ def fastest_alike(shapes: Iterable[tuple[int, int, int]], peers: SyncGroup, like
 
 
 def _random(rank: int, length: int, generator: torch.Generator) -> Tensor:
-    """Equal bits on every processor, which normal numbers aren't; with as many digits as any type holds."""
+    """Equal bits on every processor, unlike normal numbers; with as many digits as any type holds."""
     return torch.rand(rank, length, generator=generator, dtype=torch.float64) - 0.5
 
 
@@ -122,13 +120,13 @@ def _sum(products: Tensor) -> Tensor:
 
 
 def lengths_of(columns: Tensor) -> Tensor:
-    """Of vectors [..., n], as [..., 1]; to the same bits on every machine."""
+    """Lengths of vectors [..., n], as [..., 1]; to the same bits on every machine."""
     # Roots are no more equal on all processors than sums are.
     return _rounded(_where_known(columns * columns).sum(-1, keepdim=True, dtype=torch.float64).sqrt(), columns)
 
 
 def _where_known(values: Tensor) -> Tensor:
-    """Where double precision and reflections are known, which they aren't on every kind of device."""
+    """On a device with double precision and reflections."""
     return values if values.device.type in {"cpu", "cuda"} else values.cpu()
 
 
@@ -151,7 +149,7 @@ class Rounded:
         return averaged, residual.own
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the tensors on which the next exchange depends: the residual of this process's part of the sums."""
+        """Returns the residual of this process's part of the sums."""
         return {} if self._sums is None else {"sums": self._sums}
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -159,16 +157,15 @@ class Rounded:
 
 
 class LowRank:
-    """Each matrix as a product of two thin ones, of which one is known everywhere from the turn before.
+    """Sends each matrix as a product of two thin ones, of which one is known everywhere from the turn before.
 
-    Left and right factors go in turns, so that two turns make one step of a power iteration, and each takes one
+    Left and right factors take turns, so that two turns make one step of a power iteration, and each takes one
     exchange. Sources: Vogels, Karimireddy and Jaggi, "PowerSGD", 2019, arXiv:1905.13727; Zhang et al., "Evaluation and
     optimization of gradient compression for distributed deep learning" (ACP-SGD), 2023, arXiv:2306.08881. Factors
-    travel as integers of 4 bits: what that loses is held back like the rest. A factor travels column by column, since
-    those of one scale belong together.
+    travel column by column as integers of 4 bits, whose rounding errors stay in the residual.
 
-    `rank` is the columns of the thin matrices, of small ones more; the seed of the first factors is equal everywhere.
-    Of several vectors that are sent together not all had better send their longer factors at a time: `turn` is 0 or 1.
+    `rank` is the columns of the thin matrices, more for small ones; `seed`, of the first factors, is equal everywhere.
+    `turn` (0 or 1) alternates which of several vectors that are sent together send their longer factors.
     """
 
     def __init__(
@@ -206,7 +203,7 @@ class LowRank:
         return averaged, values
 
     def begin(self, values: Tensor) -> Tensor:
-        """What is to be sent of values [n]: this turn's factors, and the tensors that are no matrices."""
+        """The values to send for values [n]: this turn's factors, and the tensors that are no matrices."""
         self.prepare()
         pieces = values.split(self._sizes)
         thin = [
@@ -216,7 +213,7 @@ class LowRank:
         return torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.rest))])
 
     def send(self, sent: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Residual]]:
-        """The mean over all peers of what `begin` gave, and what rounding kept back of it; two messages."""
+        """The mean over all peers of the result of `begin`, and its residual; two messages."""
         return (yield from mean_of(sent, self._codec, peers))
 
     def end(
@@ -227,10 +224,10 @@ class LowRank:
         slots: Sequence[Tensor],
         between: Callable[[], object] = lambda: None,
     ) -> None:
-        """Writes what was agreed on into `slots`, and leaves in the values of `begin` what was not sent of them.
+        """Writes the averaged tensors into `slots`, and leaves the residual in the values of `begin`.
 
-        `received`: the mean of what all sent, and what rounding kept back of this process's part. `between` is called
-        now and then, since this takes a while.
+        `received`: the mean of what all sent, and the rounding error of this process's part. `between` is called now
+        and then, since this takes a while.
         """
         mean, lost = received
         pieces = values.split(self._sizes)
@@ -251,13 +248,13 @@ class LowRank:
         self._averaged, self._turn = averaged[: len(self._known)], self._turn + 1
 
     def prepare(self) -> None:
-        """Makes the factors that all have just got ready for the next turn; `begin` does, if nobody has done so."""
+        """Makes the received factors orthonormal for the next turn; `begin` does, if it hasn't been done."""
         if self._averaged is not None:
             first = self._first[1 - self._turn % 2]
             self._known, self._averaged = self.arithmetic.orthonormal(self._averaged, first), None
 
     def state(self) -> dict[str, Tensor]:
-        """The factors that are known, and whose turn it is."""
+        """The known factors, and the turn."""
         self.prepare()
         known = {f"known.{number}": factor for number, factor in enumerate(self._known)}
         return {"turn": torch.tensor(self._turn), **known}
@@ -286,12 +283,12 @@ Compressor = Rounded | LowRank
 def compressor_named(
     name: str, shapes: list[tuple[int, ...]], *, rank: int, seed: int, device: str, dtype: torch.dtype
 ) -> Compressor:
-    """The compressor that options call none, bf16, int8, int4 or lowrank, for tensors of these shapes in one vector."""
+    """The compressor none, bf16, int8, int4 or lowrank of the options, for tensors of these shapes in one vector."""
     return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else Rounded(name, dtype)
 
 
 def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Tensor) -> None:
-    """Has them compute as fast as all peers can to equal bits, on values like these; a collective."""
+    """Selects the fastest arithmetic with equal bits on all peers, for values like these; a collective."""
     thin = [one for one in compressors if isinstance(one, LowRank)]
     if thin:
         shapes = [(matrix.rows, matrix.columns, matrix.rank) for one in thin for matrix in one.ranks.matrices]
@@ -301,7 +298,7 @@ def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Ten
 
 
 def _random_columns(one: Matrix, turn: int, generator: torch.Generator) -> Tensor:
-    """For the factor that goes in a turn, of length one: see `gram_schmidt`."""
+    """Columns of length one for the factor of a turn; see `gram_schmidt`."""
     # Uniform numbers, which have the same bits on every processor; normal ones don't.
     columns = torch.rand(one.rank, one.length(turn), generator=generator) - 0.5
     return columns / lengths_of(columns)

@@ -16,7 +16,7 @@ _STREAMS, _MEMORY_BYTES_PER_S = 3, 1e10
 
 @dataclass(frozen=True)
 class LinkCase:
-    """What decides the costs of agreeing."""
+    """The inputs of the costs of synchronization."""
 
     shapes: tuple[tuple[int, ...], ...]  # of all trainable parameters
     item_bytes: int  # of one of their values
@@ -33,7 +33,7 @@ class LinkCase:
     layers_s: float = 0.0
 
     def compressing_s(self, passes: float) -> float:
-        """Seconds of an exchange's own work, of so many passes over all values; none where nobody is to agree with."""
+        """Seconds of so many passes over all values in an exchange; 0 on one machine."""
         if self.machines == 1:
             return 0.0
         return passes * (self.pass_s or _STREAMS * self.values * self.item_bytes / _MEMORY_BYTES_PER_S)
@@ -45,7 +45,7 @@ class LinkCase:
 
 @dataclass(frozen=True)
 class Cost:
-    """One way of agreeing, and what it costs."""
+    """A variant of a sync method, and its costs."""
 
     method: str  # its name
     step_s: float  # one update, agreement included, in the long run
@@ -78,7 +78,7 @@ class Matrix:
     first: int  # the factor that goes in the first turn: 0 the left one [rows, rank], 1 the right one [columns, rank]
 
     def length(self, turn: int) -> int:
-        """Values in a column of the factor that goes in a turn."""
+        """Values in a column of the factor of a turn."""
         return self.columns if (self.first + turn) % 2 else self.rows
 
 
@@ -91,16 +91,16 @@ class Ranks:
     shapes: tuple[tuple[int, ...], ...]  # of all tensors
 
     def values(self, turn: int) -> int:
-        """How many are sent in a turn: one factor of each matrix, and the tensors that go as they are."""
+        """Values sent in a turn: one factor of each matrix, and the tensors that are no matrices."""
         thin = sum(matrix.rank * matrix.length(turn) for matrix in self.matrices)
         return thin + sum(math.prod(self.shapes[place]) for place in self.rest)
 
 
 def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
-    """Sends large tensors as [rows, rank] x [rank, columns] where both together are at most half of it.
+    """Sends large tensors as [rows, rank] x [rank, columns] if both together are at most half of it.
 
-    The matrix is as square as halving one side makes it, since its factors are shortest so; all turns send about
-    equally much. A small matrix has more columns than `rank`, which cost little.
+    Halving one side makes the matrix nearly square, since its factors are shortest so; all turns send about equally
+    much. Small matrices have more columns than `rank`, which cost little.
     """
     found: list[tuple[int, int, int, int]] = []
     rest: list[int] = []
@@ -146,7 +146,7 @@ def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
 
 
 class RankOptions(Options):
-    """How thin factors are."""
+    """The rank of factors."""
 
     rank: int = option(
         4, "rank of the low-rank approximation; used only with method powersgd or codec lowrank", ge=1, le=128

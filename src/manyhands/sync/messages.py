@@ -18,23 +18,22 @@ _CONTROL_BYTES = 220
 
 @dataclass(frozen=True)
 class SyncMessage:
-    """What a machine sends, one after the other."""
+    """A message of a machine, or several in sequence."""
 
     sent_bytes: float = 0.0  # by each machine
     seconds: float = 0.0  # until all have it
     work_s: float = 0.0  # of these, those in which a machine's cores can't compute
 
     def __add__(self, other: "SyncMessage") -> "SyncMessage":
-        """One after the other."""
         return SyncMessage(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds, self.work_s + other.work_s)
 
     def beside(self, hiding_s: float) -> float:
-        """Seconds by which a step is longer, of whose computing so many go on meanwhile."""
+        """Seconds by which a step becomes longer, if `hiding_s` of its computation overlap."""
         return self.work_s + max(0.0, self.seconds - self.work_s - hiding_s)
 
 
 def gradients(case: LinkCase, item_bytes: int) -> SyncMessage:
-    """All gradients by DDP's all-reduces, with values of so many bytes.
+    """DDP's all-reduces of all gradients.
 
     Machines are the parties, since their processes add up first (`modes.data.TwoLevelNetwork`). With bf16 and on
     accelerators DDP alone does it, and sends half as much again between two machines with two processes each.
@@ -45,12 +44,12 @@ def gradients(case: LinkCase, item_bytes: int) -> SyncMessage:
 
 
 def statistics(case: LinkCase) -> SyncMessage:
-    """BatchNorm's running statistics by one all-reduce, as they move once per update."""
+    """One all-reduce of BatchNorm's running statistics per update."""
     return _all_reduce(case, case.buffers * _STATISTIC_BYTES, 1)
 
 
 def mean(case: LinkCase, count: int, codec: Codec) -> SyncMessage:
-    """The mean of so many values: parts to their owners, then each owner's mean to all."""
+    """The mean of `count` values: parts to their owners, then each owner's mean to all."""
     if not count:
         return SyncMessage()
     sent = mean_bytes(count, case.machines, codec) + 2 * (case.machines - 1) * _CONTROL_BYTES
@@ -60,7 +59,7 @@ def mean(case: LinkCase, count: int, codec: Codec) -> SyncMessage:
 
 
 def low_rank(case: LinkCase, rank: int) -> SyncMessage:
-    """All parameters' values, one thin factor of each matrix, in the mean of two turns."""
+    """One thin factor of each matrix, as the mean of two turns."""
     return _turns(case, rank_shapes(case.shapes, rank))
 
 

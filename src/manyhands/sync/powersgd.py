@@ -1,4 +1,4 @@
-"""Gradients of low rank: every process sends thin factors of its gradients in every update, and gets their mean."""
+"""PowerSGD: every process sends thin factors of its gradients in every update, and gets their mean."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ _CLOSING_S = 10.0
 
 @dataclass(frozen=True)
 class _SentBatch:
-    """What came of sending a batch."""
+    """The result of sending a batch."""
 
     sent: Tensor  # what this process sent
     mean: Tensor  # of what all sent
@@ -45,18 +45,8 @@ class PowerSgd(Synchronizer):
     there are several buckets. Sources: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727; Zhang et al. 2023,
     arXiv:2306.08881.
 
-    Creation is a collective.
-
-    Args:
-        parameters: all trained parameters, in the same order on all processes, best that of the forward pass.
-        peers: the processes that exchange gradients.
-        rank: the rank of the approximation.
-        seed: of the first factors; equal on all processes.
-        rare: parameters that may get a gradient on no process.
-        machine: processes that add up their factors before the exchange; None if each sends its own.
-        processes: the number of processes on all machines; 0: that of the peers.
-        buffers: the network's buffers, averaged for evaluation and checkpoints.
-        own: see `Synchronizer`.
+    `parameters` are in the same order on all processes, best that of the forward pass; `rare` ones may get no gradient
+    on any process. The processes of a `machine` add up their factors before the exchange. Creation is a collective.
     """
 
     reduces = False
@@ -127,7 +117,6 @@ class PowerSgd(Synchronizer):
                 parameter.grad = None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Returns residuals, factors and buffers."""
         state = {"buffers": self._buffers.own()}
         for number, batch in enumerate(self._batches):
             state[f"{number}.held"] = batch.residual
@@ -172,7 +161,6 @@ class PowerSgd(Synchronizer):
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def close(self) -> None:
-        """Leaves the parameters without hooks."""
         for hook in self._hooks:
             hook.remove()
         self._begun.put(False)
@@ -180,7 +168,6 @@ class PowerSgd(Synchronizer):
         self._thread.join(_CLOSING_S)
 
     def _arrived(self, batch: "_Batch", parameter: Tensor) -> None:
-        """A backward pass has come to a parameter's gradient."""
         if not self._expecting:
             return  # a pass that isn't the last one
         if id(parameter) not in batch.missing:
@@ -190,7 +177,7 @@ class PowerSgd(Synchronizer):
         self._offer()
 
     def _offer(self, *, nothing_comes: bool = False) -> None:
-        """Hands on each batch, in order, that is complete, or as complete as it will be."""
+        """Hands on each complete batch, in order; with `nothing_comes` also incomplete ones."""
         while self._offered < len(self._batches):
             batch = self._batches[self._offered]
             if batch.missing and not nothing_comes:
@@ -200,7 +187,6 @@ class PowerSgd(Synchronizer):
 
     @torch.no_grad()
     def _serve(self) -> None:
-        """A thread's work: one update after the other, until there are no more."""
         try:
             while True:
                 self._serve_update()
@@ -211,7 +197,7 @@ class PowerSgd(Synchronizer):
             self._ended.put(error)
 
     def _serve_update(self) -> None:
-        """Sends each batch as it comes, and writes what was agreed on as that comes."""
+        """Sends each batch as it comes, and writes the averages as they come."""
         if not self._begun.get():
             raise _ClosedError
         # While the forward pass goes on.
@@ -229,7 +215,7 @@ class PowerSgd(Synchronizer):
             batch.give(relay.results[number], lambda: self._send(relay))
 
     def _send(self, relay: CollectiveQueue[_SentBatch], *, wait: bool = False) -> None:
-        """Sends a batch if one has come, or waits for one, and moves on what has been sent."""
+        """Sends a batch if one has come, or waits for one, and advances the batches in progress."""
         with contextlib.suppress(Empty):
             batch = self._complete.get(block=wait)
             if batch is None:
@@ -238,7 +224,6 @@ class PowerSgd(Synchronizer):
         relay.advance()
 
     def _mean(self, batch: "_Batch") -> ExchangeSteps[_SentBatch]:
-        """Has all agree on a batch."""
         sent, machine = batch.take(), self._machine
         if machine is None:
             mean, residual = yield from batch.compressor.send(sent, self._peers)
@@ -286,7 +271,7 @@ class _Batch:
                 parameter.grad = slot
 
     def take(self) -> Tensor:
-        """Adds the gradients to the residual; what is to be sent of that."""
+        """Adds the gradients to the residual; returns the values to send."""
         for parameter, slot, averaged in zip(self.parameters, self._slots, self._averaged, strict=True):
             if averaged is None and parameter.grad is not None:
                 slot.add_(parameter.grad)
@@ -295,7 +280,7 @@ class _Batch:
         return self.compressor.begin(self.residual)
 
     def give(self, answer: _SentBatch, between: Callable[[], object]) -> None:
-        """Has the agreed gradients take the place of this process's own."""
+        """Replaces this process's gradients by the averages."""
         for parameter, averaged in zip(self.parameters, self._averaged, strict=True):
             if averaged is not None:
                 parameter.grad = averaged

@@ -144,7 +144,7 @@ class Subgroup:
             raise UserError(f"{what} needs {self.size} rows, one for each process, but got {rows}", what)
 
     def _rank_of(self, member: int, what: str) -> int:
-        """Returns the rank in the run of a member, given by its index in the group."""
+        """Returns a member's rank in the run."""
         self._require_member()
         if not 0 <= member < self.size:
             hints = (f"give 0 to {self.size - 1}, the index in ranks {', '.join(map(str, self.ranks))}",)
@@ -163,7 +163,6 @@ def _own_copy(tensor: Tensor) -> Tensor:
 
 
 def world_group(world: World) -> Subgroup:
-    """All processes of the run."""
     return Subgroup(range(world.size), world.rank, None)
 
 

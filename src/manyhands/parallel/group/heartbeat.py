@@ -1,4 +1,4 @@
-"""What a process of a run says of itself all the time, so that a hang can be told, and who it is that hangs."""
+"""The heartbeat that each process of a run writes, by which stalls are detected."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ _Seconds = Annotated[float, Field(ge=0, lt=1e9)]
 
 
 class Heartbeat(BaseModel):
-    """Where a process is."""
+    """The progress of a process."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     count: int  # of heartbeats; where it stops growing, the process doesn't run
@@ -31,12 +31,11 @@ class Heartbeat(BaseModel):
 
     @property
     def limit_s(self) -> float:
-        """How long it may stand still before it is a stall."""
+        """Seconds without progress after which it is a stall."""
         return STALL_S + STALL * self.usual_s
 
     @property
     def late(self) -> bool:
-        """True where it has stood still for longer than that, as far as it knows itself."""
         return self.still_s > self.limit_s
 
 
@@ -46,7 +45,7 @@ def leave_path(folder: Path) -> Path:
 
 
 class Seen(Heartbeat):
-    """A heartbeat, and what the agent of its machine sees from outside."""
+    """A heartbeat, and what the agent of its machine observes from outside."""
 
     rank: int  # whose it is
     pid: int  # of the process
@@ -55,10 +54,10 @@ class Seen(Heartbeat):
 
     @property
     def stood_s(self) -> float:
-        """Seconds since it last got on, as far as anybody knows."""
+        """Seconds since its last progress."""
         return self.still_s + self.quiet_s
 
 
 def rescue_path(folder: Path, rank: int) -> Path:
-    """A file that exists once a process whose peer has failed saves its state; beside its heartbeat."""
+    """A file beside the heartbeat that exists once a process whose peer has failed saves its state."""
     return folder / f"{rank}.saves"

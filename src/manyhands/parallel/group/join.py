@@ -1,7 +1,6 @@
-"""Joins the group of processes: finds the store, says who is missing, refuses who doesn't fit, and leaves properly.
+"""Joins the group of processes: opens the store, names missing ranks, refuses misfits, and leaves properly.
 
-Every start (manyhands' own agent, torchrun, tcp://, file://, the environment) ends here. How the processes check that
-they are who they should be is in `meet`.
+Every start (manyhands' own agent, torchrun, tcp://, file://, the environment) ends here.
 """
 
 import contextlib
@@ -56,11 +55,8 @@ PATIENCE_S = 5.0
 class Cause:
     """The failure of the first process that failed, shared through the store, which rank 0 holds.
 
-    Args:
-        store: the store of all processes.
-        attempt: how often a launcher has restarted the processes.
-        leave: ends this process, which is blocked in a collective; called with the first cause, or with None if the
-            store has gone. None if a closed connection ends collectives, as with gloo.
+    `leave` ends this process while a collective blocks it; it gets the first cause, or None if the store is gone.
+    Without `leave`, a closed connection ends collectives, as with gloo.
     """
 
     def __init__(self, store: Any, attempt: int, leave: Callable[[PeerFailure | None], None] | None = None) -> None:
@@ -87,7 +83,6 @@ class Cause:
         linger(self._store, "heard", processes)
 
     def close(self) -> None:
-        """Stops listening."""
         self._over.set()
         self._thread.join(LEARN_S)
 
@@ -156,13 +151,12 @@ class Group:
 
 
 def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, say: Say) -> Group:
-    """Takes this process's place; `digest` is of what must be equal on all processes (versions, job).
+    """Joins the group; `digest` is of what must be equal on all processes (versions, job).
 
-    A peer that is silent for `collective_timeout_s` is given up. `say` is told what the user should know, such as what
-    listens where.
+    A peer that is silent for `collective_timeout_s` is given up. `say` gets lines for the user.
 
     Raises:
-        PeerError: somebody is missing, there twice, or differs.
+        PeerError: a rank is missing, a duplicate, or differs.
         UserError: the address can't be used.
     """
     if process_info.started_by == STARTED_BY:
@@ -206,7 +200,7 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
 
 
 def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
-    """Takes this process's place in the group that it is in already."""
+    """Joins the group that this process is in already."""
     before, store = tuple(groups()), existing_store()
     present = check_in(store, process_info, digest, say)
     process_info = _among_neighbours(process_info, [present[rank]["machine"] for rank in range(process_info.size)])
@@ -218,7 +212,7 @@ def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
 
 
 def _use(device: str) -> None:
-    """Makes an accelerator the one that this process allocates on; else what names none would land on the first."""
+    """Makes an accelerator the current one, where tensors without an index are allocated."""
     if ":" in device and not device.startswith("cpu"):
         torch.accelerator.set_device_index(device)
 
@@ -230,11 +224,10 @@ def _among_neighbours(process_info: ProcessInfo, machines: list[str]) -> Process
 
 
 def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> str:
-    """Has the collectives listen on the interface towards the others, or on loopback where all share one machine.
+    """Has collectives listen on the interface towards the other machines; returns the name for gloo, or "".
 
-    Between machines the shell's own word counts. On one machine it doesn't: a cluster's shells name the interface that
-    machines talk over, and nobody else is to be reached there. Gives what gloo listens on; empty where that is left to
-    it. Raises UserError: the shell names an interface that this machine doesn't have.
+    The shell's variable counts between machines only: on one machine collectives listen on loopback.
+    Raises UserError if the shell names an interface that this machine doesn't have.
     """
     here, loopback = present[process_info.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]
@@ -255,7 +248,7 @@ def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any
 
 
 def what_listens(process_info: ProcessInfo, interface: str) -> list[str]:
-    """What this machine's processes, and their launcher, have open to others, unless a head of ours says it itself."""
+    """Lines on what this machine's processes and launcher have open to other hosts; none if our head prints them."""
     if process_info.local_rank or process_info.started_by == "manyhands":
         return []
     lines = [] if interface == ports.loopback_interface() else [ports.describe_collectives(interface)]
@@ -265,7 +258,7 @@ def what_listens(process_info: ProcessInfo, interface: str) -> list[str]:
 
 
 def _device(process_info: ProcessInfo) -> str:
-    """This process's device: its own accelerator where there is one for each process on this machine."""
+    """This process's device: an accelerator of its own if there is one for each process on this machine."""
     kind = device_kind(process_info.device, process_info.size)
     name, _, number = kind.partition(":")
     if name == "cpu":
@@ -345,7 +338,7 @@ def _address_is_from(process_info: ProcessInfo) -> str:
 
 
 def _connect(host: str, port: int, process_info: ProcessInfo) -> Any:
-    """Connects to rank 0's store; torch itself would wait for ever for a listener that accepts and says nothing."""
+    """Connects to rank 0's store; torch would wait forever for a listener that accepts and says nothing."""
     found: list[Any] = []
 
     def connect() -> None:
@@ -415,7 +408,7 @@ INIT = "the process group that was there already"
 
 
 def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
-    """This process's place in the group that it is in already, if any. Raises UserError: another backend is wanted."""
+    """This process's place in an existing group, if any. Raises UserError if another backend is requested."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     place, own = _device_and_backend(device)
@@ -434,7 +427,7 @@ def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
 
 
 def _device_and_backend(wanted: str) -> tuple[str, str]:
-    """What this process computes on, and the group's backend for that; a group of gloo alone means the CPU."""
+    """This process's device, and the group's backend for it; a group of gloo alone means the CPU."""
     # Such as "cpu:gloo,cuda:nccl".
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
     kind = accelerator()
@@ -446,7 +439,6 @@ def _device_and_backend(wanted: str) -> tuple[str, str]:
 
 
 def existing_store() -> Any:
-    """Returns the group's store, with a prefix for this use."""
     return own_use(dist.distributed_c10d._get_default_store(), dist.get_rank())
 
 
@@ -458,5 +450,4 @@ def own_use(store: Any, rank: int, attempt: int = 0) -> Any:
 
 
 def groups() -> list[Any]:
-    """Returns all groups that this process is in, in the order of their creation."""
     return list(dist.distributed_c10d._world.pg_map)

@@ -1,4 +1,4 @@
-"""Listening on exactly the address asked for, and saying who holds it otherwise."""
+"""Sockets that listen on one address only, and descriptions of who can reach them."""
 
 import errno
 import ipaddress
@@ -15,14 +15,14 @@ INNER_NETWORKS = ("172.17.", "192.168.122.", "169.254.", "fe80:")
 
 
 class PortTakenError(UserError):
-    """Somebody else listens there already."""
+    """Another process listens on the port."""
 
 
 def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
-    """A socket that listens on one address of this machine alone (torch's own store would listen on every interface).
+    """Listens on one address of this machine only (torch's own store would listen on every interface).
 
-    `given_by` names the flag or variables that address and port are from, for the user. Raises UserError: the address
-    is not this machine's, or the port is taken (by whom, where that can be seen).
+    `given_by` names the flag or variables of address and port. Raises UserError if the address is not this machine's or
+    the port is taken.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -59,7 +59,7 @@ def _cannot_listen(host: str, port: int, error: OSError, given_by: str) -> UserE
 
 
 def holder_of(port: int) -> str:
-    """The process that listens on a port, as far as this user may see it, or an empty string."""
+    """The process that listens on a port, if this user may see it, or an empty string."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:
@@ -95,7 +95,7 @@ def outer_addresses() -> list[str]:
 
 
 def loopback_interface() -> str:
-    """The name of the interface that has 127.0.0.1: "lo" on Linux, "lo0" on macOS."""
+    """The interface with 127.0.0.1: "lo" on Linux, "lo0" on macOS."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == "127.0.0.1" for address in addresses):
             return name
@@ -103,7 +103,7 @@ def loopback_interface() -> str:
 
 
 def interface_of(host: str) -> str:
-    """The interface that this machine would use to talk to `host`, or an empty string."""
+    """The interface of the route to `host`, or an empty string."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -118,7 +118,7 @@ def interface_of(host: str) -> str:
 
 
 def interface_towards(theirs: Iterable[str]) -> str:
-    """The interface in one network with one of another machine's addresses, or else that of the way to one of them."""
+    """The interface in one network with one of these addresses, or else that of the route to one of them."""
     wanted = [ipaddress.ip_address(address) for address in theirs]
     mine = set(outer_addresses())
     for name, addresses in psutil.net_if_addrs().items():
@@ -133,7 +133,7 @@ def interface_towards(theirs: Iterable[str]) -> str:
 
 
 def require_interface(names: str, given_by: str) -> None:
-    """Refuses interfaces, with commas between, that gloo would look for in vain. Raises UserError."""
+    """Raises UserError for an interface, of several with commas between, that this machine doesn't have."""
     mine = psutil.net_if_addrs()
     for name in names.split(","):
         if name not in mine:
@@ -158,7 +158,7 @@ def describe_collectives(interface: str) -> str:
 
 
 def describe_launcher(name: str) -> list[str]:
-    """What the process that started this one has open to other machines, as far as it can be seen."""
+    """What the parent process has open to other machines, as far as that can be seen."""
     try:
         connections = psutil.Process(os.getppid()).net_connections("tcp")
     except psutil.Error:

@@ -1,8 +1,6 @@
 """Rendezvous: each process writes its name into the store and waits for all others before torch is initialized.
 
-A rank that is missing, a duplicate, or of another job is named instead of waited for in silence. Any host that reaches
-the store may write there, so messages are validated: invalid ones are ignored, and control characters are removed from
-what is shown.
+Any host that reaches the store may write there, so invalid messages are ignored and control characters removed.
 """
 
 import contextlib
@@ -102,7 +100,6 @@ class PeerFailure(_Said):
 
     @classmethod
     def of(cls, rank: int, host: str, what: str) -> "PeerFailure":
-        """Truncates long values."""
         return cls(rank=rank, host=host[:256], what=what[:_LONGEST_WHAT])
 
 
@@ -150,7 +147,6 @@ def store_address(process_info: ProcessInfo) -> tuple[str, int]:
 
 
 def init_path(process_info: ProcessInfo) -> Path | None:
-    """Returns the path of a file:// init; None for others."""
     url = urlparse(process_info.init)
     return Path(url.netloc + url.path) if url.scheme == "file" else None
 
@@ -167,7 +163,7 @@ def _store(process_info: ProcessInfo) -> Any:
 
 
 def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
-    """Writes this process's name into the store and waits for those of all ranks; returns names by rank.
+    """Writes this process's name into the store and waits for all ranks; returns names by rank.
 
     Raises:
         UserError: this rank is taken, or a process belongs to another job.
@@ -294,7 +290,7 @@ def _rendezvous_address(process_info: ProcessInfo) -> str:
 
 
 def _refuse_dead(other: dict[str, Any], rank: int, process_info: ProcessInfo) -> None:
-    """An init file may hold the name of a process that has ended long ago."""
+    """An init file may hold the name of a process of an earlier run."""
     here = other["machine"] == this_machine()
     if process_info.init.startswith("file://") and here and not psutil.pid_exists(other["pid"]):
         path = process_info.init.removeprefix("file://")
@@ -315,7 +311,7 @@ def _compare(process_info: ProcessInfo, me: dict[str, Any], rank: int, other: di
 
 
 def _options(here: str, there: str) -> str:
-    """Names the options in which two jobs differ, and numbers of theirs; both are as `shared_options` writes them."""
+    """Names the options in which two jobs differ, with their numbers; both texts are from `shared_options`."""
     mine, others = _by_option(here), _by_option(there)
     differing: list[str] = []
     for option, value in mine.items():

@@ -1,8 +1,7 @@
 """The ends of ssh tunnels on a machine: a folder of Unix sockets, and a loopback address for the machine's processes.
 
-The processes of each machine listen on a loopback address of their own, such as 127.84.19.2. After `reach`, the same
-address leads there on every other machine, through the switchboard (`cluster.agents.switchboard`), which owns the
-sockets, and the ssh tunnels between the switchboards.
+Each machine's processes listen on a loopback address of their own, such as 127.84.19.2. After `reach`, that address
+leads to them on every other machine, through the switchboards (`cluster.agents.switchboard`) and ssh.
 """
 
 import os
@@ -41,7 +40,6 @@ class TunnelEnds:
         return f"{self.folder}/to-{address}"
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables for the machine's processes."""
         return {VARIABLE: f"{self.address} {self.folder}"}
 
 
@@ -52,11 +50,7 @@ def tunnel_ends() -> TunnelEnds | None:
 
 
 def reach(ends: TunnelEnds, address: str, port: int) -> None:
-    """Makes another machine's port reachable on its loopback address here.
-
-    Raises:
-        RunError: the port can't be reached.
-    """
+    """Makes another machine's port reachable on its loopback address here. Raises RunError if it can't be reached."""
     if address == ends.address:
         return
     with socket.socket(socket.AF_UNIX) as asked:

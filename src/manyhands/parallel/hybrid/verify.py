@@ -147,7 +147,6 @@ def _mesh_of(net: Any) -> Grid:
 
 
 def _copies(net: nn.Module | Make, grid: Grid) -> tuple[nn.Module, nn.Module]:
-    """A copy of the network on this mesh, and one on a mesh of one process with the same axes."""
     alone = Grid(Mesh(tuple((name, 1) for name in grid.mesh.names)), World(device=grid.world.device))
     dtype = torch.float32 if grid.world.device.startswith("mps") else torch.float64
 
@@ -230,7 +229,7 @@ class _Check:
         return tensor
 
     def _load_parameters(self) -> list[Finding]:
-        """Gives the copy on one process the full parameters and buffers."""
+        """Copies the full parameters and buffers to the network on one process."""
         mesh, rank, found = self.grid.mesh, self.grid.world.rank, list[Finding]()
         local_state = self.network.model.state_dict(keep_vars=True)
         for name, target in self.alone.state_dict(keep_vars=True).items():
@@ -305,7 +304,6 @@ class _Check:
         return (value.sum() if value.dim() else value * (self.rows.stop - self.rows.start)) / self.count
 
     def _sum(self, tensor: Tensor, axes: Iterable[int]) -> Tensor:
-        """The sum over the processes along some axes."""
         over = [axis for axis in axes if self.grid.mesh.sizes[axis] > 1]
         if tensor.dtype == torch.bool:
             return self._sum(tensor.byte(), over).bool()
@@ -325,7 +323,7 @@ class _Check:
         return max(errors) / (max(least, *scales) or 1.0), errors.index(max(errors))
 
     def _explain(self, name: str, pairs: list[tuple[Tensor, Tensor]], sharded: Collection[int], rank: int) -> Finding:
-        """Tries for each set of axes whether a sum over them is missing or made twice; the smallest sets first."""
+        """Tries for each set of axes, the smallest first, whether a sum over them is missing or made twice."""
 
         def equal(observed: Tensor, expected: Tensor) -> bool:
             return self._compare(observed, expected)[0] <= self.tolerance
@@ -388,5 +386,4 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _region(tensor: Tensor, region: tuple[tuple[int, int], ...]) -> Tensor:
-    """The part of a tensor between (start, stop) in each dimension."""
     return tensor[tuple(slice(*pair) for pair in region)]

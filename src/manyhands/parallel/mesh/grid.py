@@ -12,8 +12,7 @@ A network is constructed with a mesh, shards its parameters along an axis, and c
             part = self.tp.enter(x) @ self.weight
             return self.tp.all_reduce(part.sum(-1))
 
-Values and gradients have separate placements (placement.py). The backward of each collective is its adjoint, another
-collective.
+Values and gradients have separate placements (placement.py); the backward of each collective is its adjoint.
 """
 
 import itertools
@@ -63,7 +62,7 @@ class Grid:
         return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=patience)[0]
 
     def group(self, axes: Sequence[int]) -> Any:
-        """Returns the process group of this process along the axes; None for torch's default group of all processes."""
+        """Returns this process's group along the axes; None for torch's default group of all processes."""
         return self._groups[tuple(axis for axis in axes if self.mesh.sizes[axis] > 1)]
 
     def parts(self, axes: Sequence[int]) -> int:
@@ -78,15 +77,10 @@ class Grid:
         return all(self.coordinates[axis] == 0 for axis in axes)
 
     def axis(self, *names: str) -> "Axis":
-        """Returns an axis by name, or several axes combined into one: `mesh.axis("tp")`.
-
-        Raises:
-            UserError: the mesh has no such axis.
-        """
+        """Returns an axis by name, or several combined: `mesh.axis("tp")`. Raises UserError if there is none."""
         return Axis(self, names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Grid":
-        """Returns itself: copies of a network use the same process groups."""
         return self
 
     def release(self) -> None:
@@ -160,11 +154,9 @@ class Axis:
     def shard(self, tensor: Tensor, dim: int = 0) -> Parameter:
         """Returns this process's shard of a tensor as a Parameter.
 
-        All processes must pass the same full tensor (use the same seed), so that the initial network is the same as
-        on one process. A parameter that is sharded over another axis can be sharded again in another dimension.
-
-        Raises:
-            UserError: `dim` does not exist, is sharded already, or is shorter than the number of processes.
+        All processes must pass the same full tensor (use the same seed). A parameter that is sharded over another axis
+        can be sharded again in another dimension. Raises UserError if `dim` does not exist, is sharded already or is
+        too short.
         """
         piece, mark = self._piece(tensor, dim, getattr(tensor, "mark", None))
         made = Parameter(piece, tensor.requires_grad or not isinstance(tensor, nn.Parameter))
@@ -174,15 +166,8 @@ class Axis:
     def shard_module(self, module: Module, **dims: int) -> Module:
         """Shards parameters and buffers of a layer in place: `tp.shard_module(nn.Linear(8, 6), weight=0, bias=0)`.
 
-        Args:
-            module: the layer, with the same full tensors on all processes.
-            dims: the dimension to shard of each parameter or buffer, as keyword arguments: `weight=0`.
-
-        Returns:
-            The layer.
-
-        Raises:
-            UserError: the layer has no such parameter or buffer, or the dimension can't be sharded.
+        The layer must hold the same full tensors on all processes; `dims` are the dimensions to shard by name. Returns
+        the layer. Raises UserError if the layer has no such tensor, or the dimension can't be sharded.
         """
         for name, dim in dims.items():
             tensor = getattr(module, name, None)
@@ -217,28 +202,24 @@ class Axis:
     def enter(self, x: Tensor) -> Tensor:
         """Marks x as the input of a sharded computation: identity in forward, all-reduce in backward.
 
-        Each process computes one term of x's gradient; the all-reduce sums the terms. The adjoint of `all_reduce`.
+        Each process computes one term of x's gradient. The adjoint of `all_reduce`.
         """
         return self._turn(x, ("R", "R"), ("R", "P"), x.shape)
 
     def all_reduce(self, y: Tensor) -> Tensor:
         """Sums y over the axis: all-reduce in forward, identity in backward.
 
-        All processes have the gradient of the sum, which is also the gradient of each term. An all-reduce in backward
-        would multiply it by `size`. The adjoint of `enter`.
+        The gradient of the sum is also that of each term; an all-reduce in backward would multiply it by `size`. The
+        adjoint of `enter`.
         """
         return self._turn(y, ("P", "R"), ("R", "R"), y.shape)
 
     def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
         """Concatenates the shards of all processes: all-gather in forward, slice in backward.
 
-        All processes along the axis must apply the same computation to the result. If that computation is sharded, use
-        `tp.enter(tp.gather(x, dim))`. The adjoint of `scatter`.
-
-        Args:
-            x: this process's shard, as `scatter` returns it: lengths differ by at most one.
-            dim: the sharded dimension.
-            length: the full length of `dim`; None: the processes exchange their lengths in a small collective.
+        All processes must apply the same computation to the result; for a sharded one, use `tp.enter(tp.gather(x,
+        dim))`. Shards have lengths as from `scatter`, differing by at most one. `length` is the full length of `dim`;
+        None: the processes exchange their lengths in a small collective. The adjoint of `scatter`.
         """
         dim = self._dim(x, dim, "gather")
         shape = list(x.shape)
@@ -246,10 +227,7 @@ class Axis:
         return self._turn(x, (dim, "R"), (dim, "R"), shape)
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
-        """Returns this process's shard of x: slice in forward, all-gather in backward.
-
-        All processes must pass the same x. The adjoint of `gather`.
-        """
+        """Returns this process's shard of x, which is equal on all: slice in forward, all-gather in backward."""
         dim = self._dim(x, dim, "scatter")
         return self._turn(x, ("R", dim), ("R", dim), x.shape)
 
@@ -262,15 +240,10 @@ class Axis:
         return self._turn(x, ("P", dim), ("R", dim), x.shape)
 
     def all_to_all(self, x: Tensor, cut: int, joined: int, length: int | None = None) -> Tensor:
-        """Moves the sharding from one dimension to another: all-to-all in forward and backward.
+        """Moves the sharding from dimension `joined` to `cut`: all-to-all in forward and backward.
 
-        Equal to `gather` along `joined` followed by `scatter` along `cut`, with a fraction of the traffic.
-
-        Args:
-            x: this process's shard, sharded in dimension `joined`.
-            cut: the dimension to shard.
-            joined: the dimension to concatenate.
-            length: the full length of `joined`; None: the processes exchange their lengths in a small collective.
+        Equal to `gather` along `joined` followed by `scatter` along `cut`, with a fraction of the traffic. `length` is
+        the full length of `joined`; None: the processes exchange their lengths in a small collective.
         """
         cut, joined = self._dim(x, cut, "all_to_all"), self._dim(x, joined, "all_to_all")
         if cut == joined:

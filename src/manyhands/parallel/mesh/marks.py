@@ -30,9 +30,9 @@ class Mark:
 
 
 class Parameter(nn.Parameter):
-    """A parameter that may be sharded over processes.
+    """A parameter that may be sharded over processes, registered like any nn.Parameter.
 
-    Modules register it like any nn.Parameter. Its gradient is not summed over the axes that shard it.
+    Its gradient is not summed over the axes that shard it.
 
     Args:
         data: this process's shard, or the full tensor if layerwise_parallel is False.
@@ -53,7 +53,6 @@ class Parameter(nn.Parameter):
         layerwise_parallel: bool | str | tuple[str, int] = False,
         shape: Sequence[int] | None = None,
     ) -> "Parameter":
-        """Creates the parameter. The mark is checked against the mesh when the network is made parallel."""
         tensor = torch.empty(0) if data is None else torch.as_tensor(data).detach()
         made = super().__new__(cls, tensor, requires_grad)
         made.mark = _read(layerwise_parallel, tuple(tensor.shape), None if shape is None else tuple(shape))
@@ -63,7 +62,6 @@ class Parameter(nn.Parameter):
         """Does nothing: `__new__` does all."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Parameter":
-        """Returns a copy with the same mark."""
         if id(self) not in memo:
             copied = type(self)(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
             copied.mark = self.mark
@@ -93,16 +91,11 @@ def mark_buffer(module: nn.Module, name: str, mark: Mark) -> None:
 
 
 def mark_of(module: nn.Module, name: str) -> Mark | None:
-    """Returns the mark of a parameter or buffer that the module itself holds."""
     return getattr(module, BUFFERS, {}).get(name) or getattr(getattr(module, name), "mark", None)
 
 
 def layouts_of(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayout]:
-    """Returns the layout of each tensor in the state dict.
-
-    Raises:
-        UserError: a mark doesn't fit the mesh.
-    """
+    """Returns the layout of each tensor in the state dict. Raises UserError if a mark doesn't fit the mesh."""
     found: dict[str, TensorLayout] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -113,7 +106,6 @@ def layouts_of(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayou
 
 
 def layout_of(mark: Mark | None, piece: tuple[int, ...], mesh: Mesh, rank: int, name: str) -> TensorLayout:
-    """Returns the layout of a marked tensor on a mesh."""
     if mark is None:
         return unsharded(piece)
     cuts = tuple(sorted((dim, _numbers(names, mesh, name)) for dim, names in mark.cuts))
@@ -127,18 +119,13 @@ def layout_of(mark: Mark | None, piece: tuple[int, ...], mesh: Mesh, rank: int, 
 
 
 def _numbers(names: tuple[str, ...], mesh: Mesh, where: str) -> tuple[int, ...]:
-    """Returns the axes of a mark by index; without names, all but the first."""
     if not names:
         return tuple(range(1, len(mesh.axes))) or (0,)
     return axis_numbers(names, mesh, where)
 
 
 def axis_numbers(names: Sequence[str], mesh: Mesh, where: str) -> tuple[int, ...]:
-    """Returns the indices of named axes, ascending.
-
-    Raises:
-        UserError: the mesh has no such axis, or a name is repeated.
-    """
+    """Returns the indices of named axes, ascending. Raises UserError for an unknown or repeated name."""
     unknown = [name for name in names if name not in mesh.names]
     if unknown:
         hints = (f"use one of the axes {', '.join(mesh.names)}", "or change --mesh")

@@ -1,11 +1,12 @@
-"""The algebra of placements: what lies where along each mesh axis, and the collectives that turn one into another.
+"""Placements of tensors along mesh axes, and the collectives that convert one into another.
 
-Along one axis a tensor is whole on every process ("R"), a sum of which each process holds one term ("P"), or cut in
-one of its dimensions (that dimension's number). A layout is a placement for each axis of the mesh, major to minor.
+Along one axis a tensor is replicated ("R"), a sum of which each process holds one term ("P"), or sharded in a dimension
+(its number). A layout is a placement for each axis of the mesh, major to minor.
 
-Values and gradients are laid out separately. An op that uses a whole input for a part of its work gives back a part of
-that input's gradient, so four sides of a value and its gradient are in use: a dimension (both cut), WHOLE (both whole),
-SPREAD (the value whole, the gradient a term of a sum) and SUM (the value a term, the gradient whole).
+Values and gradients are laid out separately. An op that uses a full input for a part of its work returns a term of that
+input's gradient, so a value and its gradient have one of four sides: a dimension (both sharded), WHOLE (both
+replicated), SPREAD (the value replicated, the gradient a term of a sum) and SUM (the value a term, the gradient
+replicated).
 """
 
 import math
@@ -31,36 +32,33 @@ SUM: Side = "P"
 
 
 def value_of(sides: Sequence[Side]) -> Layout:
-    """The layout of the value."""
     return tuple("R" if side == "B" else side for side in sides)
 
 
 def gradient_of(sides: Sequence[Side]) -> Layout:
-    """The layout of the gradient: a whole value's may be a sum, and a sum's is whole."""
     return tuple("P" if side == "B" else "R" if side == "P" else side for side in sides)
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The shape of a whole tensor."""
+    """The shape of a full tensor."""
 
     dims: tuple[int, ...]  # lengths; the first one is of a sample batch where `rows` is set
     rows: int = 0  # rows of dimension 0 that belong to one sample of the batch; 0 where the tensor doesn't grow with it
 
     def edges(self, dim: int, parts: int, batch: int) -> list[int]:
-        """Where the pieces of a dimension begin and end when a pass has `batch` samples."""
+        """Where the shards of a dimension begin and end in a pass with `batch` samples."""
         if dim == 0 and self.rows:
             return [edge * self.rows for edge in bounds(batch, parts)]
         return bounds(self.dims[dim], parts)
 
     def values(self, batch: int) -> int:
-        """How many values the whole tensor has when a pass has `batch` samples."""
         return math.prod((batch * self.rows, *self.dims[1:]) if self.rows else self.dims)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on each process's piece of a tensor."""
+    """One operation on each process's shard of a tensor."""
 
     # all_reduce, all_gather, reduce_scatter, all_to_all; or, without communication, slice, pad (the piece among zeros)
     # and keep_first (zeros on all but the first process)
@@ -79,8 +77,7 @@ class Step:
 def steps_between(source: Layout, target: Layout) -> list[Step]:
     """The steps that turn one layout into another, at most one collective for each dimension and kind.
 
-    A cut of a dimension by several axes is nested, major to minor, so an axis can be taken out of it only when all
-    that are more minor have been taken out before, and added only before those.
+    A dimension sharded by several axes is nested, major to minor: axes leave from the minor end and are added at it.
     """
     current = list(source)
     found: list[Step] = []
@@ -101,7 +98,7 @@ def _cutting(layout: Sequence[Placement], dim: int) -> list[int]:
 
 
 def _kept(current: Sequence[Placement], target: Layout, dim: int) -> int:
-    """How many of the axes that cut a dimension may stay: the common beginning of both lists."""
+    """How many of the axes that shard a dimension may stay: the common beginning of both lists."""
     here, there = _cutting(current, dim), _cutting(target, dim)
     count = 0
     while count < min(len(here), len(there)) and here[count] == there[count]:
@@ -110,7 +107,7 @@ def _kept(current: Sequence[Placement], target: Layout, dim: int) -> int:
 
 
 def _exchanges(current: list[Placement], target: Layout) -> list[Step]:
-    """Cuts that move from one dimension to another in one exchange, where nothing lies more minor in either."""
+    """Axes that move from one dimension to another in an all-to-all, if none is more minor in either."""
     found: list[Step] = []
     for axis, there in enumerate(target):
         here = current[axis]
@@ -204,7 +201,7 @@ def _longest(extent: Extent, mesh: Mesh, batch: int, rank: int, step: Step) -> i
 def group_sizes(
     extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, outer: Sequence[int], axes: Sequence[int]
 ) -> list[int]:
-    """Lengths of the pieces of a dimension that a group along `axes` holds, within what `outer` leaves to it."""
+    """Lengths of the shards of a dimension in a group along `axes`, within the shard of `outer`."""
     parts = mesh.parts(axes)
     edges = extent.edges(dim, mesh.parts(outer) * parts, batch)
     first = mesh.place(outer, rank) * parts
@@ -212,7 +209,7 @@ def group_sizes(
 
 
 class _Places(Protocol):
-    """What a conversion asks of the processes of a mesh; see `grid.Grid`."""
+    """The part of `grid.Grid` that conversions use."""
 
     mesh: Mesh
     world: World
@@ -225,7 +222,7 @@ class _Places(Protocol):
 
 
 def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _Places) -> Tensor:
-    """This process's piece under another layout, of the same dtype; it may be a view; not differentiable."""
+    """This process's shard in another layout, of the same dtype; it may be a view; not differentiable."""
     for step in steps_between(source, target):
         tensor = _take(step, tensor, extent, grid)
     return tensor
@@ -267,7 +264,7 @@ def _reduce_scatter(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """The tensor with zeros after its end in one dimension: collectives want equal pieces."""
+    """Pads a dimension with zeros to the equal lengths that collectives need."""
     missing = length - tensor.shape[dim]
     if not missing:
         return tensor
@@ -325,7 +322,7 @@ _STEPS = {
 
 
 class _Conversion(torch.autograd.Function):
-    """A conversion whose backward takes the gradient the other way, between layouts of its own."""
+    """A conversion whose backward converts the gradient back, between layouts of its own."""
 
     @staticmethod
     def forward(
@@ -345,17 +342,16 @@ class _Conversion(torch.autograd.Function):
 def convert_both(
     tensor: Tensor, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extent: Extent, grid: _Places
 ) -> Tensor:
-    """A differentiable conversion of this process's piece.
+    """A differentiable conversion of this process's shard.
 
-    `values` are the value's layouts before and after, `gradients` the gradient's before (as it is to leave) and after
-    (as it comes in).
+    `values` are the value's layouts before and after, `gradients` those of the outgoing and of the incoming gradient.
     """
     result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
     return result
 
 
 def gather_full(tensor: Tensor, layout: TensorLayout, grid: _Places) -> Tensor:
-    """The whole of a parameter or buffer [layout.shape] of which this process has a piece; a collective."""
+    """The full parameter or buffer [layout.shape] of which this process has a shard; a collective."""
     if not layout.cuts:
         return tensor
     cut = {axis: dim for dim, axes in layout.cuts for axis in axes}

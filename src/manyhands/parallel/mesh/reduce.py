@@ -1,4 +1,4 @@
-"""Adds up the gradients of a split network: each parameter's over exactly the axes where it is a term of a sum."""
+"""Sums the gradients of a split network, each parameter's over the axes where it is a term of a sum."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class Bucket:
-    """Gradients of some parameters that go in one message, summed over the mesh's axes of these numbers."""
+    """Gradients that go in one message, summed over the mesh axes of these numbers."""
 
     def __init__(self, axes: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
         self.axes, self.parameters = axes, parameters
@@ -26,9 +26,9 @@ class Bucket:
 
 
 class Reducer:
-    """Sends gradients while backward goes on, bucket after bucket in an order that is the same everywhere.
+    """Sends gradients during backward, in buckets of an order that is the same everywhere.
 
-    Parameters come in the network's order; `gradient_axes` of each layout says over which axes its gradient is summed.
+    Parameters come in the network's order; `gradient_axes` of a layout are the axes over which its gradient is summed.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
@@ -45,7 +45,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward in this context adds gradients up on each process alone."""
+        """Backward in this context accumulates gradients on each process alone."""
         self._held_back = True
         try:
             yield
@@ -53,7 +53,7 @@ class Reducer:
             self._held_back = False
 
     def finish(self) -> None:
-        """Sends what has not been sent, waits for all, and puts the sums in place; after an update's last backward."""
+        """Sends the rest, waits for all, and writes the sums; after an update's last backward."""
         while self._next < len(self.buckets):
             self._send()
         for bucket in self.buckets:
@@ -85,7 +85,6 @@ class Reducer:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """The gradient; zeros for a parameter that this process did not use."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
@@ -108,10 +107,10 @@ def summed_over(layout: TensorLayout, mesh: Mesh) -> tuple[int, ...]:
 def bucket_names(
     pieces: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]],
 ) -> list[tuple[tuple[int, ...], list[str]]]:
-    """Which gradients go in one message: of one axis set and dtype, the last layers' first, since they come first.
+    """Groups gradients into messages: of one axis set and dtype, the last layers' first, since they come first.
 
-    From (name, axes to sum over, dtype, bytes of the local piece) in the network's order to (axes, names) of each
-    message, in the order in which they are sent.
+    From (name, axes to sum over, dtype, bytes of the local shard) in the network's order to (axes, names) of each
+    message, in the order of sending.
     """
     filling: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
     filled_bytes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}

@@ -1,4 +1,4 @@
-"""Automatic: a search finds how each op is best split; where that is data parallel, the mode `data` runs instead."""
+"""Automatic: a search shards each op; where data parallel is fastest, the mode `data` runs instead."""
 
 from torch import nn
 

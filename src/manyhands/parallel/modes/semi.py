@@ -1,4 +1,4 @@
-"""Semi-automatic: the user says how some ops are split, and what passes between processes follows from that."""
+"""Semi-automatic: the user pins how some ops are sharded; the conversions between ops follow."""
 
 from torch import nn
 

@@ -1,10 +1,10 @@
-"""BatchNorm over groups of a fixed number of samples of the global batch, whoever computes them.
+"""BatchNorm over groups of a fixed number of samples of the global batch, whichever process computes them.
 
-torch's BatchNorm takes its statistics over whatever a process happens to hold, so a network trains differently on
-2 processes than on 1. Here the global batch is cut into groups that don't depend on the number of processes
-(data/order.py). A group that one process holds goes through torch's own kernel, or on an accelerator together with its
-neighbours through one pass; the parts of a group that several processes hold are synchronised, on any device. Running
-statistics move once per update, by the mean over the groups.
+torch's BatchNorm takes its statistics over the samples of one process, so a network trains differently on 2 processes
+than on 1. Here the groups of the global batch (data/order.py) don't depend on the number of processes. A group that one
+process holds goes through torch's own kernel, or on an accelerator together with its neighbours through one pass; the
+parts of a group that several processes hold are synchronized. Running statistics move once per update, by the mean over
+the groups.
 """
 
 import functools
@@ -46,7 +46,7 @@ Run = tuple[Span, ...]  # groups of one size that this process holds whole; or a
 
 @dataclass
 class NormGroups:
-    """What the BatchNorm layers of one network need to know about the current pass."""
+    """The BatchNorm groups of the current pass of one network."""
 
     # groups of this pass that this process holds parts of; empty: its whole pass is one group
     spans: Sequence[Span] = ()
@@ -61,7 +61,7 @@ class NormGroups:
     ordered: bool = True  # the runs are in the spans' order
 
     def begin_micro_batch(self, spans: Sequence[Span], shared_sizes: Sequence[int], count: int, batch: int) -> None:
-        """Describes the pass that comes next: `count` samples here, `batch` in the whole update."""
+        """Describes the next pass: `count` samples here, `batch` in the whole update."""
         self.spans, self.shared_sizes = ((), ()) if self.apart else (spans, shared_sizes)
         self.runs = _runs(tuple(self.spans))
         self.ordered = _are_ordered(self.runs)
@@ -94,7 +94,7 @@ class NormGroups:
 
 
 class GroupedNorm(_BatchNorm):
-    """The training pass of a BatchNorm layer that knows its groups; evaluation is torch's own."""
+    """The training pass of a BatchNorm layer over its groups; evaluation is torch's own."""
 
     groups: NormGroups
     # gathers, over the passes of one update, the weighted means [C] and unbiased variances [C], and the sum of the
@@ -109,7 +109,6 @@ class GroupedNorm(_BatchNorm):
             raise ValueError(f"BatchNorm expects at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """[N, C, ...], normalised with the statistics of each sample's group, and what else the class does to it."""
         if not self.training:
             return super().forward(input)
         if _is_torchs_own(type(self).__mro__):
@@ -140,7 +139,7 @@ class GroupedNorm(_BatchNorm):
         return output if rows is None else _reordered(output, rows[1])
 
     def _runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
-        """What is normalised at once, in the order in which it is."""
+        """The runs of spans, in the order in which they are normalised."""
         spans = self.groups.spans
         # On a processor a kernel for each group is quicker: it starts in no time, and reads what caches hold.
         if not is_tested(input.device):
@@ -181,7 +180,6 @@ class GroupedNorm(_BatchNorm):
         return input.split(lengths) if len(runs) > 1 else (input,)
 
     def _check_rows(self, input: Tensor) -> None:  # noqa: A002
-        """Raises UserError: these aren't the rows of the pass's samples."""
         groups = self.groups
         rows = groups.spans[-1].stop * self.rows_per_sample if groups.spans else input.shape[0]
         if (len(groups.spans) > 1 or groups.shared_sizes) and rows != input.shape[0]:
@@ -190,7 +188,7 @@ class GroupedNorm(_BatchNorm):
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", hints)
 
     def _held_whole(self, part: Tensor, run: Run) -> Tensor:
-        """Groups of equal size that this process holds whole: [groups n, C, ...]."""
+        """Normalises groups of equal size that this process holds: [groups n, C, ...]."""
         weight = run[0].size / self.groups.batch
         if len(run) == 1:
             return self._alone(part, weight)
@@ -202,7 +200,7 @@ class GroupedNorm(_BatchNorm):
         return NormPass.apply(mean, inverse, count, held, self.weight, self.bias, part)[0]
 
     def _alone(self, part: Tensor, weight: float) -> Tensor:
-        """A group that this process holds whole: [n, C, ...] through torch's kernel."""
+        """Normalises a group that this process holds, [n, C, ...], by torch's kernel."""
         if part.shape[0] * _values_per_row(part) < 2 or weight == 0:
             # A variance needs two values, so the last sample of an odd batch uses what is known so far.
             return F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
@@ -212,7 +210,7 @@ class GroupedNorm(_BatchNorm):
         return output
 
     def _together(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
-        """Groups that several processes hold; every process of the pass calls this, also with no part."""
+        """Normalises groups that several processes hold; every process of the pass calls this, also with no part."""
         sizes = self.groups.shared_sizes
         moments = moments_of([(part, span.shared) for part, span in parts], len(sizes), self.num_features, like)
         self.groups.add_up(moments)
@@ -230,14 +228,14 @@ class GroupedNorm(_BatchNorm):
         return list(NormPass.apply(mean, inverse, counts[:, None], held, self.weight, self.bias, *inputs))
 
     def _add(self, statistics: Tensor, weight: float) -> None:
-        """Notes means and unbiased variances of groups, [groups, 2, C], each of this weight."""
+        """Adds means and unbiased variances of groups, [groups, 2, C], each with this weight, to `seen`."""
         flat = statistics.detach().to(accumulator_dtype(statistics)).flatten(1)
         flat = flat[0] if len(flat) == 1 else flat.sum(0)
         weighted = torch.cat([flat, flat.new_full((1,), len(statistics))]) * weight
         self.seen = weighted if self.seen is None else self.seen + weighted
 
     def take_seen(self) -> Tensor:
-        """What this process saw since the last update, [2 C + 1]; zeros where it saw nothing."""
+        """What this process saw since the last update, [2 C + 1]; zeros for nothing."""
         seen, self.seen = self.seen, None
         if seen is not None:
             return seen
@@ -264,9 +262,9 @@ class GroupedNorm(_BatchNorm):
 
 @functools.lru_cache(maxsize=256)
 def _runs(spans: tuple[Span, ...]) -> tuple[Run, ...]:
-    """Spans of one size that a process holds whole, together where they are enough; each other one by itself.
+    """Groups spans of one size that a process holds whole, if they are enough for one pass.
 
-    Sizes that differ by one take turns, so those of one size are put together where that is worth the copies.
+    Sizes that differ by one take turns, so spans are sorted by size where that is worth the copies.
     """
 
     def alike(span: Span) -> tuple[int, int]:
@@ -288,7 +286,7 @@ def _are_ordered(runs: tuple[Run, ...]) -> bool:
 
 
 def _reordered(values: Tensor, rows: Tensor) -> Tensor:
-    """The rows of [rows, C, ...] in another order, in the memory format of `values`; index_select alone loses it."""
+    """Reorders the rows of [rows, C, ...] and keeps the memory format, which index_select alone loses."""
     if values.is_contiguous():
         return values.index_select(0, rows)
     return values.movedim(1, -1).index_select(0, rows).movedim(-1, 1)
@@ -297,7 +295,7 @@ def _reordered(values: Tensor, rows: Tensor) -> Tensor:
 # What follows is made once and kept for good: a card waits at each copy that isn't pinned.
 @functools.cache
 def _rows(runs: tuple[Run, ...], rows_per_sample: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """In which order rows go through the runs, and where each is then: int64 [rows] each."""
+    """The order in which rows go through the runs, and its inverse: int64 [rows] each."""
     samples = torch.cat([torch.arange(span.start, span.stop) for run in runs for span in run])
     rows = (samples[:, None] * rows_per_sample + torch.arange(rows_per_sample)).flatten()
     return rows.to(device), rows.argsort().to(device)
@@ -309,14 +307,14 @@ def _kept(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def forget_seen(model: nn.Module) -> None:
-    """Has running statistics not hear of an update that isn't made."""
+    """Drops the statistics of an update that isn't made."""
     for layer in model.modules():
         if isinstance(layer, GroupedNorm):
             layer.seen = None
 
 
 class _InGroups(TorchFunctionMode):
-    """Has a layer's own forward normalise over groups where it calls torch's function."""
+    """Has a layer's own forward normalise over groups where it calls torch's batch_norm."""
 
     def __init__(self, layer: GroupedNorm) -> None:
         super().__init__()
@@ -333,7 +331,7 @@ _TORCHS_OWN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
 
 
 def _is_torchs_own(kinds: Sequence[type]) -> bool:
-    """True where the first of a class's ancestors with a forward of its own, but for ours, is torch's."""
+    """True if the first class of the MRO with a forward of its own, except ours, is torch's."""
     return next(kind for kind in kinds if "forward" in vars(kind) and kind is not GroupedNorm) in _TORCHS_OWN
 
 
@@ -355,7 +353,7 @@ def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]:
-    """Has every BatchNorm layer take its statistics over groups, which are told of each pass; and what undoes that."""
+    """Replaces the classes of BatchNorm layers by grouped ones; returns their groups and what restores them."""
     groups = NormGroups()
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
@@ -377,12 +375,12 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
 
 
 def leave_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
-    """Leaves a network's layers to torch, for modes whose copies of them could not hand back what they saw."""
+    """Leaves BatchNorm layers to torch, for modes whose copies of them could not return their statistics."""
     return NormGroups(), lambda: None
 
 
 def norms_of(model: nn.Module) -> NormGroups:
-    """What tells a network's layers of each micro-batch; where several do, as in a split one, only the layers."""
+    """The groups of a network's layers; a split network has several, so only the layers."""
     layers = [module for module in model.modules() if isinstance(module, GroupedNorm)]
     alike = bool(layers) and all(layer.groups is layers[0].groups for layer in layers)
     return layers[0].groups if alike else NormGroups(layers=layers)
@@ -395,7 +393,7 @@ Inputs = dict[GroupedNorm, list[Tensor]]
 
 @contextmanager
 def watching(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
-    """Gathers what the layers are given in this context."""
+    """Collects the inputs of layers in this context."""
     seen: Inputs = {}
 
     def look(layer: nn.Module, inputs: Any) -> None:
@@ -411,7 +409,7 @@ def watching(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
 
 
 def find_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -> None:
-    """Sets `rows_per_sample` of the layers by trial on two samples or more; the network is left in training."""
+    """Sets `rows_per_sample` of the layers by a trial on two samples or more; leaves the network in training."""
     if not layers:
         return
     model.eval()
@@ -421,10 +419,10 @@ def find_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -
 
 
 def set_rows_per_sample(model: nn.Module, seen: Inputs, images: Tensor) -> None:
-    """Sets `rows_per_sample` of the layers of which an input had another number of rows than there were samples.
+    """Sets `rows_per_sample` of the layers that got another number of rows than there were samples.
 
-    `seen` is what they were given when the network, in training, was run on the images [n, ...]. Where there are such
-    layers it runs twice in evaluation; it is left in training.
+    `seen` are their inputs when the network, in training, ran on the images [n, ...]. For such layers it runs twice in
+    evaluation; it is left in training.
     """
     count = len(images)
     odd = [layer for layer, inputs in seen.items() if any(one.shape[0] != count for one in inputs)]
@@ -449,7 +447,7 @@ def set_rows_per_sample(model: nn.Module, seen: Inputs, images: Tensor) -> None:
 
 
 def _rows_of_each(one: Tensor, two: Tensor, count: int) -> int:
-    """Rows of each sample, from a layer's inputs [n, ...] before and after the last sample was changed; 0: unknown."""
+    """Rows of each sample, from a layer's inputs [n, ...] before and after the last sample changed; 0: unknown."""
     if count < 2 or one.shape != two.shape or one.shape[0] % count:
         return 0
     each = one.shape[0] // count

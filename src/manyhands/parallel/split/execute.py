@@ -34,7 +34,6 @@ Letters = Mapping[str, tuple[str, ...]]
 
 
 def loops_of(op: Op, letters: tuple[str, ...]) -> list[Loop]:
-    """Returns the placements of an op along each axis; the letters have been checked."""
     return [cast(Loop, op.letters[letter]) for letter in letters]
 
 
@@ -45,18 +44,16 @@ def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[Layout,
 
 
 def output_layouts(op: Op, letters: tuple[str, ...]) -> tuple[Layout, Layout]:
-    """Returns the layouts of an op's output and of the output's gradient."""
     sides: list[Side] = [loop.output for loop in loops_of(op, letters)]
     return value_of(sides), gradient_of(sides)
 
 
 def batch_axes(letters: tuple[str, ...]) -> tuple[int, ...]:
-    """Returns the indices of the axes that shard an op's samples."""
     return tuple(axis for axis, letter in enumerate(letters) if letter == "n")
 
 
 def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]:
-    """Returns the layout of each parameter and buffer. Raises UserError: two ops shard one differently."""
+    """Returns the layout of each parameter and buffer. Raises UserError if two ops shard one differently."""
     found: dict[str, TensorLayout] = {}
     users: dict[int, tuple[str, TensorLayout]] = {}
     for op in graph.ops.values():
@@ -110,7 +107,7 @@ def split_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: G
 
 
 class Convert(nn.Module):
-    """Converts the output of an op to the layout in which another op reads it."""
+    """Converts the output of an op to the layout in which another op reads it; values without tensors stay."""
 
     def __init__(
         self, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extents: tuple[Extent, ...], grid: Grid
@@ -119,7 +116,6 @@ class Convert(nn.Module):
         self.values, self.gradients, self.extents, self.grid = values, gradients, extents, grid
 
     def forward(self, value: Any) -> Any:
-        """Converts all tensors; other values stay as they are."""
         leaves, shape = pytree.tree_flatten(value)
         extents = iter(self.extents)
         turned = [self._turn(leaf, next(extents)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -165,7 +161,7 @@ def _draws(op: Op) -> bool:
 
 
 def _drops_samples(op: Op) -> bool:
-    """True for torchvision's stochastic depth: all channels of a sample are dropped, or none."""
+    """True for torchvision's stochastic depth, which drops all channels of a sample or none."""
     return _word(op) == "stochastic_depth"
 
 
@@ -183,8 +179,7 @@ def _is_random(module: nn.Module) -> bool:
 class Builder:
     """Builds the graph that a process runs: the traced one, with conversions between different layouts.
 
-    `local`, which the first builder fills in, holds the modules that compute ops on shards, by the id of the op's
-    module, or of its node.
+    `local` caches the modules that compute ops on shards, by the id of the op's module or node.
     """
 
     def __init__(
@@ -201,7 +196,7 @@ class Builder:
             getattr(self._root, kind).update(getattr(graph.traced, kind))
 
     def build(self, *, training: bool) -> fx.GraphModule:
-        """Builds the graph, whose last conversions are for the loss, or gather the outputs for evaluation."""
+        """Builds the graph; its last conversions are for the loss, or gather the outputs for evaluation."""
         loss = self._ops[LOSS]
         for number, node in enumerate(self._traced.graph.nodes):
             if node.op == "placeholder":
@@ -301,7 +296,6 @@ class SplitNetwork(nn.Module):
         return (self.training_graph if self.training else self.evaluation_graph)(pictures)
 
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
-        """Prepares for the next pass; all processes call it."""
         self.grid.batch, self.state.seed = shape.samples, shape.seed
         # Equal on all processes, also for ops that are not known to draw random numbers.
         torch.manual_seed(shape.seed)
@@ -310,7 +304,6 @@ class SplitNetwork(nn.Module):
             groups.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
 
     def finish_update(self) -> None:
-        """Updates BatchNorm's running statistics by the samples of all processes."""
         for axes, groups in self.norms.items():
             groups.finish_update(self.grid.parts(axes))
 

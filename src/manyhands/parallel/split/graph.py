@@ -1,4 +1,4 @@
-"""A network as a graph of ops that can be split: traced once, tried on a few random samples, and described as data."""
+"""A network as a graph of ops that can be sharded."""
 
 import fnmatch
 import operator
@@ -52,7 +52,6 @@ class Op:
 
     @property
     def extent(self) -> Extent:
-        """The shape of what it gives, if that is one tensor."""
         return self.extents[0]
 
     @property
@@ -61,12 +60,11 @@ class Op:
 
     @property
     def reads_attribute(self) -> bool:
-        """True where it is no computation but a parameter, buffer or constant that the network's forward reads."""
+        """True for a parameter, buffer or constant that the network's forward reads."""
         return self.node is not None and self.node.op == "get_attr"
 
     @property
     def forward(self) -> Any:
-        """What its module's class computes with; None where it is no module."""
         return getattr(type(self.module), "forward", None)
 
     def parameters(self) -> dict[str, Tensor]:
@@ -76,7 +74,6 @@ class Op:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def allowed(self) -> list[str]:
-        """The letters that it can take."""
         return [letter for letter, loop in self.letters.items() if isinstance(loop, Loop)]
 
 
@@ -98,7 +95,6 @@ class Graph:
         ]
 
     def keep_classes(self, reason: str = "the search splits classes only for cross-entropy") -> None:
-        """Leaves the classes of the loss unsharded, for a reason."""
         self.ops[LOSS].letters["o"] = reason
 
     def edges(self) -> Iterator[tuple[Op, Op, int]]:
@@ -108,7 +104,6 @@ class Graph:
                 yield self.ops[name], op, place
 
     def ties(self) -> dict[str, list[Op]]:
-        """Ops by the word that ties them."""
         found: dict[str, list[Op]] = {}
         for op in self.ops.values():
             found.setdefault(op.tied, []).append(op)
@@ -252,7 +247,7 @@ def name_nodes(traced: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def unique(name: str, taken: set[str]) -> str:
-    """The name, with a number where it is taken; notes it as taken."""
+    """The name, with a number if it is taken; adds it to `taken`."""
     number, found = 1, name
     while found in taken:
         number += 1
@@ -262,7 +257,6 @@ def unique(name: str, taken: set[str]) -> str:
 
 
 def attribute(node: fx.Node | None) -> Tensor:
-    """The parameter or buffer that a get_attr node stands for."""
     assert node is not None
     found: Any = node.graph.owning_module
     for word in str(node.target).split("."):
@@ -271,7 +265,6 @@ def attribute(node: fx.Node | None) -> Tensor:
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:
-    """Returns the input nodes of a node, each once, in order."""
     return list(node.all_input_nodes)
 
 

@@ -50,11 +50,7 @@ class PlannedNetwork(NetworkOnMesh):
 
 
 def split(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwork:
-    """Splits a network, in training mode and equal on all processes, by a plan.
-
-    Raises:
-        UserError: the plan doesn't fit.
-    """
+    """Splits a network, in training mode and equal on all processes, by a plan. Raises UserError if it doesn't fit."""
     plan = request.plan
     if plan is None:
         raise UserError("the plan is missing", "parallel", ('set --pin "fc=n@dp o@tp" or --parallel.plan plan.json',))

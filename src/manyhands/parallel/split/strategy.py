@@ -1,6 +1,6 @@
-"""How a user writes which part of an op's work each process does: "n@dp o@tp", or MindSpore's tuples.
+"""Strategies of ops as users write them: "n@dp o@tp", or MindSpore's tuples.
 
-A letter names the loop that is cut, and stands before the mesh axes that cut it:
+A letter names the dimension that is sharded, before the mesh axes that shard it:
 
     n  samples            o  output channels or features     i  input channels or features
     c  channels           h  heads of attention              v  rows of a table
@@ -35,7 +35,7 @@ EXAMPLE = "such as n@dp o@tp"
 
 
 def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
-    """Reads "n@dp o@tp": the letter of each axis (its number) named. Raises UserError: it doesn't fit the mesh."""
+    """Reads "n@dp o@tp": the letter of each axis, by its number. Raises UserError if it doesn't fit the mesh."""
     found: dict[int, str] = {}
     for word in text.split():
         # A letter alone is meant for all axes.
@@ -70,7 +70,7 @@ def is_tuples(text: str) -> bool:
 
 
 def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
-    """Reads "((1, 1), (1, 2))" or "{(1, 1), (1, 2)}": pieces of each dimension of each input. Raises UserError."""
+    """Reads "((1, 1), (1, 2))" or "{(1, 1), (1, 2)}": the pieces of each dimension of each input."""
     plain = text.strip()
     if plain.startswith("{"):
         plain = f"({plain[1:-1]},)"
@@ -86,11 +86,11 @@ def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
 
 
 def from_mindspore(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh, where: str = "pin") -> dict[int, str]:
-    """The letter of each axis, "r" where nothing is cut, that MindSpore's tuples mean; axes are found by their sizes.
+    """The letter of each axis, "r" if nothing is sharded, for MindSpore's tuples; axes are found by their sizes.
 
-    A tuple says for each input into how many pieces its dimensions are cut; a linear layer's weight is given as MatMul
-    takes it, [inputs, outputs], a convolution's as [outputs, inputs, height, width]. Of other ops than these ("linear",
-    "conv") the first input decides. Raises UserError: the pieces don't fit each other or the mesh, or pixels are cut.
+    A tuple gives the pieces of each dimension of an input; a linear layer's weight is [inputs, outputs], a
+    convolution's [outputs, inputs, height, width]. For other ops than "linear" and "conv" the first input decides.
+    Raises UserError.
     """
     pieces = _pieces(kind.lower(), tuples, where)
     letters: dict[int, str] = {}
@@ -133,7 +133,7 @@ _WEIGHTED = {
 
 
 def _axes_of(count: int, mesh: Mesh, taken: Mapping[int, str], where: str) -> list[int]:
-    """Axes that are free and whose sizes' product is the number of pieces; one axis before several."""
+    """Free axes whose sizes' product is the number of pieces; one axis before several."""
     free = [axis for axis, size in enumerate(mesh.sizes) if axis not in taken and size > 1]
     if count == 1:
         return []
@@ -147,16 +147,15 @@ def _axes_of(count: int, mesh: Mesh, taken: Mapping[int, str], where: str) -> li
 def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, ...]]:
     """The letters of each op of a network.
 
-    An op that can't follow the default (it mixes samples, say) does all of its work everywhere. A pattern for several
-    ops binds those that know its letters; one that names a single op must fit. Raises UserError: a strategy doesn't fit
-    its op or the mesh, or two ops that must agree don't.
+    An op that can't follow the default, such as one that mixes samples, is replicated. A pattern for several ops binds
+    those that know its letters; one that names a single op must fit. Raises UserError.
     """
     default = parse_strategy(plan.fallback, plan.mesh, f"{where}, default")
     return _spread(strategies(plan, graph, where), default, plan, graph, where)
 
 
 def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
-    """By op, the pattern that a plan has for it, and letters by axis. Raises UserError: one doesn't fit."""
+    """By op, the pattern that a plan has for it, and letters by axis. Raises UserError if one doesn't fit."""
     said: dict[str, tuple[str, dict[int, str]]] = {}
     for pattern, text in plan.ops.items():
         ops = graph.matching(pattern)
@@ -176,7 +175,7 @@ def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple
 
 
 def _refuse_if_none_keeps(pattern: str, text: str, unkept: Mapping[str, str], where: str) -> None:
-    """Raises UserError for a letter that means nothing to any of the ops that a pattern names."""
+    """Raises UserError for a letter that none of the ops of a pattern knows."""
     for letter in dict.fromkeys("".join(unkept.values())):
         if all(letter in letters for letters in unkept.values()):
             names = ", ".join(list(unkept)[:4])
@@ -196,7 +195,7 @@ def _read(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, 
 def _refuse_other_pieces(
     op: Op, graph: Graph, tuples: tuple[tuple[int, ...], ...], letters: dict[int, str], mesh: Mesh, where: str
 ) -> None:
-    """Raises UserError where the letters that tuples were read as wouldn't cut each input as the tuples say."""
+    """Raises UserError if the letters wouldn't shard each input as the tuples say."""
     if op.module is not None and op.kind in {"linear", "conv"}:
         return  # whose own parameters the tuples name, and which have been compared with them
     if any(not isinstance(op.letters.get(letter), Loop) for letter in letters.values()):
@@ -213,7 +212,7 @@ def _refuse_other_pieces(
 
 
 def _pieces_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
-    """Each tensor that an op reads under its letters, and into how many pieces its dimensions are cut."""
+    """Each tensor that an op reads under its letters, and into how many pieces its dimensions are sharded."""
     loops = [loop for loop in (op.letters[letter] for letter in letters) if isinstance(loop, Loop)]
 
     def pieces(sides: list[Any], dims: int) -> tuple[int, ...]:
@@ -277,7 +276,6 @@ def _check(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
 
 
 def _fits_somewhere(op: Op, letter: str, mesh: Mesh) -> bool:
-    """True where an op can take a letter along one of the axes at least."""
     return any(not refusal(op, (letter,), Mesh((axis,))) for axis in mesh.axes)
 
 
@@ -298,10 +296,7 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def concise(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) -> tuple[str, dict[str, str]]:
-    """A default and as few exceptions as that needs, so that a plan stays readable.
-
-    Only ops whose letters the default wouldn't give are written, so `resolve` gives the same letters back.
-    """
+    """A default and the exceptions from it, so that a plan stays readable; `resolve` gives the same letters back."""
     default = tuple("n" for _ in mesh.axes)
     exceptions: dict[str, str] = {}
     for ops in graph.ties().values():

@@ -46,7 +46,6 @@ def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
 
 
 def rule_of(op: Op) -> Rule:
-    """The rule for an op."""
     return next((rule for rule in RULES if rule.matches(op)), OPAQUE)
 
 
@@ -55,14 +54,9 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def describe_network(model: nn.Module, picture: Tensor) -> Graph:
-    """Returns the network's graph in its current mode.
+    """Returns the network's graph in its current mode; in-place ops become out of place.
 
-    Args:
-        model: the unsharded network, on any device; in-place ops become out of place.
-        picture: one sample [C, H, W] (or of any shape), whose values don't matter.
-
-    Raises:
-        UserError: the network doesn't run on two or three samples.
+    `picture` is one sample (of any shape), whose values don't matter. Raises UserError if the network fails on samples.
     """
     traced, unseen = graphs.trace(model, _is_leaf)
     names = graphs.name_nodes(traced)
@@ -88,8 +82,7 @@ def describe_ops(
 ) -> tuple[dict[str, Op], list[tuple[str, str]]]:
     """Each node of a network or a loss as an op, by name, and pairs of ops that must take the same letters.
 
-    `many` and `few` are what each node gave for `SAMPLES` and `FEWER` samples. `begin` fills in inputs: the samples, if
-    None.
+    `many` and `few` are each node's values for `SAMPLES` and `FEWER` samples. `begin` describes inputs; None: samples.
     """
     ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
     ties: list[tuple[str, str]] = []
@@ -171,10 +164,10 @@ def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[
 
 
 def _given_by_rows(node: fx.Node, many: _Trial, few: _Trial) -> Tensor | None:
-    """The value of a node of torch that treats each row alone, for many samples; None for other nodes.
+    """The value of a torch node that treats each row alone, for many samples; None for other nodes.
 
-    Convolutions, linear layers and BatchNorm are not computed: random numbers of the right shape show equally whether
-    later nodes mix samples, and neither vanish nor explode.
+    Convolutions, linear layers and BatchNorm return random numbers of the right shape instead, which show equally
+    whether later nodes mix samples, and neither vanish nor explode.
     """
     reads = [(many.env[one], few.env[one]) for one in node.all_input_nodes]
     if not reads or not all(_is_last(*one) for one in reads):
@@ -218,7 +211,7 @@ def _describe_node(node: fx.Node, names: Mapping[fx.Node, str], many: Any, few: 
 
 
 def _rows(many: Tensor, few: Tensor) -> int:
-    """Rows of dimension 0 for each sample; 0 where it doesn't grow with the samples."""
+    """Rows of dimension 0 for each sample; 0 if it doesn't grow with the samples."""
     if not many.ndim or many.shape[1:] != few.shape[1:] or many.shape[0] == few.shape[0]:
         return 0
     rows = many.shape[0] // SAMPLES

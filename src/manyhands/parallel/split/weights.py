@@ -11,7 +11,7 @@ PRODUCT = "matmul"
 
 
 def sharing(ops: dict[str, Op]) -> list[tuple[str, str]]:
-    """Pairs of ops that use the same parameter or buffer: it has one layout, so they have the same placements."""
+    """Pairs of ops that use the same parameter or buffer, so have the same placements."""
     first: dict[int, str] = {}
     pairs: list[tuple[str, str]] = []
     for op in ops.values():
@@ -40,7 +40,7 @@ def cut_with_readers(ops: dict[str, Op]) -> list[tuple[str, str]]:
 
 
 def _may_be_cut(op: Op, ops: dict[str, Op]) -> bool:
-    """True for a parameter, and for one that is transposed."""
+    """True for a parameter, also a transposed one."""
     if op.reads_attribute:
         return isinstance(op.parameters()[""], nn.Parameter)
     source = ops[op.sources[0]] if len(op.sources) == 1 else None
@@ -48,7 +48,7 @@ def _may_be_cut(op: Op, ops: dict[str, Op]) -> bool:
 
 
 def _order(op: Op) -> list[int] | None:
-    """For each dimension of a transposed matrix, the one it was; None for other ops."""
+    """The permutation of a transposed matrix; None for other ops."""
     node, dims = op.node, len(op.extents[0].dims) if len(op.extents) == 1 else 0
     if node is None or dims != 2:
         return None
@@ -61,13 +61,13 @@ def _order(op: Op) -> list[int] | None:
 
 
 def _wants_pieces(reader: Op) -> bool:
-    """True for products that can be cut, and for transposed parameters that they read."""
+    """True for products that can be sharded, and for transposed parameters that they read."""
     offered = {"o", "i"} & set(reader.letters)
     return bool(offered) and (reader.kind == PRODUCT or _order(reader) is not None)
 
 
 def _as_wanted(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str:
-    """The placement of a parameter for all of its readers under one letter, or the reason why there is none."""
+    """The placement of a parameter for all of its readers under one letter, or why there is none."""
     sides: set[Side] = set()
     for reader, place in reading:
         loop = reader.letters.get(letter, f"the op has no dimension {letter}")

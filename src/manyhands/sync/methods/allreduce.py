@@ -16,10 +16,7 @@ NEEDS: tuple[Need, ...] = ()
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
-    """A ring all-reduce, as far as possible beside the backward pass.
-
-    Source: Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
-    """
+    """A ring all-reduce that overlaps the backward pass (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
     from manyhands.sync.messages import gradients, statistics
 
     del options
@@ -30,7 +27,6 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
-    """The parallel mode does it all."""
     from manyhands.sync.synchronizer import Synchronizer
 
     del network, context, options, cost

@@ -21,7 +21,7 @@ _ROUNDING = 0.005
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
-    """A ring all-reduce of half the bytes, as far as possible beside the backward pass."""
+    """A ring all-reduce of half the bytes, which overlaps the backward pass."""
     from manyhands.sync.messages import gradients, statistics
 
     del options
@@ -33,7 +33,6 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
-    """The parallel mode's own average, of rounded gradients."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
     from manyhands.sync.synchronizer import Synchronizer

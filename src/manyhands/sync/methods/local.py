@@ -1,4 +1,4 @@
-"""Each machine makes some updates alone, then all agree on the mean of their movements, compressed, beside training.
+"""Each machine makes some updates alone, then all average their compressed movements, beside training.
 
 Sources: Stich, "Local SGD converges fast and communicates little", 2018, arXiv:1805.09767; Douillard et al., "DiLoCo",
 2023, arXiv:2311.08105, and "Streaming DiLoCo", 2025, arXiv:2501.18512.
@@ -43,7 +43,7 @@ _CHANGE, _TIMES = 1.5, 3
 
 
 class Options(RankOptions):
-    """How often processes agree, and how that is sent."""
+    """The interval of exchanges and how they are sent."""
 
     codec: Literal["auto", "none", "bf16", "int8", "int4", "lowrank"] = option(
         "auto", "compression of exchanged parameter changes; used only with method local"
@@ -66,7 +66,7 @@ class Options(RankOptions):
 
 
 def asked(options: Options) -> Cost | None:
-    """The pace, where the options say it whole. Raises UserError: an exchange would end after the next begins."""
+    """The pace, if the options fix it. Raises UserError if an exchange would end after the next begins."""
     if options.delay > options.every > 0:
         hints = (f"use --set sync.delay={options.every} or less",)
         what = f"an exchange every {options.every} steps can't be applied {options.delay} steps late"
@@ -78,19 +78,18 @@ def asked(options: Options) -> Cost | None:
 
 
 def fits(cost: Cost, options: Options) -> bool:
-    """Whether a pace that was decided before is one that the options allow."""
+    """True if the options allow a pace that was decided before."""
     wanted = options.codec in {"auto", cost.codec} and options.every in {0, cost.every}
     return wanted and (options.delay < 0 or min(options.delay, cost.every) == cost.delay)
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
-    """One cost for each codec that is considered, or that of the codec that the options name."""
     codecs = _CONSIDERED if options.codec == "auto" else (options.codec,)
     return [_cost(case, options, codec) for codec in codecs]
 
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
-    """What has processes train by themselves, and agree at the pace that `cost` says; a collective."""
+    """Trains processes separately and averages at the pace of `cost`; a collective."""
     from manyhands.sync.compress import compressor_named, compute_alike
     from manyhands.sync.local import LocalSteps
     from manyhands.sync.measure import pass_seconds
@@ -116,12 +115,11 @@ def make(network: HasGradients, context: "SyncContext", options: Options, cost: 
 
 
 def _is_fixed(cost: Cost, options: Options) -> bool:
-    """True where the pace stays: the user has said it, or exchanges are waited for."""
+    """True if the pace stays: the user has set it, or exchanges are waited for."""
     return bool(options.every) or not cost.delay
 
 
 def pace_of(cost: Cost, options: Options) -> "Pace":
-    """How often, and by which outer step."""
     from manyhands.sync.local import Pace
 
     return Pace(cost.every, cost.delay, options.outer_lr, options.outer_momentum)
@@ -139,7 +137,7 @@ def _cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
 
 
 def _exchange(case: LinkCase, options: Options, codec: CodecName) -> "SyncMessage":
-    """The parameters' movement; BatchNorm's statistics go along with evaluations and checkpoints only."""
+    """The parameters' movement; BatchNorm's statistics travel with evaluations and checkpoints only."""
     import torch
 
     from manyhands.sync.codecs import codec_named
@@ -152,12 +150,12 @@ def _exchange(case: LinkCase, options: Options, codec: CodecName) -> "SyncMessag
 
 
 def fitting_delay(steps_long: float, every: int) -> int:
-    """Steps after which an exchange of so many steps has come to its end, mostly."""
+    """Steps after which an exchange of so many steps has mostly ended."""
     return min(every, max(1, math.ceil(_LATE * steps_long)))
 
 
 def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> int:
-    """Steps between agreements, so that an exchange of so many steps fits in; fewer where accuracy asks for it.
+    """Steps between exchanges of so many steps; fewer where accuracy asks for it.
 
     `steps` are the whole run's; `compressing` is an exchange's own work, in steps.
     """
@@ -167,7 +165,7 @@ def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> in
 
 @dataclass
 class Pacer:
-    """Keeps local steps in time with the link."""
+    """Adapts local steps to the link."""
 
     steps: "LocalSteps"  # whose pace it is
     cost: Cost  # the method with its pace
@@ -189,10 +187,10 @@ class Pacer:
         return self.cost
 
     def _note(self, step_s: float, exchanges_s: list[float]) -> None:
-        """Keeps how many steps the last exchange took.
+        """Records how many steps the last exchange took.
 
-        It begins for each process when that one is there. Who comes last waits for nobody, and all go on at the pace
-        of the slowest; by the others' time a slow process would make exchanges seem long, and the longer the pace the
+        It begins for each process when that one is there. The last to come waits for nobody, and all continue at the
+        pace of the slowest; by the others' time a slow process would make exchanges seem long, and the pace ever
         longer.
         """
         if self.steps.rounds > self._rounds and exchanges_s:
@@ -200,7 +198,6 @@ class Pacer:
             self._lengths = [*self._lengths[-2:], min(exchanges_s) / step_s]
 
     def _wanted(self, step_s: float) -> tuple[int, int]:
-        """(every, delay) that suit what was noted."""
         import statistics  # slow to import, and commands that only read a job need none of it
 
         now = self.cost.every, self.cost.delay

@@ -27,7 +27,7 @@ class Options(RankOptions):
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
-    """Batches leave while the backward pass goes on; BatchNorm's statistics with evaluations and checkpoints only."""
+    """Batches leave during the backward pass; BatchNorm's statistics with evaluations and checkpoints only."""
     from manyhands.sync.messages import SyncMessage, low_rank_batches
 
     batches = low_rank_batches(case, options.rank)
@@ -42,7 +42,6 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
-    """What compresses and agrees on gradients as they come; a collective."""
     from manyhands.sync.powersgd import PowerSgd
     from manyhands.sync.synchronizer import buffers_of, trained_of
 

@@ -1,8 +1,7 @@
 """The rules by which ops are sharded.
 
-A rule sets `op.letters`, the dimensions that can be sharded, as well as `feature` and `views`, for the ops that it
-matches. `local(op, letters, grid)` returns a module that computes the op on the shards of this process, if the op
-itself can't.
+A rule sets `letters`, the dimensions that can be sharded, `feature` and `views` of the ops that it matches. `local(op,
+letters, grid)` returns a module that computes the op on the shards of this process, if the op itself can't.
 """
 
 from collections.abc import Callable

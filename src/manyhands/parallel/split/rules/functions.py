@@ -69,7 +69,7 @@ def elementwise(op: Op, inputs: list[Op]) -> None:
 
 
 def _side(source: Op, op: Op, feature: int) -> Side:
-    """Where a source is cut when the result is cut in its feature dimension: broadcasting aligns the last ones."""
+    """The sharded dimension of a source if the result's feature is sharded: broadcasting aligns the last ones."""
     dim = feature - (len(op.extent.dims) - len(source.extent.dims))
     if dim < 0 or (source.extent.dims[dim] == 1 and op.extent.dims[feature] > 1):
         return SPREAD
@@ -84,7 +84,7 @@ def _classes(op: Op) -> int:
 
 
 class SomeClasses(nn.Module):
-    """The columns of one process."""
+    """The one-hot columns of this process."""
 
     def __init__(self, first: int, count: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ WITH_BIAS: set[Any] = {torch.addmm, "addmm"}
 
 @dataclass(frozen=True)
 class Operands:
-    """What a product reads."""
+    """The operands of a product."""
 
     left: fx.Node  # [..., k]
     right: fx.Node  # [..., k, m], or [k]; of `F.linear` [m, k]
@@ -153,7 +153,7 @@ class Operands:
 
 
 def operands(node: fx.Node) -> Operands | None:
-    """The two tensors, and what is added; None where they aren't given plainly."""
+    """The two tensors, and what is added; None if they aren't given plainly."""
     words = {"input": 0, "weight": 1, "bias": 2, "other": 1, "mat2": 1} if node.target not in WITH_BIAS else {}
     given: dict[int, Any] = dict(enumerate(node.args))
     for word, value in node.kwargs.items():
@@ -216,7 +216,7 @@ def _dims_of_right(target: Any, right: Op) -> tuple[int, int | None]:
 
 
 def _sides(inputs: list[Op], cut: Mapping[str, Side | None]) -> tuple[Side, ...]:
-    """Where each source is cut, SPREAD where it isn't named."""
+    """The side of each source, SPREAD if it isn't named."""
     found: list[Side] = []
     for one in inputs:
         side = cut.get(one.name)
@@ -237,7 +237,7 @@ MAXIMA: set[Any] = {largest}
 
 
 class MeanOfPart(nn.Module):
-    """A term of a mean: the mean of a piece, by how much it is of the dimension's whole length."""
+    """A term of a mean: the mean of a shard, weighted by its share of the dimension's full length."""
 
     def __init__(self, target: Any, dim: int, length: int) -> None:
         super().__init__()
@@ -251,14 +251,13 @@ class MeanOfPart(nn.Module):
 
 
 class LargestOfParts(nn.Module):
-    """A maximum over a dimension cut into pieces, in their order; a collective. One of equal ones gets the gradient."""
+    """A maximum over a sharded dimension; a collective. One of equal values gets the gradient."""
 
     def __init__(self, group: Any, place: int, parts: int) -> None:
         super().__init__()
         self._group, self._place, self._parts = group, place, parts
 
     def forward(self, values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-        """As `largest`."""
         found: Any = _LargestOfParts.apply(values, dim, self._group, self._place, self._parts)
         return found if keepdim else found.squeeze(dim)
 
@@ -316,7 +315,7 @@ def reduction(op: Op, inputs: list[Op]) -> None:
 
 
 def reduced(op: Op, dims: int) -> set[int] | None:
-    """The dimensions that are taken together, of so many; None if they aren't constant."""
+    """The dimensions that are reduced, of so many; None if they aren't constant."""
     if op.node is None:
         return None
     given: Any = op.node.args[1] if len(op.node.args) > 1 else None
@@ -330,7 +329,7 @@ def reduced(op: Op, dims: int) -> set[int] | None:
 
 
 def _order(op: Op, dims: int = 0) -> list[int] | None:
-    """For each dimension of the result, the one it was; None if that isn't constant."""
+    """For each dimension of the result, its source dimension; None if that isn't constant."""
     if op.module is not None:
         return [int(dim) % max(dims, 1) for dim in op.module.dims]  # type: ignore[union-attr, arg-type]
     if op.node is None:
