@@ -16,8 +16,7 @@ from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODES, USUAL_MODE, check_mode
 
-# Values of a tensor that are widened to 64 bits at a time: what stays in a processor's cache. A card is slow to be told
-# of many small pieces.
+# Values that are widened to 64 bits at a time: what stays in a CPU's cache; more on a card, to start fewer kernels.
 CHECKED_AT_ONCE, CHECKED_ON_CARD = 1 << 15, 1 << 20
 _ODD = 0x9E3779B1
 
@@ -65,32 +64,26 @@ def apply_mode(mode: str, model: nn.Module, world: World, request: ModeRequest) 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """Two position-dependent sums of the bits of each tensor, int64 [len(tensors), 2]; equal bits give equal sums."""
-    rows = [_checksum(tensor) for tensor in tensors]
-    return torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64)
-
-
-def _checksum(tensor: Tensor) -> Tensor:
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    flat = tensor.detach().contiguous().view(-1)
-    words = flat.view(widths[flat.element_size()] if not flat.is_complex() else torch.int64)
-    weights = _weights(flat.device, CHECKED_AT_ONCE if flat.device.type == "cpu" else CHECKED_ON_CARD)
-    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
-    for number, piece in enumerate(words.split(len(weights))):
-        bits = piece.to(torch.int64)
-        plain = bits.sum()
-        beyond = _as_int64(2 * number * len(weights) * _ODD)
-        sums += torch.stack([plain, (bits * weights[: len(bits)]).sum() + plain * beyond])
-    return sums.cpu()
+    rows = torch.zeros(len(tensors), 2, dtype=torch.int64)
+    for row, tensor in enumerate(tensors):
+        flat = tensor.detach().contiguous().view(-1)
+        words = flat.view(widths[flat.element_size()] if not flat.is_complex() else torch.int64)
+        weights = _weights(flat.device, CHECKED_AT_ONCE if flat.device.type == "cpu" else CHECKED_ON_CARD)
+        sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+        for number, piece in enumerate(words.split(len(weights))):
+            bits = piece.to(torch.int64)
+            plain = bits.sum()
+            beyond = (2 * number * len(weights) * _ODD + (1 << 63)) % (1 << 64) - (1 << 63)  # as an int64
+            sums += torch.stack([plain, (bits * weights[: len(bits)]).sum() + plain * beyond])
+        rows[row] = sums.cpu()
+    return rows
 
 
 @functools.cache
 def _weights(device: torch.device, count: int) -> Tensor:
     """Odd weights that differ from place to place: they catch exchanged values as well as changed ones."""
     return (2 * torch.arange(count, device=device) + 1) * _ODD
-
-
-def _as_int64(value: int) -> int:
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def compare_replicas(
@@ -109,9 +102,8 @@ def compare_replicas(
         layout = network.layouts.get(name) if network else None
         mesh = network.layouts.mesh if network else None
         first = [layout.first_holder(mesh, rank) if layout and mesh else 0 for rank in range(world.size)]
-        different = [
-            r for r, sums in enumerate(everybody) if not torch.equal(sums[number], everybody[first[r]][number])
-        ]
+        sums = [one[number] for one in everybody]
+        different = [rank for rank, own in enumerate(sums) if not torch.equal(own, sums[first[rank]])]
         if different:
             return name, different
     return None
@@ -122,16 +114,12 @@ def check_replicas(named: dict[str, Tensor], world: World, step: int, network: P
     drift = compare_replicas(named, world, network)
     if drift:
         name, ranks = drift
-        shown = ", ".join(str(rank) for rank in ranks)
+        shown = ", ".join(map(str, ranks))
         other = "its other copies" if network.layouts else "rank 0's"
-        raise RunError(
-            f"replicas have drifted apart: {name} on rank {shown} differs from {other} at step {step}",
-            f"rank {shown}, {name}",
-            (
-                "check that forward doesn't update a buffer or parameter with the samples of one rank only",
-                "or remove a machine with faulty memory or a faulty processor",
-            ),
-        )
+        what = f"replicas have drifted apart: {name} on rank {shown} differs from {other} at step {step}"
+        check = "check that forward doesn't update a buffer or parameter with the samples of one rank only"
+        hints = (check, "or remove a machine with faulty memory or a faulty processor")
+        raise RunError(what, f"rank {shown}, {name}", hints)
 
 
 def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:

@@ -38,8 +38,7 @@ class MicroBatchResult:
 def _nothing(result: MicroBatchResult) -> None: ...
 
 
-# Shared, to avoid creating one in every update.
-_AS_IT_IS = contextlib.nullcontext()
+_AS_IT_IS = contextlib.nullcontext()  # shared, to avoid creating one in every update
 
 
 class Gradients:

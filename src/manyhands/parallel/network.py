@@ -1,7 +1,7 @@
 """A network under a parallel mode, as one process runs it: the interface that training, evaluation and saving use."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 # From a network's output and labels int64 [n]: the sum [] of losses, and the logits [n, C].
 LossFn = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
-# The same, and the labels of the logits.
-LossFnWithLabels = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
+LossFnWithLabels = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]  # also the labels of the logits
 
 
 @dataclass(slots=True)  # not frozen: creation would take three times as long
@@ -74,8 +73,7 @@ class DataShare:
 class ModeTraits:
     """Properties of a network under a parallel mode."""
 
-    # the factor of (this process's sum of losses / global batch) that makes the gradients those of the mean loss over
-    # the global batch: the number of processes for modes that average
+    # factor of (this process's sum of losses / global batch): the number of processes for modes that average gradients
     gradient_scale: float = 1.0
     # a context in which backward accumulates gradients without averaging them
     no_sync: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
@@ -90,20 +88,12 @@ class ModeTraits:
     draws: bool = False  # an op draws random numbers in training
 
 
-class Layouts(Mapping[str, TensorLayout]):
+class Layouts(dict[str, TensorLayout]):
     """The layout of each entry of the state dict, by name, on a mesh for this rank; empty if nothing is sharded."""
 
     def __init__(self, mesh: Mesh, rank: int, layouts: Mapping[str, TensorLayout]) -> None:
-        self.mesh, self.rank, self._layouts = mesh, rank, layouts
-
-    def __getitem__(self, name: str) -> TensorLayout:
-        return self._layouts[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layouts)
-
-    def __len__(self) -> int:
-        return len(self._layouts)
+        super().__init__(layouts)
+        self.mesh, self.rank = mesh, rank
 
 
 class ParallelNetwork:

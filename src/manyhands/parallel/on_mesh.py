@@ -11,14 +11,7 @@ from manyhands.core.mesh import TensorLayout
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import Extent, Layout, convert, gather_full
 from manyhands.parallel.mesh.reduce import Reducer, total_norm
-from manyhands.parallel.network import (
-    DataShare,
-    Layouts,
-    MicroBatch,
-    MicroBatchShape,
-    ModeTraits,
-    ParallelNetwork,
-)
+from manyhands.parallel.network import DataShare, Layouts, MicroBatch, MicroBatchShape, ModeTraits, ParallelNetwork
 
 
 class NetworkOnMesh(ParallelNetwork):

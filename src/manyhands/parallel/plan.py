@@ -13,8 +13,7 @@ from manyhands.core.world import World
 from manyhands.parallel.group.plain import broadcast_result
 from manyhands.parallel.options import ParallelOptions
 
-# The name of the op that stands for what a network reads.
-INPUT = "input"
+INPUT = "input"  # the op for the network's input
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,11 @@ class Plan:
         return self.default or f"n@{','.join(self.mesh.names)}"
 
     def record(self) -> PlanRecord:
-        cut = (
-            {}
-            if self.layouts is None
-            else {"layouts": {name: one.as_plain() for name, one in self.layouts.items() if one.cuts}}
-        )
-        pinned = {"pinned": list(self.pinned)} if self.pinned else {}
-        split = {"mesh": self.mesh.as_dict(), "default": self.fallback, "ops": dict(self.ops), **pinned, **cut}
+        split: dict[str, Any] = {"mesh": self.mesh.as_dict(), "default": self.fallback, "ops": dict(self.ops)}
+        if self.pinned:
+            split["pinned"] = list(self.pinned)
+        if self.layouts is not None:
+            split["layouts"] = {name: one.as_plain() for name, one in self.layouts.items() if one.cuts}
         return PlanRecord.model_validate({"format": FORMAT, **self.about, **split})
 
     def as_plain(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from manyhands.core.choices import unknown_choice
 from manyhands.sync.costs import Cost, LinkCase
@@ -13,8 +14,7 @@ BY_MODE = Cost(EXACT, 0.0, 0.0)
 
 # What may be lost by a method that changes less: a share of a step, or seconds of the whole run.
 _LOST_SHARE, _LOST_S = 0.10, 120.0
-# And by one that agrees in every update, beside local steps.
-_LOST_FOR_ACCURACY = 0.5
+_LOST_FOR_ACCURACY = 0.5  # for a method that synchronizes every update, beside local steps
 # Nor are differences believed that a busy machine's clock can't tell.
 _LOST_STEP_S = 2e-3
 _ALIKE_SHARE = 0.02
@@ -47,7 +47,7 @@ def choose(
 
     `only` restricts the choice to one method. `without` are excluded methods with the reason; never the exact one.
     """
-    out = without or {}
+    out, step_s = without or {}, attrgetter("step_s")
     costs = tuple(
         replace(cost, refused=out.get(name, ""))
         for name, method in methods().items()
@@ -58,20 +58,16 @@ def choose(
     rest = [cost for cost in able if cost not in each]
     chosen = None
     if each:
-        fastest = min(each, key=_step_s)
+        fastest = min(each, key=step_s)
         chosen = next(cost for cost in each if _near(cost, fastest, case, _LOST_SHARE))
     if rest:
-        fastest = min(rest, key=_step_s)
+        fastest = min(rest, key=step_s)
         paced = next(cost for cost in rest if cost.step_s <= fastest.step_s * (1 + _ALIKE_SHARE))
         chosen = chosen if chosen and _near(chosen, paced, case, _LOST_FOR_ACCURACY) else paced
     if chosen is None:
         raise ValueError(f"there is no sync method {only}")
-    best = min(able, key=_step_s)
+    best = min(able, key=step_s)
     return SyncChoice(chosen, costs, _reason(case, chosen, best, next(cost for cost in costs if cost.method == EXACT)))
-
-
-def _step_s(cost: Cost) -> float:
-    return cost.step_s
 
 
 def _near(cost: Cost, best: Cost, case: LinkCase, share: float) -> bool:

@@ -6,7 +6,7 @@ fastest and give equal bits on machines of one kind; elsewhere, all processes co
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,7 @@ from manyhands.sync.exchange import ExchangeSteps, Residual, SyncGroup, mean_of
 
 Multiply = Callable[[Tensor, Tensor, Tensor], object]
 
-# What is left of a column of length one that the ones before it explain, but for rounding.
-_EXPLAINED = 1e-6
+_EXPLAINED = 1e-6  # rounding error of a column of length one that the earlier ones explain
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,7 @@ class Arithmetic:
     """How factors are computed."""
 
     multiply: Multiply  # columns [r, n] times columns [r, m], into [n, m]
-    # factors as columns [r, n], and what may replace a column that has come to nothing, to orthonormal columns that
-    # span those of each factor; see `gram_schmidt`
+    # factors as columns [r, n], and replacements of zero columns, to orthonormal columns; see `gram_schmidt`
     orthonormal: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 
@@ -61,19 +59,18 @@ def gram_schmidt(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Ten
     directions leaves such columns. Sums are taken in double precision and rounded, so that all machines get the same
     bits.
     """
-    return [_gram_schmidt(factor, one) for factor, one in zip(factors, first, strict=True)]
-
-
-def _gram_schmidt(factor: Tensor, first: Tensor) -> Tensor:
-    lengths = lengths_of(factor)
-    live = lengths > 0
-    whole = torch.where(live, factor / torch.where(live, lengths, 1), first)
-    for number in range(len(whole)):
-        column, later = whole[number : number + 1], whole[number + 1 :]
-        length = lengths_of(column)
-        column.copy_(torch.where(length <= _EXPLAINED, 0.0, column / length))
-        later.sub_(_sum(column * later) * column)
-    return whole
+    found: list[Tensor] = []
+    for factor, one in zip(factors, first, strict=True):
+        lengths = lengths_of(factor)
+        live = lengths > 0
+        whole = torch.where(live, factor / torch.where(live, lengths, 1), one)
+        for number in range(len(whole)):
+            column, later = whole[number : number + 1], whole[number + 1 :]
+            length = lengths_of(column)
+            column.copy_(torch.where(length <= _EXPLAINED, 0.0, column / length))
+            later.sub_(_sum(column * later) * column)
+        found.append(whole)
+    return found
 
 
 LIBRARY, PORTABLE = Arithmetic(at_once, by_reflections), Arithmetic(term_by_term, gram_schmidt)
@@ -88,26 +85,6 @@ def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) 
         whole = left.new_empty(shape)
         multiply(left, right, whole)
         out.copy_(whole.view(out.shape))
-
-
-def fastest_alike(shapes: Iterable[tuple[int, int, int]], peers: SyncGroup, like: Tensor) -> Arithmetic:
-    """The fastest arithmetic that gives all peers equal bits, on the device and in the type of `like`; a collective.
-
-    Shapes are rows and columns of the matrices, and columns of their factors.
-    """
-    if peers.size == 1:
-        return LIBRARY
-    generator, bits = torch.Generator().manual_seed(0), hashlib.sha256()
-    for rows, columns, rank in sorted(set(shapes)):
-        left, right = (_random(rank, n, generator).to(like.dtype).to(like.device) for n in (rows, columns))
-        out = left.new_empty(rows, columns)
-        at_once(left, right, out)
-        for found in (out, *by_reflections([left, right], [left, right])):
-            bits.update(found.cpu().view(torch.uint8).numpy().tobytes())
-    mine = torch.tensor(list(bits.digest()), dtype=torch.uint8, device=like.device)
-    theirs, work = peers.gather(mine)
-    work.wait()
-    return LIBRARY if bool((theirs == mine).all()) else PORTABLE
 
 
 def _random(rank: int, length: int, generator: torch.Generator) -> Tensor:
@@ -178,8 +155,7 @@ class LowRank:
         *,
         turn: int = 0,
     ) -> None:
-        # how factors are multiplied and made orthonormal, alike on all peers; see `compute_alike`
-        self.arithmetic: Arithmetic = PORTABLE
+        self.arithmetic: Arithmetic = PORTABLE  # alike on all peers; see `compute_alike`
         self.ranks = rank_shapes(shapes, rank)  # how the tensors are sent
         self._sizes = [int(torch.Size(shape).numel()) for shape in shapes]
         self._codec = Integers(FACTOR_BITS, FACTOR_BLOCK)
@@ -237,8 +213,7 @@ class LowRank:
             left, right = (known, averaged[number]) if self._sends_right(one) else (averaged[number], known)
             write_product(self.arithmetic.multiply, left, right, slots[one.place])
             between()
-            # What its own factor lacks, not what the agreed one lacks: else each process's distance from the mean,
-            # which nobody needs to know, would pile up in what it holds.
+            # What its own factor lacks, not what the mean lacks: else the distance from the mean would accumulate.
             left, right = (known, own[number]) if self._sends_right(one) else (own[number], known)
             matrix.addmm_(left.T, right, alpha=-1)
             between()
@@ -290,11 +265,24 @@ def compressor_named(
 def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Tensor) -> None:
     """Selects the fastest arithmetic with equal bits on all peers, for values like these; a collective."""
     thin = [one for one in compressors if isinstance(one, LowRank)]
-    if thin:
-        shapes = [(matrix.rows, matrix.columns, matrix.rank) for one in thin for matrix in one.ranks.matrices]
-        arithmetic = fastest_alike(shapes, peers, like)
-        for one in thin:
-            one.arithmetic = arithmetic
+    if not thin:
+        return
+    arithmetic = LIBRARY
+    if peers.size > 1:
+        generator, bits = torch.Generator().manual_seed(0), hashlib.sha256()
+        shapes = {(matrix.rows, matrix.columns, matrix.rank) for one in thin for matrix in one.ranks.matrices}
+        for rows, columns, rank in sorted(shapes):
+            left, right = (_random(rank, n, generator).to(like.dtype).to(like.device) for n in (rows, columns))
+            out = left.new_empty(rows, columns)
+            at_once(left, right, out)
+            for found in (out, *by_reflections([left, right], [left, right])):
+                bits.update(found.cpu().view(torch.uint8).numpy().tobytes())
+        theirs, work = peers.gather(torch.tensor(list(bits.digest()), dtype=torch.uint8, device=like.device))
+        work.wait()
+        if not bool((theirs == theirs[peers.rank]).all()):
+            arithmetic = PORTABLE
+    for one in thin:
+        one.arithmetic = arithmetic
 
 
 def _random_columns(one: Matrix, turn: int, generator: torch.Generator) -> Tensor:

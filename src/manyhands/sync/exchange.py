@@ -16,12 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from manyhands.sync.codecs import Codec, chunk_values
+from manyhands.sync.codecs import Codec
+from manyhands.sync.costs import chunk_values
 
 T = TypeVar("T")
 
-# Between two looks at a collective; and how long a process that ends waits for one.
-_LOOK_S, _LONGEST_S = 0.002, 60.0
+_LOOK_S, _LONGEST_S = 0.002, 60.0  # between two polls of a collective; longest wait for one at the end
 
 ExchangeSteps = Generator[Any, None, T]
 

@@ -28,10 +28,8 @@ class LinkSpeed:
 # Processes of one machine exchange tensors through memory; machines are assumed to have Gigabit Ethernet.
 WITHIN_A_MACHINE = LinkSpeed(4e9, 20e-6)
 BETWEEN_MACHINES = LinkSpeed(125e6, 100e-6)
-# The share of a line without the headers of Ethernet, IP and TCP: 1448 of 1514 bytes.
-_PAYLOAD = 0.956
-# Largest throughput of ssh and the latency it adds, measured between two hosts that share two cores
-# (docs/experiments/through-ssh.md).
+_PAYLOAD = 0.956  # without the headers of Ethernet, IP and TCP: 1448 of 1514 bytes
+# Largest throughput of ssh and the latency it adds, measured (docs/experiments/through-ssh.md)
 _SSH = LinkSpeed(2.2e8, 300e-6)
 
 

@@ -11,8 +11,7 @@ from manyhands.sync.link_speeds import LinkSpeed, fitted_link
 
 _REPEATS = 5
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 14, 1 << 26
-# A message that takes this long says enough of the bandwidth.
-_LONG_S = 0.3
+_LONG_S = 0.3  # long enough to measure the bandwidth
 _VALUE_BYTES = 4
 
 

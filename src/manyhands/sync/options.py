@@ -44,19 +44,16 @@ def option_keys(name: str) -> list[str]:
     return list(section.model_fields) if section else []
 
 
-# Has the link decide.
-AUTO = "auto"
+AUTO = "auto"  # chosen by the link
 
 
-def _names() -> str:
-    *most, last = methods()
-    return f"{AUTO}, {', '.join(most)} or {last}"
+_NAMES = f"{AUTO}, {', '.join([*methods()][:-1])} or {[*methods()][-1]}"
 
 
 class CommonOptions(Options):
     """Options of gradient synchronization."""
 
-    method: str = option("allreduce", f"gradient synchronization: {_names()}; {AUTO}: chosen by network speed")
+    method: str = option("allreduce", f"gradient synchronization: {_NAMES}; {AUTO}: chosen by network speed")
     within: Literal["auto", "machine", "process"] = option(
         "auto",
         "which processes communicate over the network; process: every process; machine: one process per machine, "

@@ -5,7 +5,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import Any
@@ -22,19 +21,12 @@ from manyhands.sync.costs import batches
 from manyhands.sync.exchange import CollectiveQueue, ExchangeSteps, SyncGroup
 from manyhands.sync.synchronizer import Buffers, LocalGroup, Synchronizer, dtype_of
 
-# Between two looks at what has come.
-_LOOK_S = 1e-3
-# How long a process that ends waits for what its thread is at.
-_CLOSING_S = 10.0
+_LOOK_S = 1e-3  # between two polls
+_CLOSING_S = 10.0  # longest wait for the thread at the end
 
 
-@dataclass(frozen=True)
-class _SentBatch:
-    """The result of sending a batch."""
-
-    sent: Tensor  # what this process sent
-    mean: Tensor  # of what all sent
-    lost: Tensor  # what of this process's part rounding kept back
+# what this process sent, its mean over all processes, and the rounding error of this process's part
+_SentBatch = tuple[Tensor, Tensor, Tensor]
 
 
 class PowerSgd(Synchronizer):
@@ -66,8 +58,7 @@ class PowerSgd(Synchronizer):
         own: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.own, self._buffers, self.timed = own, buffers or Buffers([], peers, machine), self
-        # seconds for which training waited for gradients; no exchange outlasts an update
-        self.waited_s, self.exchange_s = 0.0, 0.0
+        self.waited_s, self.exchange_s = 0.0, 0.0  # seconds; no exchange outlasts an update
         self._peers, self._rare, self._machine = peers, list(rare), machine
         self._weight = peers.size / (processes or peers.size)
         dtype, device = dtype_of(parameters), str(parameters[0].device)
@@ -206,13 +197,12 @@ class PowerSgd(Synchronizer):
         relay = CollectiveQueue[_SentBatch](len(self._batches), 2 if self._machine is None else 4)
         for number, batch in enumerate(self._batches):
             while number not in relay.results:
-                # Not get(timeout=…), which waits for ever where its thread is held up for longer than that (CPython
-                # 3.11, on a busy machine).
+                # Not get(timeout=…), which may wait forever on a busy machine (CPython 3.11).
                 if relay.in_progress:
                     time.sleep(_LOOK_S)
                 self._send(relay, wait=not relay.in_progress)
             # What comes meanwhile is sent first.
-            batch.give(relay.results[number], lambda: self._send(relay))
+            batch.give(*relay.results[number], lambda: self._send(relay))
 
     def _send(self, relay: CollectiveQueue[_SentBatch], *, wait: bool = False) -> None:
         """Sends a batch if one has come, or waits for one, and advances the batches in progress."""
@@ -227,7 +217,7 @@ class PowerSgd(Synchronizer):
         sent, machine = batch.take(), self._machine
         if machine is None:
             mean, residual = yield from batch.compressor.send(sent, self._peers)
-            return _SentBatch(sent, mean, residual.together(self._peers))
+            return sent, mean, residual.together(self._peers)
         mean, lost = sent * self._weight, torch.zeros_like(sent)
         yield dist.all_reduce(mean, group=machine.group, async_op=True)
         if machine.is_leader and self._peers.size > 1:
@@ -236,7 +226,7 @@ class PowerSgd(Synchronizer):
         else:
             yield from (None, None)  # as many messages as the leader has, since their order is by number
         yield dist.broadcast(mean, machine.leader, group=machine.group, async_op=True)
-        return _SentBatch(sent, mean, lost)
+        return sent, mean, lost
 
 
 class _ClosedError(Exception):
@@ -279,7 +269,7 @@ class _Batch:
                 slot.copy_(parameter.grad)  # a user's hook has put something in the place of the sum
         return self.compressor.begin(self.residual)
 
-    def give(self, answer: _SentBatch, between: Callable[[], object]) -> None:
+    def give(self, sent: Tensor, mean: Tensor, lost: Tensor, between: Callable[[], object]) -> None:
         """Replaces this process's gradients by the averages."""
         for parameter, averaged in zip(self.parameters, self._averaged, strict=True):
             if averaged is not None:
@@ -287,4 +277,4 @@ class _Batch:
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        self.compressor.end(self.residual, answer.sent, (answer.mean, answer.lost), gradients, between)
+        self.compressor.end(self.residual, sent, (mean, lost), gradients, between)

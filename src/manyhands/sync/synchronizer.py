@@ -17,8 +17,7 @@ from manyhands.sync.codecs import Plain
 from manyhands.sync.costs import Cost
 from manyhands.sync.exchange import SyncGroup, drive, mean_of
 
-# Of what is kept with factors: counted up when its names, its batches or their order change, so that what another
-# version of this program has kept is left and said.
+# The version of a state with factors: counted up when its names, its batches or their order change.
 FACTORS_FORMAT = 3
 
 
@@ -163,12 +162,9 @@ class Synchronizer:
     group: Any = None  # the processes that it averages them over; None: all
     hook: Any = None  # what the mode does with gradients instead of a plain mean; None for that
     alone = False  # True when processes train apart from each other between agreements
-    local_statistics = (
-        False  # True when each process's BatchNorm normalises its own samples and keeps its own statistics
-    )
+    local_statistics = False  # True if each process's BatchNorm uses its own samples and keeps its own statistics
     timed: Timed | None = None  # tells how long this process has waited for others; None where the mode waits
-    # where each process has something that only it has, which `state` gives: what that goes with (method, codec, who
-    # leads …), as JSON data; else empty
+    # if each process has a `state` of its own: what it depends on (method, codec, leaders …), as JSON data; else empty
     own: Mapping[str, Any] = MappingProxyType({})
 
     def before_update(self, step: int) -> None:
@@ -226,11 +222,3 @@ class Synchronizer:
 
     def begin(self) -> None:
         """Takes the network, which is equal everywhere, as agreed."""
-
-
-def buffers_of(network: HasGradients, peers: SyncGroup, machine: LocalGroup | None, device: str) -> Buffers:
-    return Buffers(list(network.buffers()), peers, machine, device)
-
-
-def nothing_like(tensors: Sequence[Tensor], device: str) -> Tensor:
-    return torch.zeros(0, dtype=dtype_of(tensors), device=device)

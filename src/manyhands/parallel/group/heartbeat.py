@@ -8,11 +8,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from manyhands.core.terminal import plain
 from manyhands.core.timeouts import STALL, STALL_S
 
-# The variable that names the file for a worker's `Heartbeat`.
-HEARTBEAT_FILE = "MANYHANDS_HEARTBEAT_FILE"
+HEARTBEAT_FILE = "MANYHANDS_HEARTBEAT_FILE"  # names the file for a worker's `Heartbeat`
 
-# Other processes' words, as far as they can be true.
-_Seconds = Annotated[float, Field(ge=0, lt=1e9)]
+_Seconds = Annotated[float, Field(ge=0, lt=1e9)]  # plausible values from other processes
 
 
 class Heartbeat(BaseModel):
@@ -24,8 +22,7 @@ class Heartbeat(BaseModel):
     phase: Annotated[str, Field(max_length=100), AfterValidator(plain)]  # what it is at: train, data, evaluate, save
     still_s: _Seconds  # since it last got on
     usual_s: _Seconds  # the median of its last updates; of the first, what the link is expected to need; 0 if unknown
-    # collectives that it has come to, of those that all processes take part in; -1 where that isn't known
-    calls: int = -1
+    calls: int = -1  # collectives of all processes that it has reached; -1 if unknown
     moved_bytes: int = 0  # by all its connections, both ways; 0 where the system doesn't say
     cpu_s: _Seconds = 0.0  # processor time that it has used
 

@@ -37,19 +37,14 @@ from manyhands.parallel.group.through_ssh import use_tunnels
 
 Say = Callable[[str], None]
 
-# Who listens and doesn't answer within this time is not a store.
-ANSWER_S = 20.0
-# Aborting a backend may wait too.
-ABORT_S = 5.0
-# The interfaces that gloo and NCCL listen on.
-IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+ANSWER_S = 20.0  # a listener that doesn't answer in time is no store
+ABORT_S = 5.0  # aborting a backend may block too
+IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # the interfaces that gloo and NCCL listen on
 
 
 LISTEN_S = 0.5
-# A process that sees a peer gone waits so long for the reason.
-LEARN_S = 2.0
-# One that has heard the reason and doesn't see the peer gone, as with NCCL, has this long to exit.
-PATIENCE_S = 5.0
+LEARN_S = 2.0  # how long a process that has lost a peer waits for the reason
+PATIENCE_S = 5.0  # time to exit after a peer's failure that isn't noticed, as with NCCL
 
 
 class Cause:
@@ -78,28 +73,22 @@ class Cause:
         self._known.wait(LEARN_S)
         return self._heard
 
-    def keep_until_heard(self, processes: int) -> None:
-        """Waits a few seconds, on the process that holds the store, until `processes` have read the cause."""
-        linger(self._store, "heard", processes)
-
-    def close(self) -> None:
+    def close(self, readers: int = 0) -> None:
+        """Stops listening; first waits a few seconds until so many processes have read the cause."""
+        if readers:
+            linger(self._store, "heard", readers)
         self._over.set()
         self._thread.join(LEARN_S)
 
     def _listen(self) -> None:
-        self._wait_for_failure()
-        if self._leave and not self._over.wait(PATIENCE_S):
-            self._leave(self._heard)
-
-    def _wait_for_failure(self) -> None:
         with contextlib.suppress(dist.DistError):
-            while not self._over.wait(LISTEN_S):
-                failure = understood(self._store.get("text"), PeerFailure) if self._store.check(["text"]) else None
-                if failure:
-                    self._heard = failure
+            while not self._heard and not self._over.wait(LISTEN_S):
+                if self._store.check(["text"]) and (found := understood(self._store.get("text"), PeerFailure)):
+                    self._heard = found
                     self._known.set()
                     self._store.add("heard", 1)
-                    return
+        if self._leave and not self._over.wait(PATIENCE_S):
+            self._leave(self._heard)
 
 
 @dataclass
@@ -111,8 +100,7 @@ class Group:
     init_file: Path | None = None  # of file://; removed in the end, since it would spoil the next run
     keeps_store: bool = False  # True on the process that the store goes with
     cause: Cause | None = None  # hears why another process failed; None until `listen`
-    # of a process group that was there before, the groups of processes that there were; None of our own
-    stands: tuple[Any, ...] | None = None
+    stands: tuple[Any, ...] | None = None  # the earlier groups of an existing process group; None for our own
     # what each process said of itself, by rank
     present: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
@@ -130,24 +118,17 @@ class Group:
 
     def leave(self, *, failed: bool = False) -> None:
         """Destroys the process group; after a failure, once the other processes have read the cause."""
-        if self.stands is not None:
-            self._leave_existing(failed=failed)
-        elif dist.is_initialized():
-            dist.destroy_process_group()
+        if self.stands is None:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        elif not failed or self.world.device == "cpu":  # NCCL might block after a failure
+            for group in groups():
+                if group not in self.stands:
+                    dist.destroy_process_group(group)
         if self.cause:
-            if failed and self.keeps_store:
-                self.cause.keep_until_heard(self.world.size)
-            self.cause.close()
+            self.cause.close(self.world.size if failed and self.keeps_store else 0)
         if self.init_file and self.world.is_main:
             self.init_file.unlink(missing_ok=True)
-
-    def _leave_existing(self, *, failed: bool) -> None:
-        """Destroys the groups that were added to an existing one; not after a failure, since NCCL might block."""
-        if failed and self.world.device != "cpu":
-            return
-        for group in groups():
-            if group not in (self.stands or ()):
-                dist.destroy_process_group(group)
 
 
 def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, say: Say) -> Group:
@@ -170,7 +151,7 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
         store = own_use(store, process_info.rank, process_info.attempt)
     present = check_in(store, process_info, digest, say)
     if process_info.started_by == "--init":
-        process_info = _among_neighbours(process_info, [present[rank]["machine"] for rank in range(process_info.size)])
+        process_info = _among_neighbours(process_info, present)
         device = _device(process_info)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // process_info.local_size))
@@ -201,9 +182,9 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
 
 def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
     """Joins the group that this process is in already."""
-    before, store = tuple(groups()), existing_store()
+    before, store = tuple(groups()), own_use(dist.distributed_c10d._get_default_store(), dist.get_rank())
     present = check_in(store, process_info, digest, say)
-    process_info = _among_neighbours(process_info, [present[rank]["machine"] for rank in range(process_info.size)])
+    process_info = _among_neighbours(process_info, present)
     device = _device(process_info)
     _use(device)
     place = (process_info.rank, process_info.size, process_info.local_rank, process_info.local_size)
@@ -217,8 +198,9 @@ def _use(device: str) -> None:
         torch.accelerator.set_device_index(device)
 
 
-def _among_neighbours(process_info: ProcessInfo, machines: list[str]) -> ProcessInfo:
+def _among_neighbours(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> ProcessInfo:
     """Sets local rank and size from the machine of each rank, for processes that were started one by one."""
+    machines = [present[rank]["machine"] for rank in range(process_info.size)]
     here = [rank for rank, machine in enumerate(machines) if machine == machines[process_info.rank]]
     return replace(process_info, local_rank=here.index(process_info.rank), local_size=len(here))
 
@@ -273,36 +255,29 @@ def _device(process_info: ProcessInfo) -> str:
     if number:
         return kind
     count = torch.accelerator.device_count()
-    if process_info.device_index is not None:
-        return _chosen(kind, process_info.device_index, count)
-    if process_info.local_size > count:
+    index = process_info.device_index
+    if index is None and process_info.local_size > count:
         what = f"{process_info.local_size} processes on this machine, but {count} {kind} devices"
         raise UserError(what, "-n", (f"start fewer processes: -n {count}", "or use --device cpu"))
-    return f"{kind}:{process_info.local_rank % count}"
-
-
-def _chosen(kind: str, index: int, count: int) -> str:
-    """The device that a launcher or a description of the cluster gave this process."""
-    if index >= count:
+    if index is not None and index >= count:
         what = f"this process is assigned {kind} device {index}, but the devices here are 0 to {count - 1}"
         hints = ("number the devices from 0 within the visible ones (CUDA_VISIBLE_DEVICES)",)
         raise UserError(what, "DEVICE_ID, or the cluster file", hints)
-    return f"{kind}:{index}"
+    return f"{kind}:{process_info.local_rank % count if index is None else index}"
 
 
 def _backend(process_info: ProcessInfo, device: str) -> str:
-    if process_info.backend != "auto":
-        if not dist.is_backend_available(process_info.backend):
-            what = f'this installation of torch has no backend "{process_info.backend}"'
-            raise UserError(what, "cluster.backend", ("remove cluster.backend to use the device's default",))
-        supported = dist.Backend.backend_capability.get(process_info.backend, [])
-        if supported and device.partition(":")[0] not in supported:
-            what = (
-                f"the backend {process_info.backend} is for {' and '.join(supported)}, but this process uses {device}"
-            )
-            raise UserError(what, "cluster.backend", ("remove cluster.backend to use the device's default",))
-        return process_info.backend
-    return dist.get_default_backend_for_device(device)
+    backend = process_info.backend
+    if backend == "auto":
+        return dist.get_default_backend_for_device(device)
+    supported = dist.Backend.backend_capability.get(backend, [])
+    if not dist.is_backend_available(backend):
+        what = f'this installation of torch has no backend "{backend}"'
+    elif supported and device.partition(":")[0] not in supported:
+        what = f"the backend {backend} is for {' and '.join(supported)}, but this process uses {device}"
+    else:
+        return backend
+    raise UserError(what, "cluster.backend", ("remove cluster.backend to use the device's default",))
 
 
 def _open_store(process_info: ProcessInfo, digest: str, say: Say) -> Any:
@@ -353,14 +328,10 @@ def _connect(host: str, port: int, process_info: ProcessInfo) -> Any:
     thread.join(min(ANSWER_S, process_info.join_timeout_s))
     if not found or isinstance(found[0], Exception):
         reason = str(found[0]).partition("\n")[0] if found else "no answer"
-        raise PeerError(
-            f"the program listening at {host}:{port} is not rank 0 of a run: {reason}",
-            _address_is_from(process_info),
-            (
-                "if another program uses the port, choose another port on every process",
-                f"find the program: ss -ltnp | grep {port}",
-            ),
-        )
+        what = f"the program listening at {host}:{port} is not rank 0 of a run: {reason}"
+        another = "if another program uses the port, choose another port on every process"
+        hints = (another, f"find the program: ss -ltnp | grep {port}")
+        raise PeerError(what, _address_is_from(process_info), hints)
     return found[0]
 
 
@@ -388,11 +359,9 @@ def _wait_for_listener(host: str, port: int, process_info: ProcessInfo, say: Say
                 what = f"the name {host} has no address: {reason}"
                 raise UserError(what, _address_is_from(process_info), ("give an IP address",)) from None
             if waited > process_info.join_timeout_s:
-                raise PeerError(
-                    f"rank {process_info.rank} can't reach rank 0 at {host}:{port}: {reason}",
-                    _address_is_from(process_info),
-                    ("check that rank 0 is running at that address", f"check the firewall: nc -zv {host} {port}"),
-                ) from None
+                what = f"rank {process_info.rank} can't reach rank 0 at {host}:{port}: {reason}"
+                hints = ("check that rank 0 is running at that address", f"check the firewall: nc -zv {host} {port}")
+                raise PeerError(what, _address_is_from(process_info), hints) from None
             if waited > process_info.join_warn_s and not warned:
                 warned = True
                 say(f"still waiting for rank 0 at {host}:{port} ({reason}); giving up after "
@@ -403,7 +372,6 @@ def _wait_for_listener(host: str, port: int, process_info: ProcessInfo, say: Say
 
 
 STARTED_BY = "its own process group"
-# In the words of `Membership.init`, which is shown where somebody is missing.
 INIT = "the process group that was there already"
 
 
@@ -415,21 +383,13 @@ def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
     if backend not in {"auto", own}:
         what = f"cluster.backend is {backend}, but this process is already in a group with {own}"
         raise UserError(what, "cluster.backend", ("remove cluster.backend to use the existing group",))
-    return ProcessInfo(
-        rank=dist.get_rank(),
-        size=dist.get_world_size(),
-        init=INIT,
-        backend=own,
-        device=place,
-        agent_store=True,
-        started_by=STARTED_BY,
-    )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return ProcessInfo(rank, size, init=INIT, backend=own, device=place, agent_store=True, started_by=STARTED_BY)
 
 
 def _device_and_backend(wanted: str) -> tuple[str, str]:
     """This process's device, and the group's backend for it; a group of gloo alone means the CPU."""
-    # Such as "cpu:gloo,cuda:nccl".
-    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))  # such as "cpu:gloo,cuda:nccl"
     kind = accelerator()
     if wanted == "auto" and kind != "cpu" and backends.get(kind, "gloo") != "gloo":
         chosen = torch.accelerator.current_device_index()
@@ -438,14 +398,9 @@ def _device_and_backend(wanted: str) -> tuple[str, str]:
     return device, backends.get(device.partition(":")[0], str(dist.get_backend()))
 
 
-def existing_store() -> Any:
-    return own_use(dist.distributed_c10d._get_default_store(), dist.get_rank())
-
-
 def own_use(store: Any, rank: int, attempt: int = 0) -> Any:
     """Returns a store that outlives this use of it, with a prefix for this use."""
-    # Each process counts for itself, and all use the store in one order.
-    uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)
+    uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)  # all use the store in one order
     return dist.PrefixStore(f"manyhands/{uses}", store)
 
 

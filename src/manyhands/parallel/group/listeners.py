@@ -17,8 +17,7 @@ from manyhands.parallel.group.ports import local_addresses
 from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 SO_ATTACH_FILTER = 26
-# The one instruction of a filter: let 0 bytes of each packet through.
-LETS_NOTHING_THROUGH = struct.pack("HBBI", 0x06, 0, 0, 0)
+LETS_NOTHING_THROUGH = struct.pack("HBBI", 0x06, 0, 0, 0)  # a filter's one instruction: pass 0 bytes
 OPEN_FILES = Path("/proc/self/fd")
 
 
@@ -47,9 +46,8 @@ def _refuse(listener: socket.socket) -> None:
 @contextlib.contextmanager
 def closed_once_formed(backend: str = "") -> Generator[None]:
     """Sockets of a gloo group that begin to listen within the block accept nobody after it; NCCL connects later."""
-    # With this word of gloo's own connections come when they are first needed.
-    later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in {"", "0"}
-    # Through ssh all groups of a process share what listens, on loopback alone.
+    later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in {"", "0"}  # connects when first needed
+    # Through ssh all groups of a process share one listening socket, on loopback only.
     if "gloo" not in backend or "," in backend or later or tunnel_ends():
         yield
         return

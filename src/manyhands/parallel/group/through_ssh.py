@@ -16,8 +16,7 @@ from manyhands.core.errors import PeerError
 from manyhands.core.files import typed_number
 from manyhands.parallel.group.tunnel_ends import TunnelEnds, reach, tunnel_ends
 
-# torch's types know neither the options nor the devices of the class.
-_Gloo: Any = dist.ProcessGroupGloo
+_Gloo: Any = dist.ProcessGroupGloo  # torch's types lack the class's options and devices
 
 
 class GlooThroughSsh(_Gloo):

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from manyhands.core.errors import RunError
 
-# The environment variable with the address and the folder.
-VARIABLE = "MANYHANDS_TUNNELS"
+VARIABLE = "MANYHANDS_TUNNELS"  # the environment variable with address and folder
 ANSWER_S = 20.0
 # The limit of a Unix socket's path with its final NUL.
 LONGEST_PATH = 104

@@ -29,8 +29,7 @@ Make = Callable[[Grid], nn.Module]
 Loss = Callable[..., Tensor]
 Cause = Literal["missing", "doubled", "replicas", "cut", "mark", "wrong"]
 OUTPUT = "output"
-# Gradients far below the largest one are rounding errors, such as those of a bias before BatchNorm.
-_NEGLIGIBLE = 1e-6
+_NEGLIGIBLE = 1e-6  # smaller gradients are rounding errors, such as of a bias before BatchNorm
 _MOST_SHOWN = 12
 
 
@@ -138,10 +137,10 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
 
 
 def _mesh_of(net: Any) -> Grid:
-    modules = net.modules() if isinstance(net, nn.Module) else []
-    for value in itertools.chain.from_iterable(vars(module).values() for module in modules):
-        if isinstance(value, Axis | Grid):
-            return value.mesh if isinstance(value, Axis) else value
+    for module in net.modules() if isinstance(net, nn.Module) else []:
+        for value in vars(module).values():
+            if isinstance(value, Axis | Grid):
+                return value.mesh if isinstance(value, Axis) else value
     hints = ("give the network's mesh: mesh=manyhands.open_mesh(...)",)
     raise UserError("no module of the network stores a mesh axis", "verify_gradients", hints)
 
@@ -239,10 +238,8 @@ class _Check:
             unmarked = isinstance(target, nn.Parameter) and target.shape not in {layout.shape, local.shape}
             if any(gather_plain(unmarked, self.grid.world)):
                 what = f"unmarked, but the shape is {tuple(target.shape)} on one process and {layout.shape} on the mesh"
-                hints = (
-                    "shard it with shard or shard_module, or by Parameter(piece, layerwise_parallel=(axis, dimension))"
-                )
-                found.append(Finding(name, "mark", mesh.names, what, hints))
+                do = "shard it with shard or shard_module, or by Parameter(piece, layerwise_parallel=(axis, dimension))"
+                found.append(Finding(name, "mark", mesh.names, what, do))
                 continue
             differing = [
                 mesh.names[axis]
@@ -270,12 +267,9 @@ class _Check:
         try:
             output = self.alone(self.sample)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            hints = (
-                "give the class or function of a network that stores the sizes of its shards, such as",
-                "verify_gradients(Net, sample, mesh=mesh)",
-            )
+            give = "give the class or function of a network that stores the sizes of its shards, such as"
             what = f"the network does not run on a mesh of one process: {type(error).__name__}: {error}"
-            raise UserError(what, "verify_gradients", hints) from error
+            raise UserError(what, "verify_gradients", (give, "verify_gradients(Net, sample, mesh=mesh)")) from error
         output = pytree.tree_map_only(Tensor, lambda one: one[self.rows], output)
         named = {name: one for name, one in self.alone.named_parameters() if one.requires_grad}
         due = torch.autograd.grad(self._loss(output), list(named.values()), materialize_grads=True, allow_unused=True)
@@ -286,17 +280,19 @@ class _Check:
         _begin(self.network.model, [slice(0, self.rows.stop - self.rows.start)], self.count)
         output = self.network.model(self.sample[self.rows])
         Gradients(self.network, self.grid.world).backward_of(self._loss(output))
-        named = ((name, one) for name, one in self.network.model.named_parameters() if one.requires_grad)
-        raw = {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in named}
+        raw = {
+            name: torch.zeros_like(one) if one.grad is None else one.grad.clone()
+            for name, one in self.network.model.named_parameters()
+            if one.requires_grad
+        }
         return [one.detach() for one in _tensors(output)], raw
 
     def _loss(self, output: Any) -> Tensor:
         """This process's part of the mean loss."""
         if self.loss is None:
-            # Weights that are different for all values, and equal on all processes for the same sample.
             parts: list[Tensor] = []
             for one in _tensors(output):
-                generator = torch.Generator().manual_seed(1)
+                generator = torch.Generator().manual_seed(1)  # equal weights on all processes for the same sample
                 weights = torch.randn(self.count, *one.shape[1:], generator=generator, dtype=torch.float64)
                 parts.append((one * weights[self.rows].to(one)).sum())
             return torch.stack(parts).sum() / self.count
@@ -334,10 +330,8 @@ class _Check:
             for count in range(1, len(self.axes) + 1):
                 found: dict[Cause, list[tuple[int, ...]]] = {"missing": [], "doubled": []}
                 for over in itertools.combinations(self.axes, count):
-                    pieces, replicas = (
-                        [one for one in over if one in sharded],
-                        [one for one in over if one not in sharded],
-                    )
+                    pieces = [one for one in over if one in sharded]
+                    replicas = [one for one in over if one not in sharded]
                     # A sum over different pieces means nothing. Equal parts of a value are no terms of a forgotten sum.
                     summable = not pieces and not equal(self.grid.parts(over) * observed, expected)
                     if summable and equal(self._sum(observed, over), expected):
@@ -354,29 +348,27 @@ class _Check:
         return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}; no single sum explains the error", hints)
 
     def _finding(self, name: str, cause: Cause, sets: list[tuple[int, ...]], rank: int) -> Finding:
-        names = [[self.grid.mesh.names[axis] for axis in over] for over in sets]
-        where = " or ".join(" and ".join(over) for over in names)
+        names, axes = self.grid.mesh.names, tuple(dict.fromkeys(itertools.chain.from_iterable(sets)))
+        where = " or ".join(" and ".join(names[axis] for axis in over) for over in sets)
         output = name.startswith(OUTPUT)
         subject = "the output is" if output else "the gradient is"
         if cause == "missing":
             what = f"{subject} partial over {where} on rank {rank}: the sum over {where} is correct"
             hints = f"add {where}.enter where a value computed from {name} enters a computation split over {where}"
-            hints = f"add {where}.all_reduce" if output else hints
         else:
             what = f"{subject} {self.grid.parts(sets[0])} times too large on rank {rank}: summed twice over {where}"
             hints = f"remove one all-reduce over {where}: {where}.enter twice, or torch.distributed in backward"
-            if output:
-                hints = f"remove one {where}.all_reduce"
-            elif set(itertools.chain.from_iterable(sets)) & set(self.network.samples):
+            if set(axes) & set(self.network.samples):
                 hints = f"remove {where}.enter: the mode sums over the axes of the samples"
-        return Finding(name, cause, tuple(dict.fromkeys(itertools.chain.from_iterable(names))), what, hints)
+        if output:
+            hints = f"add {where}.all_reduce" if cause == "missing" else f"remove one {where}.all_reduce"
+        return Finding(name, cause, tuple(names[axis] for axis in axes), what, hints)
 
 
 def _begin(model: nn.Module, shares: list[slice], count: int) -> None:
     """Makes each share a BatchNorm group of its own, on the mesh and on one process alike."""
-    spans = tuple(
-        Span(number, one.start, one.stop, one.stop - one.start, -1, True) for number, one in enumerate(shares)
-    )
+    pairs = enumerate(shares)
+    spans = tuple(Span(number, one.start, one.stop, one.stop - one.start, -1, True) for number, one in pairs)
     for groups in {id(one.groups): one.groups for one in model.modules() if isinstance(one, GroupedNorm)}.values():
         groups.begin_micro_batch(spans, (), shares[-1].stop, count)
 

@@ -28,7 +28,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, bounds, make_mesh, parse_mesh
 from manyhands.core.world import World
 from manyhands.parallel.group.collectives import group_timeout
-from manyhands.parallel.mesh.marks import Mark, Parameter, axis_numbers, mark_buffer
+from manyhands.parallel.mesh.marks import BUFFERS, Mark, Parameter, axis_numbers
 
 if TYPE_CHECKING:
     from manyhands.parallel.mesh.placement import Placement
@@ -54,12 +54,12 @@ class Grid:
         axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
         for count in range(1, len(axes) + 1):
             for chosen in itertools.combinations(axes, count):
-                self._groups[chosen] = None if len(chosen) == len(axes) else self._make(chosen)
-
-    def _make(self, axes: tuple[int, ...]) -> Any:
-        groups = sorted({tuple(self.mesh.peers(axes, rank)) for rank in range(self.mesh.size)})
-        patience = group_timeout(self.world)
-        return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=patience)[0]
+                self._groups[chosen] = None
+                if len(chosen) < len(axes):
+                    peers = sorted({tuple(mesh.peers(chosen, rank)) for rank in range(mesh.size)})
+                    groups = [list(ranks) for ranks in peers]
+                    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout(world))
+                    self._groups[chosen] = own
 
     def group(self, axes: Sequence[int]) -> Any:
         """Returns this process's group along the axes; None for torch's default group of all processes."""
@@ -176,7 +176,7 @@ class Axis:
             elif name in module._buffers and tensor is not None:
                 piece, mark = self._piece(tensor, dim, None)
                 setattr(module, name, piece)
-                mark_buffer(module, name, mark)
+                module.__dict__.setdefault(BUFFERS, {})[name] = mark
             else:
                 known = ", ".join(word for word, _ in [*module.named_parameters(), *module.named_buffers()])
                 raise UserError(f"{type(module).__name__} has no {name} to shard", "shard_module", (f"found: {known}",))
@@ -286,9 +286,7 @@ class Axis:
             lengths = everybody.tolist()
         else:
             lengths = _lengths(length, self.size)
-            lengths = (
-                lengths if lengths[self.rank] == here else [*lengths[: self.rank], here, *lengths[self.rank + 1 :]]
-            )
+            lengths[self.rank] = here
         total = sum(lengths) if length is None else length
         if lengths != _lengths(total, self.size):
             what = f"shards have lengths {lengths} in dimension {dim}, expected {_lengths(total, self.size)}"

@@ -60,8 +60,7 @@ class Extent:
 class Step:
     """One operation on each process's shard of a tensor."""
 
-    # all_reduce, all_gather, reduce_scatter, all_to_all; or, without communication, slice, pad (the piece among zeros)
-    # and keep_first (zeros on all but the first process)
+    # a collective, or slice, pad (the shard among zeros) or keep_first (zeros on all but the first process)
     kind: str
     axes: tuple[int, ...]  # numbers of the mesh's axes it runs along, ascending; several are one group
     dim: int = 0  # the dimension that is put together or cut; for all_to_all the one that is cut
@@ -178,9 +177,9 @@ def messages(
         if step.kind in {"all_gather", "pad"}:
             sizes[step.dim] = _piece(extent, mesh, batch, rank, step.dim, list(step.outer))
         if step.kind == "all_gather":
-            before[step.dim] = _longest(extent, mesh, batch, rank, step)
+            before[step.dim] = max(group_sizes(extent, mesh, batch, rank, step.dim, step.outer, step.axes))
         if step.kind == "reduce_scatter":
-            before[step.dim] = _longest(extent, mesh, batch, rank, step) * group
+            before[step.dim] = max(group_sizes(extent, mesh, batch, rank, step.dim, step.outer, step.axes)) * group
         if step.communicates and group > 1:
             found.append(CollectiveMessage(step.kind, step.axes, math.prod(before)))
     return found
@@ -190,12 +189,6 @@ def _piece(extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, axes: Se
     edges = extent.edges(dim, mesh.parts(axes), batch)
     place = mesh.place(axes, rank)
     return edges[place + 1] - edges[place]
-
-
-def _longest(extent: Extent, mesh: Mesh, batch: int, rank: int, step: Step) -> int:
-    """The longest piece in a group: shorter ones are padded to it."""
-    sizes = group_sizes(extent, mesh, batch, rank, step.dim, step.outer, step.axes)
-    return max(sizes)
 
 
 def group_sizes(
@@ -218,7 +211,6 @@ class _Places(Protocol):
     def group(self, axes: Sequence[int], /) -> Any: ...
     def parts(self, axes: Sequence[int], /) -> int: ...
     def place(self, axes: Sequence[int], /) -> int: ...
-    def first(self, axes: Sequence[int], /) -> bool: ...
 
 
 def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _Places) -> Tensor:
@@ -231,32 +223,41 @@ def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid
 def _take(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
     if grid.parts(step.axes) == 1:
         return tensor
-    before = CLOCK.to(COMMUNICATION)
-    taken = _STEPS[step.kind](step, tensor, extent, grid)
+    before, place, dim = CLOCK.to(COMMUNICATION), grid.place(step.axes), step.dim
+    if step.kind == "keep_first":
+        taken = tensor if place == 0 else torch.zeros_like(tensor)
+    elif step.kind == "all_reduce":
+        taken = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(taken, group=grid.group(step.axes))
+    else:
+        sizes = group_sizes(extent, grid.mesh, grid.batch, grid.world.rank, dim, step.outer, step.axes)
+        start = sum(sizes[:place])
+        if step.kind == "slice":
+            taken = tensor.narrow(dim, start, sizes[place])
+        elif step.kind == "pad":
+            taken = tensor.new_zeros(*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
+            taken.narrow(dim, start, sizes[place]).copy_(tensor)
+        elif step.kind == "all_gather":
+            taken = _all_gather(step, tensor, sizes, grid)
+        elif step.kind == "reduce_scatter":
+            taken = _reduce_scatter(step, tensor, sizes, grid)
+        else:
+            joined = group_sizes(
+                extent, grid.mesh, grid.batch, grid.world.rank, step.joined, step.joined_outer, step.axes
+            )
+            taken = _all_to_all(step, tensor, sizes, joined, grid)
     CLOCK.to(before)
     return taken
 
 
-def _sizes(step: Step, extent: Extent, grid: _Places) -> list[int]:
-    return group_sizes(extent, grid.mesh, grid.batch, grid.world.rank, step.dim, step.outer, step.axes)
-
-
-def _all_reduce(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:  # noqa: ARG001 - as all steps
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=grid.group(step.axes))
-    return total
-
-
-def _all_gather(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
-    sizes = _sizes(step, extent, grid)
+def _all_gather(step: Step, tensor: Tensor, sizes: list[int], grid: _Places) -> Tensor:
     mine = _padded(tensor, step.dim, max(sizes)).contiguous()
     everybody = mine.new_empty(len(sizes), *mine.shape)
     dist.all_gather_into_tensor(everybody.view(-1), mine.view(-1), group=grid.group(step.axes))
     return torch.cat([part.narrow(step.dim, 0, size) for part, size in zip(everybody, sizes, strict=True)], step.dim)
 
 
-def _reduce_scatter(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
-    sizes = _sizes(step, extent, grid)
+def _reduce_scatter(step: Step, tensor: Tensor, sizes: list[int], grid: _Places) -> Tensor:
     parts = torch.stack([_padded(part, step.dim, max(sizes)) for part in tensor.split(sizes, step.dim)]).contiguous()
     mine = torch.empty_like(parts[0])
     dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=grid.group(step.axes))
@@ -268,16 +269,10 @@ def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
     missing = length - tensor.shape[dim]
     if not missing:
         return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    return torch.cat([tensor, tensor.new_zeros(*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])], dim)
 
 
-def _all_to_all(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
-    cut = _sizes(step, extent, grid)
-    joined = group_sizes(
-        extent, grid.mesh, grid.batch, grid.world.rank, step.joined, step.joined_outer, step.axes
-    )  # fmt: skip
+def _all_to_all(step: Step, tensor: Tensor, cut: list[int], joined: list[int], grid: _Places) -> Tensor:
     sent = [part.contiguous() for part in tensor.split(cut, step.dim)]
     shape = list(tensor.shape)
     shape[step.dim] = cut[grid.place(step.axes)]
@@ -288,37 +283,6 @@ def _all_to_all(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Te
     dist.all_to_all_single(received, flat, counts, [part.numel() for part in sent], group=grid.group(step.axes))
     parts = [part.view(one) for part, one in zip(received.split(counts), shapes, strict=True)]
     return torch.cat(parts, step.joined)
-
-
-def _slice(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
-    sizes = _sizes(step, extent, grid)
-    place = grid.place(step.axes)
-    return tensor.narrow(step.dim, sum(sizes[:place]), sizes[place])
-
-
-def _pad(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
-    sizes = _sizes(step, extent, grid)
-    place = grid.place(step.axes)
-    shape = list(tensor.shape)
-    shape[step.dim] = sum(sizes)
-    whole = tensor.new_zeros(shape)
-    whole.narrow(step.dim, sum(sizes[:place]), sizes[place]).copy_(tensor)
-    return whole
-
-
-def _keep_first(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:  # noqa: ARG001 - as all steps
-    return tensor if grid.first(step.axes) else torch.zeros_like(tensor)
-
-
-_STEPS = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "slice": _slice,
-    "pad": _pad,
-    "keep_first": _keep_first,
-}
 
 
 class _Conversion(torch.autograd.Function):

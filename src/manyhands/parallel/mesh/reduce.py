@@ -11,17 +11,15 @@ from torch import Tensor, nn
 from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.parallel.mesh.grid import Grid
 
-# As many bytes as DDP puts into one message: few enough to begin while backward goes on.
-BUCKET_BYTES = 25 * 1024 * 1024
+BUCKET_BYTES = 25 * 1024 * 1024  # as DDP: few enough to begin during backward
 
 
 class Bucket:
     """Gradients that go in one message, summed over the mesh axes of these numbers."""
 
     def __init__(self, axes: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
-        self.axes, self.parameters = axes, parameters
-        self.waiting = len(parameters)
-        self.flat: Tensor | None = None
+        self.axes, self.parameters, self.waiting = axes, parameters, len(parameters)
+        self.flat: Any = None
         self.work: Any = None
 
 
@@ -32,10 +30,13 @@ class Reducer:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
-        self._grid = grid
-        self._held_back = False
-        self.buckets = _fill(parameters, layouts, grid)
-        self._next = 0
+        self._grid, self._held_back, self._next = grid, False, 0
+        pieces = [
+            (name, summed_over(layouts[name], grid.mesh), one.dtype, one.numel() * one.element_size())
+            for name, one in parameters.items()
+            if one.requires_grad
+        ]
+        self.buckets = [Bucket(axes, [parameters[name] for name in names]) for axes, names in bucket_names(pieces)]
         self._of = {id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -58,9 +59,8 @@ class Reducer:
             self._send()
         for bucket in self.buckets:
             bucket.work.wait()
-            flat: Any = bucket.flat
             sizes = [parameter.numel() for parameter in bucket.parameters]
-            for parameter, piece in zip(bucket.parameters, flat.split(sizes), strict=True):
+            for parameter, piece in zip(bucket.parameters, bucket.flat.split(sizes), strict=True):
                 _gradient(parameter).copy_(piece.view(parameter.shape))
             bucket.flat, bucket.work, bucket.waiting = None, None, len(bucket.parameters)
         self._next = 0
@@ -88,15 +88,6 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def _fill(parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> list[Bucket]:
-    pieces = [
-        (name, summed_over(layouts[name], grid.mesh), parameter.dtype, parameter.numel() * parameter.element_size())
-        for name, parameter in parameters.items()
-        if parameter.requires_grad
-    ]
-    return [Bucket(axes, [parameters[name] for name in names]) for axes, names in bucket_names(pieces)]
 
 
 def summed_over(layout: TensorLayout, mesh: Mesh) -> tuple[int, ...]:

@@ -96,8 +96,8 @@ def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> P
                 parameter.register_post_accumulate_grad_hook(CLOCK.computed)
     if request.hook:
         wrapped.register_comm_hook(None, request.hook)
-    traits = ModeTraits(float(world.size), wrapped.no_sync, orders_sums=True)
-    traits.averages = f"gradients are averaged by {world.backend}: {why}"
+    averages = f"gradients are averaged by {world.backend}: {why}"
+    traits = ModeTraits(float(world.size), wrapped.no_sync, orders_sums=True, averages=averages)
     if not request.unused:  # else DDP looks for what a pass didn't use by itself
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         traits.reach_all = functools.partial(_reach, trained)
@@ -138,8 +138,7 @@ def _reach(parameters: list[nn.Parameter], loss: Tensor) -> Tensor:
     return reached
 
 
-# So many tensors of two processes are added in place; of more, one pass over the flat ones costs less.
-_FEW = 16
+_FEW = 16  # up to so many tensors of two processes are added in place
 
 
 class FlatGradients:
@@ -151,7 +150,7 @@ class FlatGradients:
         self._views = _views(parameters, self.values)
         # What fits into a slot goes there at once.
         self._fits = self.values.nbytes <= sums.slot_bytes
-        slots = sums.own_slots(self.values) if self._fits else [self.values] * 2
+        slots = sums.slots_of(sums.place, self.values) if self._fits else [self.values] * 2
         self._into = [_views(parameters, slot) for slot in slots]
         self._other: list[list[Tensor]] = []
         if self._fits and sums.size == 2 and len(parameters) <= _FEW:
@@ -176,10 +175,7 @@ class FlatGradients:
             view.zero_() if one.grad is None else one.grad for one, view in zip(self._parameters, into, strict=True)
         ]
         torch._foreach_copy_(into, given)
-        if self._fits:
-            self._sums.add_slots_up(self.values)
-        else:
-            self._sums.add_up(self.values)
+        (self._sums.add_slots_up if self._fits else self._sums.add_up)(self.values)
         for one, view in zip(self._parameters, self._views, strict=True):
             one.grad = view
 
@@ -235,10 +231,10 @@ class TwoLevelNetwork(ParallelNetwork):
     ) -> None:
         super().__init__(model, world=world, traits=traits)
         self.sums, self.leaders = sums, leaders
-        kinds = [
-            (kind, torch.zeros(sum(one.numel() for one in kind), dtype=kind[0].dtype)) for kind in _by_dtype(model)
-        ]
-        self._flats = [(kind, values, _views(kind, values)) for kind, values in kinds]
+        self._flats: list[tuple[list[nn.Parameter], Tensor, list[Tensor]]] = []
+        for parameters in _by_dtype(model):
+            values = torch.zeros(sum(one.numel() for one in parameters), dtype=parameters[0].dtype)
+            self._flats.append((parameters, values, _views(parameters, values)))
 
     @override
     def finish_gradients(self) -> list[Tensor]:

@@ -36,8 +36,7 @@ from manyhands.parallel.replicas.norm_pass import (
 
 # A pass over several groups starts some thirty kernels, forward and backward, and a group alone a dozen.
 _MIN_IN_ONE_PASS = 3
-# In larger groups starting kernels costs less than what one pass moves more, 52 bytes a value where torch's own moves
-# 32: by arithmetic, at what an H100's memory gives. No card has measured it.
+# In larger groups one pass costs more: it moves 52 bytes a value, torch's own 32 (calculated for an H100's memory).
 _MOST_VALUES = 1 << 22
 
 
@@ -48,8 +47,7 @@ Run = tuple[Span, ...]  # groups of one size that this process holds whole; or a
 class NormGroups:
     """The BatchNorm groups of the current pass of one network."""
 
-    # groups of this pass that this process holds parts of; empty: its whole pass is one group
-    spans: Sequence[Span] = ()
+    spans: Sequence[Span] = ()  # of groups that this process holds parts of; empty: its pass is one group
     shared_sizes: Sequence[int] = ()  # samples in each group that several processes hold
     weight: float = 1.0  # of this pass's statistics where spans is empty (the process's part of the global batch)
     batch: int = 0  # samples in the global batch
@@ -63,10 +61,8 @@ class NormGroups:
     def begin_micro_batch(self, spans: Sequence[Span], shared_sizes: Sequence[int], count: int, batch: int) -> None:
         """Describes the next pass: `count` samples here, `batch` in the whole update."""
         self.spans, self.shared_sizes = ((), ()) if self.apart else (spans, shared_sizes)
-        self.runs = _runs(tuple(self.spans))
-        self.ordered = _are_ordered(self.runs)
-        self.batch = batch
-        self.weight = count / batch
+        self.runs, self.ordered = _runs(tuple(self.spans))
+        self.batch, self.weight = batch, count / batch
 
     def add_up(self, values: Tensor) -> None:
         """Replaces values by their sum over the processes; a collective."""
@@ -86,22 +82,18 @@ class NormGroups:
         flat = torch.cat([layer.take_seen() for layer in layers])
         if size > 1 and not self.apart:
             self.add_up(flat)
-        position = 0
-        for layer in layers:
-            length = 2 * layer.num_features + 1
-            layer.move_running_statistics(flat[position : position + length])
-            position += length
+        lengths = [2 * layer.num_features + 1 for layer in layers]
+        for layer, total in zip(layers, flat.split(lengths), strict=True):
+            layer.move_running_statistics(total)
 
 
 class GroupedNorm(_BatchNorm):
     """The training pass of a BatchNorm layer over its groups; evaluation is torch's own."""
 
     groups: NormGroups
-    # gathers, over the passes of one update, the weighted means [C] and unbiased variances [C], and the sum of the
-    # weights: [2 C + 1]
+    # over an update's passes, the weighted means [C] and unbiased variances [C], and the sum of the weights: [2 C + 1]
     seen: Tensor | None
-    # rows of its input that each sample has, in the samples' order (some networks flatten tokens into the first
-    # dimension); 0 where a row's sample isn't known, so that statistics are local
+    # rows of the input for each sample, such as flattened tokens; 0 if a row's sample is unknown: local statistics
     rows_per_sample: int
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
@@ -154,30 +146,18 @@ class GroupedNorm(_BatchNorm):
         return self.groups.runs
 
     def _of_runs(self, input: Tensor, runs: Sequence[Run]) -> Tensor:  # noqa: A002
-        pairs = list(zip(self._split(input, runs), runs, strict=True)) if runs else []
+        lengths = [sum(span.stop - span.start for span in run) * self.rows_per_sample for run in runs]
+        pairs = list(zip(input.split(lengths) if len(runs) > 1 else [input] * len(runs), runs, strict=True))
         outputs = [self._held_whole(part, run) for part, run in pairs if run[0].shared < 0]
         if not runs:
             outputs = [self._alone(input, self.groups.weight)]
         if self.groups.shared_sizes:
-            outputs = self._with_shared(input, pairs, outputs)
+            shared = [(part, run[0]) for part, run in pairs if run[0].shared >= 0]
+            together, own = iter(self._together(shared, input)), iter(outputs)
+            in_order = [next(own if run[0].shared < 0 else together) for run in runs]
+            # A process without a part still joins the backward pass's collective, by way of an empty tensor.
+            outputs = [*in_order, *own, *together]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _with_shared(
-        self,
-        input: Tensor,  # noqa: A002
-        pairs: Sequence[tuple[Tensor, Run]],
-        whole: list[Tensor],
-    ) -> list[Tensor]:
-        """Puts groups of this process alone and parts of shared groups back into their order."""
-        shared = [(part, run[0]) for part, run in pairs if run[0].shared >= 0]
-        together, own = iter(self._together(shared, input)), iter(whole)
-        outputs = [next(own if run[0].shared < 0 else together) for _, run in pairs] if pairs else list(own)
-        # A process without a part still joins the backward pass's collective, by way of an empty tensor.
-        return [*outputs, *together]
-
-    def _split(self, input: Tensor, runs: Sequence[Run]) -> Sequence[Tensor]:  # noqa: A002
-        lengths = [sum(span.stop - span.start for span in run) * self.rows_per_sample for run in runs]
-        return input.split(lengths) if len(runs) > 1 else (input,)
 
     def _check_rows(self, input: Tensor) -> None:  # noqa: A002
         groups = self.groups
@@ -261,8 +241,8 @@ class GroupedNorm(_BatchNorm):
 
 
 @functools.lru_cache(maxsize=256)
-def _runs(spans: tuple[Span, ...]) -> tuple[Run, ...]:
-    """Groups spans of one size that a process holds whole, if they are enough for one pass.
+def _runs(spans: tuple[Span, ...]) -> tuple[tuple[Run, ...], bool]:
+    """Groups spans of one size that a process holds whole, if they are enough for one pass; True if in order.
 
     Sizes that differ by one take turns, so spans are sorted by size where that is worth the copies.
     """
@@ -277,12 +257,9 @@ def _runs(spans: tuple[Span, ...]) -> tuple[Run, ...]:
 
     neighbours, by_size = together(spans), together(sorted(spans, key=alike))
     # Copies forth and back, forward and backward, cost about what one group alone does.
-    return by_size if len(by_size) + 1 < len(neighbours) else neighbours
-
-
-@functools.lru_cache(maxsize=256)
-def _are_ordered(runs: tuple[Run, ...]) -> bool:
-    return all(one.stop == other.start for one, other in itertools.pairwise(itertools.chain.from_iterable(runs)))
+    runs = by_size if len(by_size) + 1 < len(neighbours) else neighbours
+    flat = itertools.chain.from_iterable(runs)
+    return runs, all(one.stop == other.start for one, other in itertools.pairwise(flat))
 
 
 def _reordered(values: Tensor, rows: Tensor) -> Tensor:
@@ -386,8 +363,7 @@ def norms_of(model: nn.Module) -> NormGroups:
     return layers[0].groups if alike else NormGroups(layers=layers)
 
 
-# Usually a row of a layer's input is a sample. Some networks flatten tokens into the first dimension (timm's LeViT,
-# [samples x tokens, C]); there the groups are known if each sample's rows follow those of the sample before.
+# Usually a row of a layer's input is a sample. Some networks flatten tokens into the first dimension (timm's LeViT).
 Inputs = dict[GroupedNorm, list[Tensor]]
 
 
@@ -410,12 +386,11 @@ def watching(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
 
 def find_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -> None:
     """Sets `rows_per_sample` of the layers by a trial on two samples or more; leaves the network in training."""
-    if not layers:
-        return
-    model.eval()
-    with torch.no_grad(), watching(layers) as seen:
-        model(images)
-    set_rows_per_sample(model.train(), seen, images)
+    if layers:
+        model.eval()
+        with torch.no_grad(), watching(layers) as seen:
+            model(images)
+        set_rows_per_sample(model.train(), seen, images)
 
 
 def set_rows_per_sample(model: nn.Module, seen: Inputs, images: Tensor) -> None:

@@ -13,10 +13,8 @@ from torch import Tensor
 class Held:
     """The groups of a pass that a process holds."""
 
-    # for each part of its input: the place of its first group, and how many groups of equal size it consists of
-    places: tuple[tuple[int, int], ...]
-    # replaces sums by those over the processes, a collective; None where it holds all groups whole
-    add_up: Callable[[Tensor], None] | None = None
+    places: tuple[tuple[int, int], ...]  # (first group, number of equal groups) of each part of the input
+    add_up: Callable[[Tensor], None] | None = None  # sums over processes; None if all groups are whole here
     eps: float = 0.0  # where it holds them whole
 
 
@@ -164,16 +162,13 @@ def _differentiable(
     held: Held, weight: Tensor | None, bias: Tensor | None, parts: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """The same gradients, differentiable: by torch's own kernel for each group."""
-    groups = [
-        group for part, (_, count) in zip(parts, held.places, strict=True) for group in in_groups(part, count).unbind()
-    ]
-    slopes = [
-        slope
-        for gradient, (_, count) in zip(gradients, held.places, strict=True)
-        for slope in in_groups(gradient, count).unbind()
-    ]
-    outputs = [F.batch_norm(group, None, None, weight, bias, True, 0.0, held.eps) for group in groups]
+
+    def groups_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(tensors, held.places, strict=True)
+        return [group for one, (_, count) in pairs for group in in_groups(one, count).unbind()]
+
+    outputs = [F.batch_norm(group, None, None, weight, bias, True, 0.0, held.eps) for group in groups_of(parts)]
     wanted = [one for one in (weight, bias, *parts) if one is not None and one.requires_grad]
-    found = iter(torch.autograd.grad(outputs, wanted, slopes, create_graph=True))
+    found = iter(torch.autograd.grad(outputs, wanted, groups_of(gradients), create_graph=True))
     answers = [next(found) if one is not None and one.requires_grad else None for one in (weight, bias, *parts)]
     return (None, None, None, None, *answers)

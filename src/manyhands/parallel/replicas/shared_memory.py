@@ -29,21 +29,15 @@ from torch import Tensor
 from manyhands.core.world import World
 from manyhands.parallel.group.plain import gather_plain
 
-# Why there are no sums through memory.
 ON_SEVERAL, ALONE = "the processes are on several machines", "no other process uses this machine"
 SLOT_BYTES = 1 << 20  # more gains nothing, and leaves the processor's cache
-# So many values torch copies and adds without other threads. A thread beside the one that computes would get some of
-# its own, which take the cores from the others.
+# torch copies and adds so many values without other threads, which would take cores from other processes.
 _ALONE = 1 << 15
-# torch's own patience, where a job says none.
-_PATIENCE_S = 1800.0
-# How long a process sleeps before it looks whether the one it waits for still lives.
-_LOOK_NS = 50_000_000
-# Tries before it sleeps, some 200 us; to be woken takes 30 and more.
-MOST_TRIES = 512
+_PATIENCE_S = 1800.0  # torch's default, without a timeout of the job
+_LOOK_NS = 50_000_000  # sleep between checks that the other process lives
+MOST_TRIES = 512  # tries before sleeping, some 200 us; waking takes 30 us and more
 _SHORT_S = 0.0005
-# A semaphore's place, a cache line; glibc's take 32 bytes.
-_PLACE_BYTES = 64
+_PLACE_BYTES = 64  # a semaphore's slot, a cache line; glibc's take 32 bytes
 _MEMFD = "manyhands-"
 
 _LIBC = ctypes.CDLL(None)  # lets other threads run while it waits
@@ -83,12 +77,8 @@ class SharedSums:
         self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
         self.of_all = dist.is_initialized() and size == dist.get_world_size()
 
-    def own_slots(self, like: Tensor) -> list[Tensor]:
-        """The slots by turn for this process's flat values like `like` [n]."""
-        return self.slots_of(self.place, like)
-
     def slots_of(self, place: int, like: Tensor) -> list[Tensor]:
-        """Another process's slots, readable from `meet` up to the next one."""
+        """A process's slots by turn for flat values like `like` [n]; others' are readable after `meet`."""
         return [slots[place] for slots in self._slots_for(like)]
 
     def add_up(self, values: Tensor) -> None:
@@ -97,7 +87,7 @@ class SharedSums:
         Raises RuntimeError if a process has ended or was silent for too long; the sums can't be used again.
         """
         for piece in values.split(self.slot_bytes // values.element_size()):
-            self.own_slots(piece)[self.turn].copy_(piece)
+            self.slots_of(self.place, piece)[self.turn].copy_(piece)
             self.add_slots_up(piece)
 
     def add_slots_up(self, total: Tensor) -> None:
@@ -133,9 +123,16 @@ class SharedSums:
     def meet(self) -> None:
         """Waits until all slots of this turn are filled and can be read; raises as `add_up` does."""
         try:
-            self._meet()
+            if self._file.closed:
+                raise RuntimeError("this process has already released the shared memory")
+            SharedSums.begun += self.of_all
+            for semaphore in self._mine:
+                _QUICK.sem_post(semaphore)
+            for place, semaphore in self._theirs:
+                if _QUICK.sem_trywait(semaphore):
+                    self._wait(place, semaphore)
         except BaseException:
-            self.close()  # out of step from now on, which others are to hear
+            self.close()  # out of step from now on, which the others notice
             raise
         self.turn ^= 1
 
@@ -149,21 +146,9 @@ class SharedSums:
     def _slots_for(self, like: Tensor) -> list[list[Tensor]]:
         """The slots by turn and place, as flat tensors of this type and length."""
         key = like.dtype, like.numel()
-        found = self._views.get(key)
-        if found is None:
-            found = [[slot[: like.nbytes].view(like.dtype) for slot in slots] for slots in self._slots]
-            self._views[key] = found
-        return found
-
-    def _meet(self) -> None:
-        if self._file.closed:
-            raise RuntimeError("this process has already released the shared memory")
-        SharedSums.begun += self.of_all
-        for semaphore in self._mine:
-            _QUICK.sem_post(semaphore)
-        for place, semaphore in self._theirs:
-            if _QUICK.sem_trywait(semaphore):
-                self._wait(place, semaphore)
+        if key not in self._views:
+            self._views[key] = [[slot[: like.nbytes].view(like.dtype) for slot in slots] for slots in self._slots]
+        return self._views[key]
 
     def _wait(self, place: int, semaphore: ctypes.c_void_p) -> None:
         began = time.monotonic()
@@ -176,8 +161,8 @@ class SharedSums:
                     return
                 raise RuntimeError(f"remote process exited: rank {self._ranks[place]}, which shared this memory")
             if time.monotonic() - began > self._timeout_s:
-                answers = f"Timed out waiting for rank {self._ranks[place]}, silent for {self._timeout_s:.0f} s"
-                raise RuntimeError(answers)
+                what = f"Timed out waiting for rank {self._ranks[place]}, silent for {self._timeout_s:.0f} s"
+                raise RuntimeError(what)
         self._tries = tries_after(self._tries, time.monotonic() - began)
 
     def _has_gone(self, place: int) -> bool:

@@ -70,17 +70,11 @@ def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]
 
 
 def _layout(op: Op, name: str, tensor: Tensor, letters: Letters) -> TensorLayout:
-    shape = tuple(tensor.shape)
-    view = op.views.get(name, shape)
-    cuts: dict[int, list[int]] = {}
-    partial: list[int] = []
-    for axis, loop in enumerate(loops_of(op, letters[op.name])):
-        if name in loop.cuts:
-            cuts.setdefault(loop.cuts[name], []).append(axis)
-        if name in loop.partial:
-            partial.append(axis)
-    ordered = tuple((dim, tuple(axes)) for dim, axes in sorted(cuts.items()))
-    return TensorLayout(shape, view, ordered, tuple(partial))
+    shape, loops = tuple(tensor.shape), list(enumerate(loops_of(op, letters[op.name])))
+    dims = sorted({loop.cuts[name] for _, loop in loops if name in loop.cuts})
+    cuts = tuple((dim, tuple(axis for axis, loop in loops if loop.cuts.get(name) == dim)) for dim in dims)
+    partial = tuple(axis for axis, loop in loops if name in loop.partial)
+    return TensorLayout(shape, op.views.get(name, shape), cuts, partial)
 
 
 def shard_tensor(tensor: Tensor, layout: TensorLayout, mesh: Mesh, rank: int) -> Tensor:
@@ -116,18 +110,14 @@ class Convert(nn.Module):
         self.values, self.gradients, self.extents, self.grid = values, gradients, extents, grid
 
     def forward(self, value: Any) -> Any:
-        leaves, shape = pytree.tree_flatten(value)
         extents = iter(self.extents)
-        turned = [self._turn(leaf, next(extents)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return pytree.tree_unflatten(turned, shape)
 
-    def _turn(self, tensor: Tensor, extent: Extent) -> Tensor:
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            return convert_both(tensor, self.values, self.gradients, extent, self.grid)
-        return convert(tensor, *self.values, extent, self.grid)
+        def converted(tensor: Tensor) -> Tensor:
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                return convert_both(tensor, self.values, self.gradients, next(extents), self.grid)
+            return convert(tensor, *self.values, next(extents), self.grid)
 
-    def extra_repr(self) -> str:
-        return f"{self.values[0]} -> {self.values[1]}, gradient {self.gradients[1]} -> {self.gradients[0]}"
+        return pytree.tree_map_only(Tensor, converted, value)
 
 
 class SeedRng(nn.Module):
@@ -153,7 +143,9 @@ class State:
 
 def _draws(op: Op) -> bool:
     if op.module is not None:
-        return any(_is_random(module) for module in op.module.modules())
+        # `dropout` is attention's, and that of recurrent layers
+        shares = (one.p if isinstance(one, _DropoutNd) else getattr(one, "dropout", 0) for one in op.module.modules())
+        return any(isinstance(share, int | float) and share > 0 for share in shares)
     if op.node is None or not ("dropout" in _word(op) or _drops_samples(op)):
         return False
     share: Any = op.node.kwargs.get("p", op.node.args[1] if len(op.node.args) > 1 else None)
@@ -167,13 +159,6 @@ def _drops_samples(op: Op) -> bool:
 
 def _word(op: Op) -> str:
     return getattr(op.node.target, "__name__", str(op.node.target)) if op.node is not None else ""
-
-
-def _is_random(module: nn.Module) -> bool:
-    if isinstance(module, _DropoutNd):
-        return module.p > 0
-    share = getattr(module, "dropout", 0.0)  # attention's, and that of recurrent layers
-    return isinstance(share, float) and share > 0
 
 
 class Builder:
@@ -274,10 +259,8 @@ class SplitNetwork(nn.Module):
         of = {id(tensors[name]): layout for name, layout in self.layouts.items() if name in tensors}
         for name, tensor in tensors.items():
             self.layouts.setdefault(name, of.get(id(tensor), unsharded(tuple(tensor.shape))))
-        # BatchNorm's groups for each set of axes that cuts the samples
-        self.norms = _assign_norms(train, letters, grid)
+        self.norms = _assign_norms(train, letters, grid)  # by the axes that shard the samples
         split_network(model, self.layouts, grid)
-        _fit_norms(train, letters, grid)
         local: dict[int, nn.Module | None] = {}
         self.training_graph = Builder(train, letters, grid, self.state, local).build(training=True)
         self.evaluation_graph = Builder(evaluate, letters, grid, self.state, local).build(training=False)
@@ -312,6 +295,10 @@ def _assign_norms(graph: Graph, letters: Letters, grid: Grid) -> dict[tuple[int,
     families: dict[tuple[int, ...], NormGroups] = {}
     seen: set[int] = set()
     for op in graph.ops.values():
+        if isinstance(op.module, GroupedNorm):
+            channels = [axis for axis, letter in enumerate(letters[op.name]) if letter == "c"]
+            edges, place = bounds(op.extent.dims[1], grid.parts(channels)), grid.place(channels)
+            op.module.num_features = edges[place + 1] - edges[place]
         for module in op.module.modules() if op.module is not None else ():
             if isinstance(module, GroupedNorm) and id(module) not in seen:
                 seen.add(id(module))
@@ -323,11 +310,3 @@ def _assign_norms(graph: Graph, letters: Letters, grid: Grid) -> dict[tuple[int,
                     module.rows_per_sample = graph.ops[op.sources[0]].extent.rows if op.batchwise else 0
                 family.layers.append(module)
     return families
-
-
-def _fit_norms(graph: Graph, letters: Letters, grid: Grid) -> None:
-    for op in graph.ops.values():
-        if isinstance(op.module, GroupedNorm):
-            axes = [axis for axis, letter in enumerate(letters[op.name]) if letter == "c"]
-            edges, place = bounds(op.extent.dims[1], grid.parts(axes)), grid.place(axes)
-            op.module.num_features = edges[place + 1] - edges[place]

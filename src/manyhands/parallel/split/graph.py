@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from manyhands.parallel.mesh.placement import SPREAD, WHOLE, Extent, Side
 from manyhands.parallel.plan import INPUT
@@ -37,16 +38,14 @@ class Op:
     module: nn.Module | None = None  # the module, for ops that are one
     node: fx.Node | None = None  # its node in the traced graph; None for input and loss
     sources: tuple[str, ...] = ()  # names of the ops whose tensors it reads
-    # shapes of the tensors it gives, for the tried number of samples; none for sizes and the like
-    extents: tuple[Extent, ...] = ()
+    extents: tuple[Extent, ...] = ()  # of its output tensors, for `SAMPLES` samples; none for sizes and the like
     dtype: torch.dtype = torch.float32  # of the first of them
     batched: bool = False  # what it gives grows with the number of samples
     batchwise: bool = True  # a sample's part of what it gives depends on that sample alone
     trains: bool = False  # a gradient passes through it
     feature: int | None = None  # the dimension of what it gives that holds channels or features; None if unknown
     tied: str = ""  # ops of the same word must take the same letters
-    # what each letter means to it, or why it can't be taken
-    letters: dict[str, Loop | str] = field(default_factory=dict)
+    letters: dict[str, Loop | str] = field(default_factory=dict)  # the meaning of each letter, or why it can't be taken
     # shapes as which parameters are cut, where not as they are
     views: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -111,13 +110,7 @@ class Graph:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for one in value for tensor in tensors_of(one)]
-    if isinstance(value, dict):
-        return [tensor for one in value.values() for tensor in tensors_of(one)]
-    return []
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 class _Tracer(fx.Tracer):
@@ -262,10 +255,6 @@ def attribute(node: fx.Node | None) -> Tensor:
     for word in str(node.target).split("."):
         found = getattr(found, word)
     return found
-
-
-def read_by(node: fx.Node) -> list[fx.Node]:
-    return list(node.all_input_nodes)
 
 
 def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:

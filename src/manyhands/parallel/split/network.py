@@ -6,13 +6,7 @@ from typing_extensions import override
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.parallel.mesh.grid import Grid
-from manyhands.parallel.network import (
-    LossFn,
-    LossFnWithLabels,
-    MicroBatchShape,
-    ModeRequest,
-    ModeTraits,
-)
+from manyhands.parallel.network import LossFn, LossFnWithLabels, MicroBatchShape, ModeRequest, ModeTraits
 from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
@@ -20,8 +14,7 @@ from manyhands.parallel.split.execute import SplitNetwork, batch_axes
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop
 from manyhands.parallel.split.sharded_loss import WHOLE_CLASSES, SplitLoss, describe_loss
 from manyhands.parallel.split.strategy import resolve
-from manyhands.parallel.split.tracing import describe_network
-from manyhands.parallel.split.weights import cut_alike
+from manyhands.parallel.split.tracing import cut_alike, describe_network
 
 
 class PlannedNetwork(NetworkOnMesh):

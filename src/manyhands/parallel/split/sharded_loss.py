@@ -18,7 +18,7 @@ from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import WHOLE
 from manyhands.parallel.network import LossFn
 from manyhands.parallel.split import graph as graphs
-from manyhands.parallel.split.execute import Builder, Letters, SplitNetwork, State
+from manyhands.parallel.split.execute import Builder, SplitNetwork, State
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced
 from manyhands.parallel.split.tracing import FEWER, SAMPLES, describe_ops, run_twice
@@ -116,7 +116,8 @@ def shard_classes(graph: Graph) -> dict[str, str] | str:
     """The letter of each op along an axis that shards the classes, or why there is none for one of them."""
     letters: dict[str, str] = {}
     for op in graph.ops.values():
-        cut = any(_is_cut(graph.ops[name], letters[name]) for name in op.sources)
+        loops = [graph.ops[name].letters[letters[name]] for name in op.sources]
+        cut = any(isinstance(loop, Loop) and isinstance(loop.output, int) for loop in loops)
         fitting = [letter for letter in ("c", "i") if isinstance(op.letters.get(letter), Loop)]
         if op.name == INPUT or op.kind == "one_hot":
             letters[op.name] = "c" if fitting else "r"
@@ -129,27 +130,13 @@ def shard_classes(graph: Graph) -> dict[str, str] | str:
     return letters
 
 
-def _is_cut(op: Op, letter: str) -> bool:
-    loop = op.letters[letter]
-    return isinstance(loop, Loop) and isinstance(loop.output, int)
-
-
-class ShardedLoss:
-    """A custom loss over the classes that mesh axes of these numbers shard."""
-
-    def __init__(self, graph: Graph, axes: tuple[int, ...], grid: Grid, state: State) -> None:
-        chosen = shard_classes(graph)
-        assert isinstance(chosen, dict)
-        count = len(grid.mesh.axes)
-        letters: Letters = {
-            name: tuple(letter if axis in axes else "r" for axis in range(count)) for name, letter in chosen.items()
-        }
-        self._run = Builder(graph, letters, grid, state, {}).build(training=True)
-
-    def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
-        """The loss, the same on all processes, for output [n, c] of this process's classes and labels [n]."""
-        value: Tensor = self._run(output, labels)
-        return value
+def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid, state: State) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss, the same on all processes, of output [n, c], whose classes the axes shard, and labels [n]."""
+    chosen = shard_classes(graph)
+    assert isinstance(chosen, dict)
+    every = range(len(grid.mesh.axes))
+    letters = {name: tuple(letter if axis in axes else "r" for axis in every) for name, letter in chosen.items()}
+    return Builder(graph, letters, grid, state, {}).build(training=True)
 
 
 class SplitLoss:
@@ -166,7 +153,7 @@ class SplitLoss:
         letters = network.letters[LOSS]
         sizes = network.grid.mesh.sizes
         self._classes = tuple(axis for axis, letter in enumerate(letters) if letter == "o" and sizes[axis] > 1)
-        self._own = ShardedLoss(own, self._classes, network.grid, network.state) if own and self._classes else None
+        self._own = _sharded_loss(own, self._classes, network.grid, network.state) if own and self._classes else None
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The sum [] of this process's losses, and scores [n, …] whose largest is at the label [n] where correct."""

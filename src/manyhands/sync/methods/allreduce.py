@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.core.needs import HasGradients, Need
 from manyhands.core.options import Options
-from manyhands.sync.costs import Cost, LinkCase
+from manyhands.sync.costs import Cost, LinkCase, gradients, statistics
 
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
@@ -17,8 +17,6 @@ NEEDS: tuple[Need, ...] = ()
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
     """A ring all-reduce that overlaps the backward pass (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002)."""
-    from manyhands.sync.messages import gradients, statistics
-
     del options
     sent, moved = gradients(case, case.item_bytes), statistics(case)
     step_s = case.step_s + case.layers_s + sent.beside(case.backward_s) + moved.seconds

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Literal
 from manyhands.core.errors import UserError
 from manyhands.core.needs import OWN_AVERAGE, OWN_STATISTICS, WHOLE_GRADIENTS, HasGradients
 from manyhands.core.options import option
-from manyhands.sync.costs import CodecName, Cost, LinkCase, RankOptions
+from manyhands.sync.costs import CodecName, Cost, LinkCase, RankOptions, SyncMessage, low_rank, mean, value_bytes
 
 if TYPE_CHECKING:
     from manyhands.sync.local import LocalSteps, Pace
-    from manyhands.sync.messages import SyncMessage
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
 
 DESCRIPTION = "updates each machine separately, and averages the compressed parameter changes every few steps"
@@ -26,19 +25,14 @@ EVERY_UPDATE = False
 PRECEDENCE = 30
 NEEDS = (WHOLE_GRADIENTS, OWN_AVERAGE, OWN_STATISTICS)
 
-# Those that suit slow links, by how much is to be preferred where they take equally long.
-_CONSIDERED: tuple[CodecName, ...] = ("lowrank", "int8", "int4")
-# Compressing and adding, in passes over all values, measured for a ResNet-18 on a CPU. On a CPU they take turns with
-# training, so they should be no more than this share of it.
+_CONSIDERED: tuple[CodecName, ...] = ("lowrank", "int8", "int4")  # in order of preference among equally fast ones
+# Passes over all values, measured for a ResNet-18 on a CPU, where they should take at most this share of training.
 PASSES = {"lowrank": 18, "int4": 42, "int8": 40, "bf16": 28, "none": 24}
 _MOST_COMPRESSING = 0.04
-# How much longer than an exchange the steps between two of them take, and those after which its result is used.
-_SLACK, _LATE = 1.3, 1.15
+_SLACK, _LATE = 1.3, 1.15  # interval and delay, relative to an exchange's length
 _MIN_STEPS = 4
-# Beyond these, accuracy was lost in our experiments.
-_MOST_STEPS, _MIN_ROUNDS = 256, 60
-# The pace changes where another would be so many times as long or as short, and more than a step; less is noise. It
-# does after so many exchanges.
+_MOST_STEPS, _MIN_ROUNDS = 256, 60  # beyond these, accuracy was lost in our experiments
+# The pace changes by at least this factor and more than a step, after so many exchanges; less is noise.
 _CHANGE, _TIMES = 1.5, 3
 
 
@@ -55,10 +49,7 @@ class Options(RankOptions):
         ge=-1,
     )
     outer_lr: float = option(
-        1.0,
-        "outer learning rate, applied to the averaged parameter changes; used only with method local",
-        gt=0,
-        le=10,
+        1.0, "outer learning rate, applied to the averaged parameter changes; used only with method local", gt=0, le=10
     )
     outer_momentum: float = option(
         0.0, "outer Nesterov momentum, applied to averaged parameter changes; used only with method local", ge=0, lt=1
@@ -90,20 +81,22 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
     """Trains processes separately and averages at the pace of `cost`; a collective."""
+    import torch
+
     from manyhands.sync.compress import compressor_named, compute_alike
     from manyhands.sync.local import LocalSteps
     from manyhands.sync.measure import pass_seconds
-    from manyhands.sync.synchronizer import buffers_of, dtype_of, nothing_like, trained_of
+    from manyhands.sync.synchronizer import Buffers, dtype_of, trained_of
 
     trained = list(trained_of(network).values())
     peers, machine, world, places = context.peers(), context.machine(), context.world, context.places
-    buffers = buffers_of(network, peers, machine, world.device)
+    buffers = Buffers(list(network.buffers()), peers, machine, world.device)
     shapes, kind = [tuple(parameter.shape) for parameter in trained], dtype_of(trained)
     compressor = compressor_named(
         cost.codec, shapes, rank=options.rank, seed=context.seed, device=world.device, dtype=kind
     )
     if context.is_leader:
-        compute_alike([compressor], peers, nothing_like(trained, world.device))
+        compute_alike([compressor], peers, torch.zeros(0, dtype=kind, device=world.device))
     weight = len(places.machine) * len(places.leaders) / world.size
     own = context.own(cost, trained, options.rank if cost.codec == "lowrank" else 0)
     steps = LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine, own)
@@ -136,17 +129,11 @@ def _cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
     return Cost("local", step_s, exchange.sent_bytes / every, exchange.seconds, codec, every, delay)
 
 
-def _exchange(case: LinkCase, options: Options, codec: CodecName) -> "SyncMessage":
+def _exchange(case: LinkCase, options: Options, codec: CodecName) -> SyncMessage:
     """The parameters' movement; BatchNorm's statistics travel with evaluations and checkpoints only."""
-    import torch
-
-    from manyhands.sync.codecs import codec_named
-    from manyhands.sync.messages import low_rank, mean
-
     if codec == "lowrank":
         return low_rank(case, options.rank)
-    own = torch.float64 if case.item_bytes == torch.float64.itemsize else torch.float32
-    return mean(case, case.values, codec_named(codec, own))
+    return mean(case, case.values, value_bytes(codec, 8 if case.item_bytes == 8 else 4))
 
 
 def fitting_delay(steps_long: float, every: int) -> int:

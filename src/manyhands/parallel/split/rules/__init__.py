@@ -30,8 +30,7 @@ def _unknown(op: Op, inputs: list[Op]) -> None:
     op.letters = whole_or_batch(op, inputs)
 
 
-# For ops that no rule matches: replicated, or a part of the samples if the op keeps them apart.
-OPAQUE = Rule(Op.kind, lambda _: True, _unknown)
+OPAQUE = Rule(Op.kind, lambda _: True, _unknown)  # for ops that no rule matches
 RULES: list[Rule] = []
 
 

@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -137,23 +136,16 @@ def pool(op: Op, inputs: list[Op]) -> None:
     op.letters["c"] = Loop((1,), 1, length=source[1], even=flattened)
 
 
-# Products of tensors. One operand holds the samples; the other is a parameter, computed from parameters, or holds
-# samples too.
+# Products of tensors. One operand holds the samples; the other may too.
 PRODUCTS: set[Any] = {operator.matmul, torch.matmul, torch.mm, torch.bmm, "matmul", "mm", "bmm", "__matmul__"}
 WITH_BIAS: set[Any] = {torch.addmm, "addmm"}
 
 
-@dataclass(frozen=True)
-class Operands:
-    """The operands of a product."""
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """The left [..., k] and right tensor [..., k, m] or [k], of `F.linear` [m, k], and the bias [..., m], if any.
 
-    left: fx.Node  # [..., k]
-    right: fx.Node  # [..., k, m], or [k]; of `F.linear` [m, k]
-    bias: fx.Node | None = None  # added to the result [..., m]; None if there is none
-
-
-def operands(node: fx.Node) -> Operands | None:
-    """The two tensors, and what is added; None if they aren't given plainly."""
+    Returns None if they aren't given plainly.
+    """
     words = {"input": 0, "weight": 1, "bias": 2, "other": 1, "mat2": 1} if node.target not in WITH_BIAS else {}
     given: dict[int, Any] = dict(enumerate(node.args))
     for word, value in node.kwargs.items():
@@ -167,23 +159,23 @@ def operands(node: fx.Node) -> Operands | None:
         return None
     if bias is not None and (not isinstance(bias, fx.Node) or bias in {left, right}):
         return None
-    return Operands(left, right, bias)
+    return left, right, bias
 
 
 def _is_product(op: Op) -> bool:
     known = _target(op) in PRODUCTS | WITH_BIAS or _target(op) is F.linear
-    return known and op.node is not None and operands(op.node) is not None
+    return known and op.node is not None and _operands(op.node) is not None
 
 
 @rule("matmul", _is_product)
 def product(op: Op, inputs: list[Op]) -> None:
     """n, o (columns of the result; rows where the samples are on the right), i (what is summed over), r."""
     op.letters = whole_or_batch(op, inputs)
-    found = operands(op.node) if op.node is not None else None
+    found = _operands(op.node) if op.node is not None else None
     by_node = {one.node: one for one in inputs}
-    if op.node is None or found is None or not op.batchwise or not {found.left, found.right} <= set(by_node):
+    if op.node is None or found is None or not op.batchwise or not set(found[:2]) <= set(by_node):
         return
-    left, right, bias = by_node[found.left], by_node[found.right], by_node.get(found.bias)
+    left, right, bias = by_node[found[0]], by_node[found[1]], by_node.get(found[2])
     summed, columns = _dims_of_right(op.node.target, right)
     last = len(op.extent.dims) - 1
     if left.batched:
@@ -217,11 +209,8 @@ def _dims_of_right(target: Any, right: Op) -> tuple[int, int | None]:
 
 def _sides(inputs: list[Op], cut: Mapping[str, Side | None]) -> tuple[Side, ...]:
     """The side of each source, SPREAD if it isn't named."""
-    found: list[Side] = []
-    for one in inputs:
-        side = cut.get(one.name)
-        found.append(SPREAD if side is None else side)
-    return tuple(found)
+    sides: list[Side | None] = [cut.get(one.name) for one in inputs]
+    return tuple(SPREAD if side is None else side for side in sides)
 
 
 SUMS: set[Any] = {torch.sum, "sum"}

@@ -125,8 +125,7 @@ def _partial_convolution(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Mod
     return PartialConvolution(layer, grid.first(inner)) if inner and layer.bias is not None else None
 
 
-# Transposed convolutions have no rule.
-_CONVOLUTIONS = {nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}
+_CONVOLUTIONS = {nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}  # transposed convolutions have no rule
 
 
 @rule("conv", lambda op: op.forward in _CONVOLUTIONS, _partial_convolution)
