@@ -68,7 +68,9 @@ def gram_schmidt(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Ten
             column, later = whole[number : number + 1], whole[number + 1 :]
             length = lengths_of(column)
             column.copy_(torch.where(length <= _EXPLAINED, 0.0, column / length))
-            later.sub_(_sum(column * later) * column)
+            products = column * later
+            total = _where_known(products).sum(-1, keepdim=True, dtype=torch.float64)
+            later.sub_(_rounded(total, products) * column)
         found.append(whole)
     return found
 
@@ -85,15 +87,6 @@ def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) 
         whole = left.new_empty(shape)
         multiply(left, right, whole)
         out.copy_(whole.view(out.shape))
-
-
-def _random(rank: int, length: int, generator: torch.Generator) -> Tensor:
-    """Equal bits on every processor, unlike normal numbers; with as many digits as any type holds."""
-    return torch.rand(rank, length, generator=generator, dtype=torch.float64) - 0.5
-
-
-def _sum(products: Tensor) -> Tensor:
-    return _rounded(_where_known(products).sum(-1, keepdim=True, dtype=torch.float64), products)
 
 
 def lengths_of(columns: Tensor) -> Tensor:
@@ -272,7 +265,9 @@ def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Ten
         generator, bits = torch.Generator().manual_seed(0), hashlib.sha256()
         shapes = {(matrix.rows, matrix.columns, matrix.rank) for one in thin for matrix in one.ranks.matrices}
         for rows, columns, rank in sorted(shapes):
-            left, right = (_random(rank, n, generator).to(like.dtype).to(like.device) for n in (rows, columns))
+            # Uniform numbers have equal bits on every processor, unlike normal ones.
+            numbers = (torch.rand(rank, n, generator=generator, dtype=torch.float64) - 0.5 for n in (rows, columns))
+            left, right = (one.to(like.dtype).to(like.device) for one in numbers)
             out = left.new_empty(rows, columns)
             at_once(left, right, out)
             for found in (out, *by_reflections([left, right], [left, right])):

@@ -159,21 +159,17 @@ class LocalSteps(Synchronizer):
         prefix = "compressor."
         self.compressor.load({name[len(prefix) :]: one for name, one in moved.items() if name.startswith(prefix)})
         if numbers["since"] >= 0:
-            self._fly(numbers["since"], moved["flight.moved"])
+            self._launch(numbers["since"], moved["flight.moved"])
 
     def _agree_now(self, step: int) -> None:
         self._launch(step, beside=False)
         self._land(still=True)
 
-    def _launch(self, step: int, *, beside: bool = True) -> None:
-        moved = as_vector(self.parameters, self._dtype, self._moved).sub_(self.anchor)
-        self._fly(step, moved, beside=beside)
-
-    def _fly(self, step: int, moved: Tensor, *, beside: bool = True) -> None:
-        before = dict(self.compressor.state())
-        is_leader = self.machine is None or self.machine.is_leader
-        talk = None
-        if is_leader:
+    def _launch(self, step: int, moved: Tensor | None = None, *, beside: bool = True) -> None:
+        if moved is None:
+            moved = as_vector(self.parameters, self._dtype, self._moved).sub_(self.anchor)
+        before, talk = dict(self.compressor.state()), None
+        if self.machine is None or self.machine.is_leader:
             values = torch.add(self._residual, moved, alpha=self.weight, out=self._spare)
             talk = AsyncExchange(self.compressor.average(values, self.peers), beside=beside)
         self._flight = Flight(step, moved, self._residual, before, talk)

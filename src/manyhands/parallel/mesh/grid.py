@@ -44,12 +44,13 @@ class Grid:
         world: rank, size, device and backend of this process.
         coordinates: this process's index on each axis.
         batch: the number of samples in the current micro-batch over all processes; set by the training loop.
+        seed: of the random numbers of ops in the current micro-batch.
     """
 
     def __init__(self, mesh: Mesh, world: World) -> None:
         self.mesh, self.world = mesh, world
         self.coordinates = mesh.coordinates(world.rank)
-        self.batch = 1
+        self.batch, self.seed = 1, 0
         self._groups: dict[tuple[int, ...], Any] = {}
         axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
         for count in range(1, len(axes) + 1):

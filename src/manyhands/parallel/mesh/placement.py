@@ -9,6 +9,7 @@ replicated), SPREAD (the value replicated, the gradient a term of a sum) and SUM
 replicated).
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,11 +99,8 @@ def _cutting(layout: Sequence[Placement], dim: int) -> list[int]:
 
 def _kept(current: Sequence[Placement], target: Layout, dim: int) -> int:
     """How many of the axes that shard a dimension may stay: the common beginning of both lists."""
-    here, there = _cutting(current, dim), _cutting(target, dim)
-    count = 0
-    while count < min(len(here), len(there)) and here[count] == there[count]:
-        count += 1
-    return count
+    pairs = zip(_cutting(current, dim), _cutting(target, dim), strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _exchanges(current: list[Placement], target: Layout) -> list[Step]:
@@ -125,14 +123,12 @@ def _removals(current: list[Placement], target: Layout) -> list[Step]:
     found: list[Step] = []
     for dim in sorted({here for here in current if isinstance(here, int)}):
         leaving = _cutting(current, dim)[_kept(current, target, dim) :]
-        while leaving:
-            kind = "pad" if target[leaving[-1]] == "P" else "all_gather"
-            run = [leaving.pop()]
-            while leaving and ("pad" if target[leaving[-1]] == "P" else "all_gather") == kind:
-                run.append(leaving.pop())
-            for axis in run:
+        runs = itertools.groupby(reversed(leaving), lambda axis: "pad" if target[axis] == "P" else "all_gather")
+        for kind, run in runs:
+            axes = tuple(sorted(run))
+            for axis in axes:
                 current[axis] = "P" if kind == "pad" else "R"
-            found.append(Step(kind, tuple(sorted(run)), dim, outer=tuple(_cutting(current, dim))))
+            found.append(Step(kind, axes, dim, outer=tuple(_cutting(current, dim))))
     return found
 
 
@@ -140,15 +136,11 @@ def _additions(current: list[Placement], target: Layout) -> list[Step]:
     found: list[Step] = []
     for dim in sorted({there for there in target if isinstance(there, int)}):
         coming = _cutting(target, dim)[len(_cutting(current, dim)) :]
-        while coming:
-            outer = tuple(_cutting(current, dim))
-            kind = "reduce_scatter" if current[coming[0]] == "P" else "slice"
-            run = [coming.pop(0)]
-            while coming and ("reduce_scatter" if current[coming[0]] == "P" else "slice") == kind:
-                run.append(coming.pop(0))
-            for axis in run:
+        for kind, run in itertools.groupby(coming, lambda axis: "reduce_scatter" if current[axis] == "P" else "slice"):
+            axes, outer = tuple(run), tuple(_cutting(current, dim))
+            for axis in axes:
                 current[axis] = dim
-            found.append(Step(kind, tuple(run), dim, outer=outer))
+            found.append(Step(kind, axes, dim, outer=outer))
     return found
 
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -123,22 +122,15 @@ class Convert(nn.Module):
 class SeedRng(nn.Module):
     """Seeds the random numbers of the next op: equal on processes with the same samples, different on others."""
 
-    def __init__(self, number: int, place: int, state: "State") -> None:
+    def __init__(self, number: int, place: int, grid: Grid) -> None:
         super().__init__()
-        self._number, self._state = mix((number << 20) + place), state
+        self._number, self._grid = mix((number << 20) + place), grid
 
     def forward(self) -> None:
-        seed = mix(self._state.seed ^ self._number)
+        seed = mix(self._grid.seed ^ self._number)
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
-
-
-@dataclass
-class State:
-    """The state of a pass."""
-
-    seed: int = 0
 
 
 def _draws(op: Op) -> bool:
@@ -167,11 +159,9 @@ class Builder:
     `local` caches the modules that compute ops on shards, by the id of the op's module or node.
     """
 
-    def __init__(
-        self, graph: Graph, letters: Letters, grid: Grid, state: State, local: dict[int, nn.Module | None]
-    ) -> None:
+    def __init__(self, graph: Graph, letters: Letters, grid: Grid, local: dict[int, nn.Module | None]) -> None:
         self._traced, self._ops, self._letters, self._grid = graph.traced, graph.ops, letters, grid
-        self._state, self._local = state, local
+        self._local = local
         self._names = {op.node: op.name for op in graph.ops.values() if op.node is not None}
         self._graph = fx.Graph()
         self._copied: dict[fx.Node, fx.Node] = {}
@@ -201,7 +191,7 @@ class Builder:
         if training and (_draws(op) or (op.kind == "opaque" and bool(op.extents) and not op.reads_attribute)):
             alike = {"r", "c"} if _drops_samples(op) else {"r"}
             axes = tuple(axis for axis, letter in enumerate(letters) if letter not in alike)
-            self._call(f"draws_{number}", SeedRng(number, self._grid.place(axes), self._state), ())
+            self._call(f"draws_{number}", SeedRng(number, self._grid.place(axes), self._grid), ())
         local = self._local_module(op, letters) if node.op.startswith("call_") else None
         if local is not None:
             return self._call(f"local_{number}", local, args, kwargs)
@@ -252,7 +242,6 @@ class SplitNetwork(nn.Module):
         dims = train.ops[train.ops[LOSS].sources[0]].extent.dims
         self.classes = dims[-1] if len(dims) > 1 else 0  # of the network's output
         self.draws = any(_draws(op) for op in train.ops.values())  # True where some op draws random numbers in training
-        self.state = State()
         self.layouts = parameter_layouts(train, letters)  # of each parameter and buffer
         tensors = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
         # A tensor of several names is read under one of them.
@@ -262,8 +251,8 @@ class SplitNetwork(nn.Module):
         self.norms = _assign_norms(train, letters, grid)  # by the axes that shard the samples
         split_network(model, self.layouts, grid)
         local: dict[int, nn.Module | None] = {}
-        self.training_graph = Builder(train, letters, grid, self.state, local).build(training=True)
-        self.evaluation_graph = Builder(evaluate, letters, grid, self.state, local).build(training=False)
+        self.training_graph = Builder(train, letters, grid, local).build(training=True)
+        self.evaluation_graph = Builder(evaluate, letters, grid, local).build(training=False)
 
     @property
     def inner(self) -> nn.Module:
@@ -279,7 +268,7 @@ class SplitNetwork(nn.Module):
         return (self.training_graph if self.training else self.evaluation_graph)(pictures)
 
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
-        self.grid.batch, self.state.seed = shape.samples, shape.seed
+        self.grid.batch, self.grid.seed = shape.samples, shape.seed
         # Equal on all processes, also for ops that are not known to draw random numbers.
         torch.manual_seed(shape.seed)
         for axes, groups in self.norms.items():

@@ -235,18 +235,12 @@ def name_nodes(traced: fx.GraphModule) -> dict[fx.Node, str]:
         else:
             word = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "function")
             name = ".".join(part for part in (node.meta.get("scope", ""), word.strip("_")) if part)
-        names[node] = unique(name, taken)
+        names[node], number = name, 1
+        while names[node] in taken:
+            number += 1
+            names[node] = f"{name}#{number}"
+        taken.add(names[node])
     return names
-
-
-def unique(name: str, taken: set[str]) -> str:
-    """The name, with a number if it is taken; adds it to `taken`."""
-    number, found = 1, name
-    while found in taken:
-        number += 1
-        found = f"{name}#{number}"
-    taken.add(found)
-    return found
 
 
 def attribute(node: fx.Node | None) -> Tensor:

@@ -18,7 +18,7 @@ from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import WHOLE
 from manyhands.parallel.network import LossFn
 from manyhands.parallel.split import graph as graphs
-from manyhands.parallel.split.execute import Builder, SplitNetwork, State
+from manyhands.parallel.split.execute import Builder, SplitNetwork
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced
 from manyhands.parallel.split.tracing import FEWER, SAMPLES, describe_ops, run_twice
@@ -130,13 +130,13 @@ def shard_classes(graph: Graph) -> dict[str, str] | str:
     return letters
 
 
-def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid, state: State) -> Callable[[Tensor, Tensor], Tensor]:
+def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid) -> Callable[[Tensor, Tensor], Tensor]:
     """The loss, the same on all processes, of output [n, c], whose classes the axes shard, and labels [n]."""
     chosen = shard_classes(graph)
     assert isinstance(chosen, dict)
     every = range(len(grid.mesh.axes))
     letters = {name: tuple(letter if axis in axes else "r" for axis in every) for name, letter in chosen.items()}
-    return Builder(graph, letters, grid, state, {}).build(training=True)
+    return Builder(graph, letters, grid, {}).build(training=True)
 
 
 class SplitLoss:
@@ -153,7 +153,7 @@ class SplitLoss:
         letters = network.letters[LOSS]
         sizes = network.grid.mesh.sizes
         self._classes = tuple(axis for axis, letter in enumerate(letters) if letter == "o" and sizes[axis] > 1)
-        self._own = _sharded_loss(own, self._classes, network.grid, network.state) if own and self._classes else None
+        self._own = _sharded_loss(own, self._classes, network.grid) if own and self._classes else None
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The sum [] of this process's losses, and scores [n, …] whose largest is at the label [n] where correct."""
@@ -166,7 +166,8 @@ class SplitLoss:
         place = grid.place(self._classes)
         classes = edges[place], edges[-1]
         if self._own is None:
-            loss, scores = sharded_cross_entropy(output, labels, classes, group, self._smoothing)
+            result: Any = _ShardedCrossEntropy.apply(output, labels, classes, group, self._smoothing)
+            loss, scores = result
         else:
             given = self._own(output, labels)
             # A loss that was found to be a sum is one here too.
@@ -188,21 +189,13 @@ def shard_scores(logits: Tensor, labels: Tensor, first: int, group: Any) -> Tens
     return torch.stack([target, largest], 1)
 
 
-def sharded_cross_entropy(
-    logits: Tensor, labels: Tensor, classes: tuple[int, int], group: Any, smoothing: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Cross-entropy over classes that several processes hold shards of, in two small messages.
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy over classes that several processes hold shards of, in two small messages, none in backward.
 
     Logits [n, c] are of this process's classes, labels int64 [n] count over all; `classes` are this process's first and
     the number of all. Returns the sum of losses [], the same on each process, and [n, 2]: the label's logit and the
     largest.
     """
-    result: Any = _ShardedCrossEntropy.apply(logits, labels, classes, group, smoothing)
-    return result
-
-
-class _ShardedCrossEntropy(torch.autograd.Function):
-    """Needs no message in backward: each process has the softmax of its own classes."""
 
     @staticmethod
     def forward(
