@@ -213,20 +213,17 @@ def mean(case: LinkCase, count: int, each_bytes: float) -> SyncMessage:
     return SyncMessage(sent, crossing * sent / case.link.bytes_per_s + messages * case.link.latency_s)
 
 
-def low_rank(case: LinkCase, rank: int) -> SyncMessage:
+def low_rank(case: LinkCase, shapes: Sequence[tuple[int, ...]], rank: int) -> SyncMessage:
     """One thin factor of each matrix, as the mean of two turns."""
-    return _turns(case, rank_shapes(case.shapes, rank))
+    ranks = rank_shapes(shapes, rank)
+    both = [mean(case, ranks.values(turn), FACTOR_VALUE_BYTES) for turn in (0, 1)]
+    return SyncMessage(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
 
 
 def low_rank_batches(case: LinkCase, rank: int) -> list[SyncMessage]:
     """The same in batches, as they leave during a backward pass."""
     places = batches(case.shapes, rank)
-    return [_turns(case, rank_shapes([case.shapes[place] for place in batch], rank)) for batch in places]
-
-
-def _turns(case: LinkCase, ranks: Ranks) -> SyncMessage:
-    both = [mean(case, ranks.values(turn), FACTOR_VALUE_BYTES) for turn in (0, 1)]
-    return SyncMessage(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
+    return [low_rank(case, [case.shapes[place] for place in batch], rank) for batch in places]
 
 
 def _all_reduce(case: LinkCase, size_bytes: float, calls: int) -> SyncMessage:

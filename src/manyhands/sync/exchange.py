@@ -164,13 +164,11 @@ class CollectiveQueue(Generic[T]):
 class Residual:
     """The rounding errors of a process's values."""
 
-    own: Tensor | None = None  # of the values that it brought [n]; None before the first exchange
-    sums: Tensor | None = None  # of the part whose mean it computes for all [n / size]; None before the first exchange
+    own: Tensor  # of the values that it brought [n]
+    sums: Tensor | None  # of the part whose mean it computes for all [n / size]; None if it is alone
 
     def together(self, peers: "SyncGroup") -> Tensor:
         """Both as values yet to be sent [n]: their mean over all processes is what the agreed mean lacks."""
-        if self.own is None:
-            raise ValueError("nothing has been exchanged yet")
         kept = self.own.clone()
         if self.sums is not None:
             part = kept[peers.rank * self.sums.numel() :][: self.sums.numel()]

@@ -18,9 +18,8 @@ NEEDS = (WHOLE_GRADIENTS, AVERAGE_HOOK)
 _ROUNDING = 0.005  # rounding there and back, as a share of a step
 
 
-def estimate(case: LinkCase, options: Options) -> list[Cost]:
+def estimate(case: LinkCase, options: Options) -> list[Cost]:  # noqa: ARG001 - as all methods
     """A ring all-reduce of half the bytes, which overlaps the backward pass."""
-    del options
     sent, moved = gradients(case, 2), statistics(case)
     computed = case.step_s * (1 + _ROUNDING) if case.machines > 1 else case.step_s
     step_s = computed + case.layers_s + sent.beside(case.backward_s) + moved.seconds
@@ -28,12 +27,11 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
     return [Cost("bf16", step_s, whole.sent_bytes, whole.seconds)]
 
 
-def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
+def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":  # noqa: ARG001 - as all methods
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
     from manyhands.sync.synchronizer import Synchronizer
 
-    del network, context, options, cost
     synchronizer = Synchronizer()
     synchronizer.hook = bf16_compress_hook
     return synchronizer

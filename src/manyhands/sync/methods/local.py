@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from manyhands.core.errors import UserError
 from manyhands.core.needs import OWN_AVERAGE, OWN_STATISTICS, WHOLE_GRADIENTS, HasGradients
 from manyhands.core.options import option
-from manyhands.sync.costs import CodecName, Cost, LinkCase, RankOptions, SyncMessage, low_rank, mean, value_bytes
+from manyhands.sync.costs import CodecName, Cost, LinkCase, RankOptions, low_rank, mean, value_bytes
 
 if TYPE_CHECKING:
     from manyhands.sync.local import LocalSteps, Pace
@@ -119,7 +119,11 @@ def pace_of(cost: Cost, options: Options) -> "Pace":
 
 
 def _cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
-    exchange = _exchange(case, options, codec)
+    # The parameters' movement; BatchNorm's statistics travel with evaluations and checkpoints only.
+    if codec == "lowrank":
+        exchange = low_rank(case, case.shapes, options.rank)
+    else:
+        exchange = mean(case, case.values, value_bytes(codec, 8 if case.item_bytes == 8 else 4))
     steps_long = exchange.seconds / case.step_s
     compressing_s = case.compressing_s(PASSES[codec])
     every = options.every or fitting_steps(steps_long, case.steps, compressing_s / case.step_s)
@@ -127,13 +131,6 @@ def _cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
     waiting_s = max(0.0, exchange.seconds - delay * case.step_s) / every
     step_s = case.step_s + compressing_s / every + waiting_s
     return Cost("local", step_s, exchange.sent_bytes / every, exchange.seconds, codec, every, delay)
-
-
-def _exchange(case: LinkCase, options: Options, codec: CodecName) -> SyncMessage:
-    """The parameters' movement; BatchNorm's statistics travel with evaluations and checkpoints only."""
-    if codec == "lowrank":
-        return low_rank(case, options.rank)
-    return mean(case, case.values, value_bytes(codec, 8 if case.item_bytes == 8 else 4))
 
 
 def fitting_delay(steps_long: float, every: int) -> int:
@@ -163,37 +160,25 @@ class Pacer:
     _rounds: int = field(default=0, init=False)
 
     def __call__(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
-        step_s = max(*speeds_s, 1e-6)
-        self._note(step_s, [one for one in exchanges_s if one > 0])
-        every, delay = self._wanted(step_s)
-        if (every, delay) == (self.cost.every, self.cost.delay) or not self.steps.idle:
+        import statistics  # slow to import, and commands that only read a job need none of it
+
+        step_s, taken_s = max(*speeds_s, 1e-6), [one for one in exchanges_s if one > 0]
+        if self.steps.rounds > self._rounds and taken_s:
+            self._rounds = self.steps.rounds
+            # An exchange begins for each process when that one is there. The last to come waits for nobody; by the
+            # others' time a slow process would make exchanges seem long, and the pace ever longer.
+            self._lengths = [*self._lengths[-2:], min(taken_s) / step_s]
+        if len(self._lengths) < _TIMES or _is_fixed(self.cost, self.options) or not self.steps.idle:
+            return None
+        long = statistics.median(self._lengths)
+        every = fitting_steps(long, self.total_steps, self.compressing_s / step_s)
+        delay = fitting_delay(long, every) if self.options.delay < 0 else min(every, self.options.delay)
+        if not _differ(every, self.cost.every) and not _differ(delay, self.cost.delay):
             return None
         self._lengths.clear()
         self.cost = replace(self.cost, every=every, delay=delay)
         self.steps.pace = pace_of(self.cost, self.options)
         return self.cost
-
-    def _note(self, step_s: float, exchanges_s: list[float]) -> None:
-        """Records how many steps the last exchange took.
-
-        It begins for each process when that one is there. The last to come waits for nobody, and all continue at the
-        pace of the slowest; by the others' time a slow process would make exchanges seem long, and the pace ever
-        longer.
-        """
-        if self.steps.rounds > self._rounds and exchanges_s:
-            self._rounds = self.steps.rounds
-            self._lengths = [*self._lengths[-2:], min(exchanges_s) / step_s]
-
-    def _wanted(self, step_s: float) -> tuple[int, int]:
-        import statistics  # slow to import, and commands that only read a job need none of it
-
-        now = self.cost.every, self.cost.delay
-        if len(self._lengths) < _TIMES or _is_fixed(self.cost, self.options):
-            return now
-        long = statistics.median(self._lengths)
-        every = fitting_steps(long, self.total_steps, self.compressing_s / step_s)
-        delay = fitting_delay(long, every) if self.options.delay < 0 else min(every, self.options.delay)
-        return (every, delay) if _differ(every, now[0]) or _differ(delay, now[1]) else now
 
 
 def _differ(wanted: int, now: int) -> bool:
