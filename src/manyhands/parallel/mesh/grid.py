@@ -12,7 +12,7 @@ A network is constructed with a mesh, shards its parameters along an axis, and c
             part = self.tp.enter(x) @ self.weight
             return self.tp.all_reduce(part.sum(-1))
 
-Values and gradients have separate placements (placement.py); the backward of each collective is its adjoint.
+Values and gradients have separate placements (placement.py). The backward of each collective is another collective.
 """
 
 import itertools
@@ -203,24 +203,24 @@ class Axis:
     def enter(self, x: Tensor) -> Tensor:
         """Marks x as the input of a sharded computation: identity in forward, all-reduce in backward.
 
-        Each process computes one term of x's gradient. The adjoint of `all_reduce`.
+        Each process computes one term of x's gradient; the all-reduce sums the terms.
         """
         return self._turn(x, ("R", "R"), ("R", "P"), x.shape)
 
     def all_reduce(self, y: Tensor) -> Tensor:
         """Sums y over the axis: all-reduce in forward, identity in backward.
 
-        The gradient of the sum is also that of each term; an all-reduce in backward would multiply it by `size`. The
-        adjoint of `enter`.
+        All processes have the gradient of the sum, which is also that of each term; an all-reduce in backward would
+        multiply it by `size`.
         """
         return self._turn(y, ("P", "R"), ("R", "R"), y.shape)
 
     def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
         """Concatenates the shards of all processes: all-gather in forward, slice in backward.
 
-        All processes must apply the same computation to the result; for a sharded one, use `tp.enter(tp.gather(x,
-        dim))`. Shards have lengths as from `scatter`, differing by at most one. `length` is the full length of `dim`;
-        None: the processes exchange their lengths in a small collective. The adjoint of `scatter`.
+        All processes along the axis must apply the same computation to the result; if it is sharded, use
+        `tp.enter(tp.gather(x, dim))`. Shards have lengths as from `scatter`, differing by at most one. `length` is the
+        full length of `dim`; None: the processes exchange their lengths in a small collective.
         """
         dim = self._dim(x, dim, "gather")
         shape = list(x.shape)
@@ -235,7 +235,7 @@ class Axis:
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """Sums x over the axis and returns this process's shard: reduce-scatter in forward, all-gather in backward.
 
-        Equal to `all_reduce` followed by `scatter`, with half the traffic. The adjoint of `enter(gather(x))`.
+        Equal to `all_reduce` followed by `scatter`, with half the traffic.
         """
         dim = self._dim(x, dim, "reduce_scatter")
         return self._turn(x, ("P", dim), ("R", dim), x.shape)
