@@ -109,15 +109,15 @@ def test_a_second_rank_0_of_the_same_job_is_told_to_the_first(digest, told):
     assert names.check(["twice"]) == told
     if told:
         with pytest.raises(UserError, match="rank 0 was given twice: to process"):
-            meet._refuse_two(names, ProcessInfo(rank=1, size=2, init="tcp://x:1"), {})
+            meet._refuse_reported(names, ProcessInfo(rank=1, size=2, init="tcp://x:1"), "train.lr=1", {})
 
 
 def test_a_rank_outside_ends_those_that_wait_for_the_same_job_alone():
     names, waits = dist.HashStore(), ProcessInfo(rank=1, size=2, init="tcp://x:1")
     for said in ("junk", '{"host": "n1", "pid": -1}'):
         names.set("outsider", said)
-        meet._refuse_invalid_rank(names, waits, "train.lr=1")
+        meet._refuse_reported(names, waits, "train.lr=1", {})
     meet.report_invalid_rank(names, "train.lr=1", "--rank 5 is outside")
-    meet._refuse_invalid_rank(names, waits, "train.lr=2")
+    meet._refuse_reported(names, waits, "train.lr=2", {})
     with pytest.raises(UserError, match="can't join: --rank 5 is outside"):
-        meet._refuse_invalid_rank(names, waits, "train.lr=1")
+        meet._refuse_reported(names, waits, "train.lr=1", {})

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manyhands.core.errors import RunError
-from manyhands.sync.codecs import codec_named, mean_bytes
+from manyhands.sync.codecs import codec_named
 from manyhands.sync.compress import LIBRARY, PORTABLE, compressor_named, compute_alike
-from manyhands.sync.costs import rank_shapes
+from manyhands.sync.costs import mean_bytes, rank_shapes, value_bytes
 from manyhands.sync.exchange import SyncGroup, drive, mean_of
 from manyhands.sync.local import LocalSteps, Pace
 from manyhands.sync.powersgd import PowerSgd
@@ -59,13 +59,12 @@ def _mean(world, name, count):
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES[:4])
 def test_a_mean_and_what_was_kept_back_are_all_that_went_in(name, size):
-    codec = codec_named(name, torch.float64)
     for count in (0, 1, 255, 1000):
         answers = run_on_ranks(_mean, size, name, count)
         for mean, lost, sent_bytes in answers:
             assert torch.equal(mean, answers[0][0])
             assert lost < 1e-10
-            assert sent_bytes == mean_bytes(count, size, codec)
+            assert sent_bytes == mean_bytes(count, size, value_bytes(name, 8))
 
 
 def _rounds(world, name):

@@ -5,7 +5,6 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.models import resnet18
@@ -14,8 +13,7 @@ from manyhands.config.job import Job, TrainOptions
 from manyhands.core.choices import load_choice
 from manyhands.core.errors import UserError
 from manyhands.sync.choose import choose, days_of, words_of
-from manyhands.sync.codecs import Integers, codec_named, mean_bytes
-from manyhands.sync.costs import FACTOR_BITS, FACTOR_BLOCK, Cost, LinkCase, batches, rank_shapes
+from manyhands.sync.costs import FACTOR_VALUE_BYTES, Cost, LinkCase, batches, mean_bytes, rank_shapes, value_bytes
 from manyhands.sync.link_speeds import LinkSpeed, named_link
 from manyhands.sync.options import METHODS, SyncOptions
 from manyhands.train.choose_sync import kept_cost
@@ -118,11 +116,11 @@ def test_bytes_are_those_of_the_messages(machines, rank):
     case = case_of(LinkSpeed(1e6, 0.0), machines=machines)
     values = sum(math.prod(shape) for shape in RESNET18)
     statistics = 2 * (machines - 1) / machines * 8 * BUFFERS
-    ranks, codec = rank_shapes(RESNET18, rank), Integers(FACTOR_BITS, FACTOR_BLOCK)
+    ranks = rank_shapes(RESNET18, rank)
     control = 2 * (machines - 1) * 220
-    thin = sum(mean_bytes(ranks.values(turn), machines, codec) for turn in (0, 1)) / 2 + control
+    thin = sum(mean_bytes(ranks.values(turn), machines, FACTOR_VALUE_BYTES) for turn in (0, 1)) / 2 + control
     costs = {(cost.method, cost.codec): cost for cost in choose(case, SyncOptions(rank=rank, every=10)).costs}
-    int4 = mean_bytes(values, machines, codec_named("int4", torch.float32)) + control
+    int4 = mean_bytes(values, machines, value_bytes("int4", 4)) + control
     expected = {
         ("allreduce", "none"): 2 * (machines - 1) / machines * 4 * values + statistics,
         ("bf16", "none"): 2 * (machines - 1) / machines * 2 * values + statistics,

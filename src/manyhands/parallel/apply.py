@@ -1,4 +1,4 @@
-"""Finds a parallel mode by its name, and proves that replicas are equal."""
+"""Finds a parallel mode by its name, and checks that replicas are equal."""
 
 import functools
 from collections.abc import Sequence
@@ -16,14 +16,13 @@ from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODES, USUAL_MODE, check_mode
 
-# Values of a tensor that are widened to 64 bits at a time: what stays in a processor's cache. A card is slow to be told
-# of many small pieces.
+# Values that are widened to 64 bits at a time: what stays in a CPU's cache; more on a card, to start fewer kernels.
 CHECKED_AT_ONCE, CHECKED_ON_CARD = 1 << 15, 1 << 20
 _ODD = 0x9E3779B1
 
 
 def resolve_mode(mode: str, world: World) -> str:
-    """The mode to run; one process alone may need none. Raises UserError: none, or not for several processes."""
+    """The mode to run; may differ for one process alone. Raises UserError for a mode that can't run here."""
     check_mode(mode)
     only = one_process(mode)
     if only and not world.alone:
@@ -33,32 +32,30 @@ def resolve_mode(mode: str, world: World) -> str:
 
 
 def normalises_in_groups(mode: str) -> bool:
-    """True when BatchNorm's groups can be kept the same at any number of processes under this mode."""
+    """True if BatchNorm's groups can be the same at any number of processes."""
     return bool(load_choice(MODES, mode).NORM_GROUPS)
 
 
 def offers_of(mode: str) -> frozenset[Need]:
-    """What sync methods find under this mode."""
+    """The needs of sync methods that a mode meets."""
     return load_choice(MODES, mode).OFFERS
 
 
 def one_process(mode: str) -> str:
-    """What a mode is that isn't for several processes; empty for others."""
+    """The description of a mode for one process only; empty for others."""
     return getattr(load_choice(MODES, mode), "ONE_PROCESS", "")
 
 
 def takes_mesh(mode: str) -> bool:
-    """True for modes whose networks are constructed with the mesh, since their author splits them."""
+    """True for modes whose networks shard themselves and are constructed with the mesh."""
     return bool(getattr(load_choice(MODES, mode), "TAKES_MESH", False))
 
 
 def follows_plan(mode: str) -> bool:
-    """True for modes that split ops by a plan."""
     return bool(getattr(load_choice(MODES, mode), "FOLLOWS_PLAN", False))
 
 
 def apply_mode(mode: str, model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    """Has the network run under a mode over the world."""
     network: ParallelNetwork = load_choice(MODES, mode).apply(model, world, request)
     endless = {name for name, one in model.named_buffers() if not bool(torch.isfinite(one).all())}
     network.traits.endless = frozenset(endless)
@@ -67,22 +64,20 @@ def apply_mode(mode: str, model: nn.Module, world: World, request: ModeRequest) 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """Two position-dependent sums of the bits of each tensor, int64 [len(tensors), 2]; equal bits give equal sums."""
-    rows = [_checksum(tensor) for tensor in tensors]
-    return torch.stack(rows) if rows else torch.zeros(0, 2, dtype=torch.int64)
-
-
-def _checksum(tensor: Tensor) -> Tensor:
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    flat = tensor.detach().contiguous().view(-1)
-    words = flat.view(widths[flat.element_size()] if not flat.is_complex() else torch.int64)
-    weights = _weights(flat.device, CHECKED_AT_ONCE if flat.device.type == "cpu" else CHECKED_ON_CARD)
-    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
-    for number, piece in enumerate(words.split(len(weights))):
-        bits = piece.to(torch.int64)
-        plain = bits.sum()
-        beyond = _as_int64(2 * number * len(weights) * _ODD)
-        sums += torch.stack([plain, (bits * weights[: len(bits)]).sum() + plain * beyond])
-    return sums.cpu()
+    rows = torch.zeros(len(tensors), 2, dtype=torch.int64)
+    for row, tensor in enumerate(tensors):
+        flat = tensor.detach().contiguous().view(-1)
+        words = flat.view(widths[flat.element_size()] if not flat.is_complex() else torch.int64)
+        weights = _weights(flat.device, CHECKED_AT_ONCE if flat.device.type == "cpu" else CHECKED_ON_CARD)
+        sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+        for number, piece in enumerate(words.split(len(weights))):
+            bits = piece.to(torch.int64)
+            plain = bits.sum()
+            beyond = (2 * number * len(weights) * _ODD + (1 << 63)) % (1 << 64) - (1 << 63)  # as an int64
+            sums += torch.stack([plain, (bits * weights[: len(bits)]).sum() + plain * beyond])
+        rows[row] = sums.cpu()
+    return rows
 
 
 @functools.cache
@@ -91,17 +86,12 @@ def _weights(device: torch.device, count: int) -> Tensor:
     return (2 * torch.arange(count, device=device) + 1) * _ODD
 
 
-def _as_int64(value: int) -> int:
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
 def compare_replicas(
     named: dict[str, Tensor], world: World, network: ParallelNetwork | None = None
 ) -> tuple[str, list[int]] | None:
-    """Compares tensors, named alike and in one order everywhere, over all processes; under a mode by who holds what.
+    """Compares tensors, in one order everywhere, between the processes that should hold the same; a collective.
 
-    Gives the first tensor that differs and the ranks that differ from the first holder (rank 0, of what isn't cut), or
-    None when all are equal.
+    Returns the first tensor that differs with the ranks that differ from its first holder, or None.
     """
     if world.alone or not named:
         return None
@@ -112,33 +102,28 @@ def compare_replicas(
         layout = network.layouts.get(name) if network else None
         mesh = network.layouts.mesh if network else None
         first = [layout.first_holder(mesh, rank) if layout and mesh else 0 for rank in range(world.size)]
-        different = [
-            r for r, sums in enumerate(everybody) if not torch.equal(sums[number], everybody[first[r]][number])
-        ]
+        sums = [one[number] for one in everybody]
+        different = [rank for rank, own in enumerate(sums) if not torch.equal(own, sums[first[rank]])]
         if different:
             return name, different
     return None
 
 
 def check_replicas(named: dict[str, Tensor], world: World, step: int, network: ParallelNetwork) -> None:
-    """Raises RunError when a process's tensor differs from that of the first process that should have the same."""
+    """Raises RunError if replicas differ."""
     drift = compare_replicas(named, world, network)
     if drift:
         name, ranks = drift
-        shown = ", ".join(str(rank) for rank in ranks)
+        shown = ", ".join(map(str, ranks))
         other = "its other copies" if network.layouts else "rank 0's"
-        raise RunError(
-            f"replicas have drifted apart: {name} on rank {shown} differs from {other} at step {step}",
-            f"rank {shown}, {name}",
-            (
-                "check that forward doesn't update a buffer or parameter with the samples of one rank only",
-                "or remove a machine with faulty memory or a faulty processor",
-            ),
-        )
+        what = f"replicas have drifted apart: {name} on rank {shown} differs from {other} at step {step}"
+        check = "check that forward doesn't update a buffer or parameter with the samples of one rank only"
+        hints = (check, "or remove a machine with faulty memory or a faulty processor")
+        raise RunError(what, f"rank {shown}, {name}", hints)
 
 
 def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) -> bool:
-    """Gives every process rank 0's tensors where they differ (or always); True when they differed."""
+    """Gives every process rank 0's tensors if they differ (or `always`); returns True if they differed."""
     equal = not always and compare_replicas(named, world) is None
     if equal or world.alone:
         return False
@@ -148,7 +133,7 @@ def make_equal(named: dict[str, Tensor], world: World, *, always: bool = False) 
 
 
 def refuse_other_networks(model: nn.Module, named: dict[str, Tensor], world: World) -> None:
-    """Raises UserError where a process has other tensors than rank 0, or trains others: gradients would be mixed up."""
+    """Raises UserError if a process has or trains other tensors than rank 0: gradients would be mixed up."""
     if world.alone:
         return
     frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}

@@ -20,14 +20,14 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: str) -> contextlib.AbstractContextManager[object]:
-    """A context in which forward computes in a precision, by its name in a job, on a device such as cuda:0."""
+    """A context in which forward computes in a precision of a job, on a device such as cuda:0."""
     kind = AUTOCAST.get(precision)
     return torch.autocast(device.partition(":")[0], dtype=kind) if kind else _AS_IT_IS
 
 
 @dataclass(slots=True)  # not frozen, which would take three times as long to make
 class MicroBatchResult:
-    """What forward gave."""
+    """The result of a forward pass."""
 
     loss: Tensor  # sum [] of this process's losses
     logits: Tensor  # [n, C]
@@ -38,16 +38,14 @@ class MicroBatchResult:
 def _nothing(result: MicroBatchResult) -> None: ...
 
 
-# Shared, to avoid creating one in every update.
-_AS_IT_IS = contextlib.nullcontext()
+_AS_IT_IS = contextlib.nullcontext()  # shared, to avoid creating one in every update
 
 
 class Gradients:
     """Adds up a network's gradients over the micro-batches of an update, in the precision of a job.
 
-    Without a loss function the user computes the loss. `smoothing` is cross-entropy's, for classes that are split. With
-    "fp16" losses are scaled so that gradients don't vanish. Without `mean` gradients are the sum of all processes'
-    means.
+    Without a loss function the user computes the loss. `smoothing` is cross-entropy's, for sharded classes. "fp16"
+    scales losses. Without `mean`, gradients are the sum of all processes' means.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def own_forward(self, *, last: bool) -> Iterator[None]:
-        """Around a forward and `backward_of` of somebody else's; `last` as `backward_of` takes it."""
+        """Around the user's own forward and `backward_of`."""
         with _AS_IT_IS if last else self.network.traits.no_sync(), self.autocast():
             yield
 
@@ -92,11 +90,11 @@ class Gradients:
         last: bool = True,
         on_result: Callable[[MicroBatchResult], bool | None] = _nothing,
     ) -> MicroBatchResult:
-        """Adds a micro-batch's gradients to those that are there.
+        """Adds a micro-batch's gradients.
 
-        `divisor` is what the whole update's sum of losses is divided by, the samples as a rule. With the update's last
-        one gradients are averaged over processes as they come. `on_result` gets what forward gave, before backward; its
-        False makes gradients NaN, by which all processes hear of it.
+        The sum of losses is divided by `divisor`, usually the update's samples. `last`: gradients are averaged over
+        processes as they come. `on_result` gets the result before backward; if it returns False, gradients become NaN
+        on all processes.
         """
         assert self._loss_fn is not None
         with _AS_IT_IS if last else self.network.traits.no_sync():
@@ -111,7 +109,7 @@ class Gradients:
         return result
 
     def backward_of(self, loss: Tensor, weight: float | Tensor = 1.0, *, last: bool = True) -> None:
-        """Backward of a loss [] that somebody else has computed with `network.call`; its part in the global batch's."""
+        """Backward of a loss [] that the user has computed with `network.call`."""
         with _AS_IT_IS if last else self.network.traits.no_sync():
             self._backward(loss, self._scale * weight, last=last)
 
@@ -128,7 +126,7 @@ class Gradients:
         CLOCK.backward_ends()
 
     def _begins_with(self, loss: Tensor, weight: float) -> Tensor:
-        """A weight as a loss's gradient [], which is the last update's as a rule."""
+        """A weight as a loss's gradient []; usually that of the last update."""
         goes_with = weight, loss.dtype, loss.device
         if type(loss) is not Tensor:
             return loss.new_full((), weight)
@@ -137,15 +135,15 @@ class Gradients:
         return self._begin
 
     def finish(self) -> None:
-        """Waits for what backward has not put in place yet; after an update's last micro-batch."""
+        """Completes the gradients after an update's last micro-batch."""
         before = CLOCK.to(COMMUNICATION)
         self.flat = self.network.finish_gradients()
         CLOCK.to(before)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Undoes the loss's scale; `step` skips an update where a gradient overflowed, on all processes alike.
+        """Undoes the loss's scale; `step` skips an update in which a gradient overflowed, on all processes alike.
 
-        On a card it looks without a scale too: nobody waits for the card then, `spoilt` says so later.
+        On a card, finiteness is checked without a scale too; nothing waits for the card, `spoilt` reports it later.
         """
         if self.scaler:
             self.scaler.unscale_(optimizer)
@@ -175,7 +173,6 @@ class Gradients:
         self.network.finish_update()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Updates the parameters."""
         if self.scaler:
             self.scaler.step(optimizer)
             self.scaler.update()
@@ -190,7 +187,7 @@ class Gradients:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all values are finite, by one sum over each tensor: the cheapest pass there is over memory."""
+    """True if all values are finite, by one sum over each tensor, the cheapest pass over memory."""
     sums = [tensor.sum() for tensor in tensors]
     if sums and sums[0].device.type != "cpu":  # a card is waited for once
         return bool(torch.stack([torch.isfinite(one) for one in sums]).all())
@@ -198,7 +195,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _spoilt(gradients: Sequence[Tensor], device: str) -> Tensor:
-    """1.0 [] where a value isn't finite, else 0.0; on the device."""
+    """1.0 [] if a value isn't finite, else 0.0; on the device."""
     found, scale = torch.zeros((), device=device), torch.ones((), device=device)
     for kind in {one.dtype for one in gradients}:
         torch._amp_foreach_non_finite_check_and_unscale_([one for one in gradients if one.dtype == kind], found, scale)
@@ -206,5 +203,5 @@ def _spoilt(gradients: Sequence[Tensor], device: str) -> Tensor:
 
 
 def summed_over_samples(loss: Tensor, count: int) -> Tensor:
-    """The sum [] of what a loss gives for so many samples: a value for each [n, …], or their mean []."""
+    """The sum [] of a loss over `count` samples; the loss is a value for each [n, …], or their mean []."""
     return loss * count if loss.ndim == 0 else loss.reshape(count, -1).mean(1).sum()

@@ -1,7 +1,7 @@
 """A network under a parallel mode, as one process runs it: the interface that training, evaluation and saving use."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 # From a network's output and labels int64 [n]: the sum [] of losses, and the logits [n, C].
 LossFn = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
-# The same, and the labels of the logits.
-LossFnWithLabels = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
+LossFnWithLabels = Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]  # also the labels of the logits
 
 
 @dataclass(slots=True)  # not frozen: creation would take three times as long
@@ -74,8 +73,7 @@ class DataShare:
 class ModeTraits:
     """Properties of a network under a parallel mode."""
 
-    # the factor of (this process's sum of losses / global batch) that makes the gradients those of the mean loss over
-    # the global batch: the number of processes for modes that average
+    # factor of (this process's sum of losses / global batch): the number of processes for modes that average gradients
     gradient_scale: float = 1.0
     # a context in which backward accumulates gradients without averaging them
     no_sync: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
@@ -90,41 +88,21 @@ class ModeTraits:
     draws: bool = False  # an op draws random numbers in training
 
 
-class Layouts(Mapping[str, TensorLayout]):
-    """The layout of each entry of the state dict, by name; empty if every process holds full tensors.
-
-    Attributes:
-        mesh: the processes.
-        rank: this process's rank in the mesh.
-    """
+class Layouts(dict[str, TensorLayout]):
+    """The layout of each entry of the state dict, by name, on a mesh for this rank; empty if nothing is sharded."""
 
     def __init__(self, mesh: Mesh, rank: int, layouts: Mapping[str, TensorLayout]) -> None:
-        self.mesh, self.rank, self._layouts = mesh, rank, layouts
-
-    def __getitem__(self, name: str) -> TensorLayout:
-        return self._layouts[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layouts)
-
-    def __len__(self) -> int:
-        return len(self._layouts)
+        super().__init__(layouts)
+        self.mesh, self.rank = mesh, rank
 
 
 class ParallelNetwork:
     """A network whose processes each compute their own samples; see `NetworkOnMesh` for the others.
 
-    Args:
-        model: the user's network.
-        call: the module to call in training; None: the network itself.
-        world: the processes.
-        traits: properties under the mode.
-        share: how processes share the samples; None: each process of the world gets different ones.
-        layouts: the layouts of sharded tensors.
-
     Attributes:
         model: the user's network under its own names, for evaluation and checkpoints.
         call: the module to call in training; its backward averages gradients if the mode does.
+        share: how processes share the samples; by default each process of the world gets different ones.
         norms: the groups of the BatchNorm layers, set for each micro-batch.
     """
 
@@ -151,8 +129,8 @@ class ParallelNetwork:
     def begin(self, part: MicroBatch) -> tuple[Tensor, Tensor, int]:
         """Prepares a micro-batch.
 
-        Returns:
-            The input of `call`, the labels of its output, and the number of samples whose loss this process reports.
+        Returns the input of `call`, the labels of its output, and the number of samples whose loss this process
+        reports.
         """
         share = part.share
         self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, part.shape.batch)
@@ -161,8 +139,7 @@ class ParallelNetwork:
     def finish_gradients(self) -> list[Tensor]:
         """Completes the gradients after an update's last backward pass; a collective.
 
-        Returns:
-            Flat tensors [n] that hold all gradients; empty if they lie elsewhere.
+        Returns flat tensors [n] that hold all gradients; empty if they lie elsewhere.
         """
         return []
 
@@ -181,14 +158,8 @@ class ParallelNetwork:
     ) -> tuple[Tensor, Tensor]:
         """Evaluates a block of `count` samples; a collective on a mesh.
 
-        Args:
-            inputs: this process's samples of the block; on a mesh, those of `share.of_block`.
-            labels: their labels.
-            count: the number of samples in the block.
-            run: computes the outputs from the module to evaluate and inputs.
-
-        Returns:
-            The outputs [count, C] and labels [count] of the block.
+        `inputs` and `labels` are this process's samples of the block; on a mesh, those of `share.of_block`. `run`
+        computes the outputs of a module. Returns the outputs [count, C] and labels [count] of the block.
         """
         return run(self.model, inputs)[:count], labels
 

@@ -1,4 +1,4 @@
-"""Networks whose processes compute each micro-batch together on a mesh, and the network that follows a plan."""
+"""Networks whose processes compute each micro-batch together on a mesh."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -11,28 +11,15 @@ from manyhands.core.mesh import TensorLayout
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import Extent, Layout, convert, gather_full
 from manyhands.parallel.mesh.reduce import Reducer, total_norm
-from manyhands.parallel.network import (
-    DataShare,
-    Layouts,
-    MicroBatch,
-    MicroBatchShape,
-    ModeTraits,
-    ParallelNetwork,
-)
+from manyhands.parallel.network import DataShare, Layouts, MicroBatch, MicroBatchShape, ModeTraits, ParallelNetwork
 
 
 class NetworkOnMesh(ParallelNetwork):
     """A network whose processes compute each micro-batch together.
 
-    Args:
-        model: the user's network.
-        call: the module to call in training and evaluation.
-        grid: the processes.
-        layouts: the layout of each parameter and buffer.
-        axes: the mesh axes, by index, along which processes get different samples, and those along which they compute
-            the loss of different samples.
-        most_parts: the most parts into which an op shards the samples.
-        traits: properties under the mode.
+    `layouts` has each parameter and buffer. `axes` are the mesh axes, by index, along which processes get different
+    samples, and those along which they compute the loss of different samples. `most_parts` is the most parts into which
+    an op shards the samples.
     """
 
     full_outputs = False  # True if evaluation returns the outputs of all samples on each process

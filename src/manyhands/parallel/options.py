@@ -6,8 +6,7 @@ from manyhands.core.choices import module_names, unknown_choice
 from manyhands.core.options import Options, option
 
 MODES = "manyhands.parallel.modes"
-# Modes that are taken where no mode is named: usually, by one process alone, for a plan that is followed, and for one
-# that is searched for. The head knows no more of them: what a mode says of itself imports torch.
+# The default modes: usual, one process, a given plan, a search. The launcher names them, since modes import torch.
 USUAL_MODE, MODE_ALONE, MODE_OF_PLANS, MODE_OF_SEARCHES = "data", "single", "semi", "auto"
 SEARCH = "search"
 

@@ -1,4 +1,4 @@
-"""A plan: which part of each op's work each process does. Short, readable, and edited by hand."""
+"""A plan: how the ops of a network are sharded on a mesh; plan.json."""
 
 import re
 from collections.abc import Mapping
@@ -13,8 +13,7 @@ from manyhands.core.world import World
 from manyhands.parallel.group.plain import broadcast_result
 from manyhands.parallel.options import ParallelOptions
 
-# The name of the op that stands for what a network reads.
-INPUT = "input"
+INPUT = "input"  # the op for the network's input
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,11 @@ class Plan:
         return self.default or f"n@{','.join(self.mesh.names)}"
 
     def record(self) -> PlanRecord:
-        cut = (
-            {}
-            if self.layouts is None
-            else {"layouts": {name: one.as_plain() for name, one in self.layouts.items() if one.cuts}}
-        )
-        pinned = {"pinned": list(self.pinned)} if self.pinned else {}
-        split = {"mesh": self.mesh.as_dict(), "default": self.fallback, "ops": dict(self.ops), **pinned, **cut}
+        split: dict[str, Any] = {"mesh": self.mesh.as_dict(), "default": self.fallback, "ops": dict(self.ops)}
+        if self.pinned:
+            split["pinned"] = list(self.pinned)
+        if self.layouts is not None:
+            split["layouts"] = {name: one.as_plain() for name, one in self.layouts.items() if one.cuts}
         return PlanRecord.model_validate({"format": FORMAT, **self.about, **split})
 
     def as_plain(self) -> dict[str, Any]:
@@ -57,20 +54,12 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Reads a plan.json.
-
-    Raises:
-        UserError: the file does not exist, or a field is invalid.
-    """
+    """Reads a plan.json. Raises UserError if it doesn't exist or a field is invalid."""
     return _plan_of_record(read_plan_record(path), str(path))
 
 
 def plan_from_plain(content: Any, where: str) -> Plan:
-    """Parses the result of `Plan.as_plain`.
-
-    Raises:
-        UserError: a field is invalid.
-    """
+    """Parses the result of `Plan.as_plain`. Raises UserError if a field is invalid."""
     return _plan_of_record(parse_plan_record(content, where), where)
 
 
@@ -94,7 +83,7 @@ def parse_pins(words: tuple[str, ...], where: str = "--pin") -> dict[str, str]:
 
 
 def plan_of(options: ParallelOptions, world_size: int) -> Plan:
-    """The plan that a job's options name: a file's, with pins over it, or pins alone. Raises UserError: it is wrong."""
+    """The plan of a job's options: a file with pins over it, or pins alone. Raises UserError if it is invalid."""
     pins = parse_pins(options.pin, "parallel.pin")
     plan = read_plan(Path(options.plan).expanduser()) if options.plan else Plan(Mesh((("dp", world_size),)))
     if options.mesh or not options.plan:
@@ -111,8 +100,5 @@ def plan_of(options: ParallelOptions, world_size: int) -> Plan:
 
 
 def shared_plan(options: ParallelOptions, world: World) -> Plan:
-    """What `plan_of` gives on rank 0, on every process, since other machines may not have the file, or an older one.
-
-    A collective. Raises UserError as `plan_of` does, on all alike.
-    """
+    """Rank 0's `plan_of` on every process, because other machines may lack the file; a collective. Raises UserError."""
     return plan_from_plain(broadcast_result(lambda: plan_of(options, world.size).as_plain(), world), "plan")

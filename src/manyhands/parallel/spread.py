@@ -1,4 +1,4 @@
-"""Tensors that torch itself has spread over processes, its DTensors; importing what makes them takes half a second."""
+"""torch's DTensors; importing what creates them takes half a second."""
 
 from typing import Any
 
@@ -6,17 +6,16 @@ from torch import Tensor
 
 
 def is_spread(tensor: Any) -> bool:
-    """True for a DTensor, which alone can be asked for the whole."""
     return hasattr(tensor, "full_tensor")
 
 
 def full_tensor(tensor: Any) -> Any:
-    """The whole of a tensor; a collective where it is spread."""
+    """The full tensor; a collective for a DTensor."""
     return tensor.full_tensor() if is_spread(tensor) else tensor
 
 
 def spread_like(value: Tensor, parameter: Any) -> Tensor:
-    """A whole tensor in the layout of a DTensor. Every process has the whole, so nothing is sent."""
+    """Shards a full tensor, which every process holds, like a DTensor; sends nothing."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

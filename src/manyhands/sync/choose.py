@@ -1,7 +1,8 @@
-"""Finds a sync method by its name, and chooses the one that suits a link. No torch."""
+"""Finds a sync method by its name, and chooses one for a link. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from manyhands.core.choices import unknown_choice
 from manyhands.sync.costs import Cost, LinkCase
@@ -13,8 +14,7 @@ BY_MODE = Cost(EXACT, 0.0, 0.0)
 
 # What may be lost by a method that changes less: a share of a step, or seconds of the whole run.
 _LOST_SHARE, _LOST_S = 0.10, 120.0
-# And by one that agrees in every update, beside local steps.
-_LOST_FOR_ACCURACY = 0.5
+_LOST_FOR_ACCURACY = 0.5  # for a method that synchronizes every update, beside local steps
 # Nor are differences believed that a busy machine's clock can't tell.
 _LOST_STEP_S = 2e-3
 _ALIKE_SHARE = 0.02
@@ -22,14 +22,14 @@ _DAY_S, _HOUR_S, _MINUTE_S = 86400.0, 3600.0, 60.0
 
 
 def check_method(word: str) -> None:
-    """Raises UserError where no sync method has this name, nor is it the word that leaves the choice to the link."""
+    """Raises UserError if no sync method has this name and it isn't "auto"."""
     if word not in {AUTO, *methods()}:
         raise unknown_choice("sync method", word, [AUTO, *methods()], "sync.method")
 
 
 @dataclass(frozen=True)
 class SyncChoice:
-    """A method that was chosen, with what it was chosen from."""
+    """A chosen method, and the costs from which it was chosen."""
 
     chosen: Cost  # one of `costs`
     costs: tuple[Cost, ...]  # of all methods, and of each codec that was considered
@@ -39,16 +39,15 @@ class SyncChoice:
 def choose(
     case: LinkCase, options: SyncOptions, only: str = "", without: Mapping[str, str] | None = None
 ) -> SyncChoice:
-    """The method that "auto" takes: the first that agrees in every update and costs little, else one with a pace.
+    """The method that "auto" takes: the first that synchronizes every update and costs little, else a local one.
 
-    "Little" is 10 % of a step of the fastest of those that agree in every update, or two minutes of the whole run:
-    agreeing more exactly is worth that. Who agrees now and then lost accuracy in our experiments, so that is taken only
-    where it saves more than a third of the time. Among its codecs that are equally fast the first considered wins.
+    "Little" is 10 % of a step of the fastest such method, or two minutes of the whole run: exactness is worth that.
+    Methods with an interval lost accuracy in our experiments, so they are taken only where they save more than a third
+    of the time. Among codecs that are equally fast the first considered wins.
 
-    `only` may be chosen, if it names one. `without` are methods that something else in the job rules out, and what that
-    is; never the exact one.
+    `only` restricts the choice to one method. `without` are excluded methods with the reason; never the exact one.
     """
-    out = without or {}
+    out, step_s = without or {}, attrgetter("step_s")
     costs = tuple(
         replace(cost, refused=out.get(name, ""))
         for name, method in methods().items()
@@ -59,20 +58,16 @@ def choose(
     rest = [cost for cost in able if cost not in each]
     chosen = None
     if each:
-        fastest = min(each, key=_step_s)
+        fastest = min(each, key=step_s)
         chosen = next(cost for cost in each if _near(cost, fastest, case, _LOST_SHARE))
     if rest:
-        fastest = min(rest, key=_step_s)
+        fastest = min(rest, key=step_s)
         paced = next(cost for cost in rest if cost.step_s <= fastest.step_s * (1 + _ALIKE_SHARE))
         chosen = chosen if chosen and _near(chosen, paced, case, _LOST_FOR_ACCURACY) else paced
     if chosen is None:
         raise ValueError(f"there is no sync method {only}")
-    best = min(able, key=_step_s)
+    best = min(able, key=step_s)
     return SyncChoice(chosen, costs, _reason(case, chosen, best, next(cost for cost in costs if cost.method == EXACT)))
-
-
-def _step_s(cost: Cost) -> float:
-    return cost.step_s
 
 
 def _near(cost: Cost, best: Cost, case: LinkCase, share: float) -> bool:
@@ -99,7 +94,7 @@ def _reason(case: LinkCase, chosen: Cost, best: Cost, exact: Cost) -> str:
 
 
 def days_of(cost: Cost, case: LinkCase) -> float:
-    """Days of all updates; evaluation and saving aside."""
+    """Days of all updates, without evaluation and saving."""
     return cost.step_s * case.steps / _DAY_S
 
 

@@ -6,7 +6,7 @@ fastest and give equal bits on machines of one kind; elsewhere, all processes co
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,17 +19,15 @@ from manyhands.sync.exchange import ExchangeSteps, Residual, SyncGroup, mean_of
 
 Multiply = Callable[[Tensor, Tensor, Tensor], object]
 
-# What is left of a column of length one that the ones before it explain, but for rounding.
-_EXPLAINED = 1e-6
+_EXPLAINED = 1e-6  # rounding error of a column of length one that the earlier ones explain
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How factors are computed with."""
+    """How factors are computed."""
 
     multiply: Multiply  # columns [r, n] times columns [r, m], into [n, m]
-    # factors as columns [r, n], and what may replace a column that has come to nothing, to orthonormal columns that
-    # span those of each factor; see `gram_schmidt`
+    # factors as columns [r, n], and replacements of zero columns, to orthonormal columns; see `gram_schmidt`
     orthonormal: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
 
 
@@ -41,7 +39,7 @@ def at_once(left: Tensor, right: Tensor, out: Tensor) -> None:
 def term_by_term(left: Tensor, right: Tensor, out: Tensor) -> None:
     """The same in the order of the columns, to the same bits on every machine.
 
-    Products are rounded before they are added: some processors would round but once for both, and others can't.
+    Products are rounded before they are added: fused multiply-add isn't available everywhere.
     """
     torch.mul(left[0][:, None], right[0], out=out)
     for one, other in zip(left[1:], right[1:], strict=True):
@@ -49,7 +47,7 @@ def term_by_term(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def by_reflections(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
-    """Orthonormal columns by Householder's reflections; for a column that the earlier ones explain, some other one."""
+    """Orthonormal columns by Householder's reflections."""
     live = [torch.where(factor.any(1, keepdim=True), factor, one) for factor, one in zip(factors, first, strict=True)]
     return [torch.linalg.qr(_where_known(factor).T).Q.T.contiguous().to(factor.device) for factor in live]
 
@@ -57,25 +55,24 @@ def by_reflections(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[T
 def gram_schmidt(factors: Sequence[Tensor], first: Sequence[Tensor]) -> list[Tensor]:
     """Orthonormal columns [r, n] that span those of each factor; zeros for a column that the earlier ones explain.
 
-    A column that has come to nothing is replaced by that of `first`, or it would stay so for good: a matrix that has
-    moved in fewer than r directions, or not at all yet, leaves such columns.
-
-    Sums are taken in double precision and rounded: machines of different kinds add up in different orders, and all must
-    come to the same bits.
+    A zero column is replaced by that of `first`, or it would stay zero: a matrix that has moved in fewer than r
+    directions leaves such columns. Sums are taken in double precision and rounded, so that all machines get the same
+    bits.
     """
-    return [_gram_schmidt(factor, one) for factor, one in zip(factors, first, strict=True)]
-
-
-def _gram_schmidt(factor: Tensor, first: Tensor) -> Tensor:
-    lengths = lengths_of(factor)
-    live = lengths > 0
-    whole = torch.where(live, factor / torch.where(live, lengths, 1), first)
-    for number in range(len(whole)):
-        column, later = whole[number : number + 1], whole[number + 1 :]
-        length = lengths_of(column)
-        column.copy_(torch.where(length <= _EXPLAINED, 0.0, column / length))
-        later.sub_(_sum(column * later) * column)
-    return whole
+    found: list[Tensor] = []
+    for factor, one in zip(factors, first, strict=True):
+        lengths = lengths_of(factor)
+        live = lengths > 0
+        whole = torch.where(live, factor / torch.where(live, lengths, 1), one)
+        for number in range(len(whole)):
+            column, later = whole[number : number + 1], whole[number + 1 :]
+            length = lengths_of(column)
+            column.copy_(torch.where(length <= _EXPLAINED, 0.0, column / length))
+            products = column * later
+            total = _where_known(products).sum(-1, keepdim=True, dtype=torch.float64)
+            later.sub_(_rounded(total, products) * column)
+        found.append(whole)
+    return found
 
 
 LIBRARY, PORTABLE = Arithmetic(at_once, by_reflections), Arithmetic(term_by_term, gram_schmidt)
@@ -92,43 +89,14 @@ def write_product(multiply: Multiply, left: Tensor, right: Tensor, out: Tensor) 
         out.copy_(whole.view(out.shape))
 
 
-def fastest_alike(shapes: Iterable[tuple[int, int, int]], peers: SyncGroup, like: Tensor) -> Arithmetic:
-    """The fastest arithmetic that gives all peers equal bits, on the device and in the type of `like`; a collective.
-
-    Shapes are rows and columns of the matrices to come, and columns of their factors.
-    """
-    if peers.size == 1:
-        return LIBRARY
-    generator, bits = torch.Generator().manual_seed(0), hashlib.sha256()
-    for rows, columns, rank in sorted(set(shapes)):
-        left, right = (_random(rank, n, generator).to(like.dtype).to(like.device) for n in (rows, columns))
-        out = left.new_empty(rows, columns)
-        at_once(left, right, out)
-        for found in (out, *by_reflections([left, right], [left, right])):
-            bits.update(found.cpu().view(torch.uint8).numpy().tobytes())
-    mine = torch.tensor(list(bits.digest()), dtype=torch.uint8, device=like.device)
-    theirs, work = peers.gather(mine)
-    work.wait()
-    return LIBRARY if bool((theirs == mine).all()) else PORTABLE
-
-
-def _random(rank: int, length: int, generator: torch.Generator) -> Tensor:
-    """Equal bits on every processor, which normal numbers aren't; with as many digits as any type holds."""
-    return torch.rand(rank, length, generator=generator, dtype=torch.float64) - 0.5
-
-
-def _sum(products: Tensor) -> Tensor:
-    return _rounded(_where_known(products).sum(-1, keepdim=True, dtype=torch.float64), products)
-
-
 def lengths_of(columns: Tensor) -> Tensor:
-    """Of vectors [..., n], as [..., 1]; to the same bits on every machine."""
+    """Lengths of vectors [..., n], as [..., 1]; to the same bits on every machine."""
     # Roots are no more equal on all processors than sums are.
     return _rounded(_where_known(columns * columns).sum(-1, keepdim=True, dtype=torch.float64).sqrt(), columns)
 
 
 def _where_known(values: Tensor) -> Tensor:
-    """Where double precision and reflections are known, which they aren't on every kind of device."""
+    """On a device with double precision and reflections."""
     return values if values.device.type in {"cpu", "cuda"} else values.cpu()
 
 
@@ -151,7 +119,7 @@ class Rounded:
         return averaged, residual.own
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the tensors on which the next exchange depends: the residual of this process's part of the sums."""
+        """Returns the residual of this process's part of the sums."""
         return {} if self._sums is None else {"sums": self._sums}
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -159,16 +127,15 @@ class Rounded:
 
 
 class LowRank:
-    """Each matrix as a product of two thin ones, of which one is known everywhere from the turn before.
+    """Sends each matrix as a product of two thin ones, of which one is known everywhere from the turn before.
 
-    Left and right factors go in turns, so that two turns make one step of a power iteration, and each takes one
+    Left and right factors take turns, so that two turns make one step of a power iteration, and each takes one
     exchange. Sources: Vogels, Karimireddy and Jaggi, "PowerSGD", 2019, arXiv:1905.13727; Zhang et al., "Evaluation and
     optimization of gradient compression for distributed deep learning" (ACP-SGD), 2023, arXiv:2306.08881. Factors
-    travel as integers of 4 bits: what that loses is held back like the rest. A factor travels column by column, since
-    those of one scale belong together.
+    travel column by column as integers of 4 bits, whose rounding errors stay in the residual.
 
-    `rank` is the columns of the thin matrices, of small ones more; the seed of the first factors is equal everywhere.
-    Of several vectors that are sent together not all had better send their longer factors at a time: `turn` is 0 or 1.
+    `rank` is the columns of the thin matrices, more for small ones; `seed`, of the first factors, is equal everywhere.
+    `turn` (0 or 1) alternates which of several vectors that are sent together send their longer factors.
     """
 
     def __init__(
@@ -181,8 +148,7 @@ class LowRank:
         *,
         turn: int = 0,
     ) -> None:
-        # how factors are multiplied and made orthonormal, alike on all peers; see `compute_alike`
-        self.arithmetic: Arithmetic = PORTABLE
+        self.arithmetic: Arithmetic = PORTABLE  # alike on all peers; see `compute_alike`
         self.ranks = rank_shapes(shapes, rank)  # how the tensors are sent
         self._sizes = [int(torch.Size(shape).numel()) for shape in shapes]
         self._codec = Integers(FACTOR_BITS, FACTOR_BLOCK)
@@ -206,7 +172,7 @@ class LowRank:
         return averaged, values
 
     def begin(self, values: Tensor) -> Tensor:
-        """What is to be sent of values [n]: this turn's factors, and the tensors that are no matrices."""
+        """The values to send for values [n]: this turn's factors, and the tensors that are no matrices."""
         self.prepare()
         pieces = values.split(self._sizes)
         thin = [
@@ -216,7 +182,7 @@ class LowRank:
         return torch.cat([tensor.reshape(-1) for tensor in (*thin, *(pieces[place] for place in self.ranks.rest))])
 
     def send(self, sent: Tensor, peers: SyncGroup) -> ExchangeSteps[tuple[Tensor, Residual]]:
-        """The mean over all peers of what `begin` gave, and what rounding kept back of it; two messages."""
+        """The mean over all peers of the result of `begin`, and its residual; two messages."""
         return (yield from mean_of(sent, self._codec, peers))
 
     def end(
@@ -227,10 +193,10 @@ class LowRank:
         slots: Sequence[Tensor],
         between: Callable[[], object] = lambda: None,
     ) -> None:
-        """Writes what was agreed on into `slots`, and leaves in the values of `begin` what was not sent of them.
+        """Writes the averaged tensors into `slots`, and leaves the residual in the values of `begin`.
 
-        `received`: the mean of what all sent, and what rounding kept back of this process's part. `between` is called
-        now and then, since this takes a while.
+        `received`: the mean of what all sent, and the rounding error of this process's part. `between` is called now
+        and then, since this takes a while.
         """
         mean, lost = received
         pieces = values.split(self._sizes)
@@ -240,8 +206,7 @@ class LowRank:
             left, right = (known, averaged[number]) if self._sends_right(one) else (averaged[number], known)
             write_product(self.arithmetic.multiply, left, right, slots[one.place])
             between()
-            # What its own factor lacks, not what the agreed one lacks: else each process's distance from the mean,
-            # which nobody needs to know, would pile up in what it holds.
+            # What its own factor lacks, not what the mean lacks: else the distance from the mean would accumulate.
             left, right = (known, own[number]) if self._sends_right(one) else (own[number], known)
             matrix.addmm_(left.T, right, alpha=-1)
             between()
@@ -251,13 +216,13 @@ class LowRank:
         self._averaged, self._turn = averaged[: len(self._known)], self._turn + 1
 
     def prepare(self) -> None:
-        """Makes the factors that all have just got ready for the next turn; `begin` does, if nobody has done so."""
+        """Makes the received factors orthonormal for the next turn; `begin` does, if it hasn't been done."""
         if self._averaged is not None:
             first = self._first[1 - self._turn % 2]
             self._known, self._averaged = self.arithmetic.orthonormal(self._averaged, first), None
 
     def state(self) -> dict[str, Tensor]:
-        """The factors that are known, and whose turn it is."""
+        """The known factors, and the turn."""
         self.prepare()
         known = {f"known.{number}": factor for number, factor in enumerate(self._known)}
         return {"turn": torch.tensor(self._turn), **known}
@@ -286,22 +251,37 @@ Compressor = Rounded | LowRank
 def compressor_named(
     name: str, shapes: list[tuple[int, ...]], *, rank: int, seed: int, device: str, dtype: torch.dtype
 ) -> Compressor:
-    """The compressor that options call none, bf16, int8, int4 or lowrank, for tensors of these shapes in one vector."""
+    """The compressor none, bf16, int8, int4 or lowrank of the options, for tensors of these shapes in one vector."""
     return LowRank(shapes, rank, seed, device, dtype) if name == "lowrank" else Rounded(name, dtype)
 
 
 def compute_alike(compressors: Sequence[Compressor], peers: SyncGroup, like: Tensor) -> None:
-    """Has them compute as fast as all peers can to equal bits, on values like these; a collective."""
+    """Selects the fastest arithmetic with equal bits on all peers, for values like these; a collective."""
     thin = [one for one in compressors if isinstance(one, LowRank)]
-    if thin:
-        shapes = [(matrix.rows, matrix.columns, matrix.rank) for one in thin for matrix in one.ranks.matrices]
-        arithmetic = fastest_alike(shapes, peers, like)
-        for one in thin:
-            one.arithmetic = arithmetic
+    if not thin:
+        return
+    arithmetic = LIBRARY
+    if peers.size > 1:
+        generator, bits = torch.Generator().manual_seed(0), hashlib.sha256()
+        shapes = {(matrix.rows, matrix.columns, matrix.rank) for one in thin for matrix in one.ranks.matrices}
+        for rows, columns, rank in sorted(shapes):
+            # Uniform numbers have equal bits on every processor, unlike normal ones.
+            numbers = (torch.rand(rank, n, generator=generator, dtype=torch.float64) - 0.5 for n in (rows, columns))
+            left, right = (one.to(like.dtype).to(like.device) for one in numbers)
+            out = left.new_empty(rows, columns)
+            at_once(left, right, out)
+            for found in (out, *by_reflections([left, right], [left, right])):
+                bits.update(found.cpu().view(torch.uint8).numpy().tobytes())
+        theirs, work = peers.gather(torch.tensor(list(bits.digest()), dtype=torch.uint8, device=like.device))
+        work.wait()
+        if not bool((theirs == theirs[peers.rank]).all()):
+            arithmetic = PORTABLE
+    for one in thin:
+        one.arithmetic = arithmetic
 
 
 def _random_columns(one: Matrix, turn: int, generator: torch.Generator) -> Tensor:
-    """For the factor that goes in a turn, of length one: see `gram_schmidt`."""
+    """Columns of length one for the factor of a turn; see `gram_schmidt`."""
     # Uniform numbers, which have the same bits on every processor; normal ones don't.
     columns = torch.rand(one.rank, one.length(turn), generator=generator) - 0.5
     return columns / lengths_of(columns)

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from manyhands.core.options import Options, option
-from manyhands.sync.link_speeds import LinkSpeed
+from manyhands.sync.link_speeds import LinkSpeed, link_seconds, rounds, sent_bytes, work_seconds
 
 CodecName = Literal["none", "bf16", "int8", "int4", "lowrank"]
 
-# A sum reads two vectors and writes one; what a core of an ordinary machine moves.
-_STREAMS, _MEMORY_BYTES_PER_S = 3, 1e10
+_STREAMS, _MEMORY_BYTES_PER_S = 3, 1e10  # a sum reads two vectors and writes one; memory bandwidth of an ordinary core
 
 
 @dataclass(frozen=True)
 class LinkCase:
-    """What decides the costs of agreeing."""
+    """The inputs of the costs of synchronization."""
 
     shapes: tuple[tuple[int, ...], ...]  # of all trainable parameters
     item_bytes: int  # of one of their values
@@ -26,14 +25,12 @@ class LinkCase:
     backward_s: float  # the part of it in which gradients can be sent already
     link: LinkSpeed  # between two machines
     steps: int  # updates of the whole run
-    # one sum of two vectors of all values on this device, in which compressing is counted; 0 estimates it
-    pass_s: float = 0.0
+    pass_s: float = 0.0  # one sum of two vectors of all values, the unit of compressing; 0: estimated
     idle_s: float = 0.0  # the part of `backward_s` in which what compresses has nothing else to do
-    # what layers send to each other in every update where machines agree in each (BatchNorm's sums)
-    layers_s: float = 0.0
+    layers_s: float = 0.0  # of layers' own exchanges in every update (BatchNorm's sums)
 
     def compressing_s(self, passes: float) -> float:
-        """Seconds of an exchange's own work, of so many passes over all values; none where nobody is to agree with."""
+        """Seconds of so many passes over all values in an exchange; 0 on one machine."""
         if self.machines == 1:
             return 0.0
         return passes * (self.pass_s or _STREAMS * self.values * self.item_bytes / _MEMORY_BYTES_PER_S)
@@ -45,7 +42,7 @@ class LinkCase:
 
 @dataclass(frozen=True)
 class Cost:
-    """One way of agreeing, and what it costs."""
+    """A variant of a sync method, and its costs."""
 
     method: str  # its name
     step_s: float  # one update, agreement included, in the long run
@@ -57,11 +54,12 @@ class Cost:
     refused: str = ""  # why it is no candidate, though its costs are shown; empty for candidates
 
 
-# Of a factor's value on its way, and how many values share a scale: few, since columns differ much in size. What
-# rounding loses is held back with what the rank leaves out.
+# Values that share a scale of 16 bits, and the unit in which vectors are divided; 4 bits become 4.0625.
+BLOCK, SCALE_BYTES = 256, 2
+# Bits of a factor's value, and how many values share a scale: few, since columns differ much in size.
 FACTOR_BITS, FACTOR_BLOCK = 4, 32
-# Tensors of fewer values go as they are, and factors aren't thinner than that: next to the time that a message takes to
-# arrive, nothing would be saved. In a ResNet-18 that concerns the first layers, and makes a twentieth of its bytes.
+FACTOR_VALUE_BYTES = FACTOR_BITS / 8 + SCALE_BYTES / FACTOR_BLOCK
+# Smaller tensors go as they are, and factors aren't thinner: that would save nothing beside a message's latency.
 _MIN_IN_MATRIX, _MIN_IN_FACTOR = 4096, 1536
 # Gradients leave in batches, each so much of what is still to be sent, so that little is left when the last ones come.
 _SHARE, _MOST, _MIN_VALUES = 0.4, 0.25, 8192
@@ -78,7 +76,7 @@ class Matrix:
     first: int  # the factor that goes in the first turn: 0 the left one [rows, rank], 1 the right one [columns, rank]
 
     def length(self, turn: int) -> int:
-        """Values in a column of the factor that goes in a turn."""
+        """Values in a column of the factor of a turn."""
         return self.columns if (self.first + turn) % 2 else self.rows
 
 
@@ -91,16 +89,16 @@ class Ranks:
     shapes: tuple[tuple[int, ...], ...]  # of all tensors
 
     def values(self, turn: int) -> int:
-        """How many are sent in a turn: one factor of each matrix, and the tensors that go as they are."""
+        """Values sent in a turn: one factor of each matrix, and the tensors that are no matrices."""
         thin = sum(matrix.rank * matrix.length(turn) for matrix in self.matrices)
         return thin + sum(math.prod(self.shapes[place]) for place in self.rest)
 
 
 def rank_shapes(shapes: Sequence[tuple[int, ...]], rank: int) -> Ranks:
-    """Sends large tensors as [rows, rank] x [rank, columns] where both together are at most half of it.
+    """Sends large tensors as [rows, rank] x [rank, columns] if both together are at most half of it.
 
-    The matrix is as square as halving one side makes it, since its factors are shortest so; all turns send about
-    equally much. A small matrix has more columns than `rank`, which cost little.
+    Halving one side makes the matrix nearly square, since its factors are shortest so; all turns send about equally
+    much. Small matrices have more columns than `rank`, which cost little.
     """
     found: list[tuple[int, int, int, int]] = []
     rest: list[int] = []
@@ -146,8 +144,92 @@ def batches(shapes: Sequence[tuple[int, ...]], rank: int) -> list[list[int]]:
 
 
 class RankOptions(Options):
-    """How thin factors are."""
+    """The rank of factors."""
 
     rank: int = option(
         4, "rank of the low-rank approximation; used only with method powersgd or codec lowrank", ge=1, le=128
     )
+
+
+def chunk_values(count: int, machines: int) -> int:
+    """Of `count` values, how many each machine sums for all: equal shares in whole blocks."""
+    return -(-count // (machines * BLOCK)) * BLOCK
+
+
+def value_bytes(codec: str, item_bytes: int) -> float:
+    """Bytes of a value on its way under a codec; "none" keeps `item_bytes`."""
+    return {"none": item_bytes, "bf16": 2, "int8": 1 + SCALE_BYTES / BLOCK, "int4": 0.5 + SCALE_BYTES / BLOCK}[codec]
+
+
+def mean_bytes(count: int, machines: int, each_bytes: float) -> float:
+    """Bytes that a machine sends for the mean of `count` values: parts to their owners, then its own to all."""
+    return 2 * (machines - 1) * chunk_values(count, machines) * each_bytes
+
+
+_BUCKET_BYTES = 25 << 20  # of DDP; each waits for its own first byte
+_STATISTIC_BYTES = 8
+# If all send to all at once: 1.1 to 1.5 was measured with gloo between three machines at 10 to 1000 Mbit/s.
+_CROSSING = 1.3
+_CONTROL_BYTES = 220  # of gloo, to each peer in each collective; measured
+
+
+@dataclass(frozen=True)
+class SyncMessage:
+    """A message of a machine, or several in sequence."""
+
+    sent_bytes: float = 0.0  # by each machine
+    seconds: float = 0.0  # until all have it
+    work_s: float = 0.0  # of these, those in which a machine's cores can't compute
+
+    def __add__(self, other: "SyncMessage") -> "SyncMessage":
+        return SyncMessage(self.sent_bytes + other.sent_bytes, self.seconds + other.seconds, self.work_s + other.work_s)
+
+    def beside(self, hiding_s: float) -> float:
+        """Seconds by which a step becomes longer, if `hiding_s` of its computation overlap."""
+        return self.work_s + max(0.0, self.seconds - self.work_s - hiding_s)
+
+
+def gradients(case: LinkCase, item_bytes: int) -> SyncMessage:
+    """DDP's all-reduces of all gradients.
+
+    Machines are the parties, since their processes add up first (`modes.data.TwoLevelNetwork`). With bf16 and on
+    accelerators DDP alone does it, and sends half as much again between two machines with two processes each.
+    """
+    return _all_reduce(case, case.values * item_bytes, -(-case.values * case.item_bytes // _BUCKET_BYTES))
+
+
+def statistics(case: LinkCase) -> SyncMessage:
+    """One all-reduce of BatchNorm's running statistics per update."""
+    return _all_reduce(case, case.buffers * _STATISTIC_BYTES, 1)
+
+
+def mean(case: LinkCase, count: int, each_bytes: float) -> SyncMessage:
+    """The mean of `count` values: parts to their owners, then each owner's mean to all."""
+    if not count:
+        return SyncMessage()
+    sent = mean_bytes(count, case.machines, each_bytes) + 2 * (case.machines - 1) * _CONTROL_BYTES
+    messages = 2 * rounds("all_to_all", case.machines)[0]
+    crossing = _CROSSING if case.machines > 2 else 1.0
+    return SyncMessage(sent, crossing * sent / case.link.bytes_per_s + messages * case.link.latency_s)
+
+
+def low_rank(case: LinkCase, shapes: Sequence[tuple[int, ...]], rank: int) -> SyncMessage:
+    """One thin factor of each matrix, as the mean of two turns."""
+    ranks = rank_shapes(shapes, rank)
+    both = [mean(case, ranks.values(turn), FACTOR_VALUE_BYTES) for turn in (0, 1)]
+    return SyncMessage(sum(one.sent_bytes for one in both) / 2, sum(one.seconds for one in both) / 2)
+
+
+def low_rank_batches(case: LinkCase, rank: int) -> list[SyncMessage]:
+    """The same in batches, as they leave during a backward pass."""
+    places = batches(case.shapes, rank)
+    return [low_rank(case, [case.shapes[place] for place in batch], rank) for batch in places]
+
+
+def _all_reduce(case: LinkCase, size_bytes: float, calls: int) -> SyncMessage:
+    if not size_bytes:
+        return SyncMessage()
+    parties, link = case.machines, case.link
+    seconds = calls * link_seconds("all_reduce", parties, size_bytes / calls, link)
+    work_s = calls * work_seconds("all_reduce", parties, size_bytes / calls, link)
+    return SyncMessage(sent_bytes("all_reduce", parties, size_bytes), seconds, work_s)

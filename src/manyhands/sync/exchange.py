@@ -1,7 +1,7 @@
-"""Conversations between machines that go on beside training.
+"""Exchanges between machines during training.
 
-An exchange is a generator: it starts a collective, yields it, and continues when that is done. `AsyncExchange` looks
-after it. Each process takes the same steps in the same order, so the result doesn't depend on how fast anybody is.
+An exchange is a generator: it starts a collective, yields it, and continues when that is done. Each process takes the
+same steps in the same order, so the result doesn't depend on speed.
 """
 
 import threading
@@ -16,19 +16,19 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from manyhands.sync.codecs import Codec, chunk_values
+from manyhands.sync.codecs import Codec
+from manyhands.sync.costs import chunk_values
 
 T = TypeVar("T")
 
-# Between two looks at a collective; and how long a process that ends waits for one.
-_LOOK_S, _LONGEST_S = 0.002, 60.0
+_LOOK_S, _LONGEST_S = 0.002, 60.0  # between two polls of a collective; longest wait for one at the end
 
 ExchangeSteps = Generator[Any, None, T]
 
 
 @dataclass
 class SyncGroup:
-    """Those who agree: one process of each party."""
+    """The processes that exchange: one of each party."""
 
     rank: int = 0  # this process's place among them
     size: int = 1  # how many they are
@@ -36,20 +36,20 @@ class SyncGroup:
     sent_bytes: int = 0  # counts what this process has sent in conversations
 
     def exchange(self, parts: Tensor) -> tuple[Tensor, Any]:
-        """Starts sending uint8 [size, n], row r to rank r; what comes, and the collective."""
+        """Starts sending uint8 [size, n], row r to rank r; returns the received rows and the work."""
         received = torch.empty_like(parts)
         self.sent_bytes += (self.size - 1) * parts[0].numel()
         return received, dist.all_to_all_single(received, parts, group=self.group, async_op=True)
 
     def gather(self, part: Tensor) -> tuple[Tensor, Any]:
-        """Starts sending uint8 [n] to all; the rows [size, n] that come, and the collective."""
+        """Starts sending uint8 [n] to all; returns the received rows [size, n] and the work."""
         received = part.new_empty(self.size, part.numel())
         self.sent_bytes += (self.size - 1) * part.numel()
         return received, dist.all_gather_into_tensor(received.view(-1), part, group=self.group, async_op=True)
 
 
 def drive(steps: ExchangeSteps[T]) -> T:
-    """The result of a conversation that is waited for."""
+    """Runs an exchange to its end and returns its result."""
     while True:
         try:
             next(steps).wait()
@@ -58,10 +58,9 @@ def drive(steps: ExchangeSteps[T]) -> T:
 
 
 class AsyncExchange(Generic[T]):
-    """A conversation under way, beside whatever this process does meanwhile; it starts at once.
+    """An exchange in a thread beside training, which starts at once; with `beside=False` it completes here.
 
-    Not beside it, and without a thread, where the result is waited for at once. `seconds` is how long it took; 0 until
-    its end.
+    `seconds` is how long it took; 0 until its end.
     """
 
     def __init__(self, steps: ExchangeSteps[T], *, beside: bool = True) -> None:
@@ -78,14 +77,14 @@ class AsyncExchange(Generic[T]):
             threading.Thread(target=self._continue, name="manyhands exchange", daemon=True).start()
 
     def result(self) -> T:
-        """Waits for the end. Raises RuntimeError: a collective failed; as it said."""
+        """Waits for the end. Raises RuntimeError if a collective failed."""
         self._ended.wait()
         if self._error:
             raise self._error
         return self._results[0]
 
     def close(self) -> None:
-        """Lets the exchange come to its end, so that its process group can be given back; gives up after a while."""
+        """Waits for the end, for a while, so that the process group can be released."""
         self._ended.wait(_LONGEST_S)
         self._ended.set()
 
@@ -114,11 +113,10 @@ class AsyncExchange(Generic[T]):
 
 
 class CollectiveQueue(Generic[T]):
-    """Conversations in one group whose collectives begin in one order everywhere, however fast anybody is.
+    """Exchanges in one group whose collectives begin in the same order on all processes.
 
-    The first collective of a conversation, which has `messages` of them, comes before the last of the one that was
-    added before it, so that the link is never idle while there is something to send. `results` are by the
-    conversation's number.
+    The first of the `messages` collectives of an exchange comes before the last of the exchange added before it, so
+    that the link is never idle while there is something to send. `results` are by the exchange's number.
     """
 
     def __init__(self, conversations: int, messages: int = 2) -> None:
@@ -132,14 +130,13 @@ class CollectiveQueue(Generic[T]):
 
     @property
     def in_progress(self) -> bool:
-        """True while one that was added hasn't ended."""
         return len(self.results) < len(self._conversations)
 
     def add(self, steps: ExchangeSteps[T]) -> None:
         self._conversations.append(steps)
 
     def advance(self) -> None:
-        """Begins each collective whose turn has come; waits for none. Raises RuntimeError as a collective fails."""
+        """Begins each collective whose turn has come; waits for none. Raises RuntimeError if one failed."""
         while self._order and self._moves(self._order[0]):
             self._order.popleft()
         for number in range(len(self._conversations)):
@@ -165,15 +162,13 @@ class CollectiveQueue(Generic[T]):
 
 @dataclass
 class Residual:
-    """What rounding has left out of the values that a process sends."""
+    """The rounding errors of a process's values."""
 
-    own: Tensor | None = None  # of the values that it brought [n]; None before the first exchange
-    sums: Tensor | None = None  # of the part whose mean it computes for all [n / size]; None before the first exchange
+    own: Tensor  # of the values that it brought [n]
+    sums: Tensor | None  # of the part whose mean it computes for all [n / size]; None if it is alone
 
     def together(self, peers: "SyncGroup") -> Tensor:
         """Both as values yet to be sent [n]: their mean over all processes is what the agreed mean lacks."""
-        if self.own is None:
-            raise ValueError("nothing has been exchanged yet")
         kept = self.own.clone()
         if self.sums is not None:
             part = kept[peers.rank * self.sums.numel() :][: self.sums.numel()]
@@ -182,13 +177,10 @@ class Residual:
 
 
 def mean_of(values: Tensor, codec: Codec, peers: SyncGroup, sums_before: Tensor | None = None) -> ExchangeSteps[Any]:
-    """The mean over all peers of vectors [n], equal to the last bit everywhere; a conversation.
+    """The mean over all peers of vectors [n], equal to the last bit everywhere; an exchange.
 
-    Each process adds up one part for all, and hands the rounded mean on; values travel by the codec both ways.
-    `sums_before` was kept back of the part that this process adds up; None for nothing.
-
-    Gives the agreed mean [n], and what was kept back: the mean over processes of (`own` + `sums` where it is theirs)
-    and the agreed mean make up the mean of the values and of `sums_before`.
+    Each process sums one part for all and sends the rounded mean to all. `sums_before` is the earlier residual of that
+    part; None for nothing. Returns the mean [n] and the residual.
     """
     count = values.numel()
     if peers.size == 1 or not count:

@@ -22,26 +22,19 @@ class LinkSpeed:
     work_s_per_message: float = 0.0  # that they are busy with each message
 
     def with_work_of(self, other: "LinkSpeed") -> "LinkSpeed":
-        """Returns this link with the core time of the other's messages."""
         return replace(self, work_s_per_byte=other.work_s_per_byte, work_s_per_message=other.work_s_per_message)
 
 
 # Processes of one machine exchange tensors through memory; machines are assumed to have Gigabit Ethernet.
 WITHIN_A_MACHINE = LinkSpeed(4e9, 20e-6)
 BETWEEN_MACHINES = LinkSpeed(125e6, 100e-6)
-# The share of a line without the headers of Ethernet, IP and TCP: 1448 of 1514 bytes.
-_PAYLOAD = 0.956
-# Largest throughput of ssh and the latency it adds, measured between two hosts that share two cores
-# (docs/experiments/through-ssh.md).
+_PAYLOAD = 0.956  # without the headers of Ethernet, IP and TCP: 1448 of 1514 bytes
+# Largest throughput of ssh and the latency it adds, measured (docs/experiments/through-ssh.md)
 _SSH = LinkSpeed(2.2e8, 300e-6)
 
 
 def named_link(text: str, where: str = "--link") -> LinkSpeed:
-    """Returns the link on a line of a nominal speed, such as 10mbit.
-
-    Raises:
-        UserError: the text is not a speed.
-    """
+    """Returns the link on a line of a nominal speed, such as 10mbit. Raises UserError for another text."""
     return LinkSpeed(parse_bandwidth(text, where) * _PAYLOAD, BETWEEN_MACHINES.latency_s)
 
 
@@ -64,12 +57,10 @@ def rounds(kind: str, processes: int) -> tuple[int, float]:
 
 
 def sent_bytes(kind: str, processes: int, size_bytes: float) -> float:
-    """Returns the bytes that a process sends, as the mean over the group."""
     return size_bytes * rounds(kind, processes)[1]
 
 
 def link_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) -> float:
-    """Returns the seconds of a collective, at least the time that cores are busy with it."""
     messages, share = rounds(kind, processes)
     sending_s = messages * link.latency_s + share * size_bytes / link.bytes_per_s
     return max(sending_s, work_seconds(kind, processes, size_bytes, link))
@@ -82,7 +73,7 @@ def work_seconds(kind: str, processes: int, size_bytes: float, link: LinkSpeed) 
 
 
 def fitted_link(kind: str, processes: int, points: Points) -> LinkSpeed:
-    """Fits a link to the first and the last of measured points (bytes, seconds), for groups that weren't measured.
+    """Fits a link to the first and the last of measured points (bytes, seconds).
 
     If noise makes the last point no slower than the first, all of its time counts for its bytes.
     """

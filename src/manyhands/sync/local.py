@@ -1,9 +1,9 @@
-"""Local steps: each machine trains by itself, and now and then all agree on how far they have come together.
+"""Local steps: each machine trains separately, and every few steps the machines average how far they have come.
 
 Every `every` steps each process sends how far its parameters have moved from the last agreed point, compressed, while
-training goes on; `delay` steps later the agreed movement is applied to what has been reached meanwhile. What
-compression loses is the residual, sent the next time. Sources: Stich 2018 (arXiv:1805.09767); Douillard et al. 2023,
-2025 ("DiLoCo", arXiv:2311.08105; "Streaming DiLoCo", arXiv:2501.18512) for the outer momentum and the overlap.
+training continues; `delay` steps later the averaged movement is applied. Compression errors are sent the next time.
+Sources: Stich 2018 (arXiv:1805.09767); Douillard et al. 2023, 2025 ("DiLoCo", arXiv:2311.08105; "Streaming DiLoCo",
+arXiv:2501.18512) for the outer momentum and the overlap.
 """
 
 import time
@@ -25,7 +25,7 @@ from manyhands.sync.synchronizer import Buffers, LocalGroup, Synchronizer, add_v
 
 @dataclass
 class Flight:
-    """An exchange under way."""
+    """An exchange in progress."""
 
     since: int  # the step at which it began
     moved: Tensor  # how far this process had come from the agreed point then [n]
@@ -36,7 +36,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Pace:
-    """How often processes agree, and how late."""
+    """The interval and the outer step of exchanges."""
 
     every: int  # steps from one exchange to the next
     delay: int = 0  # steps for which an exchange may go on beside training, at most `every`; 0 waits for it
@@ -46,7 +46,7 @@ class Pace:
 
 @dataclass
 class LocalSteps(Synchronizer):
-    """Has processes, or machines, train apart from each other, keeps the agreed point, and has them agree."""
+    """Trains processes, or machines, separately, keeps the agreed point, and averages."""
 
     alone = True
     local_statistics = True
@@ -73,7 +73,7 @@ class LocalSteps(Synchronizer):
         self.begin()
 
     def begin(self) -> None:
-        """Takes the parameters and buffers, which are equal everywhere, as agreed; nothing is held back."""
+        """Takes the parameters and buffers, which are equal everywhere, as agreed; drops residuals."""
         self.anchor = as_vector(self.parameters, self._dtype)
         self.buffers.begin()
         self._residual = torch.zeros_like(self.anchor)
@@ -87,12 +87,10 @@ class LocalSteps(Synchronizer):
         return self._flight is None
 
     def before_update(self, step: int) -> None:
-        """Begins an exchange where one is due that goes on beside training; `step` updates have been made."""
         if self.pace.delay and step and step % self.pace.every == 0 and self._flight is None:
             self._launch(step)
 
     def after_update(self, step: int) -> None:
-        """Applies an exchange that is due, once `step` updates have been made."""
         if not self.pace.delay:
             if step % self.pace.every == 0:
                 self._agree_now(step)
@@ -103,7 +101,7 @@ class LocalSteps(Synchronizer):
         return self.adapt(speeds_s, exchanges_s) if self.adapt else None
 
     def finish(self, step: int) -> None:
-        """Ends with all at the agreed point, with all that they did but what compression holds back; waits."""
+        """Ends with all at the agreed point, with everything but compression errors; waits."""
         if self._flight:
             self._land()
         self._agree_now(step)
@@ -111,20 +109,20 @@ class LocalSteps(Synchronizer):
         self._write(self.anchor, self.buffers.averaged)
 
     def average_buffers(self, step: int) -> None:
-        """Takes the mean of all buffers, once in each step; waits for an exchange under way; a collective."""
+        """Averages the buffers once in each step, after an exchange in progress; a collective."""
         if self._flight and self._flight.talk:
             self._flight.talk.result()  # both use one group, in which messages must not meet
         self.buffers.average(step)
 
     def close(self) -> None:
-        """Waits for an exchange under way and drops it; its process group may be given back then."""
+        """Waits for an exchange in progress and drops it, so that its process group can be released."""
         if self._flight and self._flight.talk:
             self._flight.talk.close()
         self._flight = None
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Has the network be the agreed one, with the buffers last agreed on, for evaluation and checkpoints."""
+        """Writes the agreed parameters and buffers into the network, for evaluation and checkpoints."""
         own = as_vector(self.parameters, self._dtype), self.buffers.own()
         self._write(self.anchor, self.buffers.averaged)
         try:
@@ -137,7 +135,6 @@ class LocalSteps(Synchronizer):
         return {"the agreed parameters": self.anchor, **frozen}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """What this process has beside the agreed network: tensors and numbers; enough to go on to the same bits."""
         flight = self._flight
         tensors = {
             "parameters": as_vector(self.parameters, self._dtype),
@@ -152,7 +149,7 @@ class LocalSteps(Synchronizer):
         return tensors, {"rounds": self.rounds, "since": flight.since if flight else -1}
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None:
-        """Takes back what `state` gave, once the network is the agreed one; an exchange under way begins again."""
+        """Restores `state`, once the network is the agreed one; an exchange in progress begins again."""
         self.begin()
         moved = {name: tensor.to(self.anchor.device) for name, tensor in tensors.items()}
         self._write(moved["parameters"], moved["buffers"])
@@ -162,21 +159,17 @@ class LocalSteps(Synchronizer):
         prefix = "compressor."
         self.compressor.load({name[len(prefix) :]: one for name, one in moved.items() if name.startswith(prefix)})
         if numbers["since"] >= 0:
-            self._fly(numbers["since"], moved["flight.moved"])
+            self._launch(numbers["since"], moved["flight.moved"])
 
     def _agree_now(self, step: int) -> None:
         self._launch(step, beside=False)
         self._land(still=True)
 
-    def _launch(self, step: int, *, beside: bool = True) -> None:
-        moved = as_vector(self.parameters, self._dtype, self._moved).sub_(self.anchor)
-        self._fly(step, moved, beside=beside)
-
-    def _fly(self, step: int, moved: Tensor, *, beside: bool = True) -> None:
-        before = dict(self.compressor.state())
-        is_leader = self.machine is None or self.machine.is_leader
-        talk = None
-        if is_leader:
+    def _launch(self, step: int, moved: Tensor | None = None, *, beside: bool = True) -> None:
+        if moved is None:
+            moved = as_vector(self.parameters, self._dtype, self._moved).sub_(self.anchor)
+        before, talk = dict(self.compressor.state()), None
+        if self.machine is None or self.machine.is_leader:
             values = torch.add(self._residual, moved, alpha=self.weight, out=self._spare)
             talk = AsyncExchange(self.compressor.average(values, self.peers), beside=beside)
         self._flight = Flight(step, moved, self._residual, before, talk)

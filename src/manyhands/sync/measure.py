@@ -11,17 +11,15 @@ from manyhands.sync.link_speeds import LinkSpeed, fitted_link
 
 _REPEATS = 5
 _SMALLEST_BYTES, _LARGEST_BYTES = 1 << 14, 1 << 26
-# A message that takes this long says enough of the bandwidth.
-_LONG_S = 0.3
+_LONG_S = 0.3  # long enough to measure the bandwidth
 _VALUE_BYTES = 4
 
 
 def measure_link(group: dist.ProcessGroup | None, device: str, budget_s: float = 5.0) -> LinkSpeed:
-    """Latency and bandwidth of the slowest process; a collective, and all of the group get the same numbers.
+    """Latency and bandwidth of the slowest process; a collective with the same result on all of the group.
 
-    All-reduces of one value give the latency, and of doubling sizes the bandwidth, until one takes long. The last one
-    is repeated, and the faster time counts: whatever else goes on can only make it slower. A larger size is tried only
-    where twice the last one's time is left of the budget.
+    All-reduces of one value give the latency, of doubling sizes the bandwidth, until one takes long. The last one is
+    repeated, and the faster time counts. A larger size is tried only if twice the last time is left of the budget.
     """
     processes = dist.get_world_size(group) if dist.is_initialized() else 1
     if processes == 1:
@@ -39,12 +37,11 @@ def measure_link(group: dist.ProcessGroup | None, device: str, budget_s: float =
 
 
 def _is_left(wanted_s: float, ends_s: float, group: dist.ProcessGroup | None, device: str) -> bool:
-    """Whether so many seconds are left on all processes; the same answer on all."""
     return _largest(time.perf_counter() + wanted_s - ends_s, group, device) <= 0
 
 
 def pass_seconds(count: int, device: str) -> float:
-    """Seconds of one sum of two vectors of so many values, in which work on vectors is counted."""
+    """Seconds of one sum of two vectors of so many values, the unit of work on vectors."""
     one, other, total = (torch.ones(count, device=device) for _ in range(3))
     taken: list[float] = []
     for _ in range(_REPEATS):
@@ -56,7 +53,7 @@ def pass_seconds(count: int, device: str) -> float:
 
 
 def _seconds(count: int, group: dist.ProcessGroup | None, device: str) -> float:
-    """Of one all-reduce, on the slowest process."""
+    """Seconds of one all-reduce, on the slowest process."""
     values = torch.zeros(count, device=device)
     # All begin together, or the first would count the others' delay.
     _largest(0.0, group, device)

@@ -15,18 +15,17 @@ _LAST = 1000
 
 @functools.cache
 def methods() -> dict[str, Any]:
-    """The files of all methods by name, in the order in which `auto` prefers them."""
+    """The modules of all methods by name, in the order in which `auto` prefers them."""
     found = {name: load_choice(METHODS, name) for name in module_names(METHODS)}
     return dict(sorted(found.items(), key=lambda one: getattr(one[1], "PRECEDENCE", _LAST)))
 
 
 def synchronizes_every_update(name: str) -> bool:
-    """True for methods without a pace."""
     return bool(getattr(methods()[name], "EVERY_UPDATE", True))
 
 
 def exception_of(name: str) -> str:
-    """How a method makes results depend on the number of processes, in a sentence; empty if it doesn't."""
+    """How results depend on the number of processes under a method, in a sentence; empty if they don't."""
     method = methods()[name]
     if method.EXACT:
         return ""
@@ -35,7 +34,7 @@ def exception_of(name: str) -> str:
 
 
 def refused(name: str, offers: "frozenset[Need] | set[Need]") -> Need | None:
-    """The first thing that a method needs and isn't offered; None where it can be taken."""
+    """The first need of a method that isn't offered; None if it can run."""
     return missing(methods()[name].NEEDS, offers)
 
 
@@ -45,19 +44,16 @@ def option_keys(name: str) -> list[str]:
     return list(section.model_fields) if section else []
 
 
-# Has the link decide.
-AUTO = "auto"
+AUTO = "auto"  # chosen by the link
 
 
-def _names() -> str:
-    *most, last = methods()
-    return f"{AUTO}, {', '.join(most)} or {last}"
+_NAMES = f"{AUTO}, {', '.join([*methods()][:-1])} or {[*methods()][-1]}"
 
 
 class CommonOptions(Options):
     """Options of gradient synchronization."""
 
-    method: str = option("allreduce", f"gradient synchronization: {_names()}; {AUTO}: chosen by network speed")
+    method: str = option("allreduce", f"gradient synchronization: {_NAMES}; {AUTO}: chosen by network speed")
     within: Literal["auto", "machine", "process"] = option(
         "auto",
         "which processes communicate over the network; process: every process; machine: one process per machine, "
@@ -67,12 +63,11 @@ class CommonOptions(Options):
 
     @property
     def is_auto(self) -> bool:
-        """True where the link decides which method is taken."""
         return self.method == AUTO
 
 
 def _sections() -> list[type[Options]]:
-    """The options of each method that has some. Raises TypeError: two methods have one name for different options."""
+    """The options of each method. Raises TypeError if two methods have one name for different options."""
     found: list[type[Options]] = []
     for name, method in methods().items():
         section = getattr(method, "Options", None)

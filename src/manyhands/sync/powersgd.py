@@ -1,11 +1,10 @@
-"""Gradients of low rank: every process sends thin factors of its gradients in every update, and gets their mean."""
+"""PowerSGD: every process sends thin factors of its gradients in every update, and gets their mean."""
 
 import contextlib
 import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
 from typing import Any
@@ -22,19 +21,12 @@ from manyhands.sync.costs import batches
 from manyhands.sync.exchange import CollectiveQueue, ExchangeSteps, SyncGroup
 from manyhands.sync.synchronizer import Buffers, LocalGroup, Synchronizer, dtype_of
 
-# Between two looks at what has come.
-_LOOK_S = 1e-3
-# How long a process that ends waits for what its thread is at.
-_CLOSING_S = 10.0
+_LOOK_S = 1e-3  # between two polls
+_CLOSING_S = 10.0  # longest wait for the thread at the end
 
 
-@dataclass(frozen=True)
-class _SentBatch:
-    """What came of sending a batch."""
-
-    sent: Tensor  # what this process sent
-    mean: Tensor  # of what all sent
-    lost: Tensor  # what of this process's part rounding kept back
+# what this process sent, its mean over all processes, and the rounding error of this process's part
+_SentBatch = tuple[Tensor, Tensor, Tensor]
 
 
 class PowerSgd(Synchronizer):
@@ -45,18 +37,8 @@ class PowerSgd(Synchronizer):
     there are several buckets. Sources: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727; Zhang et al. 2023,
     arXiv:2306.08881.
 
-    Creation is a collective.
-
-    Args:
-        parameters: all trained parameters, in the same order on all processes, best that of the forward pass.
-        peers: the processes that exchange gradients.
-        rank: the rank of the approximation.
-        seed: of the first factors; equal on all processes.
-        rare: parameters that may get a gradient on no process.
-        machine: processes that add up their factors before the exchange; None if each sends its own.
-        processes: the number of processes on all machines; 0: that of the peers.
-        buffers: the network's buffers, averaged for evaluation and checkpoints.
-        own: see `Synchronizer`.
+    `parameters` are in the same order on all processes, best that of the forward pass; `rare` ones may get no gradient
+    on any process. The processes of a `machine` add up their factors before the exchange. Creation is a collective.
     """
 
     reduces = False
@@ -76,8 +58,7 @@ class PowerSgd(Synchronizer):
         own: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.own, self._buffers, self.timed = own, buffers or Buffers([], peers, machine), self
-        # seconds for which training waited for gradients; no exchange outlasts an update
-        self.waited_s, self.exchange_s = 0.0, 0.0
+        self.waited_s, self.exchange_s = 0.0, 0.0  # seconds; no exchange outlasts an update
         self._peers, self._rare, self._machine = peers, list(rare), machine
         self._weight = peers.size / (processes or peers.size)
         dtype, device = dtype_of(parameters), str(parameters[0].device)
@@ -127,7 +108,6 @@ class PowerSgd(Synchronizer):
                 parameter.grad = None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Returns residuals, factors and buffers."""
         state = {"buffers": self._buffers.own()}
         for number, batch in enumerate(self._batches):
             state[f"{number}.held"] = batch.residual
@@ -172,7 +152,6 @@ class PowerSgd(Synchronizer):
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def close(self) -> None:
-        """Leaves the parameters without hooks."""
         for hook in self._hooks:
             hook.remove()
         self._begun.put(False)
@@ -180,7 +159,6 @@ class PowerSgd(Synchronizer):
         self._thread.join(_CLOSING_S)
 
     def _arrived(self, batch: "_Batch", parameter: Tensor) -> None:
-        """A backward pass has come to a parameter's gradient."""
         if not self._expecting:
             return  # a pass that isn't the last one
         if id(parameter) not in batch.missing:
@@ -190,7 +168,7 @@ class PowerSgd(Synchronizer):
         self._offer()
 
     def _offer(self, *, nothing_comes: bool = False) -> None:
-        """Hands on each batch, in order, that is complete, or as complete as it will be."""
+        """Hands on each complete batch, in order; with `nothing_comes` also incomplete ones."""
         while self._offered < len(self._batches):
             batch = self._batches[self._offered]
             if batch.missing and not nothing_comes:
@@ -200,7 +178,6 @@ class PowerSgd(Synchronizer):
 
     @torch.no_grad()
     def _serve(self) -> None:
-        """A thread's work: one update after the other, until there are no more."""
         try:
             while True:
                 self._serve_update()
@@ -211,7 +188,7 @@ class PowerSgd(Synchronizer):
             self._ended.put(error)
 
     def _serve_update(self) -> None:
-        """Sends each batch as it comes, and writes what was agreed on as that comes."""
+        """Sends each batch as it comes, and writes the averages as they come."""
         if not self._begun.get():
             raise _ClosedError
         # While the forward pass goes on.
@@ -220,16 +197,15 @@ class PowerSgd(Synchronizer):
         relay = CollectiveQueue[_SentBatch](len(self._batches), 2 if self._machine is None else 4)
         for number, batch in enumerate(self._batches):
             while number not in relay.results:
-                # Not get(timeout=…), which waits for ever where its thread is held up for longer than that (CPython
-                # 3.11, on a busy machine).
+                # Not get(timeout=…), which may wait forever on a busy machine (CPython 3.11).
                 if relay.in_progress:
                     time.sleep(_LOOK_S)
                 self._send(relay, wait=not relay.in_progress)
             # What comes meanwhile is sent first.
-            batch.give(relay.results[number], lambda: self._send(relay))
+            batch.give(*relay.results[number], lambda: self._send(relay))
 
     def _send(self, relay: CollectiveQueue[_SentBatch], *, wait: bool = False) -> None:
-        """Sends a batch if one has come, or waits for one, and moves on what has been sent."""
+        """Sends a batch if one has come, or waits for one, and advances the batches in progress."""
         with contextlib.suppress(Empty):
             batch = self._complete.get(block=wait)
             if batch is None:
@@ -238,11 +214,10 @@ class PowerSgd(Synchronizer):
         relay.advance()
 
     def _mean(self, batch: "_Batch") -> ExchangeSteps[_SentBatch]:
-        """Has all agree on a batch."""
         sent, machine = batch.take(), self._machine
         if machine is None:
             mean, residual = yield from batch.compressor.send(sent, self._peers)
-            return _SentBatch(sent, mean, residual.together(self._peers))
+            return sent, mean, residual.together(self._peers)
         mean, lost = sent * self._weight, torch.zeros_like(sent)
         yield dist.all_reduce(mean, group=machine.group, async_op=True)
         if machine.is_leader and self._peers.size > 1:
@@ -251,7 +226,7 @@ class PowerSgd(Synchronizer):
         else:
             yield from (None, None)  # as many messages as the leader has, since their order is by number
         yield dist.broadcast(mean, machine.leader, group=machine.group, async_op=True)
-        return _SentBatch(sent, mean, lost)
+        return sent, mean, lost
 
 
 class _ClosedError(Exception):
@@ -286,7 +261,7 @@ class _Batch:
                 parameter.grad = slot
 
     def take(self) -> Tensor:
-        """Adds the gradients to the residual; what is to be sent of that."""
+        """Adds the gradients to the residual; returns the values to send."""
         for parameter, slot, averaged in zip(self.parameters, self._slots, self._averaged, strict=True):
             if averaged is None and parameter.grad is not None:
                 slot.add_(parameter.grad)
@@ -294,12 +269,12 @@ class _Batch:
                 slot.copy_(parameter.grad)  # a user's hook has put something in the place of the sum
         return self.compressor.begin(self.residual)
 
-    def give(self, answer: _SentBatch, between: Callable[[], object]) -> None:
-        """Has the agreed gradients take the place of this process's own."""
+    def give(self, sent: Tensor, mean: Tensor, lost: Tensor, between: Callable[[], object]) -> None:
+        """Replaces this process's gradients by the averages."""
         for parameter, averaged in zip(self.parameters, self._averaged, strict=True):
             if averaged is not None:
                 parameter.grad = averaged
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        self.compressor.end(self.residual, answer.sent, (answer.mean, answer.lost), gradients, between)
+        self.compressor.end(self.residual, sent, (mean, lost), gradients, between)

@@ -17,13 +17,12 @@ from manyhands.sync.codecs import Plain
 from manyhands.sync.costs import Cost
 from manyhands.sync.exchange import SyncGroup, drive, mean_of
 
-# Of what is kept with factors: counted up when its names, its batches or their order change, so that what another
-# version of this program has kept is left and said.
+# The version of a state with factors: counted up when its names, its batches or their order change.
 FACTORS_FORMAT = 3
 
 
 def dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The type in which they are put together: double precision if one of them is, else single."""
+    """The dtype of tensors as one vector: double precision if one of them is, else single."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
@@ -48,7 +47,7 @@ def add_vector(vector: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class LocalGroup:
-    """Processes that agree in every step by other means, of which one leads."""
+    """Processes that are equal in every step by other means, of which one leads."""
 
     group: Any  # their process group
     leader: int  # the rank, among all processes of the run, of the one that leads
@@ -57,10 +56,9 @@ class LocalGroup:
 
 
 class Buffers:
-    """What is agreed on of them, which come in an order that is equal everywhere, and are equal everywhere.
+    """The buffers of a network, in an order that is equal everywhere, and their mean over all processes.
 
-    Peers are one process of each machine. `averaged` is the mean [n], as of the last agreement; it lies on `device`
-    where there are no buffers.
+    Peers are one process of each machine. `averaged` is the mean [n] of the last agreement.
     """
 
     def __init__(
@@ -72,18 +70,17 @@ class Buffers:
         self.begin()
 
     def begin(self) -> None:
-        """Takes them, which are equal everywhere, as agreed."""
+        """Takes the buffers, which are equal everywhere, as agreed."""
         self.averaged, self._step = self.own(), -1
 
     def own(self) -> Tensor:
-        """A copy [n]."""
         return as_vector(self._buffers, self._dtype)
 
     def write(self, values: Tensor) -> None:
         write_vector(values, self._buffers)
 
     def average(self, step: int) -> None:
-        """Takes the mean of all, once in each step; a collective."""
+        """Averages once in each step; a collective."""
         if step == self._step:
             return
         mean, machine = self.own(), self._machine
@@ -99,7 +96,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Places:
-    """Which processes belong together."""
+    """The processes of each machine."""
 
     leaders: tuple[int, ...]  # ranks of each machine's leader, the process that exchanges for it
     machine: tuple[int, ...]  # ranks of this process's machine
@@ -108,7 +105,7 @@ class Places:
 
 @dataclass(frozen=True)
 class SyncContext:
-    """Who takes part, as a method's `make` must know it."""
+    """The processes of a run and their setting, for a method's `make`."""
 
     world: World  # all processes
     places: Places  # which of them belong together
@@ -120,24 +117,23 @@ class SyncContext:
 
     @property
     def is_leader(self) -> bool:
-        """True on the processes that speak for a machine."""
         return self.world.rank in self.places.leaders
 
     def peers(self) -> SyncGroup:
-        """Those who agree, in a group of their own, so that an exchange never mixes with other collectives."""
+        """The leaders, in a group of their own, so that an exchange never mixes with other collectives."""
         leaders = self.places.leaders
         group = self.new_group(leaders)
         return SyncGroup(leaders.index(self.world.rank) if self.is_leader else 0, len(leaders), group)
 
     def machine(self) -> LocalGroup | None:
-        """This process's machine, where some machine has several processes that go together."""
+        """This process's machine, if a machine has several processes that go together."""
         places = self.places
         if places.group is None:
             return None
         return LocalGroup(places.group, places.machine[0], len(places.machine), self.world.rank == places.machine[0])
 
     def own(self, cost: Cost, trained: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
-        """What the things go with that only one process has: a run takes them back where all of this is the same."""
+        """What a process's own state depends on; a run restores it if all of this is the same."""
         return {
             "method": cost.method,
             "codec": cost.codec,
@@ -153,32 +149,29 @@ def trained_of(network: HasGradients) -> dict[str, nn.Parameter]:
 
 
 class Timed(Protocol):
-    """What is waited for."""
+    """An exchange whose waiting time is recorded."""
 
     waited_s: float  # time that training stood still for others
     exchange_s: float  # how long the last exchange beside training took; 0 where there is none
 
 
 class Synchronizer:
-    """What a training step and the loop ask of a sync method; here for methods that the mode carries out by itself."""
+    """The sync method as a training step and the loop use it; here for methods that the mode carries out itself."""
 
     reduces = True  # True when the mode averages gradients
     group: Any = None  # the processes that it averages them over; None: all
     hook: Any = None  # what the mode does with gradients instead of a plain mean; None for that
     alone = False  # True when processes train apart from each other between agreements
-    local_statistics = (
-        False  # True when each process's BatchNorm normalises its own samples and keeps its own statistics
-    )
+    local_statistics = False  # True if each process's BatchNorm uses its own samples and keeps its own statistics
     timed: Timed | None = None  # tells how long this process has waited for others; None where the mode waits
-    # where each process has something that only it has, which `state` gives: what that goes with (method, codec, who
-    # leads …), as JSON data; else empty
+    # if each process has a `state` of its own: what it depends on (method, codec, leaders …), as JSON data; else empty
     own: Mapping[str, Any] = MappingProxyType({})
 
     def before_update(self, step: int) -> None:
         """`step` updates have been made, and everything that follows the last one has been done."""
 
     def before_last_micro_batch(self) -> None:
-        """The backward pass that comes next is the update's last one."""
+        """The next backward pass is the update's last one."""
 
     def on_gradients(self) -> None: ...
 
@@ -186,24 +179,24 @@ class Synchronizer:
         """`step` updates have been made."""
 
     def forget(self) -> str:
-        """Gives up what came of an update's gradients that aren't finite; what that costs besides, for the user."""
+        """Drops the effects of gradients that aren't finite; returns what that costs, for the user."""
         return ""
 
     def adapt_pace(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
-        """Suits the pace to all processes' seconds of a step, and of an exchange (0: none); the new one, if any."""
+        """Adapts the pace to all processes' seconds of a step and of an exchange (0: none); returns a new one."""
 
     def finish(self, step: int) -> None:
         """Leaves all processes with one network, at the end of training; a collective."""
 
     def average_buffers(self, step: int) -> None:
-        """Makes ready for `averaged`, once `step` updates have been made; a collective."""
+        """Prepares `averaged`, once `step` updates have been made; a collective."""
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Has the network be the one that all processes have agreed on."""
+        """Within it the network is the one that all processes have agreed on."""
         return contextlib.nullcontext()
 
     def added_up(self, value: Tensor, world: World) -> Tensor:
-        """The sum [] of what processes with the same gradients give, as if all had: a collective of these."""
+        """The sum [] of the values of processes with the same gradients, as if all had them; a collective."""
         if world.alone:
             return value
         if not self.alone:
@@ -215,27 +208,17 @@ class Synchronizer:
         return value * (world.size / dist.get_world_size(self.group))
 
     def replicas(self, model: nn.Module) -> dict[str, Tensor]:
-        """What must be equal on all processes."""
+        """The tensors that must be equal on all processes."""
         return {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]] | None:
-        """What this process alone has, which the next updates depend on; None where there is no such thing."""
+        """The state of this process alone on which the next updates depend; None if there is none."""
         return None
 
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> None: ...
 
     def close(self) -> None:
-        """Gives back what is under way."""
+        """Ends what is in progress."""
 
     def begin(self) -> None:
         """Takes the network, which is equal everywhere, as agreed."""
-
-
-def buffers_of(network: HasGradients, peers: SyncGroup, machine: LocalGroup | None, device: str) -> Buffers:
-    """The network's buffers, of which each process has its own."""
-    return Buffers(list(network.buffers()), peers, machine, device)
-
-
-def nothing_like(tensors: Sequence[Tensor], device: str) -> Tensor:
-    """No values [0], of the type and device of what is sent."""
-    return torch.zeros(0, dtype=dtype_of(tensors), device=device)

@@ -47,8 +47,7 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> Tensor:
         """Combines the members' tensors by `operation` and returns the result on all members."""
-        self._require_member()
-        put_together, result = _known(operation, "all_reduce"), _own_copy(tensor)
+        result, put_together = self._own_copy(tensor), _known(operation, "all_reduce")
         if self.size > 1:
             dist.all_reduce(result, put_together, group=self._handle)
         return result / self.size if operation == "mean" else result
@@ -56,7 +55,7 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def reduce(self, tensor: Tensor, target: int = 0, operation: Operation = "sum") -> Tensor | None:
         """Combines the members' tensors by `operation` on member `target`; returns None on the others."""
-        receiver, result = self._rank_of(target, "reduce"), _own_copy(tensor)
+        receiver, result = self._rank_of(target, "reduce"), self._own_copy(tensor)
         put_together = _known(operation, "reduce")
         if self.size > 1:
             dist.reduce(result, receiver, put_together, group=self._handle)
@@ -67,7 +66,7 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Returns the tensor of member `source` on all members. The others pass one of the same shape and dtype."""
-        sender, result = self._rank_of(source, "broadcast"), _own_copy(tensor)
+        sender, result = self._rank_of(source, "broadcast"), self._own_copy(tensor)
         if self.size > 1:
             dist.broadcast(result, src=sender, group=self._handle)
         return result
@@ -75,10 +74,9 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stacks the members' tensors in order, [size, …], on all members."""
-        self._require_member()
+        mine = self._own_copy(tensor)
         if self.size == 1:
-            return _own_copy(tensor)[None]
-        mine = _own_copy(tensor)
+            return mine[None]
         parts = [torch.empty_like(mine) for _ in self.ranks]
         dist.all_gather(parts, mine, group=self._handle)
         return torch.stack(parts)
@@ -86,7 +84,7 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def gather(self, tensor: Tensor, target: int = 0) -> Tensor | None:
         """Stacks the members' tensors in order, [size, …], on member `target`; returns None on the others."""
-        receiver, mine = self._rank_of(target, "gather"), _own_copy(tensor)
+        receiver, mine = self._rank_of(target, "gather"), self._own_copy(tensor)
         if self.size == 1:
             return mine[None]
         parts = [torch.empty_like(mine) for _ in self.ranks] if self.rank == target else None
@@ -96,9 +94,8 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def all_to_all(self, tensors: Tensor) -> Tensor:
         """Sends row i of the tensor [size, …] to member i; returns the rows received, in the order of the members."""
-        self._require_member()
         self._require_rows(tensors, "all_to_all")
-        mine = _own_copy(tensors)
+        mine = self._own_copy(tensors)
         if self.size == 1:
             return mine
         received = torch.empty_like(mine)
@@ -108,18 +105,17 @@ class Subgroup:
     @CLOCK.within(COMMUNICATION)
     def send(self, tensor: Tensor, target: int) -> None:
         """Sends a tensor to member `target`, which must call `receive`. Blocks until the tensor is sent."""
-        dist.send(_own_copy(tensor), dst=self._other(target, "send"), group=self._handle)
+        dist.send(self._own_copy(tensor), dst=self._other(target, "send"), group=self._handle)
 
     @CLOCK.within(COMMUNICATION)
     def receive(self, tensor: Tensor, source: int) -> Tensor:
         """Receives a tensor from member `source`, with the shape, dtype and device of `tensor`."""
-        result = torch.empty_like(_own_copy(tensor))
+        result = torch.empty_like(self._own_copy(tensor))
         dist.recv(result, src=self._other(source, "receive"), group=self._handle)
         return result
 
     def scatter(self, tensors: Tensor, source: int = 0) -> Tensor:
         """Returns row `rank` of the tensor [size, …] of member `source`; the others pass a tensor of the same shape."""
-        self._require_member()
         self._require_rows(tensors, "scatter")
         return self.broadcast(tensors, source)[self.rank].clone()
 
@@ -134,17 +130,23 @@ class Subgroup:
         if self.size > 1:
             dist.barrier(group=self._handle)
 
+    def _own_copy(self, tensor: Tensor) -> Tensor:
+        """Returns a member's contiguous copy, because backends send memory without regard to strides."""
+        self._require_member()
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
     def _require_member(self) -> None:
         if self.rank < 0:
             raise UserError(f"this process is not one of ranks {', '.join(map(str, self.ranks))}", "subgroup")
 
     def _require_rows(self, tensors: Tensor, what: str) -> None:
+        self._require_member()
         rows = tensors.shape[0] if tensors.ndim else 0
         if rows != self.size:
             raise UserError(f"{what} needs {self.size} rows, one for each process, but got {rows}", what)
 
     def _rank_of(self, member: int, what: str) -> int:
-        """Returns the rank in the run of a member, given by its index in the group."""
+        """Returns a member's rank in the run."""
         self._require_member()
         if not 0 <= member < self.size:
             hints = (f"give 0 to {self.size - 1}, the index in ranks {', '.join(map(str, self.ranks))}",)
@@ -157,13 +159,7 @@ class Subgroup:
         return self._rank_of(member, what)
 
 
-def _own_copy(tensor: Tensor) -> Tensor:
-    """Returns a contiguous copy, because backends send memory without regard to strides."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
 def world_group(world: World) -> Subgroup:
-    """All processes of the run."""
     return Subgroup(range(world.size), world.rank, None)
 
 

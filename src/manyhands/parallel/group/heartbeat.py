@@ -1,4 +1,4 @@
-"""What a process of a run says of itself all the time, so that a hang can be told, and who it is that hangs."""
+"""The heartbeat that each process of a run writes, by which stalls are detected."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,15 +8,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from manyhands.core.terminal import plain
 from manyhands.core.timeouts import STALL, STALL_S
 
-# The variable that names the file for a worker's `Heartbeat`.
-HEARTBEAT_FILE = "MANYHANDS_HEARTBEAT_FILE"
+HEARTBEAT_FILE = "MANYHANDS_HEARTBEAT_FILE"  # names the file for a worker's `Heartbeat`
 
-# Other processes' words, as far as they can be true.
-_Seconds = Annotated[float, Field(ge=0, lt=1e9)]
+_Seconds = Annotated[float, Field(ge=0, lt=1e9)]  # plausible values from other processes
 
 
 class Heartbeat(BaseModel):
-    """Where a process is."""
+    """The progress of a process."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     count: int  # of heartbeats; where it stops growing, the process doesn't run
@@ -24,19 +22,17 @@ class Heartbeat(BaseModel):
     phase: Annotated[str, Field(max_length=100), AfterValidator(plain)]  # what it is at: train, data, evaluate, save
     still_s: _Seconds  # since it last got on
     usual_s: _Seconds  # the median of its last updates; of the first, what the link is expected to need; 0 if unknown
-    # collectives that it has come to, of those that all processes take part in; -1 where that isn't known
-    calls: int = -1
+    calls: int = -1  # collectives of all processes that it has reached; -1 if unknown
     moved_bytes: int = 0  # by all its connections, both ways; 0 where the system doesn't say
     cpu_s: _Seconds = 0.0  # processor time that it has used
 
     @property
     def limit_s(self) -> float:
-        """How long it may stand still before it is a stall."""
+        """Seconds without progress after which it is a stall."""
         return STALL_S + STALL * self.usual_s
 
     @property
     def late(self) -> bool:
-        """True where it has stood still for longer than that, as far as it knows itself."""
         return self.still_s > self.limit_s
 
 
@@ -46,7 +42,7 @@ def leave_path(folder: Path) -> Path:
 
 
 class Seen(Heartbeat):
-    """A heartbeat, and what the agent of its machine sees from outside."""
+    """A heartbeat, and what the agent of its machine observes from outside."""
 
     rank: int  # whose it is
     pid: int  # of the process
@@ -55,10 +51,10 @@ class Seen(Heartbeat):
 
     @property
     def stood_s(self) -> float:
-        """Seconds since it last got on, as far as anybody knows."""
+        """Seconds since its last progress."""
         return self.still_s + self.quiet_s
 
 
 def rescue_path(folder: Path, rank: int) -> Path:
-    """A file that exists once a process whose peer has failed saves its state; beside its heartbeat."""
+    """A file beside the heartbeat that exists once a process whose peer has failed saves its state."""
     return folder / f"{rank}.saves"

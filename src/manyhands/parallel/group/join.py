@@ -1,7 +1,6 @@
-"""Joins the group of processes: finds the store, says who is missing, refuses who doesn't fit, and leaves properly.
+"""Joins the group of processes: opens the store, names missing ranks, refuses misfits, and leaves properly.
 
-Every start (manyhands' own agent, torchrun, tcp://, file://, the environment) ends here. How the processes check that
-they are who they should be is in `meet`.
+Every start (manyhands' own agent, torchrun, tcp://, file://, the environment) ends here.
 """
 
 import contextlib
@@ -38,29 +37,21 @@ from manyhands.parallel.group.through_ssh import use_tunnels
 
 Say = Callable[[str], None]
 
-# Who listens and doesn't answer within this time is not a store.
-ANSWER_S = 20.0
-# Aborting a backend may wait too.
-ABORT_S = 5.0
-# The interfaces that gloo and NCCL listen on.
-IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+ANSWER_S = 20.0  # a listener that doesn't answer in time is no store
+ABORT_S = 5.0  # aborting a backend may block too
+IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # the interfaces that gloo and NCCL listen on
 
 
 LISTEN_S = 0.5
-# A process that sees a peer gone waits so long for the reason.
-LEARN_S = 2.0
-# One that has heard the reason and doesn't see the peer gone, as with NCCL, has this long to exit.
-PATIENCE_S = 5.0
+LEARN_S = 2.0  # how long a process that has lost a peer waits for the reason
+PATIENCE_S = 5.0  # time to exit after a peer's failure that isn't noticed, as with NCCL
 
 
 class Cause:
     """The failure of the first process that failed, shared through the store, which rank 0 holds.
 
-    Args:
-        store: the store of all processes.
-        attempt: how often a launcher has restarted the processes.
-        leave: ends this process, which is blocked in a collective; called with the first cause, or with None if the
-            store has gone. None if a closed connection ends collectives, as with gloo.
+    `leave` ends this process while a collective blocks it; it gets the first cause, or None if the store is gone.
+    Without `leave`, a closed connection ends collectives, as with gloo.
     """
 
     def __init__(self, store: Any, attempt: int, leave: Callable[[PeerFailure | None], None] | None = None) -> None:
@@ -82,29 +73,22 @@ class Cause:
         self._known.wait(LEARN_S)
         return self._heard
 
-    def keep_until_heard(self, processes: int) -> None:
-        """Waits a few seconds, on the process that holds the store, until `processes` have read the cause."""
-        linger(self._store, "heard", processes)
-
-    def close(self) -> None:
-        """Stops listening."""
+    def close(self, readers: int = 0) -> None:
+        """Stops listening; first waits a few seconds until so many processes have read the cause."""
+        if readers:
+            linger(self._store, "heard", readers)
         self._over.set()
         self._thread.join(LEARN_S)
 
     def _listen(self) -> None:
-        self._wait_for_failure()
-        if self._leave and not self._over.wait(PATIENCE_S):
-            self._leave(self._heard)
-
-    def _wait_for_failure(self) -> None:
         with contextlib.suppress(dist.DistError):
-            while not self._over.wait(LISTEN_S):
-                failure = understood(self._store.get("text"), PeerFailure) if self._store.check(["text"]) else None
-                if failure:
-                    self._heard = failure
+            while not self._heard and not self._over.wait(LISTEN_S):
+                if self._store.check(["text"]) and (found := understood(self._store.get("text"), PeerFailure)):
+                    self._heard = found
                     self._known.set()
                     self._store.add("heard", 1)
-                    return
+        if self._leave and not self._over.wait(PATIENCE_S):
+            self._leave(self._heard)
 
 
 @dataclass
@@ -116,8 +100,7 @@ class Group:
     init_file: Path | None = None  # of file://; removed in the end, since it would spoil the next run
     keeps_store: bool = False  # True on the process that the store goes with
     cause: Cause | None = None  # hears why another process failed; None until `listen`
-    # of a process group that was there before, the groups of processes that there were; None of our own
-    stands: tuple[Any, ...] | None = None
+    stands: tuple[Any, ...] | None = None  # the earlier groups of an existing process group; None for our own
     # what each process said of itself, by rank
     present: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
@@ -135,34 +118,26 @@ class Group:
 
     def leave(self, *, failed: bool = False) -> None:
         """Destroys the process group; after a failure, once the other processes have read the cause."""
-        if self.stands is not None:
-            self._leave_existing(failed=failed)
-        elif dist.is_initialized():
-            dist.destroy_process_group()
+        if self.stands is None:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        elif not failed or self.world.device == "cpu":  # NCCL might block after a failure
+            for group in groups():
+                if group not in self.stands:
+                    dist.destroy_process_group(group)
         if self.cause:
-            if failed and self.keeps_store:
-                self.cause.keep_until_heard(self.world.size)
-            self.cause.close()
+            self.cause.close(self.world.size if failed and self.keeps_store else 0)
         if self.init_file and self.world.is_main:
             self.init_file.unlink(missing_ok=True)
 
-    def _leave_existing(self, *, failed: bool) -> None:
-        """Destroys the groups that were added to an existing one; not after a failure, since NCCL might block."""
-        if failed and self.world.device != "cpu":
-            return
-        for group in groups():
-            if group not in (self.stands or ()):
-                dist.destroy_process_group(group)
-
 
 def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, say: Say) -> Group:
-    """Takes this process's place; `digest` is of what must be equal on all processes (versions, job).
+    """Joins the group; `digest` is of what must be equal on all processes (versions, job).
 
-    A peer that is silent for `collective_timeout_s` is given up. `say` is told what the user should know, such as what
-    listens where.
+    A peer that is silent for `collective_timeout_s` is given up. `say` gets lines for the user.
 
     Raises:
-        PeerError: somebody is missing, there twice, or differs.
+        PeerError: a rank is missing, a duplicate, or differs.
         UserError: the address can't be used.
     """
     if process_info.started_by == STARTED_BY:
@@ -176,7 +151,7 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
         store = own_use(store, process_info.rank, process_info.attempt)
     present = check_in(store, process_info, digest, say)
     if process_info.started_by == "--init":
-        process_info = _among_neighbours(process_info, [present[rank]["machine"] for rank in range(process_info.size)])
+        process_info = _among_neighbours(process_info, present)
         device = _device(process_info)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // process_info.local_size))
@@ -206,10 +181,10 @@ def join(process_info: ProcessInfo, digest: str, collective_timeout_s: float, sa
 
 
 def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
-    """Takes this process's place in the group that it is in already."""
-    before, store = tuple(groups()), existing_store()
+    """Joins the group that this process is in already."""
+    before, store = tuple(groups()), own_use(dist.distributed_c10d._get_default_store(), dist.get_rank())
     present = check_in(store, process_info, digest, say)
-    process_info = _among_neighbours(process_info, [present[rank]["machine"] for rank in range(process_info.size)])
+    process_info = _among_neighbours(process_info, present)
     device = _device(process_info)
     _use(device)
     place = (process_info.rank, process_info.size, process_info.local_rank, process_info.local_size)
@@ -218,23 +193,23 @@ def _use_existing(process_info: ProcessInfo, digest: str, say: Say) -> Group:
 
 
 def _use(device: str) -> None:
-    """Makes an accelerator the one that this process allocates on; else what names none would land on the first."""
+    """Makes an accelerator the current one, where tensors without an index are allocated."""
     if ":" in device and not device.startswith("cpu"):
         torch.accelerator.set_device_index(device)
 
 
-def _among_neighbours(process_info: ProcessInfo, machines: list[str]) -> ProcessInfo:
+def _among_neighbours(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> ProcessInfo:
     """Sets local rank and size from the machine of each rank, for processes that were started one by one."""
+    machines = [present[rank]["machine"] for rank in range(process_info.size)]
     here = [rank for rank, machine in enumerate(machines) if machine == machines[process_info.rank]]
     return replace(process_info, local_rank=here.index(process_info.rank), local_size=len(here))
 
 
 def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> str:
-    """Has the collectives listen on the interface towards the others, or on loopback where all share one machine.
+    """Has collectives listen on the interface towards the other machines; returns the name for gloo, or "".
 
-    Between machines the shell's own word counts. On one machine it doesn't: a cluster's shells name the interface that
-    machines talk over, and nobody else is to be reached there. Gives what gloo listens on; empty where that is left to
-    it. Raises UserError: the shell names an interface that this machine doesn't have.
+    The shell's variable counts between machines only: on one machine collectives listen on loopback.
+    Raises UserError if the shell names an interface that this machine doesn't have.
     """
     here, loopback = present[process_info.rank]["machine"], ports.loopback_interface()
     others = [who for _, who in sorted(present.items()) if who["machine"] != here]
@@ -255,7 +230,7 @@ def choose_interface(process_info: ProcessInfo, present: dict[int, dict[str, Any
 
 
 def what_listens(process_info: ProcessInfo, interface: str) -> list[str]:
-    """What this machine's processes, and their launcher, have open to others, unless a head of ours says it itself."""
+    """Lines on what this machine's processes and launcher have open to other hosts; none if our head prints them."""
     if process_info.local_rank or process_info.started_by == "manyhands":
         return []
     lines = [] if interface == ports.loopback_interface() else [ports.describe_collectives(interface)]
@@ -265,7 +240,7 @@ def what_listens(process_info: ProcessInfo, interface: str) -> list[str]:
 
 
 def _device(process_info: ProcessInfo) -> str:
-    """This process's device: its own accelerator where there is one for each process on this machine."""
+    """This process's device: an accelerator of its own if there is one for each process on this machine."""
     kind = device_kind(process_info.device, process_info.size)
     name, _, number = kind.partition(":")
     if name == "cpu":
@@ -280,36 +255,29 @@ def _device(process_info: ProcessInfo) -> str:
     if number:
         return kind
     count = torch.accelerator.device_count()
-    if process_info.device_index is not None:
-        return _chosen(kind, process_info.device_index, count)
-    if process_info.local_size > count:
+    index = process_info.device_index
+    if index is None and process_info.local_size > count:
         what = f"{process_info.local_size} processes on this machine, but {count} {kind} devices"
         raise UserError(what, "-n", (f"start fewer processes: -n {count}", "or use --device cpu"))
-    return f"{kind}:{process_info.local_rank % count}"
-
-
-def _chosen(kind: str, index: int, count: int) -> str:
-    """The device that a launcher or a description of the cluster gave this process."""
-    if index >= count:
+    if index is not None and index >= count:
         what = f"this process is assigned {kind} device {index}, but the devices here are 0 to {count - 1}"
         hints = ("number the devices from 0 within the visible ones (CUDA_VISIBLE_DEVICES)",)
         raise UserError(what, "DEVICE_ID, or the cluster file", hints)
-    return f"{kind}:{index}"
+    return f"{kind}:{process_info.local_rank % count if index is None else index}"
 
 
 def _backend(process_info: ProcessInfo, device: str) -> str:
-    if process_info.backend != "auto":
-        if not dist.is_backend_available(process_info.backend):
-            what = f'this installation of torch has no backend "{process_info.backend}"'
-            raise UserError(what, "cluster.backend", ("remove cluster.backend to use the device's default",))
-        supported = dist.Backend.backend_capability.get(process_info.backend, [])
-        if supported and device.partition(":")[0] not in supported:
-            what = (
-                f"the backend {process_info.backend} is for {' and '.join(supported)}, but this process uses {device}"
-            )
-            raise UserError(what, "cluster.backend", ("remove cluster.backend to use the device's default",))
-        return process_info.backend
-    return dist.get_default_backend_for_device(device)
+    backend = process_info.backend
+    if backend == "auto":
+        return dist.get_default_backend_for_device(device)
+    supported = dist.Backend.backend_capability.get(backend, [])
+    if not dist.is_backend_available(backend):
+        what = f'this installation of torch has no backend "{backend}"'
+    elif supported and device.partition(":")[0] not in supported:
+        what = f"the backend {backend} is for {' and '.join(supported)}, but this process uses {device}"
+    else:
+        return backend
+    raise UserError(what, "cluster.backend", ("remove cluster.backend to use the device's default",))
 
 
 def _open_store(process_info: ProcessInfo, digest: str, say: Say) -> Any:
@@ -345,7 +313,7 @@ def _address_is_from(process_info: ProcessInfo) -> str:
 
 
 def _connect(host: str, port: int, process_info: ProcessInfo) -> Any:
-    """Connects to rank 0's store; torch itself would wait for ever for a listener that accepts and says nothing."""
+    """Connects to rank 0's store; torch would wait forever for a listener that accepts and says nothing."""
     found: list[Any] = []
 
     def connect() -> None:
@@ -360,14 +328,10 @@ def _connect(host: str, port: int, process_info: ProcessInfo) -> Any:
     thread.join(min(ANSWER_S, process_info.join_timeout_s))
     if not found or isinstance(found[0], Exception):
         reason = str(found[0]).partition("\n")[0] if found else "no answer"
-        raise PeerError(
-            f"the program listening at {host}:{port} is not rank 0 of a run: {reason}",
-            _address_is_from(process_info),
-            (
-                "if another program uses the port, choose another port on every process",
-                f"find the program: ss -ltnp | grep {port}",
-            ),
-        )
+        what = f"the program listening at {host}:{port} is not rank 0 of a run: {reason}"
+        another = "if another program uses the port, choose another port on every process"
+        hints = (another, f"find the program: ss -ltnp | grep {port}")
+        raise PeerError(what, _address_is_from(process_info), hints)
     return found[0]
 
 
@@ -395,11 +359,9 @@ def _wait_for_listener(host: str, port: int, process_info: ProcessInfo, say: Say
                 what = f"the name {host} has no address: {reason}"
                 raise UserError(what, _address_is_from(process_info), ("give an IP address",)) from None
             if waited > process_info.join_timeout_s:
-                raise PeerError(
-                    f"rank {process_info.rank} can't reach rank 0 at {host}:{port}: {reason}",
-                    _address_is_from(process_info),
-                    ("check that rank 0 is running at that address", f"check the firewall: nc -zv {host} {port}"),
-                ) from None
+                what = f"rank {process_info.rank} can't reach rank 0 at {host}:{port}: {reason}"
+                hints = ("check that rank 0 is running at that address", f"check the firewall: nc -zv {host} {port}")
+                raise PeerError(what, _address_is_from(process_info), hints) from None
             if waited > process_info.join_warn_s and not warned:
                 warned = True
                 say(f"still waiting for rank 0 at {host}:{port} ({reason}); giving up after "
@@ -410,33 +372,24 @@ def _wait_for_listener(host: str, port: int, process_info: ProcessInfo, say: Say
 
 
 STARTED_BY = "its own process group"
-# In the words of `Membership.init`, which is shown where somebody is missing.
 INIT = "the process group that was there already"
 
 
 def existing_process_info(device: str, backend: str) -> ProcessInfo | None:
-    """This process's place in the group that it is in already, if any. Raises UserError: another backend is wanted."""
+    """This process's place in an existing group, if any. Raises UserError if another backend is requested."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     place, own = _device_and_backend(device)
     if backend not in {"auto", own}:
         what = f"cluster.backend is {backend}, but this process is already in a group with {own}"
         raise UserError(what, "cluster.backend", ("remove cluster.backend to use the existing group",))
-    return ProcessInfo(
-        rank=dist.get_rank(),
-        size=dist.get_world_size(),
-        init=INIT,
-        backend=own,
-        device=place,
-        agent_store=True,
-        started_by=STARTED_BY,
-    )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return ProcessInfo(rank, size, init=INIT, backend=own, device=place, agent_store=True, started_by=STARTED_BY)
 
 
 def _device_and_backend(wanted: str) -> tuple[str, str]:
-    """What this process computes on, and the group's backend for that; a group of gloo alone means the CPU."""
-    # Such as "cpu:gloo,cuda:nccl".
-    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    """This process's device, and the group's backend for it; a group of gloo alone means the CPU."""
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))  # such as "cpu:gloo,cuda:nccl"
     kind = accelerator()
     if wanted == "auto" and kind != "cpu" and backends.get(kind, "gloo") != "gloo":
         chosen = torch.accelerator.current_device_index()
@@ -445,18 +398,11 @@ def _device_and_backend(wanted: str) -> tuple[str, str]:
     return device, backends.get(device.partition(":")[0], str(dist.get_backend()))
 
 
-def existing_store() -> Any:
-    """Returns the group's store, with a prefix for this use."""
-    return own_use(dist.distributed_c10d._get_default_store(), dist.get_rank())
-
-
 def own_use(store: Any, rank: int, attempt: int = 0) -> Any:
     """Returns a store that outlives this use of it, with a prefix for this use."""
-    # Each process counts for itself, and all use the store in one order.
-    uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)
+    uses = store.add(f"manyhands/uses/{attempt}/{rank}", 1)  # all use the store in one order
     return dist.PrefixStore(f"manyhands/{uses}", store)
 
 
 def groups() -> list[Any]:
-    """Returns all groups that this process is in, in the order of their creation."""
     return list(dist.distributed_c10d._world.pg_map)

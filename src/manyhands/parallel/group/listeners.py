@@ -1,8 +1,7 @@
 """Stops listening for new processes once all processes of the run have connected.
 
-gloo keeps a port open for as long as a group lives, though nobody rightly comes after its forming; who does may fill
-the process's table of open files. A filter that lets nothing through is laid on the listening socket: its owner notices
-nothing, connections that stand go on, and whoever tries is not answered. Only Linux has it.
+gloo keeps its port open as long as a group lives, so strangers could fill the process's table of open files. A socket
+filter that lets nothing through ends that: connections stay, new ones get no answer. Only Linux has it.
 """
 
 import contextlib
@@ -18,13 +17,12 @@ from manyhands.parallel.group.ports import local_addresses
 from manyhands.parallel.group.tunnel_ends import tunnel_ends
 
 SO_ATTACH_FILTER = 26
-# The one instruction of a filter: let 0 bytes of each packet through.
-LETS_NOTHING_THROUGH = struct.pack("HBBI", 0x06, 0, 0, 0)
+LETS_NOTHING_THROUGH = struct.pack("HBBI", 0x06, 0, 0, 0)  # a filter's one instruction: pass 0 bytes
 OPEN_FILES = Path("/proc/self/fd")
 
 
 def connections() -> Iterator[tuple[str, socket.socket]]:
-    """Each TCP socket of this process, by the system's name of it; each is a copy that is closed again."""
+    """Each TCP socket of this process by name; each is a copy that is closed again."""
     for path in OPEN_FILES.iterdir() if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):  # it was closed meanwhile
             name = str(path.readlink())
@@ -47,14 +45,9 @@ def _refuse(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def closed_once_formed(backend: str = "") -> Generator[None]:
-    """What begins to listen within the block listens to nobody after it, where the block forms a group of gloo.
-
-    Args:
-        backend: of the group; NCCL and its like connect later, so theirs stay open.
-    """
-    # With this word of gloo's own connections come when they are first needed.
-    later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in {"", "0"}
-    # Through ssh all groups of a process share what listens, on loopback alone.
+    """Sockets of a gloo group that begin to listen within the block accept nobody after it; NCCL connects later."""
+    later = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in {"", "0"}  # connects when first needed
+    # Through ssh all groups of a process share one listening socket, on loopback only.
     if "gloo" not in backend or "," in backend or later or tunnel_ends():
         yield
         return
@@ -66,12 +59,10 @@ def closed_once_formed(backend: str = "") -> Generator[None]:
 
 
 def close_rendezvous(port: int, machines: Sequence[Collection[str]]) -> None:
-    """On the process that holds the store, once all have met: nobody comes any more, and who doesn't belong goes.
+    """Closes the store's port once all have met, on the process that holds the store, and disconnects strangers.
 
-    Args:
-        port: of the store.
-        machines: addresses of each other machine that processes are on. Where one of them isn't seen (it is behind
-            another's address), nobody that is connected is taken for a stranger.
+    `machines` are the addresses of each other machine with processes. If one of them isn't connected (it may be behind
+    another's address), nobody is taken for a stranger.
     """
     own, theirs = [], []
     for _, one in connections():

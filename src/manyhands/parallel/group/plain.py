@@ -1,7 +1,4 @@
-"""Plain data and tensors from process to process, as JSON and bytes.
-
-torch's own collectives for objects pickle them, and unpickling runs whatever code a peer sends.
-"""
+"""JSON data and tensors between processes. torch's own object collectives pickle, so a peer could run code here."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +26,7 @@ def broadcast_plain(value: Any, world: World) -> Any:
 
 
 def broadcast_result(make: Callable[[], Any], world: World) -> Any:
-    """What `make` gives on rank 0 (JSON data), on every process; a collective. Its ManyhandsError is raised on all."""
+    """`make()` of rank 0 (JSON data), on every process; a collective. Its ManyhandsError is raised on all."""
     found: dict[str, Any] = {}
     if world.is_main:
         try:
@@ -45,7 +42,7 @@ def broadcast_result(make: Callable[[], Any], world: World) -> Any:
 
 
 def gather_plain(value: Any, world: World, group: Any = None) -> list[Any]:
-    """Every process's value by its rank, on every process (of a group, by its place there); a collective."""
+    """Every process's value by rank (by place in a group), on every process; a collective."""
     if world.alone:
         return [value]
     content, size = _encode(value), dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Listening on exactly the address asked for, and saying who holds it otherwise."""
+"""Sockets that listen on one address only, and descriptions of who can reach them."""
 
 import errno
 import ipaddress
@@ -15,14 +15,14 @@ INNER_NETWORKS = ("172.17.", "192.168.122.", "169.254.", "fe80:")
 
 
 class PortTakenError(UserError):
-    """Somebody else listens there already."""
+    """Another process listens on the port."""
 
 
 def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
-    """A socket that listens on one address of this machine alone (torch's own store would listen on every interface).
+    """Listens on one address of this machine only (torch's own store would listen on every interface).
 
-    `given_by` names the flag or variables that address and port are from, for the user. Raises UserError: the address
-    is not this machine's, or the port is taken (by whom, where that can be seen).
+    `given_by` names the flag or variables of address and port. Raises UserError if the address is not this machine's or
+    the port is taken.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -43,23 +43,17 @@ def listen(host: str, port: int, given_by: str = "--init") -> socket.socket:
 def _cannot_listen(host: str, port: int, error: OSError, given_by: str) -> UserError:
     if error.errno == errno.EADDRINUSE:
         holder = holder_of(port)
-        return PortTakenError(
-            f"port {port} is in use{holder and f' by {holder}'}",
-            given_by,
-            (f"choose another port on every process, such as {port + 1}", "or end that process"),
-        )
+        hints = (f"choose another port on every process, such as {port + 1}", "or end that process")
+        return PortTakenError(f"port {port} is in use{holder and f' by {holder}'}", given_by, hints)
     if error.errno == errno.EADDRNOTAVAIL:
-        ours = ", ".join(local_addresses())
-        return UserError(
-            f"{host} is not an address of this machine (it has {ours})",
-            given_by,
-            ("run rank 0 on the machine with that address", "or correct the --rank of this process"),
-        )
+        what = f"{host} is not an address of this machine (it has {', '.join(local_addresses())})"
+        hints = ("run rank 0 on the machine with that address", "or correct the --rank of this process")
+        return UserError(what, given_by, hints)
     return UserError(f"can't listen on {host}:{port}: {error.strerror}", given_by, ("choose a port above 1024",))
 
 
 def holder_of(port: int) -> str:
-    """The process that listens on a port, as far as this user may see it, or an empty string."""
+    """The process that listens on a port, if this user may see it, or an empty string."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:
@@ -74,66 +68,61 @@ def holder_of(port: int) -> str:
     return ""
 
 
+def _interfaces() -> list[tuple[str, str, str | None]]:
+    """(interface, address, netmask) of each IPv4 and IPv6 address of this machine."""
+    return [
+        (name, entry.address.partition("%")[0], entry.netmask)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in {socket.AF_INET, socket.AF_INET6}
+    ]
+
+
+def _interface_with(address: str) -> str:
+    return next((name for name, mine, _ in _interfaces() if mine == address), "")
+
+
 def local_addresses() -> list[str]:
     """The IPv4 and IPv6 addresses of this machine, loopback last."""
-    found = [
-        address.address.partition("%")[0]
-        for addresses in psutil.net_if_addrs().values()
-        for address in addresses
-        if address.family in {socket.AF_INET, socket.AF_INET6}
-    ]
+    found = [address for _, address, _ in _interfaces()]
     return sorted(found, key=lambda text: (text.startswith(("127.", "::1")), ":" in text, text))
 
 
 def outer_addresses() -> list[str]:
     """This machine's addresses that other machines may reach."""
-    return [
-        address
-        for address in local_addresses()
-        if not ipaddress.ip_address(address).is_loopback and not address.startswith(INNER_NETWORKS)
-    ]
+    return [one for one in local_addresses() if not _is_loopback(one) and not one.startswith(INNER_NETWORKS)]
 
 
 def loopback_interface() -> str:
-    """The name of the interface that has 127.0.0.1: "lo" on Linux, "lo0" on macOS."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == "127.0.0.1" for address in addresses):
-            return name
-    return "lo"
+    """The interface with 127.0.0.1: "lo" on Linux, "lo0" on macOS."""
+    return _interface_with("127.0.0.1") or "lo"
 
 
 def interface_of(host: str) -> str:
-    """The interface that this machine would use to talk to `host`, or an empty string."""
+    """The interface of the route to `host`, or an empty string."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
-            mine = probe.getsockname()[0]
+            return _interface_with(probe.getsockname()[0])
     except OSError:
         return ""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == mine for entry in addresses):
-            return name
-    return ""
 
 
 def interface_towards(theirs: Iterable[str]) -> str:
-    """The interface in one network with one of another machine's addresses, or else that of the way to one of them."""
+    """The interface in one network with one of these addresses, or else that of the route to one of them."""
     wanted = [ipaddress.ip_address(address) for address in theirs]
     mine = set(outer_addresses())
-    for name, addresses in psutil.net_if_addrs().items():
-        for entry in addresses:
-            own = entry.address.partition("%")[0]
-            if own in mine and entry.netmask:
-                bits = int(ipaddress.ip_address(entry.netmask)).bit_count()
-                network = ipaddress.ip_network(f"{own}/{bits}", strict=False)
-                if any(address in network for address in wanted):
-                    return name
+    for name, own, netmask in _interfaces():
+        if own in mine and netmask:
+            network = ipaddress.ip_network(f"{own}/{int(ipaddress.ip_address(netmask)).bit_count()}", strict=False)
+            if any(address in network for address in wanted):
+                return name
     return next(filter(None, (interface_of(str(address)) for address in wanted)), "")
 
 
 def require_interface(names: str, given_by: str) -> None:
-    """Refuses interfaces, with commas between, that gloo would look for in vain. Raises UserError."""
+    """Raises UserError for an interface, of several with commas between, that this machine doesn't have."""
     mine = psutil.net_if_addrs()
     for name in names.split(","):
         if name not in mine:
@@ -143,12 +132,12 @@ def require_interface(names: str, given_by: str) -> None:
 
 def describe_collectives(interface: str) -> str:
     """One line: where the collectives of this machine's processes listen, and who can reach them."""
-    entries = psutil.net_if_addrs()
+    entries = _interfaces()
     found = [
-        entry.address.partition("%")[0]
-        for name in interface.split(",")
-        for entry in entries.get(name, ())
-        if entry.family in {socket.AF_INET, socket.AF_INET6} and not entry.address.startswith("fe80:")
+        address
+        for one in interface.split(",")
+        for name, address, _ in entries
+        if name == one and not address.startswith("fe80:")
     ]
     where = f"{interface} ({', '.join(found)})" if found else interface or "an interface chosen by the backend"
     return (
@@ -158,7 +147,7 @@ def describe_collectives(interface: str) -> str:
 
 
 def describe_launcher(name: str) -> list[str]:
-    """What the process that started this one has open to other machines, as far as it can be seen."""
+    """What the parent process has open to other machines, as far as that can be seen."""
     try:
         connections = psutil.Process(os.getppid()).net_connections("tcp")
     except psutil.Error:

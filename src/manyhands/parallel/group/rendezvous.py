@@ -1,12 +1,11 @@
 """Rendezvous: each process writes its name into the store and waits for all others before torch is initialized.
 
-A rank that is missing, a duplicate, or of another job is named instead of waited for in silence. Any host that reaches
-the store may write there, so messages are validated: invalid ones are ignored, and control characters are removed from
-what is shown.
+Any host that reaches the store may write there, so invalid messages are ignored and control characters removed.
 """
 
 import contextlib
 import ipaddress
+import itertools
 import json
 import os
 import platform
@@ -38,10 +37,8 @@ Say = Callable[[str], None]
 # What is shown of another process's options: a number, true or false.
 _NUMBER = re.compile(r"-?[0-9][0-9.eE+-]{0,30}|true|false|Infinity")
 
-# A process that holds the store and gives up waits so long for the others to see why.
-LINGER_S = 3.0
-# Far above what any process says of itself.
-_MOST_BYTES = 1 << 18
+LINGER_S = 3.0  # how long a process with the store waits, after giving up, for the others to read why
+_MOST_BYTES = 1 << 18  # far above any message
 _LONGEST_WHAT = 2000
 
 
@@ -102,7 +99,6 @@ class PeerFailure(_Said):
 
     @classmethod
     def of(cls, rank: int, host: str, what: str) -> "PeerFailure":
-        """Truncates long values."""
         return cls(rank=rank, host=host[:256], what=what[:_LONGEST_WHAT])
 
 
@@ -125,8 +121,7 @@ def understood(content: bytes | str, kind: type[S]) -> S | None:
     return None
 
 
-# A rank 0 that is there answers within this time.
-REPORT_S = 3.0
+REPORT_S = 3.0  # a live rank 0 answers within this time
 
 
 def report_to_waiting_ranks(process_info: ProcessInfo, report: Callable[[Any], None]) -> None:
@@ -150,7 +145,6 @@ def store_address(process_info: ProcessInfo) -> tuple[str, int]:
 
 
 def init_path(process_info: ProcessInfo) -> Path | None:
-    """Returns the path of a file:// init; None for others."""
     url = urlparse(process_info.init)
     return Path(url.netloc + url.path) if url.scheme == "file" else None
 
@@ -167,7 +161,7 @@ def _store(process_info: ProcessInfo) -> Any:
 
 
 def check_in(store: Any, process_info: ProcessInfo, digest: str, say: Say) -> dict[int, dict[str, Any]]:
-    """Writes this process's name into the store and waits for those of all ranks; returns names by rank.
+    """Writes this process's name into the store and waits for all ranks; returns names by rank.
 
     Raises:
         UserError: this rank is taken, or a process belongs to another job.
@@ -216,30 +210,21 @@ def report_invalid_rank(names: Any, digest: str, what: str) -> None:
     names.set("outsider", invalid_rank.model_dump_json())
 
 
-def _refuse_invalid_rank(names: Any, process_info: ProcessInfo, digest: str) -> None:
-    invalid_rank = understood(names.get("outsider"), InvalidRank) if names.check(["outsider"]) else None
-    if not invalid_rank or invalid_rank.digest != digest:
-        return
-    names.add("read", 1)
-    who = f"process {invalid_rank.pid} on {invalid_rank.host}"
-    raise _start_anew(f"{who} can't join: {invalid_rank.what}", process_info)
-
-
-def _start_anew(what: str, process_info: ProcessInfo) -> UserError:
-    hints = (f"restart all processes, each with a unique rank from 0 to {process_info.size - 1}",)
-    return UserError(what, "--rank" if process_info.started_by == "--init" else "RANK", hints)
-
-
-def _refuse_two(names: Any, process_info: ProcessInfo, present: dict[int, dict[str, Any]]) -> None:
-    """Raises UserError if two processes have one rank, because then another rank never comes."""
+def _refuse_reported(names: Any, process_info: ProcessInfo, digest: str, present: dict[int, dict[str, Any]]) -> None:
+    """Raises UserError if a duplicate or invalid rank was reported, because then another rank never comes."""
     two = understood(names.get("twice"), DuplicateRank) if names.check(["twice"]) else None
-    if not two or two.rank >= process_info.size:
+    invalid_rank = understood(names.get("outsider"), InvalidRank) if names.check(["outsider"]) else None
+    if two and two.rank < process_info.size:
+        first = present.get(two.rank)
+        also = f" and to process {first['pid']} on {first['host']}" if first else ""
+        what = f"rank {two.rank} was given twice: to process {two.pid} on {two.host}{also}"
+    elif invalid_rank and invalid_rank.digest == digest:
+        what = f"process {invalid_rank.pid} on {invalid_rank.host} can't join: {invalid_rank.what}"
+    else:
         return
     names.add("read", 1)
-    first = present.get(two.rank)
-    also = f" and to process {first['pid']} on {first['host']}" if first else ""
-    what = f"rank {two.rank} was given twice: to process {two.pid} on {two.host}{also}"
-    raise _start_anew(what, process_info)
+    hints = (f"restart all processes, each with a unique rank from 0 to {process_info.size - 1}",)
+    raise UserError(what, "--rank" if process_info.started_by == "--init" else "RANK", hints)
 
 
 def linger(store: Any, key: str, count: int) -> None:
@@ -266,21 +251,15 @@ def _wait_for_names(names: Any, process_info: ProcessInfo, digest: str, say: Say
         missing = [rank for rank in range(process_info.size) if rank not in present]
         if not missing:
             return present
-        _refuse_two(names, process_info, present)
-        _refuse_invalid_rank(names, process_info, digest)
+        _refuse_reported(names, process_info, digest, present)
         waited = time.monotonic() - started
         text = f"{len(present)} of {process_info.size} processes have joined; missing: rank {_ranges(missing)}"
         if waited > process_info.join_timeout_s:
-            raise PeerError(
-                f"{text}, after {waited:.0f} s",
-                _rendezvous_address(process_info),
-                (
-                    "start the missing ranks with the same --init and --world-size"
-                    if process_info.started_by == "--init"
-                    else "start the missing ranks on their machines, with the same job and the same list of machines",
-                    "or wait longer: cluster.join_timeout_s",
-                ),
-            )
+            start = "start the missing ranks on their machines, with the same job and the same list of machines"
+            if process_info.started_by == "--init":
+                start = "start the missing ranks with the same --init and --world-size"
+            hints = (start, "or wait longer: cluster.join_timeout_s")
+            raise PeerError(f"{text}, after {waited:.0f} s", _rendezvous_address(process_info), hints)
         if waited > process_info.join_warn_s and not warned:
             warned = True
             say(f"{text}; giving up after {process_info.join_timeout_s:.0f} s (cluster.join_timeout_s)")
@@ -294,7 +273,7 @@ def _rendezvous_address(process_info: ProcessInfo) -> str:
 
 
 def _refuse_dead(other: dict[str, Any], rank: int, process_info: ProcessInfo) -> None:
-    """An init file may hold the name of a process that has ended long ago."""
+    """An init file may hold the name of a process of an earlier run."""
     here = other["machine"] == this_machine()
     if process_info.init.startswith("file://") and here and not psutil.pid_exists(other["pid"]):
         path = process_info.init.removeprefix("file://")
@@ -307,28 +286,25 @@ def _compare(process_info: ProcessInfo, me: dict[str, Any], rank: int, other: di
     for key, word in words.items():
         if me[key] != other[key]:
             shown = f": {me[key]} here, {other[key]} there" if key != "digest" else _options(me[key], other[key])
-            what = (
-                f"rank {process_info.rank} on {me['host']} and rank {rank} on {other['host']} differ in {word}{shown}"
-            )
+            two = f"rank {process_info.rank} on {me['host']} and rank {rank} on {other['host']}"
             hints = ("start all ranks with the same command except for --rank",)
-            raise UserError(what, _rendezvous_address(process_info), hints)
+            raise UserError(f"{two} differ in {word}{shown}", _rendezvous_address(process_info), hints)
 
 
 def _options(here: str, there: str) -> str:
-    """Names the options in which two jobs differ, and numbers of theirs; both are as `shared_options` writes them."""
-    mine, others = _by_option(here), _by_option(there)
+    """Names the options in which two jobs differ, with their numbers; both texts are from `shared_options`."""
+
+    def by_option(text: str) -> dict[str, str]:
+        return {key: value for key, _, value in (word.partition("=") for word in text.split())}
+
+    mine, others = by_option(here), by_option(there)
     differing: list[str] = []
     for option, value in mine.items():
         other = others.get(option)
-        if other == value:
-            continue
-        both = other is not None and _NUMBER.fullmatch(value) and _NUMBER.fullmatch(other)
-        differing.append(f"{option} ({value} here, {other} there)" if both else option)
+        if other != value:
+            both = other is not None and _NUMBER.fullmatch(value) and _NUMBER.fullmatch(other)
+            differing.append(f"{option} ({value} here, {other} there)" if both else option)
     return f": {', '.join(differing[:5])}{' …' * (len(differing) > 5)}" if differing else ""
-
-
-def _by_option(words: str) -> dict[str, str]:
-    return {option: value for option, _, value in (word.partition("=") for word in words.split())}
 
 
 def _place_taken(names: Any, process_info: ProcessInfo) -> UserError:
@@ -341,29 +317,15 @@ def _place_taken(names: Any, process_info: ProcessInfo) -> UserError:
     who = f" by process {other.pid} on {other.host}" if other else ""
     if process_info.init.startswith("file://"):
         path = process_info.init.removeprefix("file://")
-        return UserError(
-            f"the init file {path} already has a rank {process_info.rank}, written{who}",
-            "--init",
-            (
-                f"if an earlier run left the file: rm {path}, or use a new file name",
-                "or give each process its own --rank",
-            ),
-        )
-    return UserError(
-        f"rank {process_info.rank} is taken{who}",
-        "--rank",
-        (f"give each process its own --rank, 0 to {process_info.size - 1}",),
-    )
+        what = f"the init file {path} already has a rank {process_info.rank}, written{who}"
+        remove = f"if an earlier run left the file: rm {path}, or use a new file name"
+        return UserError(what, "--init", (remove, "or give each process its own --rank"))
+    hints = (f"give each process its own --rank, 0 to {process_info.size - 1}",)
+    return UserError(f"rank {process_info.rank} is taken{who}", "--rank", hints)
 
 
 def _ranges(ranks: list[int]) -> str:
     """[1, 2, 3, 7] as "1-3, 7"."""
-    parts: list[str] = []
-    start = previous = ranks[0]
-    for rank in [*ranks[1:], None]:
-        if rank is not None and rank == previous + 1:
-            previous = rank
-            continue
-        parts.append(str(start) if start == previous else f"{start}-{previous}")
-        start = previous = rank if rank is not None else -1
-    return ", ".join(parts)
+    groups = itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    runs = [[rank for _, rank in group] for _, group in groups]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,7 +1,6 @@
 """Gloo between machines that are joined through ssh: it listens on their addresses of loopback alone.
 
-Nothing public chooses the address that gloo listens on, so torch's class is replaced by one that does. A process has
-one port for all its groups. Before a group connects, each process has those of other machines made reachable here.
+torch has no public way to choose gloo's address, so its class is replaced. A process has one port for all its groups.
 """
 
 from contextlib import suppress
@@ -17,8 +16,7 @@ from manyhands.core.errors import PeerError
 from manyhands.core.files import typed_number
 from manyhands.parallel.group.tunnel_ends import TunnelEnds, reach, tunnel_ends
 
-# torch's types know neither the options nor the devices of the class.
-_Gloo: Any = dist.ProcessGroupGloo
+_Gloo: Any = dist.ProcessGroupGloo  # torch's types lack the class's options and devices
 
 
 class GlooThroughSsh(_Gloo):
@@ -47,7 +45,7 @@ def _place(said: bytes, rank: int) -> tuple[str, int]:
 
 @cache
 def _device(ends: TunnelEnds) -> tuple[Any, int]:
-    """What gloo listens with, and the port that it chose."""
+    """Gloo's device, and the port that it chose."""
     before = _ports(ends.address)
     device = _Gloo.create_device(hostname=ends.address)
     (port,) = _ports(ends.address) - before
@@ -55,13 +53,12 @@ def _device(ends: TunnelEnds) -> tuple[Any, int]:
 
 
 def _ports(address: str) -> set[int]:
-    """That this process listens on."""
     found = psutil.Process().net_connections("tcp4")
     return {entry.laddr.port for entry in found if entry.status == psutil.CONN_LISTEN and entry.laddr.ip == address}
 
 
 def use_tunnels() -> bool:
-    """Has groups that are made from now on go through ssh, where this run's machines are joined so."""
+    """Routes groups created from now on through ssh, if this run has tunnels; returns True if it has."""
     if tunnel_ends() is None:
         return False
     cast(Any, distributed_c10d).ProcessGroupGloo = GlooThroughSsh

@@ -1,8 +1,7 @@
 """The ends of ssh tunnels on a machine: a folder of Unix sockets, and a loopback address for the machine's processes.
 
-The processes of each machine listen on a loopback address of their own, such as 127.84.19.2. After `reach`, the same
-address leads there on every other machine, through the switchboard (`cluster.agents.switchboard`), which owns the
-sockets, and the ssh tunnels between the switchboards.
+Each machine's processes listen on a loopback address of their own, such as 127.84.19.2. After `reach`, that address
+leads to them on every other machine, through the switchboards (`cluster.agents.switchboard`) and ssh.
 """
 
 import os
@@ -12,8 +11,7 @@ from pathlib import Path
 
 from manyhands.core.errors import RunError
 
-# The environment variable with the address and the folder.
-VARIABLE = "MANYHANDS_TUNNELS"
+VARIABLE = "MANYHANDS_TUNNELS"  # the environment variable with address and folder
 ANSWER_S = 20.0
 # The limit of a Unix socket's path with its final NUL.
 LONGEST_PATH = 104
@@ -41,7 +39,6 @@ class TunnelEnds:
         return f"{self.folder}/to-{address}"
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables for the machine's processes."""
         return {VARIABLE: f"{self.address} {self.folder}"}
 
 
@@ -52,11 +49,7 @@ def tunnel_ends() -> TunnelEnds | None:
 
 
 def reach(ends: TunnelEnds, address: str, port: int) -> None:
-    """Makes another machine's port reachable on its loopback address here.
-
-    Raises:
-        RunError: the port can't be reached.
-    """
+    """Makes another machine's port reachable on its loopback address here. Raises RunError if it can't be reached."""
     if address == ends.address:
         return
     with socket.socket(socket.AF_UNIX) as asked:

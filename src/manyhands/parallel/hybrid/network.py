@@ -1,8 +1,7 @@
 """A network that its author has sharded; only its gradients and BatchNorm statistics are synchronized here.
 
-Samples are shared over some axes of the mesh, by default all that cut no parameter. A parameter's gradient is summed
-over those of them that don't cut it. Over the other axes a whole parameter's gradient is whole already, because the
-author's `enter` has summed it there.
+A parameter's gradient is summed over the axes that share samples and don't shard the parameter. Over other axes an
+unsharded parameter's gradient is complete already, because the author's `enter` has summed it.
 """
 
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ class HybridNetwork(NetworkOnMesh):
 
     @override
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
-        """Prepares a micro-batch. Processes with the same samples draw the same random numbers, as in dropout."""
+        """Processes with the same samples draw the same random numbers, as in dropout."""
         self.grid.batch = shape.samples
         share = shape.share(self.share.parts, self.share.index)
         self.norms.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
@@ -49,15 +48,10 @@ class HybridNetwork(NetworkOnMesh):
 
 
 def hybrid_network(model: nn.Module, grid: Grid, samples: Sequence[str] | None = None) -> HybridNetwork:
-    """Runs a network that was constructed with this grid and holds shards; unsharded parameters are equal on all.
+    """Runs a network that was constructed with this grid; unsharded parameters are equal on all processes.
 
-    Args:
-        model: the network.
-        grid: the mesh.
-        samples: the axes over which samples are shared; None: all that shard no parameter.
-
-    Raises:
-        UserError: a parameter's mark or an axis of `samples` doesn't fit the mesh.
+    `samples` are the axes over which samples are shared; None: all that shard no parameter. Raises UserError if a mark
+    or an axis doesn't fit the mesh.
     """
     layouts = layouts_of(model, grid.mesh, grid.world.rank)
     if samples is None:

@@ -28,8 +28,7 @@ Make = Callable[[Grid], nn.Module]
 Loss = Callable[..., Tensor]
 Cause = Literal["missing", "doubled", "replicas", "cut", "mark", "wrong"]
 OUTPUT = "output"
-# Gradients far below the largest one are rounding errors, such as those of a bias before BatchNorm.
-_NEGLIGIBLE = 1e-6
+_NEGLIGIBLE = 1e-6  # smaller gradients are rounding errors, such as of a bias before BatchNorm
 _MOST_SHOWN = 12
 
 
@@ -137,16 +136,15 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
 
 
 def _mesh_of(net: Any) -> Grid:
-    modules = net.modules() if isinstance(net, nn.Module) else []
-    for value in itertools.chain.from_iterable(vars(module).values() for module in modules):
-        if isinstance(value, Axis | Grid):
-            return value.mesh if isinstance(value, Axis) else value
+    for module in net.modules() if isinstance(net, nn.Module) else []:
+        for value in vars(module).values():
+            if isinstance(value, Axis | Grid):
+                return value.mesh if isinstance(value, Axis) else value
     hints = ("give the network's mesh: mesh=manyhands.open_mesh(...)",)
     raise UserError("no module of the network stores a mesh axis", "verify_gradients", hints)
 
 
 def _copies(net: nn.Module | Make, grid: Grid) -> tuple[nn.Module, nn.Module]:
-    """A copy of the network on this mesh, and one on a mesh of one process with the same axes."""
     alone = Grid(Mesh(tuple((name, 1) for name in grid.mesh.names)), World(device=grid.world.device))
     dtype = torch.float32 if grid.world.device.startswith("mps") else torch.float64
 
@@ -229,7 +227,7 @@ class _Check:
         return tensor
 
     def _load_parameters(self) -> list[Finding]:
-        """Gives the copy on one process the full parameters and buffers."""
+        """Copies the full parameters and buffers to the network on one process."""
         mesh, rank, found = self.grid.mesh, self.grid.world.rank, list[Finding]()
         local_state = self.network.model.state_dict(keep_vars=True)
         for name, target in self.alone.state_dict(keep_vars=True).items():
@@ -239,10 +237,8 @@ class _Check:
             unmarked = isinstance(target, nn.Parameter) and target.shape not in {layout.shape, local.shape}
             if any(gather_plain(unmarked, self.grid.world)):
                 what = f"unmarked, but the shape is {tuple(target.shape)} on one process and {layout.shape} on the mesh"
-                hints = (
-                    "shard it with shard or shard_module, or by Parameter(piece, layerwise_parallel=(axis, dimension))"
-                )
-                found.append(Finding(name, "mark", mesh.names, what, hints))
+                do = "shard it with shard or shard_module, or by Parameter(piece, layerwise_parallel=(axis, dimension))"
+                found.append(Finding(name, "mark", mesh.names, what, do))
                 continue
             differing = [
                 mesh.names[axis]
@@ -270,12 +266,9 @@ class _Check:
         try:
             output = self.alone(self.sample)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            hints = (
-                "give the class or function of a network that stores the sizes of its shards, such as",
-                "verify_gradients(Net, sample, mesh=mesh)",
-            )
+            give = "give the class or function of a network that stores the sizes of its shards, such as"
             what = f"the network does not run on a mesh of one process: {type(error).__name__}: {error}"
-            raise UserError(what, "verify_gradients", hints) from error
+            raise UserError(what, "verify_gradients", (give, "verify_gradients(Net, sample, mesh=mesh)")) from error
         output = pytree.tree_map_only(Tensor, lambda one: one[self.rows], output)
         named = {name: one for name, one in self.alone.named_parameters() if one.requires_grad}
         due = torch.autograd.grad(self._loss(output), list(named.values()), materialize_grads=True, allow_unused=True)
@@ -286,17 +279,19 @@ class _Check:
         _begin(self.network.model, [slice(0, self.rows.stop - self.rows.start)], self.count)
         output = self.network.model(self.sample[self.rows])
         Gradients(self.network, self.grid.world).backward_of(self._loss(output))
-        named = ((name, one) for name, one in self.network.model.named_parameters() if one.requires_grad)
-        raw = {name: torch.zeros_like(one) if one.grad is None else one.grad.clone() for name, one in named}
+        raw = {
+            name: torch.zeros_like(one) if one.grad is None else one.grad.clone()
+            for name, one in self.network.model.named_parameters()
+            if one.requires_grad
+        }
         return [one.detach() for one in _tensors(output)], raw
 
     def _loss(self, output: Any) -> Tensor:
         """This process's part of the mean loss."""
         if self.loss is None:
-            # Weights that are different for all values, and equal on all processes for the same sample.
             parts: list[Tensor] = []
             for one in _tensors(output):
-                generator = torch.Generator().manual_seed(1)
+                generator = torch.Generator().manual_seed(1)  # equal weights on all processes for the same sample
                 weights = torch.randn(self.count, *one.shape[1:], generator=generator, dtype=torch.float64)
                 parts.append((one * weights[self.rows].to(one)).sum())
             return torch.stack(parts).sum() / self.count
@@ -304,7 +299,6 @@ class _Check:
         return (value.sum() if value.dim() else value * (self.rows.stop - self.rows.start)) / self.count
 
     def _sum(self, tensor: Tensor, axes: Iterable[int]) -> Tensor:
-        """The sum over the processes along some axes."""
         over = [axis for axis in axes if self.grid.mesh.sizes[axis] > 1]
         if tensor.dtype == torch.bool:
             return self._sum(tensor.byte(), over).bool()
@@ -324,7 +318,7 @@ class _Check:
         return max(errors) / (max(least, *scales) or 1.0), errors.index(max(errors))
 
     def _explain(self, name: str, pairs: list[tuple[Tensor, Tensor]], sharded: Collection[int], rank: int) -> Finding:
-        """Tries for each set of axes whether a sum over them is missing or made twice; the smallest sets first."""
+        """Tries for each set of axes, the smallest first, whether a sum over them is missing or made twice."""
 
         def equal(observed: Tensor, expected: Tensor) -> bool:
             return self._compare(observed, expected)[0] <= self.tolerance
@@ -335,10 +329,8 @@ class _Check:
             for count in range(1, len(self.axes) + 1):
                 found: dict[Cause, list[tuple[int, ...]]] = {"missing": [], "doubled": []}
                 for over in itertools.combinations(self.axes, count):
-                    pieces, replicas = (
-                        [one for one in over if one in sharded],
-                        [one for one in over if one not in sharded],
-                    )
+                    pieces = [one for one in over if one in sharded]
+                    replicas = [one for one in over if one not in sharded]
                     # A sum over different pieces means nothing. Equal parts of a value are no terms of a forgotten sum.
                     summable = not pieces and not equal(self.grid.parts(over) * observed, expected)
                     if summable and equal(self._sum(observed, over), expected):
@@ -355,29 +347,27 @@ class _Check:
         return Finding(name, "wrong", (), f"{subject} is wrong on rank {rank}; no single sum explains the error", hints)
 
     def _finding(self, name: str, cause: Cause, sets: list[tuple[int, ...]], rank: int) -> Finding:
-        names = [[self.grid.mesh.names[axis] for axis in over] for over in sets]
-        where = " or ".join(" and ".join(over) for over in names)
+        names, axes = self.grid.mesh.names, tuple(dict.fromkeys(itertools.chain.from_iterable(sets)))
+        where = " or ".join(" and ".join(names[axis] for axis in over) for over in sets)
         output = name.startswith(OUTPUT)
         subject = "the output is" if output else "the gradient is"
         if cause == "missing":
             what = f"{subject} partial over {where} on rank {rank}: the sum over {where} is correct"
             hints = f"add {where}.enter where a value computed from {name} enters a computation split over {where}"
-            hints = f"add {where}.all_reduce" if output else hints
         else:
             what = f"{subject} {self.grid.parts(sets[0])} times too large on rank {rank}: summed twice over {where}"
             hints = f"remove one all-reduce over {where}: {where}.enter twice, or torch.distributed in backward"
-            if output:
-                hints = f"remove one {where}.all_reduce"
-            elif set(itertools.chain.from_iterable(sets)) & set(self.network.samples):
+            if set(axes) & set(self.network.samples):
                 hints = f"remove {where}.enter: the mode sums over the axes of the samples"
-        return Finding(name, cause, tuple(dict.fromkeys(itertools.chain.from_iterable(names))), what, hints)
+        if output:
+            hints = f"add {where}.all_reduce" if cause == "missing" else f"remove one {where}.all_reduce"
+        return Finding(name, cause, tuple(names[axis] for axis in axes), what, hints)
 
 
 def _begin(model: nn.Module, shares: list[slice], count: int) -> None:
     """Makes each share a BatchNorm group of its own, on the mesh and on one process alike."""
-    spans = tuple(
-        Span(number, one.start, one.stop, one.stop - one.start, -1, True) for number, one in enumerate(shares)
-    )
+    pairs = enumerate(shares)
+    spans = tuple(Span(number, one.start, one.stop, one.stop - one.start, -1, True) for number, one in pairs)
     for groups in {id(one.groups): one.groups for one in model.modules() if isinstance(one, GroupedNorm)}.values():
         groups.begin_micro_batch(spans, (), shares[-1].stop, count)
 
@@ -387,5 +377,4 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _region(tensor: Tensor, region: tuple[tuple[int, int], ...]) -> Tensor:
-    """The part of a tensor between (start, stop) in each dimension."""
     return tensor[tuple(slice(*pair) for pair in region)]

@@ -28,7 +28,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, bounds, make_mesh, parse_mesh
 from manyhands.core.world import World
 from manyhands.parallel.group.collectives import group_timeout
-from manyhands.parallel.mesh.marks import Mark, Parameter, axis_numbers, mark_buffer
+from manyhands.parallel.mesh.marks import BUFFERS, Mark, Parameter, axis_numbers
 
 if TYPE_CHECKING:
     from manyhands.parallel.mesh.placement import Placement
@@ -44,25 +44,26 @@ class Grid:
         world: rank, size, device and backend of this process.
         coordinates: this process's index on each axis.
         batch: the number of samples in the current micro-batch over all processes; set by the training loop.
+        seed: of the random numbers of ops in the current micro-batch.
     """
 
     def __init__(self, mesh: Mesh, world: World) -> None:
         self.mesh, self.world = mesh, world
         self.coordinates = mesh.coordinates(world.rank)
-        self.batch = 1
+        self.batch, self.seed = 1, 0
         self._groups: dict[tuple[int, ...], Any] = {}
         axes = [axis for axis, size in enumerate(mesh.sizes) if size > 1]
         for count in range(1, len(axes) + 1):
             for chosen in itertools.combinations(axes, count):
-                self._groups[chosen] = None if len(chosen) == len(axes) else self._make(chosen)
-
-    def _make(self, axes: tuple[int, ...]) -> Any:
-        groups = sorted({tuple(self.mesh.peers(axes, rank)) for rank in range(self.mesh.size)})
-        patience = group_timeout(self.world)
-        return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=patience)[0]
+                self._groups[chosen] = None
+                if len(chosen) < len(axes):
+                    peers = sorted({tuple(mesh.peers(chosen, rank)) for rank in range(mesh.size)})
+                    groups = [list(ranks) for ranks in peers]
+                    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout(world))
+                    self._groups[chosen] = own
 
     def group(self, axes: Sequence[int]) -> Any:
-        """Returns the process group of this process along the axes; None for torch's default group of all processes."""
+        """Returns this process's group along the axes; None for torch's default group of all processes."""
         return self._groups[tuple(axis for axis in axes if self.mesh.sizes[axis] > 1)]
 
     def parts(self, axes: Sequence[int]) -> int:
@@ -77,15 +78,10 @@ class Grid:
         return all(self.coordinates[axis] == 0 for axis in axes)
 
     def axis(self, *names: str) -> "Axis":
-        """Returns an axis by name, or several axes combined into one: `mesh.axis("tp")`.
-
-        Raises:
-            UserError: the mesh has no such axis.
-        """
+        """Returns an axis by name, or several combined: `mesh.axis("tp")`. Raises UserError if there is none."""
         return Axis(self, names)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Grid":
-        """Returns itself: copies of a network use the same process groups."""
         return self
 
     def release(self) -> None:
@@ -159,11 +155,9 @@ class Axis:
     def shard(self, tensor: Tensor, dim: int = 0) -> Parameter:
         """Returns this process's shard of a tensor as a Parameter.
 
-        All processes must pass the same full tensor (use the same seed), so that the initial network is the same as
-        on one process. A parameter that is sharded over another axis can be sharded again in another dimension.
-
-        Raises:
-            UserError: `dim` does not exist, is sharded already, or is shorter than the number of processes.
+        All processes must pass the same full tensor (use the same seed). A parameter that is sharded over another axis
+        can be sharded again in another dimension. Raises UserError if `dim` does not exist, is sharded already or is
+        too short.
         """
         piece, mark = self._piece(tensor, dim, getattr(tensor, "mark", None))
         made = Parameter(piece, tensor.requires_grad or not isinstance(tensor, nn.Parameter))
@@ -173,15 +167,8 @@ class Axis:
     def shard_module(self, module: Module, **dims: int) -> Module:
         """Shards parameters and buffers of a layer in place: `tp.shard_module(nn.Linear(8, 6), weight=0, bias=0)`.
 
-        Args:
-            module: the layer, with the same full tensors on all processes.
-            dims: the dimension to shard of each parameter or buffer, as keyword arguments: `weight=0`.
-
-        Returns:
-            The layer.
-
-        Raises:
-            UserError: the layer has no such parameter or buffer, or the dimension can't be sharded.
+        The layer must hold the same full tensors on all processes; `dims` are the dimensions to shard by name. Returns
+        the layer. Raises UserError if the layer has no such tensor, or the dimension can't be sharded.
         """
         for name, dim in dims.items():
             tensor = getattr(module, name, None)
@@ -190,7 +177,7 @@ class Axis:
             elif name in module._buffers and tensor is not None:
                 piece, mark = self._piece(tensor, dim, None)
                 setattr(module, name, piece)
-                mark_buffer(module, name, mark)
+                module.__dict__.setdefault(BUFFERS, {})[name] = mark
             else:
                 known = ", ".join(word for word, _ in [*module.named_parameters(), *module.named_buffers()])
                 raise UserError(f"{type(module).__name__} has no {name} to shard", "shard_module", (f"found: {known}",))
@@ -223,21 +210,17 @@ class Axis:
     def all_reduce(self, y: Tensor) -> Tensor:
         """Sums y over the axis: all-reduce in forward, identity in backward.
 
-        All processes have the gradient of the sum, which is also the gradient of each term. An all-reduce in backward
-        would multiply it by `size`.
+        All processes have the gradient of the sum, which is also that of each term; an all-reduce in backward would
+        multiply it by `size`.
         """
         return self._turn(y, ("P", "R"), ("R", "R"), y.shape)
 
     def gather(self, x: Tensor, dim: int, length: int | None = None) -> Tensor:
         """Concatenates the shards of all processes: all-gather in forward, slice in backward.
 
-        All processes along the axis must apply the same computation to the result. If that computation is sharded, use
-        `tp.enter(tp.gather(x, dim))`.
-
-        Args:
-            x: this process's shard, as `scatter` returns it: lengths differ by at most one.
-            dim: the sharded dimension.
-            length: the full length of `dim`; None: the processes exchange their lengths in a small collective.
+        All processes along the axis must apply the same computation to the result; if it is sharded, use
+        `tp.enter(tp.gather(x, dim))`. Shards have lengths as from `scatter`, differing by at most one. `length` is the
+        full length of `dim`; None: the processes exchange their lengths in a small collective.
         """
         dim = self._dim(x, dim, "gather")
         shape = list(x.shape)
@@ -245,10 +228,7 @@ class Axis:
         return self._turn(x, (dim, "R"), (dim, "R"), shape)
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
-        """Returns this process's shard of x: slice in forward, all-gather in backward.
-
-        All processes must pass the same x.
-        """
+        """Returns this process's shard of x, which is equal on all: slice in forward, all-gather in backward."""
         dim = self._dim(x, dim, "scatter")
         return self._turn(x, ("R", dim), ("R", dim), x.shape)
 
@@ -261,15 +241,10 @@ class Axis:
         return self._turn(x, ("P", dim), ("R", dim), x.shape)
 
     def all_to_all(self, x: Tensor, cut: int, joined: int, length: int | None = None) -> Tensor:
-        """Moves the sharding from one dimension to another: all-to-all in forward and backward.
+        """Moves the sharding from dimension `joined` to `cut`: all-to-all in forward and backward.
 
-        Equal to `gather` along `joined` followed by `scatter` along `cut`, with a fraction of the traffic.
-
-        Args:
-            x: this process's shard, sharded in dimension `joined`.
-            cut: the dimension to shard.
-            joined: the dimension to concatenate.
-            length: the full length of `joined`; None: the processes exchange their lengths in a small collective.
+        Equal to `gather` along `joined` followed by `scatter` along `cut`, with a fraction of the traffic. `length` is
+        the full length of `joined`; None: the processes exchange their lengths in a small collective.
         """
         cut, joined = self._dim(x, cut, "all_to_all"), self._dim(x, joined, "all_to_all")
         if cut == joined:
@@ -312,9 +287,7 @@ class Axis:
             lengths = everybody.tolist()
         else:
             lengths = _lengths(length, self.size)
-            lengths = (
-                lengths if lengths[self.rank] == here else [*lengths[: self.rank], here, *lengths[self.rank + 1 :]]
-            )
+            lengths[self.rank] = here
         total = sum(lengths) if length is None else length
         if lengths != _lengths(total, self.size):
             what = f"shards have lengths {lengths} in dimension {dim}, expected {_lengths(total, self.size)}"

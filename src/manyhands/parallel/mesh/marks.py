@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,29 +10,25 @@ from torch import Tensor, nn
 from manyhands.core.errors import UserError
 from manyhands.core.mesh import Mesh, TensorLayout, unsharded
 
-# Where a module keeps the marks of its buffers, which lose attributes of their own when they are moved.
-BUFFERS = "cut_buffers"
+BUFFERS = "cut_buffers"  # a module's marks of its buffers, which lose attributes when they are moved
 _FORMS = (
     'give layerwise_parallel=True, "tp" or ("tp", 1), and shape=(…) of the full tensor',
     "or use tp.shard(full_tensor, dim), which shards and marks a tensor",
 )
-Marked = TypeVar("Marked", bound="Parameter")
 
 
 @dataclass(frozen=True)
 class Mark:
     """The sharded dimensions and the full shape of a tensor of which this process has a shard."""
 
-    # (dimension, names of mesh axes) for each sharded dimension; no names: all axes but the first, for samples
-    cuts: tuple[tuple[int, tuple[str, ...]], ...]
-    # the full shape; None: the shard's length times the number of processes
-    shape: tuple[int, ...] | None = None
+    cuts: tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, names of mesh axes); no names: all axes but the first
+    shape: tuple[int, ...] | None = None  # the full shape; None: the shard's length times the number of processes
 
 
 class Parameter(nn.Parameter):
-    """A parameter that may be sharded over processes.
+    """A parameter that may be sharded over processes, registered like any nn.Parameter.
 
-    Modules register it like any nn.Parameter. Its gradient is not summed over the axes that shard it.
+    Its gradient is not summed over the axes that shard it.
 
     Args:
         data: this process's shard, or the full tensor if layerwise_parallel is False.
@@ -53,7 +49,6 @@ class Parameter(nn.Parameter):
         layerwise_parallel: bool | str | tuple[str, int] = False,
         shape: Sequence[int] | None = None,
     ) -> "Parameter":
-        """Creates the parameter. The mark is checked against the mesh when the network is made parallel."""
         tensor = torch.empty(0) if data is None else torch.as_tensor(data).detach()
         made = super().__new__(cls, tensor, requires_grad)
         made.mark = _read(layerwise_parallel, tuple(tensor.shape), None if shape is None else tuple(shape))
@@ -63,7 +58,6 @@ class Parameter(nn.Parameter):
         """Does nothing: `__new__` does all."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Parameter":
-        """Returns a copy with the same mark."""
         if id(self) not in memo:
             copied = type(self)(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
             copied.mark = self.mark
@@ -88,35 +82,21 @@ def _read(given: bool | str | tuple[str, int], piece: tuple[int, ...], shape: tu
     return Mark(((dim % len(piece), names),), shape)
 
 
-def mark_buffer(module: nn.Module, name: str, mark: Mark) -> None:
-    module.__dict__.setdefault(BUFFERS, {})[name] = mark
-
-
-def mark_of(module: nn.Module, name: str) -> Mark | None:
-    """Returns the mark of a parameter or buffer that the module itself holds."""
-    return getattr(module, BUFFERS, {}).get(name) or getattr(getattr(module, name), "mark", None)
-
-
 def layouts_of(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, TensorLayout]:
-    """Returns the layout of each tensor in the state dict.
-
-    Raises:
-        UserError: a mark doesn't fit the mesh.
-    """
+    """Returns the layout of each tensor in the state dict. Raises UserError if a mark doesn't fit the mesh."""
     found: dict[str, TensorLayout] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
             path, _, word = name.rpartition(".")
-            mark = mark_of(model.get_submodule(path), word)
-            found[name] = layout_of(mark, tuple(tensor.shape), mesh, rank, name)
+            module, piece = model.get_submodule(path), tuple(tensor.shape)
+            mark = getattr(module, BUFFERS, {}).get(word) or getattr(getattr(module, word), "mark", None)
+            found[name] = _layout_of(mark, piece, mesh, rank, name) if mark else unsharded(piece)
     return found
 
 
-def layout_of(mark: Mark | None, piece: tuple[int, ...], mesh: Mesh, rank: int, name: str) -> TensorLayout:
-    """Returns the layout of a marked tensor on a mesh."""
-    if mark is None:
-        return unsharded(piece)
-    cuts = tuple(sorted((dim, _numbers(names, mesh, name)) for dim, names in mark.cuts))
+def _layout_of(mark: Mark, piece: tuple[int, ...], mesh: Mesh, rank: int, name: str) -> TensorLayout:
+    every = tuple(range(1, len(mesh.axes))) or (0,)  # of a mark without names
+    cuts = tuple(sorted((dim, axis_numbers(names, mesh, name) if names else every) for dim, names in mark.cuts))
     parts = {dim: mesh.parts(axes) for dim, axes in cuts}
     shape = mark.shape or tuple(length * parts.get(dim, 1) for dim, length in enumerate(piece))
     layout = TensorLayout(shape, shape, cuts)
@@ -126,19 +106,8 @@ def layout_of(mark: Mark | None, piece: tuple[int, ...], mesh: Mesh, rank: int, 
     return layout
 
 
-def _numbers(names: tuple[str, ...], mesh: Mesh, where: str) -> tuple[int, ...]:
-    """Returns the axes of a mark by index; without names, all but the first."""
-    if not names:
-        return tuple(range(1, len(mesh.axes))) or (0,)
-    return axis_numbers(names, mesh, where)
-
-
 def axis_numbers(names: Sequence[str], mesh: Mesh, where: str) -> tuple[int, ...]:
-    """Returns the indices of named axes, ascending.
-
-    Raises:
-        UserError: the mesh has no such axis, or a name is repeated.
-    """
+    """Returns the indices of named axes, ascending. Raises UserError for an unknown or repeated name."""
     unknown = [name for name in names if name not in mesh.names]
     if unknown:
         hints = (f"use one of the axes {', '.join(mesh.names)}", "or change --mesh")

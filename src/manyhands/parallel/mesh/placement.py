@@ -1,13 +1,15 @@
-"""The algebra of placements: what lies where along each mesh axis, and the collectives that turn one into another.
+"""Placements of tensors along mesh axes, and the collectives that convert one into another.
 
-Along one axis a tensor is whole on every process ("R"), a sum of which each process holds one term ("P"), or cut in
-one of its dimensions (that dimension's number). A layout is a placement for each axis of the mesh, major to minor.
+Along one axis a tensor is replicated ("R"), a sum of which each process holds one term ("P"), or sharded in a dimension
+(its number). A layout is a placement for each axis of the mesh, major to minor.
 
-Values and gradients are laid out separately. An op that uses a whole input for a part of its work gives back a part of
-that input's gradient, so four sides of a value and its gradient are in use: a dimension (both cut), WHOLE (both whole),
-SPREAD (the value whole, the gradient a term of a sum) and SUM (the value a term, the gradient whole).
+Values and gradients are laid out separately. An op that uses a full input for a part of its work returns a term of that
+input's gradient, so a value and its gradient have one of four sides: a dimension (both sharded), WHOLE (both
+replicated), SPREAD (the value replicated, the gradient a term of a sum) and SUM (the value a term, the gradient
+replicated).
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,39 +33,35 @@ SUM: Side = "P"
 
 
 def value_of(sides: Sequence[Side]) -> Layout:
-    """The layout of the value."""
     return tuple("R" if side == "B" else side for side in sides)
 
 
 def gradient_of(sides: Sequence[Side]) -> Layout:
-    """The layout of the gradient: a whole value's may be a sum, and a sum's is whole."""
     return tuple("P" if side == "B" else "R" if side == "P" else side for side in sides)
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The shape of a whole tensor."""
+    """The shape of a full tensor."""
 
     dims: tuple[int, ...]  # lengths; the first one is of a sample batch where `rows` is set
     rows: int = 0  # rows of dimension 0 that belong to one sample of the batch; 0 where the tensor doesn't grow with it
 
     def edges(self, dim: int, parts: int, batch: int) -> list[int]:
-        """Where the pieces of a dimension begin and end when a pass has `batch` samples."""
+        """Where the shards of a dimension begin and end in a pass with `batch` samples."""
         if dim == 0 and self.rows:
             return [edge * self.rows for edge in bounds(batch, parts)]
         return bounds(self.dims[dim], parts)
 
     def values(self, batch: int) -> int:
-        """How many values the whole tensor has when a pass has `batch` samples."""
         return math.prod((batch * self.rows, *self.dims[1:]) if self.rows else self.dims)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on each process's piece of a tensor."""
+    """One operation on each process's shard of a tensor."""
 
-    # all_reduce, all_gather, reduce_scatter, all_to_all; or, without communication, slice, pad (the piece among zeros)
-    # and keep_first (zeros on all but the first process)
+    # a collective, or slice, pad (the shard among zeros) or keep_first (zeros on all but the first process)
     kind: str
     axes: tuple[int, ...]  # numbers of the mesh's axes it runs along, ascending; several are one group
     dim: int = 0  # the dimension that is put together or cut; for all_to_all the one that is cut
@@ -79,8 +77,7 @@ class Step:
 def steps_between(source: Layout, target: Layout) -> list[Step]:
     """The steps that turn one layout into another, at most one collective for each dimension and kind.
 
-    A cut of a dimension by several axes is nested, major to minor, so an axis can be taken out of it only when all
-    that are more minor have been taken out before, and added only before those.
+    A dimension sharded by several axes is nested, major to minor: axes leave from the minor end and are added at it.
     """
     current = list(source)
     found: list[Step] = []
@@ -101,16 +98,13 @@ def _cutting(layout: Sequence[Placement], dim: int) -> list[int]:
 
 
 def _kept(current: Sequence[Placement], target: Layout, dim: int) -> int:
-    """How many of the axes that cut a dimension may stay: the common beginning of both lists."""
-    here, there = _cutting(current, dim), _cutting(target, dim)
-    count = 0
-    while count < min(len(here), len(there)) and here[count] == there[count]:
-        count += 1
-    return count
+    """How many of the axes that shard a dimension may stay: the common beginning of both lists."""
+    pairs = zip(_cutting(current, dim), _cutting(target, dim), strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _exchanges(current: list[Placement], target: Layout) -> list[Step]:
-    """Cuts that move from one dimension to another in one exchange, where nothing lies more minor in either."""
+    """Axes that move from one dimension to another in an all-to-all, if none is more minor in either."""
     found: list[Step] = []
     for axis, there in enumerate(target):
         here = current[axis]
@@ -129,14 +123,12 @@ def _removals(current: list[Placement], target: Layout) -> list[Step]:
     found: list[Step] = []
     for dim in sorted({here for here in current if isinstance(here, int)}):
         leaving = _cutting(current, dim)[_kept(current, target, dim) :]
-        while leaving:
-            kind = "pad" if target[leaving[-1]] == "P" else "all_gather"
-            run = [leaving.pop()]
-            while leaving and ("pad" if target[leaving[-1]] == "P" else "all_gather") == kind:
-                run.append(leaving.pop())
-            for axis in run:
+        runs = itertools.groupby(reversed(leaving), lambda axis: "pad" if target[axis] == "P" else "all_gather")
+        for kind, run in runs:
+            axes = tuple(sorted(run))
+            for axis in axes:
                 current[axis] = "P" if kind == "pad" else "R"
-            found.append(Step(kind, tuple(sorted(run)), dim, outer=tuple(_cutting(current, dim))))
+            found.append(Step(kind, axes, dim, outer=tuple(_cutting(current, dim))))
     return found
 
 
@@ -144,15 +136,11 @@ def _additions(current: list[Placement], target: Layout) -> list[Step]:
     found: list[Step] = []
     for dim in sorted({there for there in target if isinstance(there, int)}):
         coming = _cutting(target, dim)[len(_cutting(current, dim)) :]
-        while coming:
-            outer = tuple(_cutting(current, dim))
-            kind = "reduce_scatter" if current[coming[0]] == "P" else "slice"
-            run = [coming.pop(0)]
-            while coming and ("reduce_scatter" if current[coming[0]] == "P" else "slice") == kind:
-                run.append(coming.pop(0))
-            for axis in run:
+        for kind, run in itertools.groupby(coming, lambda axis: "reduce_scatter" if current[axis] == "P" else "slice"):
+            axes, outer = tuple(run), tuple(_cutting(current, dim))
+            for axis in axes:
                 current[axis] = dim
-            found.append(Step(kind, tuple(run), dim, outer=outer))
+            found.append(Step(kind, axes, dim, outer=outer))
     return found
 
 
@@ -181,9 +169,9 @@ def messages(
         if step.kind in {"all_gather", "pad"}:
             sizes[step.dim] = _piece(extent, mesh, batch, rank, step.dim, list(step.outer))
         if step.kind == "all_gather":
-            before[step.dim] = _longest(extent, mesh, batch, rank, step)
+            before[step.dim] = max(group_sizes(extent, mesh, batch, rank, step.dim, step.outer, step.axes))
         if step.kind == "reduce_scatter":
-            before[step.dim] = _longest(extent, mesh, batch, rank, step) * group
+            before[step.dim] = max(group_sizes(extent, mesh, batch, rank, step.dim, step.outer, step.axes)) * group
         if step.communicates and group > 1:
             found.append(CollectiveMessage(step.kind, step.axes, math.prod(before)))
     return found
@@ -195,16 +183,10 @@ def _piece(extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, axes: Se
     return edges[place + 1] - edges[place]
 
 
-def _longest(extent: Extent, mesh: Mesh, batch: int, rank: int, step: Step) -> int:
-    """The longest piece in a group: shorter ones are padded to it."""
-    sizes = group_sizes(extent, mesh, batch, rank, step.dim, step.outer, step.axes)
-    return max(sizes)
-
-
 def group_sizes(
     extent: Extent, mesh: Mesh, batch: int, rank: int, dim: int, outer: Sequence[int], axes: Sequence[int]
 ) -> list[int]:
-    """Lengths of the pieces of a dimension that a group along `axes` holds, within what `outer` leaves to it."""
+    """Lengths of the shards of a dimension in a group along `axes`, within the shard of `outer`."""
     parts = mesh.parts(axes)
     edges = extent.edges(dim, mesh.parts(outer) * parts, batch)
     first = mesh.place(outer, rank) * parts
@@ -212,7 +194,7 @@ def group_sizes(
 
 
 class _Places(Protocol):
-    """What a conversion asks of the processes of a mesh; see `grid.Grid`."""
+    """The part of `grid.Grid` that conversions use."""
 
     mesh: Mesh
     world: World
@@ -221,11 +203,10 @@ class _Places(Protocol):
     def group(self, axes: Sequence[int], /) -> Any: ...
     def parts(self, axes: Sequence[int], /) -> int: ...
     def place(self, axes: Sequence[int], /) -> int: ...
-    def first(self, axes: Sequence[int], /) -> bool: ...
 
 
 def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid: _Places) -> Tensor:
-    """This process's piece under another layout, of the same dtype; it may be a view; not differentiable."""
+    """This process's shard in another layout, of the same dtype; it may be a view; not differentiable."""
     for step in steps_between(source, target):
         tensor = _take(step, tensor, extent, grid)
     return tensor
@@ -234,32 +215,41 @@ def convert(tensor: Tensor, source: Layout, target: Layout, extent: Extent, grid
 def _take(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
     if grid.parts(step.axes) == 1:
         return tensor
-    before = CLOCK.to(COMMUNICATION)
-    taken = _STEPS[step.kind](step, tensor, extent, grid)
+    before, place, dim = CLOCK.to(COMMUNICATION), grid.place(step.axes), step.dim
+    if step.kind == "keep_first":
+        taken = tensor if place == 0 else torch.zeros_like(tensor)
+    elif step.kind == "all_reduce":
+        taken = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(taken, group=grid.group(step.axes))
+    else:
+        sizes = group_sizes(extent, grid.mesh, grid.batch, grid.world.rank, dim, step.outer, step.axes)
+        start = sum(sizes[:place])
+        if step.kind == "slice":
+            taken = tensor.narrow(dim, start, sizes[place])
+        elif step.kind == "pad":
+            taken = tensor.new_zeros(*tensor.shape[:dim], sum(sizes), *tensor.shape[dim + 1 :])
+            taken.narrow(dim, start, sizes[place]).copy_(tensor)
+        elif step.kind == "all_gather":
+            taken = _all_gather(step, tensor, sizes, grid)
+        elif step.kind == "reduce_scatter":
+            taken = _reduce_scatter(step, tensor, sizes, grid)
+        else:
+            joined = group_sizes(
+                extent, grid.mesh, grid.batch, grid.world.rank, step.joined, step.joined_outer, step.axes
+            )
+            taken = _all_to_all(step, tensor, sizes, joined, grid)
     CLOCK.to(before)
     return taken
 
 
-def _sizes(step: Step, extent: Extent, grid: _Places) -> list[int]:
-    return group_sizes(extent, grid.mesh, grid.batch, grid.world.rank, step.dim, step.outer, step.axes)
-
-
-def _all_reduce(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:  # noqa: ARG001 - as all steps
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=grid.group(step.axes))
-    return total
-
-
-def _all_gather(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
-    sizes = _sizes(step, extent, grid)
+def _all_gather(step: Step, tensor: Tensor, sizes: list[int], grid: _Places) -> Tensor:
     mine = _padded(tensor, step.dim, max(sizes)).contiguous()
     everybody = mine.new_empty(len(sizes), *mine.shape)
     dist.all_gather_into_tensor(everybody.view(-1), mine.view(-1), group=grid.group(step.axes))
     return torch.cat([part.narrow(step.dim, 0, size) for part, size in zip(everybody, sizes, strict=True)], step.dim)
 
 
-def _reduce_scatter(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
-    sizes = _sizes(step, extent, grid)
+def _reduce_scatter(step: Step, tensor: Tensor, sizes: list[int], grid: _Places) -> Tensor:
     parts = torch.stack([_padded(part, step.dim, max(sizes)) for part in tensor.split(sizes, step.dim)]).contiguous()
     mine = torch.empty_like(parts[0])
     dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=grid.group(step.axes))
@@ -267,20 +257,14 @@ def _reduce_scatter(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """The tensor with zeros after its end in one dimension: collectives want equal pieces."""
+    """Pads a dimension with zeros to the equal lengths that collectives need."""
     missing = length - tensor.shape[dim]
     if not missing:
         return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    return torch.cat([tensor, tensor.new_zeros(*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])], dim)
 
 
-def _all_to_all(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
-    cut = _sizes(step, extent, grid)
-    joined = group_sizes(
-        extent, grid.mesh, grid.batch, grid.world.rank, step.joined, step.joined_outer, step.axes
-    )  # fmt: skip
+def _all_to_all(step: Step, tensor: Tensor, cut: list[int], joined: list[int], grid: _Places) -> Tensor:
     sent = [part.contiguous() for part in tensor.split(cut, step.dim)]
     shape = list(tensor.shape)
     shape[step.dim] = cut[grid.place(step.axes)]
@@ -293,39 +277,8 @@ def _all_to_all(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Te
     return torch.cat(parts, step.joined)
 
 
-def _slice(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
-    sizes = _sizes(step, extent, grid)
-    place = grid.place(step.axes)
-    return tensor.narrow(step.dim, sum(sizes[:place]), sizes[place])
-
-
-def _pad(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:
-    sizes = _sizes(step, extent, grid)
-    place = grid.place(step.axes)
-    shape = list(tensor.shape)
-    shape[step.dim] = sum(sizes)
-    whole = tensor.new_zeros(shape)
-    whole.narrow(step.dim, sum(sizes[:place]), sizes[place]).copy_(tensor)
-    return whole
-
-
-def _keep_first(step: Step, tensor: Tensor, extent: Extent, grid: _Places) -> Tensor:  # noqa: ARG001 - as all steps
-    return tensor if grid.first(step.axes) else torch.zeros_like(tensor)
-
-
-_STEPS = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "slice": _slice,
-    "pad": _pad,
-    "keep_first": _keep_first,
-}
-
-
 class _Conversion(torch.autograd.Function):
-    """A conversion whose backward takes the gradient the other way, between layouts of its own."""
+    """A conversion whose backward converts the gradient back, between layouts of its own."""
 
     @staticmethod
     def forward(
@@ -345,17 +298,16 @@ class _Conversion(torch.autograd.Function):
 def convert_both(
     tensor: Tensor, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extent: Extent, grid: _Places
 ) -> Tensor:
-    """A differentiable conversion of this process's piece.
+    """A differentiable conversion of this process's shard.
 
-    `values` are the value's layouts before and after, `gradients` the gradient's before (as it is to leave) and after
-    (as it comes in).
+    `values` are the value's layouts before and after, `gradients` those of the outgoing and of the incoming gradient.
     """
     result: Any = _Conversion.apply(tensor, (*values, *gradients), extent, grid)
     return result
 
 
 def gather_full(tensor: Tensor, layout: TensorLayout, grid: _Places) -> Tensor:
-    """The whole of a parameter or buffer [layout.shape] of which this process has a piece; a collective."""
+    """The full parameter or buffer [layout.shape] of which this process has a shard; a collective."""
     if not layout.cuts:
         return tensor
     cut = {axis: dim for dim, axes in layout.cuts for axis in axes}

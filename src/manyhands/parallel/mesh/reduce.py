@@ -1,4 +1,4 @@
-"""Adds up the gradients of a split network: each parameter's over exactly the axes where it is a term of a sum."""
+"""Sums the gradients of a split network, each parameter's over the axes where it is a term of a sum."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,31 +11,32 @@ from torch import Tensor, nn
 from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.parallel.mesh.grid import Grid
 
-# As many bytes as DDP puts into one message: few enough to begin while backward goes on.
-BUCKET_BYTES = 25 * 1024 * 1024
+BUCKET_BYTES = 25 * 1024 * 1024  # as DDP: few enough to begin during backward
 
 
 class Bucket:
-    """Gradients of some parameters that go in one message, summed over the mesh's axes of these numbers."""
+    """Gradients that go in one message, summed over the mesh axes of these numbers."""
 
     def __init__(self, axes: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
-        self.axes, self.parameters = axes, parameters
-        self.waiting = len(parameters)
-        self.flat: Tensor | None = None
+        self.axes, self.parameters, self.waiting = axes, parameters, len(parameters)
+        self.flat: Any = None
         self.work: Any = None
 
 
 class Reducer:
-    """Sends gradients while backward goes on, bucket after bucket in an order that is the same everywhere.
+    """Sends gradients during backward, in buckets of an order that is the same everywhere.
 
-    Parameters come in the network's order; `gradient_axes` of each layout says over which axes its gradient is summed.
+    Parameters come in the network's order; `gradient_axes` of a layout are the axes over which its gradient is summed.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> None:
-        self._grid = grid
-        self._held_back = False
-        self.buckets = _fill(parameters, layouts, grid)
-        self._next = 0
+        self._grid, self._held_back, self._next = grid, False, 0
+        pieces = [
+            (name, summed_over(layouts[name], grid.mesh), one.dtype, one.numel() * one.element_size())
+            for name, one in parameters.items()
+            if one.requires_grad
+        ]
+        self.buckets = [Bucket(axes, [parameters[name] for name in names]) for axes, names in bucket_names(pieces)]
         self._of = {id(parameter): bucket for bucket in self.buckets for parameter in bucket.parameters}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -45,7 +46,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward in this context adds gradients up on each process alone."""
+        """Backward in this context accumulates gradients on each process alone."""
         self._held_back = True
         try:
             yield
@@ -53,14 +54,13 @@ class Reducer:
             self._held_back = False
 
     def finish(self) -> None:
-        """Sends what has not been sent, waits for all, and puts the sums in place; after an update's last backward."""
+        """Sends the rest, waits for all, and writes the sums; after an update's last backward."""
         while self._next < len(self.buckets):
             self._send()
         for bucket in self.buckets:
             bucket.work.wait()
-            flat: Any = bucket.flat
             sizes = [parameter.numel() for parameter in bucket.parameters]
-            for parameter, piece in zip(bucket.parameters, flat.split(sizes), strict=True):
+            for parameter, piece in zip(bucket.parameters, bucket.flat.split(sizes), strict=True):
                 _gradient(parameter).copy_(piece.view(parameter.shape))
             bucket.flat, bucket.work, bucket.waiting = None, None, len(bucket.parameters)
         self._next = 0
@@ -85,19 +85,9 @@ class Reducer:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """The gradient; zeros for a parameter that this process did not use."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
-
-
-def _fill(parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], grid: Grid) -> list[Bucket]:
-    pieces = [
-        (name, summed_over(layouts[name], grid.mesh), parameter.dtype, parameter.numel() * parameter.element_size())
-        for name, parameter in parameters.items()
-        if parameter.requires_grad
-    ]
-    return [Bucket(axes, [parameters[name] for name in names]) for axes, names in bucket_names(pieces)]
 
 
 def summed_over(layout: TensorLayout, mesh: Mesh) -> tuple[int, ...]:
@@ -108,10 +98,10 @@ def summed_over(layout: TensorLayout, mesh: Mesh) -> tuple[int, ...]:
 def bucket_names(
     pieces: Sequence[tuple[str, tuple[int, ...], torch.dtype, int]],
 ) -> list[tuple[tuple[int, ...], list[str]]]:
-    """Which gradients go in one message: of one axis set and dtype, the last layers' first, since they come first.
+    """Groups gradients into messages: of one axis set and dtype, the last layers' first, since they come first.
 
-    From (name, axes to sum over, dtype, bytes of the local piece) in the network's order to (axes, names) of each
-    message, in the order in which they are sent.
+    From (name, axes to sum over, dtype, bytes of the local shard) in the network's order to (axes, names) of each
+    message, in the order of sending.
     """
     filling: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
     filled_bytes: dict[tuple[tuple[int, ...], torch.dtype], int] = {}

@@ -1,10 +1,6 @@
-"""Automatic: a search finds how each op is best split; where that is data parallel, the mode `data` runs instead."""
-
-from torch import nn
+"""Automatic: a search shards each op; where data parallel is fastest, the mode `data` runs instead."""
 
 from manyhands.core.needs import Need
-from manyhands.core.world import World
-from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.split.network import split
 
 DESCRIPTION = "searches for the fastest sharding of each op, by measured costs"
@@ -13,6 +9,4 @@ OFFERS = frozenset[Need]()
 NOTHING_ALONE = True
 FOLLOWS_PLAN = True
 
-
-def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    return split(model, world, request)
+apply = split

@@ -1,7 +1,6 @@
 """Data parallel: every process holds the whole network and a share of each batch.
 
-Gradients are averaged by PyTorch's DDP; where all processes compute on processors, in shared memory within a machine
-and by one all-reduce between machines with several processes.
+DDP averages gradients, or, if all processes compute on CPUs, shared memory within a machine and gloo between machines.
 """
 
 import functools
@@ -36,27 +35,24 @@ _NO_BUFFERS: dict[str, Any] = {
 
 
 class Replica(DistributedDataParallel):
-    """DDP whose forward pass carries no mark for the profiler, which costs a small network a twentieth of a step."""
+    """DDP without the profiler's mark in forward, which costs a small network a twentieth of a step."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the network; its backward agrees on gradients."""
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
     def state_dict(self, *arguments: Any, **named: Any) -> Any:
-        """The network's own, under its own names."""
         return self.module.state_dict(*arguments, **named)
 
     def load_state_dict(self, *arguments: Any, **named: Any) -> Any:
-        """The network's own."""
         return self.module.load_state_dict(*arguments, **named)
 
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    """Has its gradients added up through memory, or wraps it in DDP; leaves it where there is nobody to share with.
+    """Sums gradients through shared memory or by DDP; a network alone stays as it is.
 
-    DDP's own start (a broadcast of all parameters) is left out: the parameters have been proven equal, or made so,
-    before. Buffers are not broadcast either: BatchNorm's statistics are agreed on in `parallel/replicas/batch_norm.py`.
+    DDP's initial broadcast is left out, because the parameters have been made equal before; buffers are agreed on in
+    `parallel/replicas/batch_norm.py`.
     """
     if world.alone or not any(parameter.requires_grad for parameter in model.parameters()):
         return ParallelNetwork(model, world=world)
@@ -85,7 +81,6 @@ def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwo
 
 
 def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> ParallelNetwork:
-    """The network in DDP, whose averaging is the backend's, for the reason `why`."""
     wrapped = Replica(
         model,
         device_ids=None if world.device == "cpu" else [world.device],
@@ -101,8 +96,8 @@ def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> P
                 parameter.register_post_accumulate_grad_hook(CLOCK.computed)
     if request.hook:
         wrapped.register_comm_hook(None, request.hook)
-    traits = ModeTraits(float(world.size), wrapped.no_sync, orders_sums=True)
-    traits.averages = f"gradients are averaged by {world.backend}: {why}"
+    averages = f"gradients are averaged by {world.backend}: {why}"
+    traits = ModeTraits(float(world.size), wrapped.no_sync, orders_sums=True, averages=averages)
     if not request.unused:  # else DDP looks for what a pass didn't use by itself
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         traits.reach_all = functools.partial(_reach, trained)
@@ -110,7 +105,7 @@ def _by_ddp(model: nn.Module, world: World, request: ModeRequest, why: str) -> P
 
 
 def _why_not(model: nn.Module, world: World, request: ModeRequest) -> str:
-    """Why gradients don't go through memory, as far as the job says it; empty where they may."""
+    """Why the job doesn't average through shared memory; empty if it may."""
     reasons = {
         "the gradients are on an accelerator": world.device != "cpu",
         "parallel.shared_memory is false": not request.shared_memory,
@@ -122,7 +117,7 @@ def _why_not(model: nn.Module, world: World, request: ModeRequest) -> str:
 
 
 class _Reach(torch.autograd.Function):
-    """A loss as it is, whose backward gives parameters nothing: so each is come to, and DDP doesn't wait for it."""
+    """Returns the loss; its backward visits all parameters without gradients, so that DDP doesn't wait for them."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
@@ -135,25 +130,19 @@ class _Reach(torch.autograd.Function):
 
 
 def _reach(parameters: list[nn.Parameter], loss: Tensor) -> Tensor:
-    """The loss, tied to all parameters.
+    """Ties the loss to all parameters, so that a branch that no sample of a process takes makes no other process wait.
 
-    A branch that one process's samples don't take would end in an error, or have the others wait for its gradients.
     That costs less than find_unused_parameters, which walks the graph and sends one more message in every update.
     """
     reached: Any = _Reach.apply(loss, *parameters)
     return reached
 
 
-# So many tensors of two processes are added in place; of more, one pass over the flat ones costs less.
-_FEW = 16
+_FEW = 16  # up to so many tensors of two processes are added in place
 
 
 class FlatGradients:
-    """Of parameters of one dtype.
-
-    Attributes:
-        values: the sum, whose views are the gradients; empty where it is in the gradients that backward made.
-    """
+    """The gradients of parameters of one dtype. `values` is their sum; empty if it is in backward's own gradients."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], sums: SharedSums) -> None:
         self._parameters, self._sums = parameters, sums
@@ -161,7 +150,7 @@ class FlatGradients:
         self._views = _views(parameters, self.values)
         # What fits into a slot goes there at once.
         self._fits = self.values.nbytes <= sums.slot_bytes
-        slots = sums.own_slots(self.values) if self._fits else [self.values] * 2
+        slots = sums.slots_of(sums.place, self.values) if self._fits else [self.values] * 2
         self._into = [_views(parameters, slot) for slot in slots]
         self._other: list[list[Tensor]] = []
         if self._fits and sums.size == 2 and len(parameters) <= _FEW:
@@ -169,7 +158,7 @@ class FlatGradients:
             self.values, self._views = self.values[:0], []
 
     def add_up(self) -> None:
-        """Gives each parameter the sum of all processes' gradients; zeros count where one has none. A collective."""
+        """Gives each parameter the sum of all processes' gradients, zeros for a missing one; a collective."""
         turn = self._sums.turn
         into = self._into[turn]
         if self._other:
@@ -186,10 +175,7 @@ class FlatGradients:
             view.zero_() if one.grad is None else one.grad for one, view in zip(self._parameters, into, strict=True)
         ]
         torch._foreach_copy_(into, given)
-        if self._fits:
-            self._sums.add_slots_up(self.values)
-        else:
-            self._sums.add_up(self.values)
+        (self._sums.add_slots_up if self._fits else self._sums.add_up)(self.values)
         for one, view in zip(self._parameters, self._views, strict=True):
             one.grad = view
 
@@ -236,15 +222,8 @@ class FlatNetwork(ParallelNetwork):
 class TwoLevelNetwork(ParallelNetwork):
     """A replica on one of several machines, whose gradients are summed after an update's last backward pass.
 
-    Each machine adds up in shared memory, the machines' first ranks all-reduce these sums, and the result goes back
-    through shared memory.
-
-    Args:
-        model: the network.
-        world: the processes.
-        traits: properties under the mode.
-        sums: those of this machine's processes; None if the machine has one process.
-        leaders: the process group of the machines' first ranks; None on all other ranks.
+    Each machine sums in shared memory (`sums`; None on a machine with one process), the machines' first ranks all-
+    reduce (`leaders`, their group; None on other ranks), and the result goes back through shared memory.
     """
 
     def __init__(
@@ -252,10 +231,10 @@ class TwoLevelNetwork(ParallelNetwork):
     ) -> None:
         super().__init__(model, world=world, traits=traits)
         self.sums, self.leaders = sums, leaders
-        kinds = [
-            (kind, torch.zeros(sum(one.numel() for one in kind), dtype=kind[0].dtype)) for kind in _by_dtype(model)
-        ]
-        self._flats = [(kind, values, _views(kind, values)) for kind, values in kinds]
+        self._flats: list[tuple[list[nn.Parameter], Tensor, list[Tensor]]] = []
+        for parameters in _by_dtype(model):
+            values = torch.zeros(sum(one.numel() for one in parameters), dtype=parameters[0].dtype)
+            self._flats.append((parameters, values, _views(parameters, values)))
 
     @override
     def finish_gradients(self) -> list[Tensor]:

@@ -1,7 +1,4 @@
-"""torch's single-process data parallel over the devices of one machine: slower than `data`, here for comparison.
-
-Each device normalises what it has, so that the result depends on the number of devices.
-"""
+"""torch's single-process DataParallel, for comparison: slower than `data`, and BatchNorm depends on the devices."""
 
 import torch
 from torch import nn
@@ -18,6 +15,5 @@ ONE_PROCESS = "one process for all devices"
 
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - as all modes
-    """Wraps the network in torch's DataParallel; on a machine without accelerators it runs as it is."""
     several = is_accelerator(world.device) and torch.accelerator.device_count() > 1
     return ParallelNetwork(model, nn.DataParallel(model) if several else model, world)

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: each process keeps a piece of every parameter (PyTorch's own `fully_shard`)."""
+"""Fully sharded data parallel: each process keeps a shard of every parameter (torch's `fully_shard`)."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,7 +18,6 @@ OFFERS = frozenset[Need]()
 
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    """Shards every block of the network, then what is left of it."""
     if world.alone:
         return ParallelNetwork(model)
     for parameter in model.parameters():

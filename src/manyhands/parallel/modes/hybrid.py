@@ -15,7 +15,6 @@ TAKES_MESH = True
 
 
 def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:  # noqa: ARG001 - as all modes
-    """Runs a network that was constructed with `request.grid`. Raises UserError: none, or a mark doesn't fit it."""
     if request.grid is None:
         hints = ("give --mesh dp=2,tp=2 and a network whose __init__ takes `mesh`",)
         raise UserError("mode hybrid needs a network that was built with a mesh", "parallel.mesh", hints)

@@ -1,10 +1,6 @@
-"""Semi-automatic: the user says how some ops are split, and what passes between processes follows from that."""
-
-from torch import nn
+"""Semi-automatic: the user pins how some ops are sharded; the conversions between ops follow."""
 
 from manyhands.core.needs import Need
-from manyhands.core.world import World
-from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.split.network import split
 
 DESCRIPTION = "shards the ops given by --pin; all other ops shard the batch"
@@ -12,6 +8,4 @@ NORM_GROUPS = True
 OFFERS = frozenset[Need]()
 FOLLOWS_PLAN = True
 
-
-def apply(model: nn.Module, world: World, request: ModeRequest) -> ParallelNetwork:
-    return split(model, world, request)
+apply = split

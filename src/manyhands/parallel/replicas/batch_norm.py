@@ -1,10 +1,10 @@
-"""BatchNorm over groups of a fixed number of samples of the global batch, whoever computes them.
+"""BatchNorm over groups of a fixed number of samples of the global batch, whichever process computes them.
 
-torch's BatchNorm takes its statistics over whatever a process happens to hold, so a network trains differently on
-2 processes than on 1. Here the global batch is cut into groups that don't depend on the number of processes
-(data/order.py). A group that one process holds goes through torch's own kernel, or on an accelerator together with its
-neighbours through one pass; the parts of a group that several processes hold are synchronised, on any device. Running
-statistics move once per update, by the mean over the groups.
+torch's BatchNorm takes its statistics over the samples of one process, so a network trains differently on 2 processes
+than on 1. Here the groups of the global batch (data/order.py) don't depend on the number of processes. A group that one
+process holds goes through torch's own kernel, or on an accelerator together with its neighbours through one pass; the
+parts of a group that several processes hold are synchronized. Running statistics move once per update, by the mean over
+the groups.
 """
 
 import functools
@@ -36,8 +36,7 @@ from manyhands.parallel.replicas.norm_pass import (
 
 # A pass over several groups starts some thirty kernels, forward and backward, and a group alone a dozen.
 _MIN_IN_ONE_PASS = 3
-# In larger groups starting kernels costs less than what one pass moves more, 52 bytes a value where torch's own moves
-# 32: by arithmetic, at what an H100's memory gives. No card has measured it.
+# In larger groups one pass costs more: it moves 52 bytes a value, torch's own 32 (calculated for an H100's memory).
 _MOST_VALUES = 1 << 22
 
 
@@ -46,10 +45,9 @@ Run = tuple[Span, ...]  # groups of one size that this process holds whole; or a
 
 @dataclass
 class NormGroups:
-    """What the BatchNorm layers of one network need to know about the current pass."""
+    """The BatchNorm groups of the current pass of one network."""
 
-    # groups of this pass that this process holds parts of; empty: its whole pass is one group
-    spans: Sequence[Span] = ()
+    spans: Sequence[Span] = ()  # of groups that this process holds parts of; empty: its pass is one group
     shared_sizes: Sequence[int] = ()  # samples in each group that several processes hold
     weight: float = 1.0  # of this pass's statistics where spans is empty (the process's part of the global batch)
     batch: int = 0  # samples in the global batch
@@ -61,12 +59,10 @@ class NormGroups:
     ordered: bool = True  # the runs are in the spans' order
 
     def begin_micro_batch(self, spans: Sequence[Span], shared_sizes: Sequence[int], count: int, batch: int) -> None:
-        """Describes the pass that comes next: `count` samples here, `batch` in the whole update."""
+        """Describes the next pass: `count` samples here, `batch` in the whole update."""
         self.spans, self.shared_sizes = ((), ()) if self.apart else (spans, shared_sizes)
-        self.runs = _runs(tuple(self.spans))
-        self.ordered = _are_ordered(self.runs)
-        self.batch = batch
-        self.weight = count / batch
+        self.runs, self.ordered = _runs(tuple(self.spans))
+        self.batch, self.weight = batch, count / batch
 
     def add_up(self, values: Tensor) -> None:
         """Replaces values by their sum over the processes; a collective."""
@@ -86,22 +82,18 @@ class NormGroups:
         flat = torch.cat([layer.take_seen() for layer in layers])
         if size > 1 and not self.apart:
             self.add_up(flat)
-        position = 0
-        for layer in layers:
-            length = 2 * layer.num_features + 1
-            layer.move_running_statistics(flat[position : position + length])
-            position += length
+        lengths = [2 * layer.num_features + 1 for layer in layers]
+        for layer, total in zip(layers, flat.split(lengths), strict=True):
+            layer.move_running_statistics(total)
 
 
 class GroupedNorm(_BatchNorm):
-    """The training pass of a BatchNorm layer that knows its groups; evaluation is torch's own."""
+    """The training pass of a BatchNorm layer over its groups; evaluation is torch's own."""
 
     groups: NormGroups
-    # gathers, over the passes of one update, the weighted means [C] and unbiased variances [C], and the sum of the
-    # weights: [2 C + 1]
+    # over an update's passes, the weighted means [C] and unbiased variances [C], and the sum of the weights: [2 C + 1]
     seen: Tensor | None
-    # rows of its input that each sample has, in the samples' order (some networks flatten tokens into the first
-    # dimension); 0 where a row's sample isn't known, so that statistics are local
+    # rows of the input for each sample, such as flattened tokens; 0 if a row's sample is unknown: local statistics
     rows_per_sample: int
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
@@ -109,7 +101,6 @@ class GroupedNorm(_BatchNorm):
             raise ValueError(f"BatchNorm expects at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """[N, C, ...], normalised with the statistics of each sample's group, and what else the class does to it."""
         if not self.training:
             return super().forward(input)
         if _is_torchs_own(type(self).__mro__):
@@ -140,7 +131,7 @@ class GroupedNorm(_BatchNorm):
         return output if rows is None else _reordered(output, rows[1])
 
     def _runs(self, input: Tensor) -> Sequence[Run]:  # noqa: A002
-        """What is normalised at once, in the order in which it is."""
+        """The runs of spans, in the order in which they are normalised."""
         spans = self.groups.spans
         # On a processor a kernel for each group is quicker: it starts in no time, and reads what caches hold.
         if not is_tested(input.device):
@@ -155,33 +146,20 @@ class GroupedNorm(_BatchNorm):
         return self.groups.runs
 
     def _of_runs(self, input: Tensor, runs: Sequence[Run]) -> Tensor:  # noqa: A002
-        pairs = list(zip(self._split(input, runs), runs, strict=True)) if runs else []
+        lengths = [sum(span.stop - span.start for span in run) * self.rows_per_sample for run in runs]
+        pairs = list(zip(input.split(lengths) if len(runs) > 1 else [input] * len(runs), runs, strict=True))
         outputs = [self._held_whole(part, run) for part, run in pairs if run[0].shared < 0]
         if not runs:
             outputs = [self._alone(input, self.groups.weight)]
         if self.groups.shared_sizes:
-            outputs = self._with_shared(input, pairs, outputs)
+            shared = [(part, run[0]) for part, run in pairs if run[0].shared >= 0]
+            together, own = iter(self._together(shared, input)), iter(outputs)
+            in_order = [next(own if run[0].shared < 0 else together) for run in runs]
+            # A process without a part still joins the backward pass's collective, by way of an empty tensor.
+            outputs = [*in_order, *own, *together]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _with_shared(
-        self,
-        input: Tensor,  # noqa: A002
-        pairs: Sequence[tuple[Tensor, Run]],
-        whole: list[Tensor],
-    ) -> list[Tensor]:
-        """Puts groups of this process alone and parts of shared groups back into their order."""
-        shared = [(part, run[0]) for part, run in pairs if run[0].shared >= 0]
-        together, own = iter(self._together(shared, input)), iter(whole)
-        outputs = [next(own if run[0].shared < 0 else together) for _, run in pairs] if pairs else list(own)
-        # A process without a part still joins the backward pass's collective, by way of an empty tensor.
-        return [*outputs, *together]
-
-    def _split(self, input: Tensor, runs: Sequence[Run]) -> Sequence[Tensor]:  # noqa: A002
-        lengths = [sum(span.stop - span.start for span in run) * self.rows_per_sample for run in runs]
-        return input.split(lengths) if len(runs) > 1 else (input,)
-
     def _check_rows(self, input: Tensor) -> None:  # noqa: A002
-        """Raises UserError: these aren't the rows of the pass's samples."""
         groups = self.groups
         rows = groups.spans[-1].stop * self.rows_per_sample if groups.spans else input.shape[0]
         if (len(groups.spans) > 1 or groups.shared_sizes) and rows != input.shape[0]:
@@ -190,7 +168,7 @@ class GroupedNorm(_BatchNorm):
             raise UserError(what, f"the network: BatchNorm of {self.num_features} channels", hints)
 
     def _held_whole(self, part: Tensor, run: Run) -> Tensor:
-        """Groups of equal size that this process holds whole: [groups n, C, ...]."""
+        """Normalises groups of equal size that this process holds: [groups n, C, ...]."""
         weight = run[0].size / self.groups.batch
         if len(run) == 1:
             return self._alone(part, weight)
@@ -202,7 +180,7 @@ class GroupedNorm(_BatchNorm):
         return NormPass.apply(mean, inverse, count, held, self.weight, self.bias, part)[0]
 
     def _alone(self, part: Tensor, weight: float) -> Tensor:
-        """A group that this process holds whole: [n, C, ...] through torch's kernel."""
+        """Normalises a group that this process holds, [n, C, ...], by torch's kernel."""
         if part.shape[0] * _values_per_row(part) < 2 or weight == 0:
             # A variance needs two values, so the last sample of an odd batch uses what is known so far.
             return F.batch_norm(part, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
@@ -212,7 +190,7 @@ class GroupedNorm(_BatchNorm):
         return output
 
     def _together(self, parts: list[tuple[Tensor, Span]], like: Tensor) -> list[Tensor]:
-        """Groups that several processes hold; every process of the pass calls this, also with no part."""
+        """Normalises groups that several processes hold; every process of the pass calls this, also with no part."""
         sizes = self.groups.shared_sizes
         moments = moments_of([(part, span.shared) for part, span in parts], len(sizes), self.num_features, like)
         self.groups.add_up(moments)
@@ -230,14 +208,14 @@ class GroupedNorm(_BatchNorm):
         return list(NormPass.apply(mean, inverse, counts[:, None], held, self.weight, self.bias, *inputs))
 
     def _add(self, statistics: Tensor, weight: float) -> None:
-        """Notes means and unbiased variances of groups, [groups, 2, C], each of this weight."""
+        """Adds means and unbiased variances of groups, [groups, 2, C], each with this weight, to `seen`."""
         flat = statistics.detach().to(accumulator_dtype(statistics)).flatten(1)
         flat = flat[0] if len(flat) == 1 else flat.sum(0)
         weighted = torch.cat([flat, flat.new_full((1,), len(statistics))]) * weight
         self.seen = weighted if self.seen is None else self.seen + weighted
 
     def take_seen(self) -> Tensor:
-        """What this process saw since the last update, [2 C + 1]; zeros where it saw nothing."""
+        """What this process saw since the last update, [2 C + 1]; zeros for nothing."""
         seen, self.seen = self.seen, None
         if seen is not None:
             return seen
@@ -263,10 +241,10 @@ class GroupedNorm(_BatchNorm):
 
 
 @functools.lru_cache(maxsize=256)
-def _runs(spans: tuple[Span, ...]) -> tuple[Run, ...]:
-    """Spans of one size that a process holds whole, together where they are enough; each other one by itself.
+def _runs(spans: tuple[Span, ...]) -> tuple[tuple[Run, ...], bool]:
+    """Groups spans of one size that a process holds whole, if they are enough for one pass; True if in order.
 
-    Sizes that differ by one take turns, so those of one size are put together where that is worth the copies.
+    Sizes that differ by one take turns, so spans are sorted by size where that is worth the copies.
     """
 
     def alike(span: Span) -> tuple[int, int]:
@@ -279,16 +257,13 @@ def _runs(spans: tuple[Span, ...]) -> tuple[Run, ...]:
 
     neighbours, by_size = together(spans), together(sorted(spans, key=alike))
     # Copies forth and back, forward and backward, cost about what one group alone does.
-    return by_size if len(by_size) + 1 < len(neighbours) else neighbours
-
-
-@functools.lru_cache(maxsize=256)
-def _are_ordered(runs: tuple[Run, ...]) -> bool:
-    return all(one.stop == other.start for one, other in itertools.pairwise(itertools.chain.from_iterable(runs)))
+    runs = by_size if len(by_size) + 1 < len(neighbours) else neighbours
+    flat = itertools.chain.from_iterable(runs)
+    return runs, all(one.stop == other.start for one, other in itertools.pairwise(flat))
 
 
 def _reordered(values: Tensor, rows: Tensor) -> Tensor:
-    """The rows of [rows, C, ...] in another order, in the memory format of `values`; index_select alone loses it."""
+    """Reorders the rows of [rows, C, ...] and keeps the memory format, which index_select alone loses."""
     if values.is_contiguous():
         return values.index_select(0, rows)
     return values.movedim(1, -1).index_select(0, rows).movedim(-1, 1)
@@ -297,7 +272,7 @@ def _reordered(values: Tensor, rows: Tensor) -> Tensor:
 # What follows is made once and kept for good: a card waits at each copy that isn't pinned.
 @functools.cache
 def _rows(runs: tuple[Run, ...], rows_per_sample: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """In which order rows go through the runs, and where each is then: int64 [rows] each."""
+    """The order in which rows go through the runs, and its inverse: int64 [rows] each."""
     samples = torch.cat([torch.arange(span.start, span.stop) for run in runs for span in run])
     rows = (samples[:, None] * rows_per_sample + torch.arange(rows_per_sample)).flatten()
     return rows.to(device), rows.argsort().to(device)
@@ -309,14 +284,14 @@ def _kept(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def forget_seen(model: nn.Module) -> None:
-    """Has running statistics not hear of an update that isn't made."""
+    """Drops the statistics of an update that isn't made."""
     for layer in model.modules():
         if isinstance(layer, GroupedNorm):
             layer.seen = None
 
 
 class _InGroups(TorchFunctionMode):
-    """Has a layer's own forward normalise over groups where it calls torch's function."""
+    """Has a layer's own forward normalise over groups where it calls torch's batch_norm."""
 
     def __init__(self, layer: GroupedNorm) -> None:
         super().__init__()
@@ -333,7 +308,7 @@ _TORCHS_OWN = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
 
 
 def _is_torchs_own(kinds: Sequence[type]) -> bool:
-    """True where the first of a class's ancestors with a forward of its own, but for ours, is torch's."""
+    """True if the first class of the MRO with a forward of its own, except ours, is torch's."""
     return next(kind for kind in kinds if "forward" in vars(kind) and kind is not GroupedNorm) in _TORCHS_OWN
 
 
@@ -355,7 +330,7 @@ def _grouped_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]:
-    """Has every BatchNorm layer take its statistics over groups, which are told of each pass; and what undoes that."""
+    """Replaces the classes of BatchNorm layers by grouped ones; returns their groups and what restores them."""
     groups = NormGroups()
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
@@ -377,25 +352,24 @@ def group_batch_norms(model: nn.Module) -> tuple[NormGroups, Callable[[], None]]
 
 
 def leave_batch_norms() -> tuple[NormGroups, Callable[[], None]]:
-    """Leaves a network's layers to torch, for modes whose copies of them could not hand back what they saw."""
+    """Leaves BatchNorm layers to torch, for modes whose copies of them could not return their statistics."""
     return NormGroups(), lambda: None
 
 
 def norms_of(model: nn.Module) -> NormGroups:
-    """What tells a network's layers of each micro-batch; where several do, as in a split one, only the layers."""
+    """The groups of a network's layers; a split network has several, so only the layers."""
     layers = [module for module in model.modules() if isinstance(module, GroupedNorm)]
     alike = bool(layers) and all(layer.groups is layers[0].groups for layer in layers)
     return layers[0].groups if alike else NormGroups(layers=layers)
 
 
-# Usually a row of a layer's input is a sample. Some networks flatten tokens into the first dimension (timm's LeViT,
-# [samples x tokens, C]); there the groups are known if each sample's rows follow those of the sample before.
+# Usually a row of a layer's input is a sample. Some networks flatten tokens into the first dimension (timm's LeViT).
 Inputs = dict[GroupedNorm, list[Tensor]]
 
 
 @contextmanager
 def watching(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
-    """Gathers what the layers are given in this context."""
+    """Collects the inputs of layers in this context."""
     seen: Inputs = {}
 
     def look(layer: nn.Module, inputs: Any) -> None:
@@ -411,20 +385,19 @@ def watching(layers: Sequence[GroupedNorm]) -> Iterator[Inputs]:
 
 
 def find_rows(model: nn.Module, layers: Sequence[GroupedNorm], images: Tensor) -> None:
-    """Sets `rows_per_sample` of the layers by trial on two samples or more; the network is left in training."""
-    if not layers:
-        return
-    model.eval()
-    with torch.no_grad(), watching(layers) as seen:
-        model(images)
-    set_rows_per_sample(model.train(), seen, images)
+    """Sets `rows_per_sample` of the layers by a trial on two samples or more; leaves the network in training."""
+    if layers:
+        model.eval()
+        with torch.no_grad(), watching(layers) as seen:
+            model(images)
+        set_rows_per_sample(model.train(), seen, images)
 
 
 def set_rows_per_sample(model: nn.Module, seen: Inputs, images: Tensor) -> None:
-    """Sets `rows_per_sample` of the layers of which an input had another number of rows than there were samples.
+    """Sets `rows_per_sample` of the layers that got another number of rows than there were samples.
 
-    `seen` is what they were given when the network, in training, was run on the images [n, ...]. Where there are such
-    layers it runs twice in evaluation; it is left in training.
+    `seen` are their inputs when the network, in training, ran on the images [n, ...]. For such layers it runs twice in
+    evaluation; it is left in training.
     """
     count = len(images)
     odd = [layer for layer, inputs in seen.items() if any(one.shape[0] != count for one in inputs)]
@@ -449,7 +422,7 @@ def set_rows_per_sample(model: nn.Module, seen: Inputs, images: Tensor) -> None:
 
 
 def _rows_of_each(one: Tensor, two: Tensor, count: int) -> int:
-    """Rows of each sample, from a layer's inputs [n, ...] before and after the last sample was changed; 0: unknown."""
+    """Rows of each sample, from a layer's inputs [n, ...] before and after the last sample changed; 0: unknown."""
     if count < 2 or one.shape != two.shape or one.shape[0] % count:
         return 0
     each = one.shape[0] // count

@@ -11,29 +11,27 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds of the groups of a pass."""
+    """The groups of a pass that a process holds."""
 
-    # for each part of its input: the place of its first group, and how many groups of equal size it consists of
-    places: tuple[tuple[int, int], ...]
-    # replaces sums by those over the processes, a collective; None where it holds all groups whole
-    add_up: Callable[[Tensor], None] | None = None
+    places: tuple[tuple[int, int], ...]  # (first group, number of equal groups) of each part of the input
+    add_up: Callable[[Tensor], None] | None = None  # sums over processes; None if all groups are whole here
     eps: float = 0.0  # where it holds them whole
 
 
 def accumulator_dtype(like: Tensor) -> torch.dtype:
-    """Of sums and of values per channel; Apple's devices know no double precision."""
+    """The dtype of sums and of values per channel; Apple's devices have no double precision."""
     return torch.float32 if like.device.type == "mps" else torch.float64
 
 
 def computed_dtype(like: Tensor) -> torch.dtype:
-    """Of what is as large as an activation."""
+    """The dtype of tensors as large as an activation."""
     return like.dtype if like.dtype == torch.float64 else torch.float32
 
 
 def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, like: Tensor) -> Tensor:
     """Sums and sums of squares of this process's parts [n, C, ...], each with its group's place: [groups, 2, C].
 
-    Each process subtracts its own mean before it squares, so a mean that is large beside the deviation costs nothing.
+    Each process subtracts its own mean before squaring, so a mean far above the deviation costs no precision.
     """
     dtype = accumulator_dtype(like)
     moments = torch.zeros(groups, 2, channels, dtype=dtype, device=like.device)
@@ -51,7 +49,7 @@ def moments_of(parts: Sequence[tuple[Tensor, int]], groups: int, channels: int, 
 
 
 def statistics_of(part: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each of the groups of equal size that [groups n, C, ...] is: [groups, C] each."""
+    """Mean and biased variance of each of the equal groups of [groups n, C, ...]: [groups, C] each."""
     values = in_groups(part.detach().to(computed_dtype(part)), groups)
     variance, mean = torch.var_mean(values, dim=[1, *range(3, values.dim())], correction=0)
     return mean.to(accumulator_dtype(part)), variance.to(accumulator_dtype(part))
@@ -77,7 +75,7 @@ def _reduced(values: Tensor, dtype: torch.dtype) -> Tensor:
 def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, own: bool) -> Tensor:
     """[groups, n, C, ...] times scale plus shift, rounded once, as [groups n, C, ...] of the type and layout of `like`.
 
-    The values are overwritten where they are one's `own`.
+    The values are overwritten if they are `own`.
     """
     # Not a view, since what follows may change it in place, as activations do.
     if torch.compiler.is_compiling():  # the compiler refuses `out`, and makes one pass of all this anyway
@@ -92,10 +90,10 @@ def _times_plus(values: Tensor, scale: Tensor, shift: Tensor, like: Tensor, *, o
 
 
 class NormPass(torch.autograd.Function):
-    """Normalises groups whose statistics are known; its backward sums over the processes that share groups, once.
+    """Normalises groups whose statistics are known; its backward sums once over the processes that share groups.
 
-    A part of a group that processes share is centred before anything else, so that a large mean costs nothing. Groups
-    that are held whole take one multiply-add, whose error is that of an input rounded once more: torch's on processors.
+    A part of a shared group is centred first, so that a large mean costs no precision. Groups that are held whole take
+    one multiply-add, whose error is that of an input rounded once more: torch's on CPUs.
     """
 
     @staticmethod
@@ -152,7 +150,7 @@ class NormPass(torch.autograd.Function):
 
 
 def _centred(part: Tensor, mean: Tensor, held: Held) -> tuple[Tensor, Tensor]:
-    """A part as [groups, n, C, ...] less what is subtracted beforehand, and the rest of the mean [groups, C]."""
+    """A part as [groups, n, C, ...] minus its rounded mean, and the rest of the mean [groups, C]."""
     values = in_groups(part, len(mean))
     if held.add_up is None:
         return values, mean
@@ -163,17 +161,14 @@ def _centred(part: Tensor, mean: Tensor, held: Held) -> tuple[Tensor, Tensor]:
 def _differentiable(
     held: Held, weight: Tensor | None, bias: Tensor | None, parts: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The same gradients where theirs are wanted too: by torch's own kernel for each group."""
-    groups = [
-        group for part, (_, count) in zip(parts, held.places, strict=True) for group in in_groups(part, count).unbind()
-    ]
-    slopes = [
-        slope
-        for gradient, (_, count) in zip(gradients, held.places, strict=True)
-        for slope in in_groups(gradient, count).unbind()
-    ]
-    outputs = [F.batch_norm(group, None, None, weight, bias, True, 0.0, held.eps) for group in groups]
+    """The same gradients, differentiable: by torch's own kernel for each group."""
+
+    def groups_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(tensors, held.places, strict=True)
+        return [group for one, (_, count) in pairs for group in in_groups(one, count).unbind()]
+
+    outputs = [F.batch_norm(group, None, None, weight, bias, True, 0.0, held.eps) for group in groups_of(parts)]
     wanted = [one for one in (weight, bias, *parts) if one is not None and one.requires_grad]
-    found = iter(torch.autograd.grad(outputs, wanted, slopes, create_graph=True))
+    found = iter(torch.autograd.grad(outputs, wanted, groups_of(gradients), create_graph=True))
     answers = [next(found) if one is not None and one.requires_grad else None for one in (weight, bias, *parts)]
     return (None, None, None, None, *answers)

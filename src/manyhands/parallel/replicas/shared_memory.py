@@ -1,16 +1,14 @@
-"""Sums over the processes of one machine through memory that they share. No connection, and no compiler.
+"""Sums over the processes of one machine through shared memory.
 
-Each process has a slot, and for each other one a semaphore on which it says "my slot is filled". All add up all slots
-in the order of ranks, so all get the same bits. There are two sets of slots, which take turns: who comes to fill a slot
-again has met all others in the sum between, so they have read it.
+Each process has a slot, and for each other process a semaphore that says "my slot is filled". All add up all slots in
+the order of ranks, so all get the same bits. Two sets of slots take turns: a process that fills a slot again has met
+all others in the sum between, so they have read it.
 
-What orders a flag after the data: POSIX has sem_post and sem_wait (also trywait, clockwait) synchronise memory between
-processes, and glibc's are atomic operations with release and acquire order, on ARM as on x86. No plain load or store
-is ever used as a flag, nor is it Python that orders anything.
+POSIX has sem_post and sem_wait synchronize memory between processes (release and acquire in glibc, on ARM as on x86);
+no plain load or store is used as a flag.
 
-The memory has no name in any folder: it is a memfd that others open by its number in /proc while its maker lives, so
-nothing is left, whatever is killed. Each process locks its byte of it, which the system unlocks when it ends; so those
-that wait hear of a death as soon as they look, which is twenty times a second.
+The memory is a memfd, which others open by its number in /proc, so nothing is left after a kill. Each process locks its
+byte of it; the lock ends with the process, so waiting processes notice its death within 50 ms.
 """
 
 import contextlib
@@ -31,21 +29,15 @@ from torch import Tensor
 from manyhands.core.world import World
 from manyhands.parallel.group.plain import gather_plain
 
-# Why there are no sums through memory.
 ON_SEVERAL, ALONE = "the processes are on several machines", "no other process uses this machine"
 SLOT_BYTES = 1 << 20  # more gains nothing, and leaves the processor's cache
-# So many values torch copies and adds without other threads. A thread beside the one that computes would get some of
-# its own, which take the cores from the others.
+# torch copies and adds so many values without other threads, which would take cores from other processes.
 _ALONE = 1 << 15
-# torch's own patience, where a job says none.
-_PATIENCE_S = 1800.0
-# How long a process sleeps before it looks whether the one it waits for still lives.
-_LOOK_NS = 50_000_000
-# Tries before it sleeps, some 200 us; to be woken takes 30 and more.
-MOST_TRIES = 512
+_PATIENCE_S = 1800.0  # torch's default, without a timeout of the job
+_LOOK_NS = 50_000_000  # sleep between checks that the other process lives
+MOST_TRIES = 512  # tries before sleeping, some 200 us; waking takes 30 us and more
 _SHORT_S = 0.0005
-# A semaphore's place, a cache line; glibc's take 32 bytes.
-_PLACE_BYTES = 64
+_PLACE_BYTES = 64  # a semaphore's slot, a cache line; glibc's take 32 bytes
 _MEMFD = "manyhands-"
 
 _LIBC = ctypes.CDLL(None)  # lets other threads run while it waits
@@ -57,16 +49,10 @@ class _Timespec(ctypes.Structure):
 
 
 class SharedSums:
-    """This process's end of one numbered sequence of sums; others, also at the same time, need one of their own.
-
-    Args:
-        file: the memory.
-        ranks: of the processes that add up, for the user.
-        place: this process's among them.
-        slot_bytes: of each process's slot.
-        timeout_s: how long a silent process is waited for.
+    """This process's end of one sequence of sums; concurrent sequences each need one of their own.
 
     Attributes:
+        slot_bytes: of each process's slot.
         size: how many processes add up.
         place: this process's among them.
         turn: which of a process's slots is filled next.
@@ -91,26 +77,21 @@ class SharedSums:
         self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
         self.of_all = dist.is_initialized() and size == dist.get_world_size()
 
-    def own_slots(self, like: Tensor) -> list[Tensor]:
-        """Where this process puts what it adds to a sum like the flat `like` [n], by turn."""
-        return self.slots_of(self.place, like)
-
     def slots_of(self, place: int, like: Tensor) -> list[Tensor]:
-        """Where another puts it, which may be read after `meet`, up to the next one."""
+        """A process's slots by turn for flat values like `like` [n]; others' are readable after `meet`."""
         return [slots[place] for slots in self._slots_for(like)]
 
     def add_up(self, values: Tensor) -> None:
         """Replaces flat values [n] by their sum over all processes; a collective.
 
-        Raises:
-            RuntimeError: a process has ended, or was silent for too long; nothing can be added up any more.
+        Raises RuntimeError if a process has ended or was silent for too long; the sums can't be used again.
         """
         for piece in values.split(self.slot_bytes // values.element_size()):
-            self.own_slots(piece)[self.turn].copy_(piece)
+            self.slots_of(self.place, piece)[self.turn].copy_(piece)
             self.add_slots_up(piece)
 
     def add_slots_up(self, total: Tensor) -> None:
-        """The same of what stands in this turn's `own_slots`, into the flat total [n]."""
+        """Sums this turn's `own_slots` of all processes into the flat total [n]."""
         slots = self._slots_for(total)[self.turn]
         self.meet()
         torch.add(slots[0], slots[1], out=total)
@@ -118,7 +99,7 @@ class SharedSums:
             total.add_(more)
 
     def add_up_for_first(self, values: Tensor) -> None:
-        """The same as `add_up`, for the process at place 0 alone; the others' values stay."""
+        """As `add_up`, on the process at place 0 only; the others' values stay."""
         for piece in values.split(self.slot_bytes // values.element_size()):
             slots = self._slots_for(piece)[self.turn]
             if self.place:
@@ -140,41 +121,34 @@ class SharedSums:
                 _copy_alone(piece, first)
 
     def meet(self) -> None:
-        """Waits until all slots of this turn are filled, which are then to be read; raises as `add_up` does."""
+        """Waits until all slots of this turn are filled and can be read; raises as `add_up` does."""
         try:
-            self._meet()
+            if self._file.closed:
+                raise RuntimeError("this process has already released the shared memory")
+            SharedSums.begun += self.of_all
+            for semaphore in self._mine:
+                _QUICK.sem_post(semaphore)
+            for place, semaphore in self._theirs:
+                if _QUICK.sem_trywait(semaphore):
+                    self._wait(place, semaphore)
         except BaseException:
-            self.close()  # out of step from now on, which others are to hear
+            self.close()  # out of step from now on, which the others notice
             raise
         self.turn ^= 1
 
     def close(self) -> None:
-        """Leaves; who waits for this process hears it."""
+        """Leaves; processes that wait for this one notice."""
         self._file.close()
 
     def __deepcopy__(self, memo: object) -> "SharedSums":
-        """A copied network's layers go the same way."""
         return self
 
     def _slots_for(self, like: Tensor) -> list[list[Tensor]]:
-        """By turn and place, the slots' beginnings as flat tensors of this type and length."""
+        """The slots by turn and place, as flat tensors of this type and length."""
         key = like.dtype, like.numel()
-        found = self._views.get(key)
-        if found is None:
-            found = [[slot[: like.nbytes].view(like.dtype) for slot in slots] for slots in self._slots]
-            self._views[key] = found
-        return found
-
-    def _meet(self) -> None:
-        """Says that this process's slot is filled, and waits for all others'."""
-        if self._file.closed:
-            raise RuntimeError("this process has already released the shared memory")
-        SharedSums.begun += self.of_all
-        for semaphore in self._mine:
-            _QUICK.sem_post(semaphore)
-        for place, semaphore in self._theirs:
-            if _QUICK.sem_trywait(semaphore):
-                self._wait(place, semaphore)
+        if key not in self._views:
+            self._views[key] = [[slot[: like.nbytes].view(like.dtype) for slot in slots] for slots in self._slots]
+        return self._views[key]
 
     def _wait(self, place: int, semaphore: ctypes.c_void_p) -> None:
         began = time.monotonic()
@@ -187,8 +161,8 @@ class SharedSums:
                     return
                 raise RuntimeError(f"remote process exited: rank {self._ranks[place]}, which shared this memory")
             if time.monotonic() - began > self._timeout_s:
-                answers = f"Timed out waiting for rank {self._ranks[place]}, silent for {self._timeout_s:.0f} s"
-                raise RuntimeError(answers)
+                what = f"Timed out waiting for rank {self._ranks[place]}, silent for {self._timeout_s:.0f} s"
+                raise RuntimeError(what)
         self._tries = tries_after(self._tries, time.monotonic() - began)
 
     def _has_gone(self, place: int) -> bool:
@@ -205,15 +179,12 @@ def _copy_alone(into: Tensor, values: Tensor) -> None:
 
 
 def tries_after(tries: int, waited_s: float) -> int:
-    """How often is tried from now on, where so many tries didn't do and it took so long in all.
-
-    More where a few more would have done; fewer where others are far, as with more processes than cores.
-    """
+    """Tries before sleeping, adapted: more if a few more would have sufficed, fewer with more processes than cores."""
     return min(2 * tries, MOST_TRIES) if waited_s < _SHORT_S else max(tries // 2, 1)
 
 
 def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
-    """Ranks of those who can open each other's memory, by their first; or why nobody can. A collective."""
+    """Ranks that can open each other's memory, by machine; or why none can. A collective."""
     answers = gather_plain(_machine(), world, group)
     if not any(answers):
         return "this system supports no anonymous shared memory with semaphores"
@@ -226,10 +197,7 @@ def machines_of_group(world: World, group: Any = None) -> list[list[int]] | str:
 def share_within(
     machines: list[list[int]], world: World, group: Any = None, slot_bytes: int = SLOT_BYTES
 ) -> SharedSums | str | None:
-    """The sums of this process's machine, None where it is alone there; or why some have none. A collective of all.
-
-    That all of a machine are on it is known by trying: the first one's memory is opened by all.
-    """
+    """The sums of this process's machine, None if it is alone there; or why there are none. A collective of all."""
     mine = next(ranks for ranks in machines if world.rank in ranks)
     place, size = mine.index(world.rank), len(mine)
     file, offer = _offered(size, slot_bytes) if size > 1 and place == 0 else (None, {})
@@ -249,7 +217,7 @@ def share_within(
 
 
 def _machine() -> str:
-    """Equal where processes can open each other's memory by their numbers; empty where this isn't known."""
+    """Equal on processes that can open each other's memory by its number; empty if unknown."""
     if not hasattr(os, "memfd_create") or not hasattr(_LIBC, "sem_clockwait"):
         return ""
     with contextlib.suppress(OSError):
@@ -263,7 +231,7 @@ def _slots_begin(size: int) -> int:
 
 
 def _offered(size: int, slot_bytes: int) -> tuple[Any, dict[str, Any]]:
-    """New memory, and what others open it by, or why there is none."""
+    """New memory and how others open it, or why there is none."""
     name = _MEMFD + secrets.token_hex(8)
     try:
         file = os.fdopen(os.memfd_create(name), "r+b", buffering=0)
@@ -274,7 +242,7 @@ def _offered(size: int, slot_bytes: int) -> tuple[Any, dict[str, Any]]:
 
 
 def _opened(offer: dict[str, Any]) -> Any:
-    """What another process has offered. Raises OSError, ValueError: that isn't there."""
+    """Opens another process's memory. Raises OSError, ValueError."""
     path = Path(f"/proc/{offer['pid']}/fd/{offer['file']}")
     # Looked at before it is opened: it might be anything of anybody's.
     if offer["name"] not in str(path.readlink()):

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -34,7 +33,6 @@ Letters = Mapping[str, tuple[str, ...]]
 
 
 def loops_of(op: Op, letters: tuple[str, ...]) -> list[Loop]:
-    """Returns the placements of an op along each axis; the letters have been checked."""
     return [cast(Loop, op.letters[letter]) for letter in letters]
 
 
@@ -45,18 +43,16 @@ def input_layouts(op: Op, letters: tuple[str, ...], place: int) -> tuple[Layout,
 
 
 def output_layouts(op: Op, letters: tuple[str, ...]) -> tuple[Layout, Layout]:
-    """Returns the layouts of an op's output and of the output's gradient."""
     sides: list[Side] = [loop.output for loop in loops_of(op, letters)]
     return value_of(sides), gradient_of(sides)
 
 
 def batch_axes(letters: tuple[str, ...]) -> tuple[int, ...]:
-    """Returns the indices of the axes that shard an op's samples."""
     return tuple(axis for axis, letter in enumerate(letters) if letter == "n")
 
 
 def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]:
-    """Returns the layout of each parameter and buffer. Raises UserError: two ops shard one differently."""
+    """Returns the layout of each parameter and buffer. Raises UserError if two ops shard one differently."""
     found: dict[str, TensorLayout] = {}
     users: dict[int, tuple[str, TensorLayout]] = {}
     for op in graph.ops.values():
@@ -73,17 +69,11 @@ def parameter_layouts(graph: Graph, letters: Letters) -> dict[str, TensorLayout]
 
 
 def _layout(op: Op, name: str, tensor: Tensor, letters: Letters) -> TensorLayout:
-    shape = tuple(tensor.shape)
-    view = op.views.get(name, shape)
-    cuts: dict[int, list[int]] = {}
-    partial: list[int] = []
-    for axis, loop in enumerate(loops_of(op, letters[op.name])):
-        if name in loop.cuts:
-            cuts.setdefault(loop.cuts[name], []).append(axis)
-        if name in loop.partial:
-            partial.append(axis)
-    ordered = tuple((dim, tuple(axes)) for dim, axes in sorted(cuts.items()))
-    return TensorLayout(shape, view, ordered, tuple(partial))
+    shape, loops = tuple(tensor.shape), list(enumerate(loops_of(op, letters[op.name])))
+    dims = sorted({loop.cuts[name] for _, loop in loops if name in loop.cuts})
+    cuts = tuple((dim, tuple(axis for axis, loop in loops if loop.cuts.get(name) == dim)) for dim in dims)
+    partial = tuple(axis for axis, loop in loops if name in loop.partial)
+    return TensorLayout(shape, op.views.get(name, shape), cuts, partial)
 
 
 def shard_tensor(tensor: Tensor, layout: TensorLayout, mesh: Mesh, rank: int) -> Tensor:
@@ -110,7 +100,7 @@ def split_network(model: nn.Module, layouts: Mapping[str, TensorLayout], grid: G
 
 
 class Convert(nn.Module):
-    """Converts the output of an op to the layout in which another op reads it."""
+    """Converts the output of an op to the layout in which another op reads it; values without tensors stay."""
 
     def __init__(
         self, values: tuple[Layout, Layout], gradients: tuple[Layout, Layout], extents: tuple[Extent, ...], grid: Grid
@@ -119,45 +109,35 @@ class Convert(nn.Module):
         self.values, self.gradients, self.extents, self.grid = values, gradients, extents, grid
 
     def forward(self, value: Any) -> Any:
-        """Converts all tensors; other values stay as they are."""
-        leaves, shape = pytree.tree_flatten(value)
         extents = iter(self.extents)
-        turned = [self._turn(leaf, next(extents)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return pytree.tree_unflatten(turned, shape)
 
-    def _turn(self, tensor: Tensor, extent: Extent) -> Tensor:
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            return convert_both(tensor, self.values, self.gradients, extent, self.grid)
-        return convert(tensor, *self.values, extent, self.grid)
+        def converted(tensor: Tensor) -> Tensor:
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                return convert_both(tensor, self.values, self.gradients, next(extents), self.grid)
+            return convert(tensor, *self.values, next(extents), self.grid)
 
-    def extra_repr(self) -> str:
-        return f"{self.values[0]} -> {self.values[1]}, gradient {self.gradients[1]} -> {self.gradients[0]}"
+        return pytree.tree_map_only(Tensor, converted, value)
 
 
 class SeedRng(nn.Module):
     """Seeds the random numbers of the next op: equal on processes with the same samples, different on others."""
 
-    def __init__(self, number: int, place: int, state: "State") -> None:
+    def __init__(self, number: int, place: int, grid: Grid) -> None:
         super().__init__()
-        self._number, self._state = mix((number << 20) + place), state
+        self._number, self._grid = mix((number << 20) + place), grid
 
     def forward(self) -> None:
-        seed = mix(self._state.seed ^ self._number)
+        seed = mix(self._grid.seed ^ self._number)
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
 
 
-@dataclass
-class State:
-    """The state of a pass."""
-
-    seed: int = 0
-
-
 def _draws(op: Op) -> bool:
     if op.module is not None:
-        return any(_is_random(module) for module in op.module.modules())
+        # `dropout` is attention's, and that of recurrent layers
+        shares = (one.p if isinstance(one, _DropoutNd) else getattr(one, "dropout", 0) for one in op.module.modules())
+        return any(isinstance(share, int | float) and share > 0 for share in shares)
     if op.node is None or not ("dropout" in _word(op) or _drops_samples(op)):
         return False
     share: Any = op.node.kwargs.get("p", op.node.args[1] if len(op.node.args) > 1 else None)
@@ -165,7 +145,7 @@ def _draws(op: Op) -> bool:
 
 
 def _drops_samples(op: Op) -> bool:
-    """True for torchvision's stochastic depth: all channels of a sample are dropped, or none."""
+    """True for torchvision's stochastic depth, which drops all channels of a sample or none."""
     return _word(op) == "stochastic_depth"
 
 
@@ -173,25 +153,15 @@ def _word(op: Op) -> str:
     return getattr(op.node.target, "__name__", str(op.node.target)) if op.node is not None else ""
 
 
-def _is_random(module: nn.Module) -> bool:
-    if isinstance(module, _DropoutNd):
-        return module.p > 0
-    share = getattr(module, "dropout", 0.0)  # attention's, and that of recurrent layers
-    return isinstance(share, float) and share > 0
-
-
 class Builder:
     """Builds the graph that a process runs: the traced one, with conversions between different layouts.
 
-    `local`, which the first builder fills in, holds the modules that compute ops on shards, by the id of the op's
-    module, or of its node.
+    `local` caches the modules that compute ops on shards, by the id of the op's module or node.
     """
 
-    def __init__(
-        self, graph: Graph, letters: Letters, grid: Grid, state: State, local: dict[int, nn.Module | None]
-    ) -> None:
+    def __init__(self, graph: Graph, letters: Letters, grid: Grid, local: dict[int, nn.Module | None]) -> None:
         self._traced, self._ops, self._letters, self._grid = graph.traced, graph.ops, letters, grid
-        self._state, self._local = state, local
+        self._local = local
         self._names = {op.node: op.name for op in graph.ops.values() if op.node is not None}
         self._graph = fx.Graph()
         self._copied: dict[fx.Node, fx.Node] = {}
@@ -201,7 +171,7 @@ class Builder:
             getattr(self._root, kind).update(getattr(graph.traced, kind))
 
     def build(self, *, training: bool) -> fx.GraphModule:
-        """Builds the graph, whose last conversions are for the loss, or gather the outputs for evaluation."""
+        """Builds the graph; its last conversions are for the loss, or gather the outputs for evaluation."""
         loss = self._ops[LOSS]
         for number, node in enumerate(self._traced.graph.nodes):
             if node.op == "placeholder":
@@ -221,7 +191,7 @@ class Builder:
         if training and (_draws(op) or (op.kind == "opaque" and bool(op.extents) and not op.reads_attribute)):
             alike = {"r", "c"} if _drops_samples(op) else {"r"}
             axes = tuple(axis for axis, letter in enumerate(letters) if letter not in alike)
-            self._call(f"draws_{number}", SeedRng(number, self._grid.place(axes), self._state), ())
+            self._call(f"draws_{number}", SeedRng(number, self._grid.place(axes), self._grid), ())
         local = self._local_module(op, letters) if node.op.startswith("call_") else None
         if local is not None:
             return self._call(f"local_{number}", local, args, kwargs)
@@ -272,20 +242,17 @@ class SplitNetwork(nn.Module):
         dims = train.ops[train.ops[LOSS].sources[0]].extent.dims
         self.classes = dims[-1] if len(dims) > 1 else 0  # of the network's output
         self.draws = any(_draws(op) for op in train.ops.values())  # True where some op draws random numbers in training
-        self.state = State()
         self.layouts = parameter_layouts(train, letters)  # of each parameter and buffer
         tensors = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
         # A tensor of several names is read under one of them.
         of = {id(tensors[name]): layout for name, layout in self.layouts.items() if name in tensors}
         for name, tensor in tensors.items():
             self.layouts.setdefault(name, of.get(id(tensor), unsharded(tuple(tensor.shape))))
-        # BatchNorm's groups for each set of axes that cuts the samples
-        self.norms = _assign_norms(train, letters, grid)
+        self.norms = _assign_norms(train, letters, grid)  # by the axes that shard the samples
         split_network(model, self.layouts, grid)
-        _fit_norms(train, letters, grid)
         local: dict[int, nn.Module | None] = {}
-        self.training_graph = Builder(train, letters, grid, self.state, local).build(training=True)
-        self.evaluation_graph = Builder(evaluate, letters, grid, self.state, local).build(training=False)
+        self.training_graph = Builder(train, letters, grid, local).build(training=True)
+        self.evaluation_graph = Builder(evaluate, letters, grid, local).build(training=False)
 
     @property
     def inner(self) -> nn.Module:
@@ -301,8 +268,7 @@ class SplitNetwork(nn.Module):
         return (self.training_graph if self.training else self.evaluation_graph)(pictures)
 
     def begin_micro_batch(self, shape: MicroBatchShape) -> None:
-        """Prepares for the next pass; all processes call it."""
-        self.grid.batch, self.state.seed = shape.samples, shape.seed
+        self.grid.batch, self.grid.seed = shape.samples, shape.seed
         # Equal on all processes, also for ops that are not known to draw random numbers.
         torch.manual_seed(shape.seed)
         for axes, groups in self.norms.items():
@@ -310,7 +276,6 @@ class SplitNetwork(nn.Module):
             groups.begin_micro_batch(share.spans, share.shared_groups, share.count, shape.batch)
 
     def finish_update(self) -> None:
-        """Updates BatchNorm's running statistics by the samples of all processes."""
         for axes, groups in self.norms.items():
             groups.finish_update(self.grid.parts(axes))
 
@@ -319,6 +284,10 @@ def _assign_norms(graph: Graph, letters: Letters, grid: Grid) -> dict[tuple[int,
     families: dict[tuple[int, ...], NormGroups] = {}
     seen: set[int] = set()
     for op in graph.ops.values():
+        if isinstance(op.module, GroupedNorm):
+            channels = [axis for axis, letter in enumerate(letters[op.name]) if letter == "c"]
+            edges, place = bounds(op.extent.dims[1], grid.parts(channels)), grid.place(channels)
+            op.module.num_features = edges[place + 1] - edges[place]
         for module in op.module.modules() if op.module is not None else ():
             if isinstance(module, GroupedNorm) and id(module) not in seen:
                 seen.add(id(module))
@@ -330,11 +299,3 @@ def _assign_norms(graph: Graph, letters: Letters, grid: Grid) -> dict[tuple[int,
                     module.rows_per_sample = graph.ops[op.sources[0]].extent.rows if op.batchwise else 0
                 family.layers.append(module)
     return families
-
-
-def _fit_norms(graph: Graph, letters: Letters, grid: Grid) -> None:
-    for op in graph.ops.values():
-        if isinstance(op.module, GroupedNorm):
-            axes = [axis for axis, letter in enumerate(letters[op.name]) if letter == "c"]
-            edges, place = bounds(op.extent.dims[1], grid.parts(axes)), grid.place(axes)
-            op.module.num_features = edges[place + 1] - edges[place]

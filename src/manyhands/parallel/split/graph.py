@@ -1,4 +1,4 @@
-"""A network as a graph of ops that can be split: traced once, tried on a few random samples, and described as data."""
+"""A network as a graph of ops that can be sharded."""
 
 import fnmatch
 import operator
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from manyhands.parallel.mesh.placement import SPREAD, WHOLE, Extent, Side
 from manyhands.parallel.plan import INPUT
@@ -37,22 +38,19 @@ class Op:
     module: nn.Module | None = None  # the module, for ops that are one
     node: fx.Node | None = None  # its node in the traced graph; None for input and loss
     sources: tuple[str, ...] = ()  # names of the ops whose tensors it reads
-    # shapes of the tensors it gives, for the tried number of samples; none for sizes and the like
-    extents: tuple[Extent, ...] = ()
+    extents: tuple[Extent, ...] = ()  # of its output tensors, for `SAMPLES` samples; none for sizes and the like
     dtype: torch.dtype = torch.float32  # of the first of them
     batched: bool = False  # what it gives grows with the number of samples
     batchwise: bool = True  # a sample's part of what it gives depends on that sample alone
     trains: bool = False  # a gradient passes through it
     feature: int | None = None  # the dimension of what it gives that holds channels or features; None if unknown
     tied: str = ""  # ops of the same word must take the same letters
-    # what each letter means to it, or why it can't be taken
-    letters: dict[str, Loop | str] = field(default_factory=dict)
+    letters: dict[str, Loop | str] = field(default_factory=dict)  # the meaning of each letter, or why it can't be taken
     # shapes as which parameters are cut, where not as they are
     views: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def extent(self) -> Extent:
-        """The shape of what it gives, if that is one tensor."""
         return self.extents[0]
 
     @property
@@ -61,12 +59,11 @@ class Op:
 
     @property
     def reads_attribute(self) -> bool:
-        """True where it is no computation but a parameter, buffer or constant that the network's forward reads."""
+        """True for a parameter, buffer or constant that the network's forward reads."""
         return self.node is not None and self.node.op == "get_attr"
 
     @property
     def forward(self) -> Any:
-        """What its module's class computes with; None where it is no module."""
         return getattr(type(self.module), "forward", None)
 
     def parameters(self) -> dict[str, Tensor]:
@@ -76,7 +73,6 @@ class Op:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def allowed(self) -> list[str]:
-        """The letters that it can take."""
         return [letter for letter, loop in self.letters.items() if isinstance(loop, Loop)]
 
 
@@ -98,7 +94,6 @@ class Graph:
         ]
 
     def keep_classes(self, reason: str = "the search splits classes only for cross-entropy") -> None:
-        """Leaves the classes of the loss unsharded, for a reason."""
         self.ops[LOSS].letters["o"] = reason
 
     def edges(self) -> Iterator[tuple[Op, Op, int]]:
@@ -108,7 +103,6 @@ class Graph:
                 yield self.ops[name], op, place
 
     def ties(self) -> dict[str, list[Op]]:
-        """Ops by the word that ties them."""
         found: dict[str, list[Op]] = {}
         for op in self.ops.values():
             found.setdefault(op.tied, []).append(op)
@@ -116,13 +110,7 @@ class Graph:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for one in value for tensor in tensors_of(one)]
-    if isinstance(value, dict):
-        return [tensor for one in value.values() for tensor in tensors_of(one)]
-    return []
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 class _Tracer(fx.Tracer):
@@ -247,32 +235,20 @@ def name_nodes(traced: fx.GraphModule) -> dict[fx.Node, str]:
         else:
             word = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "function")
             name = ".".join(part for part in (node.meta.get("scope", ""), word.strip("_")) if part)
-        names[node] = unique(name, taken)
+        names[node], number = name, 1
+        while names[node] in taken:
+            number += 1
+            names[node] = f"{name}#{number}"
+        taken.add(names[node])
     return names
 
 
-def unique(name: str, taken: set[str]) -> str:
-    """The name, with a number where it is taken; notes it as taken."""
-    number, found = 1, name
-    while found in taken:
-        number += 1
-        found = f"{name}#{number}"
-    taken.add(found)
-    return found
-
-
 def attribute(node: fx.Node | None) -> Tensor:
-    """The parameter or buffer that a get_attr node stands for."""
     assert node is not None
     found: Any = node.graph.owning_module
     for word in str(node.target).split("."):
         found = getattr(found, word)
     return found
-
-
-def read_by(node: fx.Node) -> list[fx.Node]:
-    """Returns the input nodes of a node, each once, in order."""
-    return list(node.all_input_nodes)
 
 
 def tie_all(ops: Mapping[str, Op], pairs: Iterable[tuple[str, str]]) -> None:

@@ -6,13 +6,7 @@ from typing_extensions import override
 from manyhands.core.errors import UserError
 from manyhands.core.world import World
 from manyhands.parallel.mesh.grid import Grid
-from manyhands.parallel.network import (
-    LossFn,
-    LossFnWithLabels,
-    MicroBatchShape,
-    ModeRequest,
-    ModeTraits,
-)
+from manyhands.parallel.network import LossFn, LossFnWithLabels, MicroBatchShape, ModeRequest, ModeTraits
 from manyhands.parallel.on_mesh import NetworkOnMesh
 from manyhands.parallel.plan import Plan
 from manyhands.parallel.replicas.batch_norm import group_batch_norms
@@ -20,8 +14,7 @@ from manyhands.parallel.split.execute import SplitNetwork, batch_axes
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop
 from manyhands.parallel.split.sharded_loss import WHOLE_CLASSES, SplitLoss, describe_loss
 from manyhands.parallel.split.strategy import resolve
-from manyhands.parallel.split.tracing import describe_network
-from manyhands.parallel.split.weights import cut_alike
+from manyhands.parallel.split.tracing import cut_alike, describe_network
 
 
 class PlannedNetwork(NetworkOnMesh):
@@ -50,11 +43,7 @@ class PlannedNetwork(NetworkOnMesh):
 
 
 def split(model: nn.Module, world: World, request: ModeRequest) -> PlannedNetwork:
-    """Splits a network, in training mode and equal on all processes, by a plan.
-
-    Raises:
-        UserError: the plan doesn't fit.
-    """
+    """Splits a network, in training mode and equal on all processes, by a plan. Raises UserError if it doesn't fit."""
     plan = request.plan
     if plan is None:
         raise UserError("the plan is missing", "parallel", ('set --pin "fc=n@dp o@tp" or --parallel.plan plan.json',))

@@ -1,9 +1,7 @@
-"""The loss of a split network, with samples or classes cut.
+"""The loss of a split network, with samples or classes sharded.
 
-A loss of the user's own is traced into small operators, each of which does its part.
-
-What follows from a cut output is cut (exponents, quotients, products with one-hot labels), sums over the classes are
-terms that are added up, and what has no classes left is computed by every process.
+A custom loss is traced into small operators, each computed on shards of the classes where it has a rule; sums over the
+classes are terms that are added up, and what has no classes left is replicated.
 """
 
 import operator
@@ -20,7 +18,7 @@ from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.placement import WHOLE
 from manyhands.parallel.network import LossFn
 from manyhands.parallel.split import graph as graphs
-from manyhands.parallel.split.execute import Builder, Letters, SplitNetwork, State
+from manyhands.parallel.split.execute import Builder, SplitNetwork
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.split.rules.functions import MAXIMA, largest, reduced
 from manyhands.parallel.split.tracing import FEWER, SAMPLES, describe_ops, run_twice
@@ -41,7 +39,7 @@ class _Traced(nn.Module):
 
 
 def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device: torch.device) -> Graph | str:
-    """A loss over so many classes as a graph of ops that can each do a part of them, or why there is none."""
+    """A loss over `classes` classes as a graph of ops that can be sharded, or why there is none."""
     traced, unseen = graphs.trace(_Traced(function), lambda _: False, ("output", "labels"))
     if unseen:
         return f"{WHOLE_CLASSES}; this loss can't be traced ({next(iter(unseen.values()))})"
@@ -69,7 +67,7 @@ def describe_loss(function: CustomLoss, classes: int, dtype: torch.dtype, device
 
 
 def _begin(given: Op) -> None:
-    """The output comes with its classes cut, the labels whole."""
+    """The output's classes are sharded, the labels replicated."""
     given.letters = {"r": Loop((), WHOLE)}
     if given.name == INPUT:
         given.feature, given.trains = 1, True
@@ -77,7 +75,7 @@ def _begin(given: Op) -> None:
 
 
 def _fold_sizes(traced: fx.GraphModule, many: dict[fx.Node, Any], few: dict[fx.Node, Any]) -> None:
-    """Writes sizes that don't depend on the samples as numbers: a piece's would be others."""
+    """Replaces sizes that don't depend on the samples by constants, since a shard's would differ."""
     for node in list(traced.graph.nodes):
         value = many.get(node)
         if type(value) is int and value == few.get(node):
@@ -89,7 +87,7 @@ def _fold_sizes(traced: fx.GraphModule, many: dict[fx.Node, Any], few: dict[fx.N
 
 
 def _name_maxima(traced: fx.GraphModule) -> None:
-    """Writes maxima over one dimension of which only the values are used as what they are."""
+    """Replaces maxima over one dimension, of which only the values are used, by `largest`."""
     for node in list(traced.graph.nodes):
         if node.target not in {torch.max, "max"} or len(node.args) + len(node.kwargs) < 2:
             continue
@@ -106,7 +104,7 @@ def _name_maxima(traced: fx.GraphModule) -> None:
 
 
 def _let_maxima_be_cut(op: Op, ops: dict[str, Op]) -> None:
-    """A maximum over the classes is taken of each process's own, and of what all found."""
+    """A maximum over the classes is taken of each process's own, and of the results."""
     if op.node is None or op.node.target not in MAXIMA or len(op.sources) != 1:
         return
     source = ops[op.sources[0]]
@@ -115,10 +113,11 @@ def _let_maxima_be_cut(op: Op, ops: dict[str, Op]) -> None:
 
 
 def shard_classes(graph: Graph) -> dict[str, str] | str:
-    """The letter of each op along an axis that cuts the classes, or why there is none for one of them."""
+    """The letter of each op along an axis that shards the classes, or why there is none for one of them."""
     letters: dict[str, str] = {}
     for op in graph.ops.values():
-        cut = any(_is_cut(graph.ops[name], letters[name]) for name in op.sources)
+        loops = [graph.ops[name].letters[letters[name]] for name in op.sources]
+        cut = any(isinstance(loop, Loop) and isinstance(loop.output, int) for loop in loops)
         fitting = [letter for letter in ("c", "i") if isinstance(op.letters.get(letter), Loop)]
         if op.name == INPUT or op.kind == "one_hot":
             letters[op.name] = "c" if fitting else "r"
@@ -131,35 +130,20 @@ def shard_classes(graph: Graph) -> dict[str, str] | str:
     return letters
 
 
-def _is_cut(op: Op, letter: str) -> bool:
-    loop = op.letters[letter]
-    return isinstance(loop, Loop) and isinstance(loop.output, int)
-
-
-class ShardedLoss:
-    """A loss of the user's own over a part of the classes, which the mesh's axes of these numbers cut."""
-
-    def __init__(self, graph: Graph, axes: tuple[int, ...], grid: Grid, state: State) -> None:
-        chosen = shard_classes(graph)
-        assert isinstance(chosen, dict)
-        count = len(grid.mesh.axes)
-        letters: Letters = {
-            name: tuple(letter if axis in axes else "r" for axis in range(count)) for name, letter in chosen.items()
-        }
-        self._run = Builder(graph, letters, grid, state, {}).build(training=True)
-
-    def __call__(self, output: Tensor, labels: Tensor) -> Tensor:
-        """What the user's loss gives, the same on all processes: output [n, c] of this one's classes, labels [n]."""
-        value: Tensor = self._run(output, labels)
-        return value
+def _sharded_loss(graph: Graph, axes: tuple[int, ...], grid: Grid) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss, the same on all processes, of output [n, c], whose classes the axes shard, and labels [n]."""
+    chosen = shard_classes(graph)
+    assert isinstance(chosen, dict)
+    every = range(len(grid.mesh.axes))
+    letters = {name: tuple(letter if axis in axes else "r" for axis in every) for name, letter in chosen.items()}
+    return Builder(graph, letters, grid, {}).build(training=True)
 
 
 class SplitLoss:
-    """A loss function over what a split network gives in training.
+    """A loss function over a split network's output in training.
 
-    `loss_fn`, of outputs and labels int64 [n], gives the sum [] of losses and the logits [n, C]; for uncut classes, and
-    None where the user computes it. For cut ones there are cross-entropy's smoothing, or the graph of the user's own
-    loss.
+    `loss_fn`, of outputs and labels int64 [n], returns the sum [] of losses and the logits [n, C]; it is used for
+    unsharded classes. For sharded ones there are cross-entropy's smoothing, or the graph of a custom loss (`own`).
     """
 
     def __init__(
@@ -169,10 +153,10 @@ class SplitLoss:
         letters = network.letters[LOSS]
         sizes = network.grid.mesh.sizes
         self._classes = tuple(axis for axis, letter in enumerate(letters) if letter == "o" and sizes[axis] > 1)
-        self._own = ShardedLoss(own, self._classes, network.grid, network.state) if own and self._classes else None
+        self._own = _sharded_loss(own, self._classes, network.grid) if own and self._classes else None
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sum [] of this process's losses, and scores [n, …] whose largest is at the numbers [n] where right."""
+        """The sum [] of this process's losses, and scores [n, …] whose largest is at the label [n] where correct."""
         if not self._classes:
             loss, logits = self._loss_fn(output, labels)
             return loss, logits, labels
@@ -182,7 +166,8 @@ class SplitLoss:
         place = grid.place(self._classes)
         classes = edges[place], edges[-1]
         if self._own is None:
-            loss, scores = sharded_cross_entropy(output, labels, classes, group, self._smoothing)
+            result: Any = _ShardedCrossEntropy.apply(output, labels, classes, group, self._smoothing)
+            loss, scores = result
         else:
             given = self._own(output, labels)
             # A loss that was found to be a sum is one here too.
@@ -204,21 +189,13 @@ def shard_scores(logits: Tensor, labels: Tensor, first: int, group: Any) -> Tens
     return torch.stack([target, largest], 1)
 
 
-def sharded_cross_entropy(
-    logits: Tensor, labels: Tensor, classes: tuple[int, int], group: Any, smoothing: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Cross-entropy over classes that several processes hold parts of, in two small messages.
-
-    Logits [n, c] are of this process's classes, labels int64 [n] count over all; `classes` are the first of this
-    process's and the number of all. Gives the sum of losses [], whole on each process, and [n, 2]: the label's logit
-    and the largest one.
-    """
-    result: Any = _ShardedCrossEntropy.apply(logits, labels, classes, group, smoothing)
-    return result
-
-
 class _ShardedCrossEntropy(torch.autograd.Function):
-    """Needs no message in its backward pass: each process has the softmax of its own classes."""
+    """Cross-entropy over classes that several processes hold shards of, in two small messages, none in backward.
+
+    Logits [n, c] are of this process's classes, labels int64 [n] count over all; `classes` are this process's first and
+    the number of all. Returns the sum of losses [], the same on each process, and [n, 2]: the label's logit and the
+    largest.
+    """
 
     @staticmethod
     def forward(

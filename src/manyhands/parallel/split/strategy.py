@@ -1,6 +1,6 @@
-"""How a user writes which part of an op's work each process does: "n@dp o@tp", or MindSpore's tuples.
+"""Strategies of ops as users write them: "n@dp o@tp", or MindSpore's tuples.
 
-A letter names the loop that is cut, and stands before the mesh axes that cut it:
+A letter names the dimension that is sharded, before the mesh axes that shard it:
 
     n  samples            o  output channels or features     i  input channels or features
     c  channels           h  heads of attention              v  rows of a table
@@ -8,6 +8,7 @@ A letter names the loop that is cut, and stands before the mesh axes that cut it
 """
 
 import ast
+import itertools
 import operator
 import re
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ EXAMPLE = "such as n@dp o@tp"
 
 
 def parse_strategy(text: str, mesh: Mesh, where: str) -> dict[int, str]:
-    """Reads "n@dp o@tp": the letter of each axis (its number) named. Raises UserError: it doesn't fit the mesh."""
+    """Reads "n@dp o@tp": the letter of each axis, by its number. Raises UserError if it doesn't fit the mesh."""
     found: dict[int, str] = {}
     for word in text.split():
         # A letter alone is meant for all axes.
@@ -70,7 +71,7 @@ def is_tuples(text: str) -> bool:
 
 
 def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
-    """Reads "((1, 1), (1, 2))" or "{(1, 1), (1, 2)}": pieces of each dimension of each input. Raises UserError."""
+    """Reads "((1, 1), (1, 2))" or "{(1, 1), (1, 2)}": the pieces of each dimension of each input."""
     plain = text.strip()
     if plain.startswith("{"):
         plain = f"({plain[1:-1]},)"
@@ -86,17 +87,23 @@ def parse_tuples(text: str, where: str) -> tuple[tuple[int, ...], ...]:
 
 
 def from_mindspore(kind: str, tuples: tuple[tuple[int, ...], ...], mesh: Mesh, where: str = "pin") -> dict[int, str]:
-    """The letter of each axis, "r" where nothing is cut, that MindSpore's tuples mean; axes are found by their sizes.
+    """The letter of each axis, "r" if nothing is sharded, for MindSpore's tuples; axes are found by their sizes.
 
-    A tuple says for each input into how many pieces its dimensions are cut; a linear layer's weight is given as MatMul
-    takes it, [inputs, outputs], a convolution's as [outputs, inputs, height, width]. Of other ops than these ("linear",
-    "conv") the first input decides. Raises UserError: the pieces don't fit each other or the mesh, or pixels are cut.
+    A tuple gives the pieces of each dimension of an input; a linear layer's weight is [inputs, outputs], a
+    convolution's [outputs, inputs, height, width]. For other ops than "linear" and "conv" the first input decides.
+    Raises UserError.
     """
-    pieces = _pieces(kind.lower(), tuples, where)
     letters: dict[int, str] = {}
-    for letter, count in pieces.items():
-        for axis in _axes_of(count, mesh, letters, where):
-            letters[axis] = letter
+    for letter, count in _pieces(kind.lower(), tuples, where).items():
+        free = [axis for axis, size in enumerate(mesh.sizes) if axis not in letters and size > 1]
+        counts = range(len(free) + 1)  # one axis before several
+        subsets = itertools.chain.from_iterable(itertools.combinations(free, number) for number in counts)
+        in_order = sorted(subsets, key=lambda axes: (len(axes), axes[::-1]))
+        axes = next((axes for axes in in_order if mesh.parts(axes) == count), None)
+        if axes is None:
+            hints = ("change --mesh",)
+            raise UserError(f"no unused axes of the mesh {mesh} multiply to {count} pieces", where, hints)
+        letters |= dict.fromkeys(axes, letter)
     return {axis: letters.get(axis, "r") for axis in range(len(mesh.axes))}
 
 
@@ -132,31 +139,36 @@ _WEIGHTED = {
 }
 
 
-def _axes_of(count: int, mesh: Mesh, taken: Mapping[int, str], where: str) -> list[int]:
-    """Axes that are free and whose sizes' product is the number of pieces; one axis before several."""
-    free = [axis for axis, size in enumerate(mesh.sizes) if axis not in taken and size > 1]
-    if count == 1:
-        return []
-    for chosen in sorted(range(1, 1 << len(free)), key=int.bit_count):
-        axes = [axis for place, axis in enumerate(free) if chosen >> place & 1]
-        if mesh.parts(axes) == count:
-            return axes
-    raise UserError(f"no unused axes of the mesh {mesh} multiply to {count} pieces", where, ("change --mesh",))
-
-
 def resolve(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, ...]]:
     """The letters of each op of a network.
 
-    An op that can't follow the default (it mixes samples, say) does all of its work everywhere. A pattern for several
-    ops binds those that know its letters; one that names a single op must fit. Raises UserError: a strategy doesn't fit
-    its op or the mesh, or two ops that must agree don't.
+    An op that can't follow the default, such as one that mixes samples, is replicated. A pattern for several ops binds
+    those that know its letters; one that names a single op must fit. Raises UserError.
     """
     default = parse_strategy(plan.fallback, plan.mesh, f"{where}, default")
-    return _spread(strategies(plan, graph, where), default, plan, graph, where)
+    said, found = strategies(plan, graph, where), dict[str, tuple[str, ...]]()
+    for ops in graph.ties().values():
+        chosen: dict[int, tuple[str, Op]] = {}
+        for op in ops:
+            for axis, letter in said.get(op.name, ("", {}))[1].items():
+                other, first = chosen.setdefault(axis, (letter, op))
+                if other != letter:
+                    name = plan.mesh.names[axis]
+                    two = f"{first.name} and {op.name} share a parameter or a size"
+                    what = f"{two}, but are split differently along {name}: {other} and {letter}"
+                    raise UserError(what, where, (f"give both ops {other}@{name}",))
+        letters = tuple(
+            chosen[axis][0] if axis in chosen else _default(ops, default.get(axis, "n"))
+            for axis in range(len(plan.mesh.axes))
+        )
+        for op in sorted(ops, key=lambda op: op.name not in said):  # an error is about an op that the user named
+            _check(op, letters, plan.mesh, where)
+            found[op.name] = letters
+    return {name: found[name] for name in graph.ops}
 
 
 def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple[str, dict[int, str]]]:
-    """By op, the pattern that a plan has for it, and letters by axis. Raises UserError: one doesn't fit."""
+    """By op, the pattern that a plan has for it, and letters by axis. Raises UserError if one doesn't fit."""
     said: dict[str, tuple[str, dict[int, str]]] = {}
     for pattern, text in plan.ops.items():
         ops = graph.matching(pattern)
@@ -171,17 +183,13 @@ def strategies(plan: Plan, graph: Graph, where: str = "plan") -> dict[str, tuple
             chosen = {axis: _known(op, letter, exact=exact) for axis, letter in strategy.items()}
             said[op.name] = (pattern, {axis: letter for axis, letter in chosen.items() if letter})
             unkept[op.name] = "".join(strategy[axis] for axis, letter in chosen.items() if not letter)
-        _refuse_if_none_keeps(pattern, text, unkept, f"{where}, {pattern}")
-    return said
-
-
-def _refuse_if_none_keeps(pattern: str, text: str, unkept: Mapping[str, str], where: str) -> None:
-    """Raises UserError for a letter that means nothing to any of the ops that a pattern names."""
-    for letter in dict.fromkeys("".join(unkept.values())):
-        if all(letter in letters for letters in unkept.values()):
+        refused = [one for one in "".join(unkept.values()) if all(one in letters for letters in unkept.values())]
+        if refused:
             names = ", ".join(list(unkept)[:4])
-            what = f"{pattern} can't be split as {text}: the ops {names} have no dimension {letter}"
-            raise UserError(what, where, ("name one op and a dimension of that op", "see manyhands plan"))
+            what = f"{pattern} can't be split as {text}: the ops {names} have no dimension {refused[0]}"
+            hints = ("name one op and a dimension of that op", "see manyhands plan")
+            raise UserError(what, f"{where}, {pattern}", hints)
+    return said
 
 
 def _read(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, str]:
@@ -189,18 +197,10 @@ def _read(text: str, op: Op, graph: Graph, mesh: Mesh, where: str) -> dict[int, 
         return parse_strategy(text, mesh, where)
     tuples = parse_tuples(text, where)
     letters = from_mindspore(op.kind, tuples, mesh, where)
-    _refuse_other_pieces(op, graph, tuples, letters, mesh, where)
-    return letters
-
-
-def _refuse_other_pieces(
-    op: Op, graph: Graph, tuples: tuple[tuple[int, ...], ...], letters: dict[int, str], mesh: Mesh, where: str
-) -> None:
-    """Raises UserError where the letters that tuples were read as wouldn't cut each input as the tuples say."""
     if op.module is not None and op.kind in {"linear", "conv"}:
-        return  # whose own parameters the tuples name, and which have been compared with them
+        return letters  # whose own parameters the tuples name, and which have been compared with them
     if any(not isinstance(op.letters.get(letter), Loop) for letter in letters.values()):
-        return  # for which there is a reason
+        return letters  # which are refused later, with a reason
     allowed = f"split the op by {', '.join(op.allowed())}, such as n@{mesh.names[0]}"
     read = _pieces_read(op, graph, [letters[axis] for axis in sorted(letters)], mesh)
     if len(tuples) > max(1, len(read)):
@@ -210,10 +210,11 @@ def _refuse_other_pieces(
         if pieces != wanted:
             what = f"{op.name} ({op.kind}) can't be split as {tuples}: {name} would be split into {pieces}"
             raise UserError(what, where, (allowed,))
+    return letters
 
 
 def _pieces_read(op: Op, graph: Graph, letters: list[str], mesh: Mesh) -> list[tuple[str, tuple[int, ...]]]:
-    """Each tensor that an op reads under its letters, and into how many pieces its dimensions are cut."""
+    """Each tensor that an op reads under its letters, and into how many pieces its dimensions are sharded."""
     loops = [loop for loop in (op.letters[letter] for letter in letters) if isinstance(loop, Loop)]
 
     def pieces(sides: list[Any], dims: int) -> tuple[int, ...]:
@@ -237,33 +238,6 @@ def _known(op: Op, letter: str, *, exact: bool) -> str:
     return "c" if letter in {"o", "c"} and "c" in op.letters else ""
 
 
-def _spread(
-    said: dict[str, tuple[str, dict[int, str]]], default: dict[int, str], plan: Plan, graph: Graph, where: str
-) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    for ops in graph.ties().values():
-        chosen: dict[int, tuple[str, Op]] = {}
-        for op in ops:
-            for axis, letter in said.get(op.name, ("", {}))[1].items():
-                other = chosen.setdefault(axis, (letter, op))
-                if other[0] != letter:
-                    axis_name = plan.mesh.names[axis]
-                    raise UserError(
-                        f"{other[1].name} and {op.name} share a parameter or a size, but are split differently along "
-                        f"{axis_name}: {other[0]} and {letter}",
-                        where,
-                        (f"give both ops {other[0]}@{axis_name}",),
-                    )
-        for op in sorted(ops, key=lambda op: op.name not in said):  # an error is about an op that the user named
-            letters = [
-                chosen[axis][0] if axis in chosen else _default(ops, default.get(axis, "n"))
-                for axis in range(len(plan.mesh.axes))
-            ]
-            _check(op, tuple(letters), plan.mesh, where)
-            found[op.name] = tuple(letters)
-    return {name: found[name] for name in graph.ops}
-
-
 def _default(ops: list[Op], letter: str) -> str:
     return letter if all(isinstance(op.letters.get(letter), Loop) for op in ops if op.letters) else "r"
 
@@ -271,14 +245,10 @@ def _default(ops: list[Op], letter: str) -> str:
 def _check(op: Op, letters: tuple[str, ...], mesh: Mesh, where: str) -> None:
     reason = refusal(op, letters, mesh)
     if reason:
-        fitting = [letter for letter in op.allowed() if _fits_somewhere(op, letter, mesh)]
+        # those that the op can take along one of the axes at least
+        fitting = [one for one in op.allowed() if any(not refusal(op, (one,), Mesh((axis,))) for axis in mesh.axes)]
         what = f"{op.name} ({op.kind}) can't be split as {write_strategy(letters, mesh)}: {reason}"
         raise UserError(what, f"{where}, {op.name}", (f"split the op by {', '.join(fitting or ['r'])}",))
-
-
-def _fits_somewhere(op: Op, letter: str, mesh: Mesh) -> bool:
-    """True where an op can take a letter along one of the axes at least."""
-    return any(not refusal(op, (letter,), Mesh((axis,))) for axis in mesh.axes)
 
 
 def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
@@ -298,10 +268,7 @@ def refusal(op: Op, letters: tuple[str, ...], mesh: Mesh) -> str:
 
 
 def concise(letters: Mapping[str, tuple[str, ...]], graph: Graph, mesh: Mesh) -> tuple[str, dict[str, str]]:
-    """A default and as few exceptions as that needs, so that a plan stays readable.
-
-    Only ops whose letters the default wouldn't give are written, so `resolve` gives the same letters back.
-    """
+    """A default and the exceptions from it, so that a plan stays readable; `resolve` gives the same letters back."""
     default = tuple("n" for _ in mesh.axes)
     exceptions: dict[str, str] = {}
     for ops in graph.ties().values():

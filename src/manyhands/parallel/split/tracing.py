@@ -9,16 +9,14 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.core.errors import UserError
-from manyhands.parallel.mesh.placement import SPREAD, WHOLE, Extent, Side
+from manyhands.parallel.mesh.placement import SPREAD, SUM, WHOLE, Extent, Side
 from manyhands.parallel.split import graph as graphs
-from manyhands.parallel.split import weights
 from manyhands.parallel.split.graph import INPUT, LOSS, Graph, Loop, Op
 from manyhands.parallel.split.rules import OPAQUE, RULES, Describe, Rule, functions
 from manyhands.parallel.split.rules import layers as _layers  # noqa: F401 - registers its rules
 
 SAMPLES, FEWER = 3, 2
-# Two batches of other sizes may take other kernels, which add up in another order.
-SAME = 1e-3
+SAME = 1e-3  # batches of other sizes may take kernels with another order of sums
 
 _of_users: dict[type[nn.Module], Describe] = {}
 
@@ -47,34 +45,24 @@ def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
 
 
 def rule_of(op: Op) -> Rule:
-    """The rule for an op."""
     return next((rule for rule in RULES if rule.matches(op)), OPAQUE)
 
 
-def _is_leaf(module: nn.Module) -> bool:
-    return type(module) in _of_users or isinstance(module, _BatchNorm)
-
-
 def describe_network(model: nn.Module, picture: Tensor) -> Graph:
-    """Returns the network's graph in its current mode.
+    """Returns the network's graph in its current mode; in-place ops become out of place.
 
-    Args:
-        model: the unsharded network, on any device; in-place ops become out of place.
-        picture: one sample [C, H, W] (or of any shape), whose values don't matter.
-
-    Raises:
-        UserError: the network doesn't run on two or three samples.
+    `picture` is one sample (of any shape), whose values don't matter. Raises UserError if the network fails on samples.
     """
-    traced, unseen = graphs.trace(model, _is_leaf)
+    traced, unseen = graphs.trace(model, lambda module: type(module) in _of_users or isinstance(module, _BatchNorm))
     names = graphs.name_nodes(traced)
     many, few = _try(traced, model, picture)
     ops, ties = describe_ops(traced, names, many, few)
     graph = Graph(ops, traced, SAMPLES, tuple(picture.shape))
     _add_loss(graph, traced, names)
-    ties += weights.cut_with_readers(ops)
-    shared = weights.sharing(ops)
+    ties += cut_with_readers(ops)
+    shared = sharing(ops)
     graphs.tie_all(ops, [*ties, *shared])
-    weights.refuse_two_ways(ops)
+    refuse_two_ways(ops)
     graph.notes = _notes(graph, unseen)
     graph.parameters = dict(model.named_parameters())
     return graph
@@ -89,8 +77,7 @@ def describe_ops(
 ) -> tuple[dict[str, Op], list[tuple[str, str]]]:
     """Each node of a network or a loss as an op, by name, and pairs of ops that must take the same letters.
 
-    `many` and `few` are what each node gave for `SAMPLES` and `FEWER` samples. `begin` fills in inputs: the samples, if
-    None.
+    `many` and `few` are each node's values for `SAMPLES` and `FEWER` samples. `begin` describes inputs; None: samples.
     """
     ops: dict[str, Op] = {INPUT: Op(INPUT, tied=INPUT)}
     ties: list[tuple[str, str]] = []
@@ -98,11 +85,12 @@ def describe_ops(
         if node.op == "output":
             continue
         op = _describe_node(node, names, many[node], few[node])
-        reads = [ops[names[source]] for source in graphs.read_by(node)]
+        reads = [ops[names[source]] for source in node.all_input_nodes]
         op.sources = tuple(one.name for one in reads if one.extents)
         op.trains = any(one.trains for one in reads) or any(one.requires_grad for one in op.parameters().values())
         ops[op.name] = op
-        ties += [(one.name, op.name) for one in reads if _must_agree(one)]
+        # Readers of the size of a batch or of a tuple must be sharded in the same way.
+        ties += [(one.name, op.name) for one in reads if len(one.extents) > 1 or (one.batched and not one.extents)]
         if node.op == "placeholder":
             (begin or _begin)(op)
         else:
@@ -172,10 +160,10 @@ def run_twice(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[dict[
 
 
 def _given_by_rows(node: fx.Node, many: _Trial, few: _Trial) -> Tensor | None:
-    """The value of a node of torch that treats each row alone, for many samples; None for other nodes.
+    """The value of a torch node that treats each row alone, for many samples; None for other nodes.
 
-    Convolutions, linear layers and BatchNorm are not computed: random numbers of the right shape show equally whether
-    later nodes mix samples, and neither vanish nor explode.
+    Convolutions, linear layers and BatchNorm return random numbers of the right shape instead, which show equally
+    whether later nodes mix samples, and neither vanish nor explode.
     """
     reads = [(many.env[one], few.env[one]) for one in node.all_input_nodes]
     if not reads or not all(_is_last(*one) for one in reads):
@@ -205,8 +193,7 @@ def _describe_node(node: fx.Node, names: Mapping[fx.Node, str], many: Any, few: 
     tensors, fewer = graphs.tensors_of(many), graphs.tensors_of(few)
     op = Op(name, module=module, node=node, tied=name)
     if not tensors:
-        op.batched = bool(many != few) if isinstance(many, int | float | tuple | list | torch.Size) else False
-        op.batchwise = True
+        op.batched = isinstance(many, int | float | tuple | list) and bool(many != few)
         return op
     grown = [_rows(one, other) for one, other in zip(tensors, fewer, strict=True)]
     op.batched = any(grown) or any(one.shape != other.shape for one, other in zip(tensors, fewer, strict=True))
@@ -219,7 +206,7 @@ def _describe_node(node: fx.Node, names: Mapping[fx.Node, str], many: Any, few: 
 
 
 def _rows(many: Tensor, few: Tensor) -> int:
-    """Rows of dimension 0 for each sample; 0 where it doesn't grow with the samples."""
+    """Rows of dimension 0 for each sample; 0 if it doesn't grow with the samples."""
     if not many.ndim or many.shape[1:] != few.shape[1:] or many.shape[0] == few.shape[0]:
         return 0
     rows = many.shape[0] // SAMPLES
@@ -251,11 +238,6 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return float((one - other).abs().max()) <= SAME * float(other.abs().max()) if one.numel() else True
 
 
-def _must_agree(source: Op) -> bool:
-    """True for sizes of a batch and for tuples, whose readers must be sharded in the same way."""
-    return (not source.extents and source.batched) or len(source.extents) > 1
-
-
 def _set_letters(op: Op, inputs: list[Op]) -> None:
     if op.reads_attribute:
         op.letters = {"n": Loop((), SPREAD, partial=frozenset({""})), "r": Loop((), WHOLE)}
@@ -265,10 +247,9 @@ def _set_letters(op: Op, inputs: list[Op]) -> None:
     if any(not one.batchwise for one in inputs if one.batched):
         # What mixes samples gives the same to all of them; after it "a sample's part" has no meaning.
         op.batchwise = op.batchwise and not op.batched
-    chosen = next((rule for kind, rule in _of_users.items() if type(op.module) is kind), None)
-    if chosen:
+    if op.module is not None and type(op.module) in _of_users:
         op.kind = type(op.module).__name__
-        chosen(op, inputs)
+        _of_users[type(op.module)](op, inputs)
         return
     rule = rule_of(op) if len(op.extents) == 1 else OPAQUE
     op.kind = rule.kind
@@ -295,7 +276,7 @@ def _refuse_hidden(op: Op) -> None:
 def _add_loss(graph: Graph, traced: fx.GraphModule, names: dict[fx.Node, str]) -> None:
     """Adds the loss, which reads all outputs; sharded classes (o) need a single output [N, classes]."""
     output = next(node for node in traced.graph.nodes if node.op == "output")
-    reads = [graph.ops[names[node]] for node in graphs.read_by(output)]
+    reads = [graph.ops[names[node]] for node in output.all_input_nodes]
     sources = [op for op in reads if op.extents]
     loss = Op(LOSS, LOSS, sources=tuple(op.name for op in sources), tied=LOSS, trains=True)
     if not sources or not all(op.batched for op in sources):
@@ -329,3 +310,123 @@ def _notes(graph: Graph, unseen: dict[str, str]) -> list[str]:
 def _word(op: Op) -> str:
     target: Any = op.node.target if op.node is not None else op.name
     return type(op.module).__name__ if op.module is not None else getattr(target, "__name__", str(target))
+
+
+# Parameters that several ops share or read have one layout, which must fit all of their readers.
+
+
+def sharing(ops: dict[str, Op]) -> list[tuple[str, str]]:
+    """Pairs of ops that use the same parameter or buffer, so have the same placements."""
+    first: dict[int, str] = {}
+    pairs: list[tuple[str, str]] = []
+    for op in ops.values():
+        for tensor in op.parameters().values():
+            owner = first.setdefault(id(tensor), op.name)
+            if owner != op.name:
+                pairs.append((owner, op.name))
+    return pairs
+
+
+def cut_with_readers(ops: dict[str, Op]) -> list[tuple[str, str]]:
+    """Lets parameters that products read, maybe transposed, be sharded as these need; returns pairs of tied ops."""
+    ties: list[tuple[str, str]] = []
+    readers: dict[str, list[tuple[Op, int]]] = {}
+    for op in ops.values():
+        for place, name in enumerate(op.sources):
+            readers.setdefault(name, []).append((op, place))
+    for op in reversed(list(ops.values())):
+        reading = readers.get(op.name, [])
+        if not _may_be_cut(op, ops) or not all(_wants_pieces(reader) for reader, _ in reading) or not reading:
+            continue
+        for letter in ("o", "i"):
+            op.letters[letter] = _as_wanted(op, letter, reading)
+        ties += [(op.name, reader.name) for reader, _ in reading]
+    return ties
+
+
+def _may_be_cut(op: Op, ops: dict[str, Op]) -> bool:
+    """True for a parameter, also a transposed one."""
+    if op.reads_attribute:
+        return isinstance(op.parameters()[""], nn.Parameter)
+    source = ops[op.sources[0]] if len(op.sources) == 1 else None
+    return source is not None and source.reads_attribute and _order(op) is not None and _may_be_cut(source, ops)
+
+
+def _order(op: Op) -> list[int] | None:
+    """The permutation of a transposed matrix; None for other ops."""
+    node, dims = op.node, len(op.extents[0].dims) if len(op.extents) == 1 else 0
+    if node is None or dims != 2:
+        return None
+    if node.op == "call_method" and node.target == "t":
+        return [1, 0]
+    swaps = node.op == "call_method" and node.target in {"transpose", "swapaxes"}
+    if swaps and all(isinstance(one, int) for one in node.args[1:]):
+        return [1, 0] if {int(str(one)) % 2 for one in node.args[1:]} == {0, 1} else [0, 1]
+    return [1, 0] if node.target is getattr and node.args[1:] in {("T",), ("mT",)} else None
+
+
+def _wants_pieces(reader: Op) -> bool:
+    """True for products that can be sharded, and for transposed parameters that they read."""
+    offered = {"o", "i"} & set(reader.letters)
+    return bool(offered) and (reader.kind == "matmul" or _order(reader) is not None)
+
+
+def _as_wanted(op: Op, letter: str, reading: list[tuple[Op, int]]) -> Loop | str:
+    """The placement of a parameter for all of its readers under one letter, or why there is none."""
+    sides: set[Side] = set()
+    for reader, place in reading:
+        loop = reader.letters.get(letter, f"the op has no dimension {letter}")
+        if isinstance(loop, str):
+            return f"{reader.name} reads the parameter, and {loop}"
+        sides.add(loop.inputs[place])
+    if len(sides) > 1:
+        return f"{' and '.join(reader.name for reader, _ in reading)} would split the parameter differently"
+    side = sides.pop()
+    order = None if op.reads_attribute else _order(op)
+    inputs: tuple[Side, ...] = () if op.reads_attribute else (order[side] if order and isinstance(side, int) else side,)
+    if isinstance(side, int):
+        cuts = {"": side} if op.reads_attribute else {}
+        return Loop(inputs, side, cuts, length=op.extent.dims[side])
+    # A term of a sum is taken of the whole, and its gradient is the whole one.
+    return Loop(
+        inputs if side != SUM else tuple(WHOLE for _ in inputs),
+        WHOLE if side == SUM else SPREAD,
+        partial=frozenset({""} if op.reads_attribute and side == SPREAD else ()),
+    )
+
+
+def refuse_two_ways(ops: dict[str, Op]) -> None:
+    """Refuses letters under which two tied ops would shard a shared parameter differently."""
+    users: dict[int, list[tuple[Op, str]]] = {}
+    for op in ops.values():
+        for name, tensor in op.parameters().items():
+            users.setdefault(id(tensor), []).append((op, name))
+    for sharing_it in users.values():
+        first, own = sharing_it[0]
+        for other, name in sharing_it[1:]:
+            for letter in {*first.letters, *other.letters}:
+                if _cut(first, own, letter) != _cut(other, name, letter):
+                    reason = f"{first.name} and {other.name} share a parameter, but would split differently"
+                    first.letters[letter] = other.letters[letter] = reason
+    for op in ops.values():
+        if op.reads_attribute:
+            refused = {letter: reason for letter, reason in op.letters.items() if isinstance(reason, str)}
+            for other in [one for one in ops.values() if refused and one.tied == op.tied]:
+                other.letters.update({letter: reason for letter, reason in refused.items() if letter in other.letters})
+
+
+def _cut(op: Op, name: str, letter: str) -> Any:
+    """How an op shards a parameter under a letter: the dimension, its view, and whether gradients are summed."""
+    loop = op.letters.get(letter)
+    if not isinstance(loop, Loop):
+        return None
+    return loop.cuts.get(name), op.views.get(name), name in loop.partial
+
+
+def cut_alike(training: dict[str, Op], evaluation: dict[str, Op]) -> None:
+    """Refuses letters under which a parameter that ops read directly couldn't be evaluated."""
+    for name, op in evaluation.items():
+        if op.reads_attribute and name in training:
+            for letter, loop in training[name].letters.items():
+                if isinstance(loop, Loop) and loop.cuts and not isinstance(op.letters.get(letter), Loop):
+                    training[name].letters[letter] = "evaluation reads the parameter differently"

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from manyhands.core.needs import AVERAGE_HOOK, WHOLE_GRADIENTS, HasGradients
 from manyhands.core.options import Options
-from manyhands.sync.costs import Cost, LinkCase
+from manyhands.sync.costs import Cost, LinkCase, gradients, statistics
 
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
@@ -15,30 +15,23 @@ EXCEPTION = "Gradients are rounded to bf16 before they are added up (sync.method
 PRECEDENCE = 10
 NEEDS = (WHOLE_GRADIENTS, AVERAGE_HOOK)
 
-_VALUE_BYTES = 2
-# Rounding there and back, as a share of a step.
-_ROUNDING = 0.005
+_ROUNDING = 0.005  # rounding there and back, as a share of a step
 
 
-def estimate(case: LinkCase, options: Options) -> list[Cost]:
-    """A ring all-reduce of half the bytes, as far as possible beside the backward pass."""
-    from manyhands.sync.messages import gradients, statistics
-
-    del options
-    sent, moved = gradients(case, _VALUE_BYTES), statistics(case)
+def estimate(case: LinkCase, options: Options) -> list[Cost]:  # noqa: ARG001 - as all methods
+    """A ring all-reduce of half the bytes, which overlaps the backward pass."""
+    sent, moved = gradients(case, 2), statistics(case)
     computed = case.step_s * (1 + _ROUNDING) if case.machines > 1 else case.step_s
     step_s = computed + case.layers_s + sent.beside(case.backward_s) + moved.seconds
     whole = sent + moved
     return [Cost("bf16", step_s, whole.sent_bytes, whole.seconds)]
 
 
-def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
-    """The parallel mode's own average, of rounded gradients."""
+def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":  # noqa: ARG001 - as all methods
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
     from manyhands.sync.synchronizer import Synchronizer
 
-    del network, context, options, cost
     synchronizer = Synchronizer()
     synchronizer.hook = bf16_compress_hook
     return synchronizer

@@ -1,4 +1,4 @@
-"""Each machine makes some updates alone, then all agree on the mean of their movements, compressed, beside training.
+"""Each machine makes some updates alone, then all average their compressed movements, beside training.
 
 Sources: Stich, "Local SGD converges fast and communicates little", 2018, arXiv:1805.09767; Douillard et al., "DiLoCo",
 2023, arXiv:2311.08105, and "Streaming DiLoCo", 2025, arXiv:2501.18512.
@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Literal
 from manyhands.core.errors import UserError
 from manyhands.core.needs import OWN_AVERAGE, OWN_STATISTICS, WHOLE_GRADIENTS, HasGradients
 from manyhands.core.options import option
-from manyhands.sync.costs import CodecName, Cost, LinkCase, RankOptions
+from manyhands.sync.costs import CodecName, Cost, LinkCase, RankOptions, low_rank, mean, value_bytes
 
 if TYPE_CHECKING:
     from manyhands.sync.local import LocalSteps, Pace
-    from manyhands.sync.messages import SyncMessage
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
 
 DESCRIPTION = "updates each machine separately, and averages the compressed parameter changes every few steps"
@@ -26,24 +25,19 @@ EVERY_UPDATE = False
 PRECEDENCE = 30
 NEEDS = (WHOLE_GRADIENTS, OWN_AVERAGE, OWN_STATISTICS)
 
-# Those that suit slow links, by how much is to be preferred where they take equally long.
-_CONSIDERED: tuple[CodecName, ...] = ("lowrank", "int8", "int4")
-# Compressing and adding, in passes over all values, measured for a ResNet-18 on a CPU. On a CPU they take turns with
-# training, so they should be no more than this share of it.
+_CONSIDERED: tuple[CodecName, ...] = ("lowrank", "int8", "int4")  # in order of preference among equally fast ones
+# Passes over all values, measured for a ResNet-18 on a CPU, where they should take at most this share of training.
 PASSES = {"lowrank": 18, "int4": 42, "int8": 40, "bf16": 28, "none": 24}
 _MOST_COMPRESSING = 0.04
-# How much longer than an exchange the steps between two of them take, and those after which its result is used.
-_SLACK, _LATE = 1.3, 1.15
+_SLACK, _LATE = 1.3, 1.15  # interval and delay, relative to an exchange's length
 _MIN_STEPS = 4
-# Beyond these, accuracy was lost in our experiments.
-_MOST_STEPS, _MIN_ROUNDS = 256, 60
-# The pace changes where another would be so many times as long or as short, and more than a step; less is noise. It
-# does after so many exchanges.
+_MOST_STEPS, _MIN_ROUNDS = 256, 60  # beyond these, accuracy was lost in our experiments
+# The pace changes by at least this factor and more than a step, after so many exchanges; less is noise.
 _CHANGE, _TIMES = 1.5, 3
 
 
 class Options(RankOptions):
-    """How often processes agree, and how that is sent."""
+    """The interval of exchanges and how they are sent."""
 
     codec: Literal["auto", "none", "bf16", "int8", "int4", "lowrank"] = option(
         "auto", "compression of exchanged parameter changes; used only with method local"
@@ -55,10 +49,7 @@ class Options(RankOptions):
         ge=-1,
     )
     outer_lr: float = option(
-        1.0,
-        "outer learning rate, applied to the averaged parameter changes; used only with method local",
-        gt=0,
-        le=10,
+        1.0, "outer learning rate, applied to the averaged parameter changes; used only with method local", gt=0, le=10
     )
     outer_momentum: float = option(
         0.0, "outer Nesterov momentum, applied to averaged parameter changes; used only with method local", ge=0, lt=1
@@ -66,7 +57,7 @@ class Options(RankOptions):
 
 
 def asked(options: Options) -> Cost | None:
-    """The pace, where the options say it whole. Raises UserError: an exchange would end after the next begins."""
+    """The pace, if the options fix it. Raises UserError if an exchange would end after the next begins."""
     if options.delay > options.every > 0:
         hints = (f"use --set sync.delay={options.every} or less",)
         what = f"an exchange every {options.every} steps can't be applied {options.delay} steps late"
@@ -78,33 +69,34 @@ def asked(options: Options) -> Cost | None:
 
 
 def fits(cost: Cost, options: Options) -> bool:
-    """Whether a pace that was decided before is one that the options allow."""
+    """True if the options allow a pace that was decided before."""
     wanted = options.codec in {"auto", cost.codec} and options.every in {0, cost.every}
     return wanted and (options.delay < 0 or min(options.delay, cost.every) == cost.delay)
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
-    """One cost for each codec that is considered, or that of the codec that the options name."""
     codecs = _CONSIDERED if options.codec == "auto" else (options.codec,)
     return [_cost(case, options, codec) for codec in codecs]
 
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
-    """What has processes train by themselves, and agree at the pace that `cost` says; a collective."""
+    """Trains processes separately and averages at the pace of `cost`; a collective."""
+    import torch
+
     from manyhands.sync.compress import compressor_named, compute_alike
     from manyhands.sync.local import LocalSteps
     from manyhands.sync.measure import pass_seconds
-    from manyhands.sync.synchronizer import buffers_of, dtype_of, nothing_like, trained_of
+    from manyhands.sync.synchronizer import Buffers, dtype_of, trained_of
 
     trained = list(trained_of(network).values())
     peers, machine, world, places = context.peers(), context.machine(), context.world, context.places
-    buffers = buffers_of(network, peers, machine, world.device)
+    buffers = Buffers(list(network.buffers()), peers, machine, world.device)
     shapes, kind = [tuple(parameter.shape) for parameter in trained], dtype_of(trained)
     compressor = compressor_named(
         cost.codec, shapes, rank=options.rank, seed=context.seed, device=world.device, dtype=kind
     )
     if context.is_leader:
-        compute_alike([compressor], peers, nothing_like(trained, world.device))
+        compute_alike([compressor], peers, torch.zeros(0, dtype=kind, device=world.device))
     weight = len(places.machine) * len(places.leaders) / world.size
     own = context.own(cost, trained, options.rank if cost.codec == "lowrank" else 0)
     steps = LocalSteps(trained, buffers, peers, compressor, pace_of(cost, options), weight, machine, own)
@@ -116,19 +108,22 @@ def make(network: HasGradients, context: "SyncContext", options: Options, cost: 
 
 
 def _is_fixed(cost: Cost, options: Options) -> bool:
-    """True where the pace stays: the user has said it, or exchanges are waited for."""
+    """True if the pace stays: the user has set it, or exchanges are waited for."""
     return bool(options.every) or not cost.delay
 
 
 def pace_of(cost: Cost, options: Options) -> "Pace":
-    """How often, and by which outer step."""
     from manyhands.sync.local import Pace
 
     return Pace(cost.every, cost.delay, options.outer_lr, options.outer_momentum)
 
 
 def _cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
-    exchange = _exchange(case, options, codec)
+    # The parameters' movement; BatchNorm's statistics travel with evaluations and checkpoints only.
+    if codec == "lowrank":
+        exchange = low_rank(case, case.shapes, options.rank)
+    else:
+        exchange = mean(case, case.values, value_bytes(codec, 8 if case.item_bytes == 8 else 4))
     steps_long = exchange.seconds / case.step_s
     compressing_s = case.compressing_s(PASSES[codec])
     every = options.every or fitting_steps(steps_long, case.steps, compressing_s / case.step_s)
@@ -138,26 +133,13 @@ def _cost(case: LinkCase, options: Options, codec: CodecName) -> Cost:
     return Cost("local", step_s, exchange.sent_bytes / every, exchange.seconds, codec, every, delay)
 
 
-def _exchange(case: LinkCase, options: Options, codec: CodecName) -> "SyncMessage":
-    """The parameters' movement; BatchNorm's statistics go along with evaluations and checkpoints only."""
-    import torch
-
-    from manyhands.sync.codecs import codec_named
-    from manyhands.sync.messages import low_rank, mean
-
-    if codec == "lowrank":
-        return low_rank(case, options.rank)
-    own = torch.float64 if case.item_bytes == torch.float64.itemsize else torch.float32
-    return mean(case, case.values, codec_named(codec, own))
-
-
 def fitting_delay(steps_long: float, every: int) -> int:
-    """Steps after which an exchange of so many steps has come to its end, mostly."""
+    """Steps after which an exchange of so many steps has mostly ended."""
     return min(every, max(1, math.ceil(_LATE * steps_long)))
 
 
 def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> int:
-    """Steps between agreements, so that an exchange of so many steps fits in; fewer where accuracy asks for it.
+    """Steps between exchanges of so many steps; fewer where accuracy asks for it.
 
     `steps` are the whole run's; `compressing` is an exchange's own work, in steps.
     """
@@ -167,7 +149,7 @@ def fitting_steps(steps_long: float, steps: int, compressing: float = 0.0) -> in
 
 @dataclass
 class Pacer:
-    """Keeps local steps in time with the link."""
+    """Adapts local steps to the link."""
 
     steps: "LocalSteps"  # whose pace it is
     cost: Cost  # the method with its pace
@@ -178,38 +160,25 @@ class Pacer:
     _rounds: int = field(default=0, init=False)
 
     def __call__(self, speeds_s: Sequence[float], exchanges_s: Sequence[float]) -> Cost | None:
-        step_s = max(*speeds_s, 1e-6)
-        self._note(step_s, [one for one in exchanges_s if one > 0])
-        every, delay = self._wanted(step_s)
-        if (every, delay) == (self.cost.every, self.cost.delay) or not self.steps.idle:
+        import statistics  # slow to import, and commands that only read a job need none of it
+
+        step_s, taken_s = max(*speeds_s, 1e-6), [one for one in exchanges_s if one > 0]
+        if self.steps.rounds > self._rounds and taken_s:
+            self._rounds = self.steps.rounds
+            # An exchange begins for each process when that one is there. The last to come waits for nobody; by the
+            # others' time a slow process would make exchanges seem long, and the pace ever longer.
+            self._lengths = [*self._lengths[-2:], min(taken_s) / step_s]
+        if len(self._lengths) < _TIMES or _is_fixed(self.cost, self.options) or not self.steps.idle:
+            return None
+        long = statistics.median(self._lengths)
+        every = fitting_steps(long, self.total_steps, self.compressing_s / step_s)
+        delay = fitting_delay(long, every) if self.options.delay < 0 else min(every, self.options.delay)
+        if not _differ(every, self.cost.every) and not _differ(delay, self.cost.delay):
             return None
         self._lengths.clear()
         self.cost = replace(self.cost, every=every, delay=delay)
         self.steps.pace = pace_of(self.cost, self.options)
         return self.cost
-
-    def _note(self, step_s: float, exchanges_s: list[float]) -> None:
-        """Keeps how many steps the last exchange took.
-
-        It begins for each process when that one is there. Who comes last waits for nobody, and all go on at the pace
-        of the slowest; by the others' time a slow process would make exchanges seem long, and the longer the pace the
-        longer.
-        """
-        if self.steps.rounds > self._rounds and exchanges_s:
-            self._rounds = self.steps.rounds
-            self._lengths = [*self._lengths[-2:], min(exchanges_s) / step_s]
-
-    def _wanted(self, step_s: float) -> tuple[int, int]:
-        """(every, delay) that suit what was noted."""
-        import statistics  # slow to import, and commands that only read a job need none of it
-
-        now = self.cost.every, self.cost.delay
-        if len(self._lengths) < _TIMES or _is_fixed(self.cost, self.options):
-            return now
-        long = statistics.median(self._lengths)
-        every = fitting_steps(long, self.total_steps, self.compressing_s / step_s)
-        delay = fitting_delay(long, every) if self.options.delay < 0 else min(every, self.options.delay)
-        return (every, delay) if _differ(every, now[0]) or _differ(delay, now[1]) else now
 
 
 def _differ(wanted: int, now: int) -> bool:

@@ -7,7 +7,7 @@ optimization", 2019, arXiv:1905.13727.
 from typing import TYPE_CHECKING
 
 from manyhands.core.needs import FINITE_GRADIENTS, OWN_AVERAGE, OWN_STATISTICS, WHOLE_GRADIENTS, HasGradients
-from manyhands.sync.costs import Cost, LinkCase, RankOptions
+from manyhands.sync.costs import Cost, LinkCase, RankOptions, SyncMessage, low_rank_batches
 
 if TYPE_CHECKING:
     from manyhands.sync.synchronizer import SyncContext, Synchronizer
@@ -18,8 +18,7 @@ EXCEPTION = "Compressed gradients (sync.method = powersgd): results depend on th
 PRECEDENCE = 20
 NEEDS = (WHOLE_GRADIENTS, OWN_AVERAGE, FINITE_GRADIENTS, OWN_STATISTICS)
 
-# Factors, products and the residual: passes over all values, measured for a ResNet-18 on a CPU.
-_PASSES = 5
+_PASSES = 5  # passes over all values, measured for a ResNet-18 on a CPU
 
 
 class Options(RankOptions):
@@ -27,13 +26,10 @@ class Options(RankOptions):
 
 
 def estimate(case: LinkCase, options: Options) -> list[Cost]:
-    """Batches leave while the backward pass goes on; BatchNorm's statistics with evaluations and checkpoints only."""
-    from manyhands.sync.messages import SyncMessage, low_rank_batches
-
+    """Batches leave during the backward pass; BatchNorm's statistics with evaluations and checkpoints only."""
     batches = low_rank_batches(case, options.rank)
     sent = sum(batches, SyncMessage())
-    # The first batch comes a while after the backward pass has begun, the last one when it is over; compressing one
-    # goes on while others are under way.
+    # The first batch comes a while after the backward pass begins, the last at its end; compression overlaps sending.
     before_last = 1 - 1 / len(batches)
     compressing_s = case.compressing_s(_PASSES)
     standing_s = compressing_s - min(case.idle_s, compressing_s) * before_last
@@ -42,12 +38,11 @@ def estimate(case: LinkCase, options: Options) -> list[Cost]:
 
 
 def make(network: HasGradients, context: "SyncContext", options: Options, cost: Cost) -> "Synchronizer":
-    """What compresses and agrees on gradients as they come; a collective."""
     from manyhands.sync.powersgd import PowerSgd
-    from manyhands.sync.synchronizer import buffers_of, trained_of
+    from manyhands.sync.synchronizer import Buffers, trained_of
 
     named, peers, machine, world = trained_of(network), context.peers(), context.machine(), context.world
-    buffers = buffers_of(network, peers, machine, world.device)
+    buffers = Buffers(list(network.buffers()), peers, machine, world.device)
     rare, trained = [named[name] for name in context.unused], list(named.values())
     own = context.own(cost, trained, options.rank)
     return PowerSgd(

@@ -1,8 +1,7 @@
 """The rules by which ops are sharded.
 
-A rule sets `op.letters`, the dimensions that can be sharded, as well as `feature` and `views`, for the ops that it
-matches. `local(op, letters, grid)` returns a module that computes the op on the shards of this process, if the op
-itself can't.
+A rule sets `letters`, the dimensions that can be sharded, `feature` and `views` of the ops that it matches. `local(op,
+letters, grid)` returns a module that computes the op on the shards of this process, if the op itself can't.
 """
 
 from collections.abc import Callable
@@ -31,8 +30,7 @@ def _unknown(op: Op, inputs: list[Op]) -> None:
     op.letters = whole_or_batch(op, inputs)
 
 
-# For ops that no rule matches: replicated, or a part of the samples if the op keeps them apart.
-OPAQUE = Rule(Op.kind, lambda _: True, _unknown)
+OPAQUE = Rule(Op.kind, lambda _: True, _unknown)  # for ops that no rule matches
 RULES: list[Rule] = []
 
 

@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ def elementwise(op: Op, inputs: list[Op]) -> None:
 
 
 def _side(source: Op, op: Op, feature: int) -> Side:
-    """Where a source is cut when the result is cut in its feature dimension: broadcasting aligns the last ones."""
+    """The sharded dimension of a source if the result's feature is sharded: broadcasting aligns the last ones."""
     dim = feature - (len(op.extent.dims) - len(source.extent.dims))
     if dim < 0 or (source.extent.dims[dim] == 1 and op.extent.dims[feature] > 1):
         return SPREAD
@@ -84,7 +83,7 @@ def _classes(op: Op) -> int:
 
 
 class SomeClasses(nn.Module):
-    """The columns of one process."""
+    """The one-hot columns of this process."""
 
     def __init__(self, first: int, count: int) -> None:
         super().__init__()
@@ -137,23 +136,16 @@ def pool(op: Op, inputs: list[Op]) -> None:
     op.letters["c"] = Loop((1,), 1, length=source[1], even=flattened)
 
 
-# Products of tensors. One operand holds the samples; the other is a parameter, computed from parameters, or holds
-# samples too.
+# Products of tensors. One operand holds the samples; the other may too.
 PRODUCTS: set[Any] = {operator.matmul, torch.matmul, torch.mm, torch.bmm, "matmul", "mm", "bmm", "__matmul__"}
 WITH_BIAS: set[Any] = {torch.addmm, "addmm"}
 
 
-@dataclass(frozen=True)
-class Operands:
-    """What a product reads."""
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """The left [..., k] and right tensor [..., k, m] or [k], of `F.linear` [m, k], and the bias [..., m], if any.
 
-    left: fx.Node  # [..., k]
-    right: fx.Node  # [..., k, m], or [k]; of `F.linear` [m, k]
-    bias: fx.Node | None = None  # added to the result [..., m]; None if there is none
-
-
-def operands(node: fx.Node) -> Operands | None:
-    """The two tensors, and what is added; None where they aren't given plainly."""
+    Returns None if they aren't given plainly.
+    """
     words = {"input": 0, "weight": 1, "bias": 2, "other": 1, "mat2": 1} if node.target not in WITH_BIAS else {}
     given: dict[int, Any] = dict(enumerate(node.args))
     for word, value in node.kwargs.items():
@@ -167,23 +159,23 @@ def operands(node: fx.Node) -> Operands | None:
         return None
     if bias is not None and (not isinstance(bias, fx.Node) or bias in {left, right}):
         return None
-    return Operands(left, right, bias)
+    return left, right, bias
 
 
 def _is_product(op: Op) -> bool:
     known = _target(op) in PRODUCTS | WITH_BIAS or _target(op) is F.linear
-    return known and op.node is not None and operands(op.node) is not None
+    return known and op.node is not None and _operands(op.node) is not None
 
 
 @rule("matmul", _is_product)
 def product(op: Op, inputs: list[Op]) -> None:
     """n, o (columns of the result; rows where the samples are on the right), i (what is summed over), r."""
     op.letters = whole_or_batch(op, inputs)
-    found = operands(op.node) if op.node is not None else None
+    found = _operands(op.node) if op.node is not None else None
     by_node = {one.node: one for one in inputs}
-    if op.node is None or found is None or not op.batchwise or not {found.left, found.right} <= set(by_node):
+    if op.node is None or found is None or not op.batchwise or not set(found[:2]) <= set(by_node):
         return
-    left, right, bias = by_node[found.left], by_node[found.right], by_node.get(found.bias)
+    left, right, bias = by_node[found[0]], by_node[found[1]], by_node.get(found[2])
     summed, columns = _dims_of_right(op.node.target, right)
     last = len(op.extent.dims) - 1
     if left.batched:
@@ -216,12 +208,9 @@ def _dims_of_right(target: Any, right: Op) -> tuple[int, int | None]:
 
 
 def _sides(inputs: list[Op], cut: Mapping[str, Side | None]) -> tuple[Side, ...]:
-    """Where each source is cut, SPREAD where it isn't named."""
-    found: list[Side] = []
-    for one in inputs:
-        side = cut.get(one.name)
-        found.append(SPREAD if side is None else side)
-    return tuple(found)
+    """The side of each source, SPREAD if it isn't named."""
+    sides: list[Side | None] = [cut.get(one.name) for one in inputs]
+    return tuple(SPREAD if side is None else side for side in sides)
 
 
 SUMS: set[Any] = {torch.sum, "sum"}
@@ -237,7 +226,7 @@ MAXIMA: set[Any] = {largest}
 
 
 class MeanOfPart(nn.Module):
-    """A term of a mean: the mean of a piece, by how much it is of the dimension's whole length."""
+    """A term of a mean: the mean of a shard, weighted by its share of the dimension's full length."""
 
     def __init__(self, target: Any, dim: int, length: int) -> None:
         super().__init__()
@@ -251,14 +240,13 @@ class MeanOfPart(nn.Module):
 
 
 class LargestOfParts(nn.Module):
-    """A maximum over a dimension cut into pieces, in their order; a collective. One of equal ones gets the gradient."""
+    """A maximum over a sharded dimension; a collective. One of equal values gets the gradient."""
 
     def __init__(self, group: Any, place: int, parts: int) -> None:
         super().__init__()
         self._group, self._place, self._parts = group, place, parts
 
     def forward(self, values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-        """As `largest`."""
         found: Any = _LargestOfParts.apply(values, dim, self._group, self._place, self._parts)
         return found if keepdim else found.squeeze(dim)
 
@@ -316,7 +304,7 @@ def reduction(op: Op, inputs: list[Op]) -> None:
 
 
 def reduced(op: Op, dims: int) -> set[int] | None:
-    """The dimensions that are taken together, of so many; None if they aren't constant."""
+    """The dimensions that are reduced, of so many; None if they aren't constant."""
     if op.node is None:
         return None
     given: Any = op.node.args[1] if len(op.node.args) > 1 else None
@@ -330,7 +318,7 @@ def reduced(op: Op, dims: int) -> set[int] | None:
 
 
 def _order(op: Op, dims: int = 0) -> list[int] | None:
-    """For each dimension of the result, the one it was; None if that isn't constant."""
+    """For each dimension of the result, its source dimension; None if that isn't constant."""
     if op.module is not None:
         return [int(dim) % max(dims, 1) for dim in op.module.dims]  # type: ignore[union-attr, arg-type]
     if op.node is None:

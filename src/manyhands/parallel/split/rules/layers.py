@@ -44,10 +44,9 @@ class PartialLayer(nn.Module, Generic[Layer]):
 
 
 class SomeHeads(PartialLayer[nn.MultiheadAttention]):
-    """Self-attention of some of the heads: a term of the sum over all heads."""
+    """Self-attention of some of the heads: a term of the sum over all heads, [N, L, E]."""
 
     def forward(self, tokens: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """[N, L, E] to a term of [N, L, E], and no weights."""
         layer = self.layer
         mixed = F.linear(tokens, layer.in_proj_weight, layer.in_proj_bias)
         batch, length = tokens.shape[:2]
@@ -96,7 +95,7 @@ def _why_whole(op: Op, layer: nn.MultiheadAttention) -> str:
 
 @rule("batch_norm", lambda op: isinstance(op.module, _BatchNorm))
 def batch_norm(op: Op, inputs: list[Op]) -> None:
-    """n, c (channels), r. Statistics are those of the job's groups of samples, whichever process has them."""
+    """n, c (channels), r. Statistics are those of the job's groups of samples."""
     op.feature = 1
     # Across its groups it keeps samples apart; within them the executor has the processes share statistics.
     op.batchwise = all(one.batchwise for one in inputs) and bool(op.extent.rows or not op.batched)
@@ -112,10 +111,9 @@ def batch_norm(op: Op, inputs: list[Op]) -> None:
 
 
 class PartialConvolution(PartialLayer[_ConvNd]):
-    """A convolution over a part of the input channels."""
+    """A convolution over a part of the input channels: a term of the sum, [N, C / parts, …] to [N, out, …]."""
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """A term of the sum: [N, C / parts, …] to [N, out, …]."""
         layer = self.layer
         return layer._conv_forward(pictures, layer.weight, self.own(layer.bias))  # type: ignore[attr-defined]
 
@@ -127,8 +125,7 @@ def _partial_convolution(op: Op, letters: tuple[str, ...], grid: Grid) -> nn.Mod
     return PartialConvolution(layer, grid.first(inner)) if inner and layer.bias is not None else None
 
 
-# Transposed convolutions have no rule.
-_CONVOLUTIONS = {nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}
+_CONVOLUTIONS = {nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward}  # transposed convolutions have no rule
 
 
 @rule("conv", lambda op: op.forward in _CONVOLUTIONS, _partial_convolution)
@@ -188,10 +185,9 @@ def embedding(op: Op, inputs: list[Op]) -> None:
 
 
 class PartialLinear(PartialLayer[nn.Linear]):
-    """A layer over a part of the input features."""
+    """A layer over a part of the input features: a term of the sum, [N, …, in / parts] to [N, …, out]."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """A term of the sum: [N, …, in / parts] to [N, …, out]."""
         layer = self.layer
         return F.linear(features, layer.weight, self.own(layer.bias))
 
