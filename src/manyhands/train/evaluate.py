@@ -31,7 +31,7 @@ from manyhands.data.order import dealt_blocks, evaluation_blocks
 from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.train.metrics import CustomMetric, Evaluation, FigureSums
+from manyhands.train.loss import CustomMetric, Evaluation, FigureSums
 from manyhands.train.recover import Resumable, find_state
 from manyhands.train.schedule import CustomScheduler
 from manyhands.train.state import restore

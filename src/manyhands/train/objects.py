@@ -59,11 +59,7 @@ class Objects:
 
 
 def metric_words(given: Any) -> tuple[str, ...] | None:
-    """Returns the job values of the metrics argument: objects by name, or values as in a job.
-
-    Raises:
-        UserError: the argument is something else.
-    """
+    """Returns the job values of the metrics argument: a dict of objects, or values as in a job; else a UserError."""
     if isinstance(given, Mapping):
         named: Mapping[Any, Any] = given
         for name in named:
@@ -110,12 +106,10 @@ def _definition(thing: Any) -> Iterator[str]:
 
 
 def _values(named: Mapping[str, Any]) -> str:
-    """Plain values as text, the same in each process: the order of a set differs between them."""
+    """Returns plain values as text, the same in each process: the order of a set differs between them."""
     plain = (str, int, float, tuple, list, dict, set, frozenset, FunctionType)
     kept = {name: one for name, one in named.items() if isinstance(one, plain) or type(one).__name__ == "Tensor"}
-    return repr(
-        {name: sorted(map(repr, one)) if isinstance(one, set | frozenset) else one for name, one in kept.items()}
-    )
+    return repr({k: sorted(map(repr, one)) if isinstance(one, set | frozenset) else one for k, one in kept.items()})
 
 
 def _source(thing: Any) -> Iterator[str]:
@@ -132,15 +126,9 @@ def _source(thing: Any) -> Iterator[str]:
 
 
 def brought(key: str, word: str, given: Any) -> Any:
-    """Returns the object of the user for an option, from Python or from a file; None if the job names a built-in.
+    """Returns the user's object for the option `key`, `given` or from the file in `word`; None for a built-in.
 
-    Args:
-        key: the option.
-        word: the value in the job.
-        given: the Python object, which overrides the job.
-
-    Raises:
-        UserError: the file has no such object, or the Python object is not available.
+    Raises UserError if the file has no such object, or the Python object is not available.
     """
     if given is not None:
         return given

@@ -8,7 +8,7 @@ from manyhands.core.quantities import percentage
 from manyhands.core.records import PhaseMetrics, StepMetrics
 from manyhands.core.run_folder import NOWHERE
 from manyhands.parallel.group.plain import gather_plain
-from manyhands.train.data_setup import check_bad_pictures, some_pictures
+from manyhands.train.data_setup import check_bad_pictures, first_names
 from manyhands.train.objects import EpochEnd
 from manyhands.train.optimize import largest_rate
 from manyhands.train.status import Status
@@ -90,7 +90,7 @@ def record_replaced(trainer: Trainer) -> None:
     mine.clear()
     trainer.observed.bad_pictures |= found
     step = trainer.progress.step
-    message = f"{len(found)} unreadable picture(s) were replaced by other pictures: {some_pictures(found)}"
+    message = f"{len(found)} unreadable picture(s) were replaced by other pictures: {first_names(sorted(found), 3)}"
     trainer.journal.event("replaced", message, step, count=len(found), pictures=sorted(found))
     check_bad_pictures(trainer.observed.bad_pictures, trainer.feed.order.length, RunError)
 

@@ -18,7 +18,7 @@ from manyhands.train.choose_sync import ChosenSync
 from manyhands.train.feed import Feed
 from manyhands.train.heartbeat import HeartbeatWriter
 from manyhands.train.journal import Journal, RunContext
-from manyhands.train.metrics import Evaluation
+from manyhands.train.loss import Evaluation
 from manyhands.train.monitors import Divergence, Watcher
 from manyhands.train.objects import AtEpochEnd
 from manyhands.train.saver import FIRST_S, Saver
