@@ -38,6 +38,7 @@ from manyhands.models.outputs import INITIALIZATION_SAMPLES, InitializedFromData
 from manyhands.parallel.apply import follows_plan, one_process, resolve_mode, takes_mesh
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.mesh.grid import Grid
+from manyhands.parallel.mesh.marks import layouts_of
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODE_OF_PLANS, USUAL_MODE
 from manyhands.parallel.plan import Plan, read_plan, shared_plan
@@ -143,7 +144,7 @@ class Parts(RunContext):
 
     @classmethod
     def from_objects(cls, job: Job, folder: RunFolder | None, world: World, own: CustomParts) -> "Parts":
-        """Creates the parts of a custom loop; a collective. Raises UserError: network, plan and job don't match."""
+        """Creates the parts of a custom loop and records the setup; a collective."""
         mode, plan = _mode_and_plan(job, world, own.plan)
         if job.train.deterministic:
             set_determinism(job)
@@ -170,9 +171,12 @@ class Parts(RunContext):
             mark_own(own.optimizer)
             return own.optimizer
 
-        return cls(
+        splits, grid = data_setup.open_splits(job, world, objects), grid_of(job, world, mode)
+        parts = cls(
             *(job, folder or NOWHERE, world, Journal(folder or NOWHERE, world.rank, spoken=True), mode, objects),
             plan=plan,
+            splits=splits,
+            header=False,
             custom_loop=True,
             frozen=frozen,
             make_model=lambda _samples, _grid, _found: model,
@@ -183,6 +187,9 @@ class Parts(RunContext):
             previous_shares=lambda found: ([] if found else None, 0),
             finish=lambda trainer: trainer,
         )
+        layouts = layouts_of(model, grid.mesh, world.rank) if grid else {}
+        record_setup(parts, objects, splits, data_setup.class_names(job, splits), model, layouts, own.optimizer)
+        return parts
 
 
 def as_plan(plan: PlanLike) -> Plan:
