@@ -1,5 +1,6 @@
 """Builds the trainer of a job or of a custom loop from its parts, and resumes it; runs no updates."""
 
+import functools
 import platform
 from collections.abc import Callable
 from contextlib import suppress
@@ -171,14 +172,8 @@ def _put_under_mode(
         axes = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
         previous = found.snapshot.state.get("sync") if found else None
         steps = steps_to_make(job.train, count)
-        sync_request = SyncRequest(
-            parts,
-            model,
-            trial.unused,
-            steps,
-            previous,
-            lambda: trial_step.time_step(probe, samples.train, share, world),
-        )
+        timed = functools.partial(trial_step.time_step, probe, samples.train, share, world)
+        sync_request = SyncRequest(parts, model, trial.unused, steps, previous, timed)
         shared_memory = job.parallel.shared_memory
         request = ModeRequest(bool(trial.unused), grid=grid, samples=axes, shared_memory=shared_memory)
         sync = select_sync(sync_request, request)
@@ -214,21 +209,18 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
         # A custom loop may call the network in any way, and no more is needed.
         find_rows(probe.network.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
         return trial_step.TrialResult([], draws=False)
+    classes = len(samples.classes) if parts.loss_fn else 0
     try:
-        classes = len(samples.classes) if parts.loss_fn else 0
-        try:
-            found = trial_step.run_trial(probe, samples.train, classes, count)
-        except _FAILURES as error:
-            if count == most or isinstance(error, torch.OutOfMemoryError):
-                raise
-            found = trial_step.run_trial(probe, samples.train, classes, most)
+        found = trial_step.run_trial(probe, samples.train, classes, count)
     except _FAILURES as error:
-        if parts.loss_fn:
+        if parts.loss_fn is None:
+            method = parts.job.sync.method
+            what = f"the network failed on the two test samples that sync.method = {method} needs: {error}"
+            hints = (f"accept model(x) for a batch x, or set --sync {EXACT}, which needs no test",)
+            raise UserError(what, "session.prepare", hints) from error
+        if count == most or isinstance(error, torch.OutOfMemoryError):
             raise
-        method = parts.job.sync.method
-        what = f"the network failed on the two test samples that sync.method = {method} needs: {error}"
-        hints = (f"accept model(x) for a batch x, or set --sync {EXACT}, which needs no test",)
-        raise UserError(what, "session.prepare", hints) from error
+        found = trial_step.run_trial(probe, samples.train, classes, most)
     unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
     for layer, each in zip(layers, rows, strict=True):
         layer.rows_per_sample = each
@@ -241,9 +233,8 @@ def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.St
 def _start_equal(parts: Parts, model: nn.Module, grid: Grid | None) -> None:
     """Verifies that all processes start from the same network, except for shards, or gives them rank 0's."""
     world, always = parts.world, parts.job.parallel.parameter_broadcast
-    sharded = (
-        {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
-    )
+    layouts = layouts_of(model, grid.mesh, world.rank) if grid else {}
+    sharded = {name for name, one in layouts.items() if one.cuts}
     named = {name: tensor for name, tensor in split_state(model)[0].items() if name not in sharded}
     refuse_other_networks(model, named, world)
     if make_equal(named, world, always=always) and not always:

@@ -99,8 +99,7 @@ class ChosenSync:
     cost: Cost  # the method, its pace, and its predicted cost
     synchronizer: Synchronizer  # carries it out
     how: ModeRequest  # what the parallel mode must know of it
-    # reports slow ranks and the cost of communication; None on one machine with the mode's own averaging
-    monitor: Watcher | CommunicationMonitor | None = None
+    monitor: Watcher | CommunicationMonitor | None = None  # None on one machine with the mode's own averaging
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,7 @@ class SyncRequest:
     unused: list[str]  # names of trainable parameters that never get a gradient
     steps: int  # updates of the whole run
     previous: Any  # the record in the checkpoint, or None
-    # seconds of an update without communication, and of its backward pass; a collective
-    time_step: Callable[[], tuple[float, float]]
+    time_step: Callable[[], tuple[float, float]]  # see `trial_step.time_step`
 
     def case(self, taken_s: tuple[float, float], places: Places) -> LinkCase:
         """Returns what the costs depend on, with the measured link; `taken_s`: as of `time_step`. A collective."""
@@ -141,11 +139,9 @@ def select_sync(sync_request: SyncRequest, request: ModeRequest) -> ChosenSync:
     if (exact or job.sync.is_auto) and not job.sync.link and len(machines_of(world)) == 1:
         return by_mode  # processes of one machine talk through its memory
     if exact:
+        without, compute_s = ruled_out(job, mode), 0.0 if world.device == "cpu" else sync_request.time_step()[0]
         by_mode.monitor = CommunicationMonitor(
-            lambda computing_s: sync_request.case((computing_s, 0.0), places_of(world, job)),
-            job.sync,
-            ruled_out(job, mode),
-            0.0 if world.device == "cpu" else sync_request.time_step()[0],
+            lambda step_s: sync_request.case((step_s, 0.0), places_of(world, job)), job.sync, without, compute_s
         )
         return by_mode
     requested = _asked(job, mode)
@@ -168,18 +164,14 @@ def check_combination(method: str, mode: str) -> None:
 
 def _offers(job: Job | None, mode: str) -> set[Need]:
     """Returns what a job in this mode offers to sync methods; without a job, what the mode offers."""
-    lacking = set[Need]()
-    if job and job.train.norm_group == "global":
-        lacking.add(OWN_STATISTICS)
-    if job and job.train.precision == "fp16":
-        lacking.add(FINITE_GRADIENTS)
+    lacking = {OWN_STATISTICS} if job and job.train.norm_group == "global" else set[Need]()
+    lacking |= {FINITE_GRADIENTS} if job and job.train.precision == "fp16" else set[Need]()
     return ({*offers_of(mode)} | {OWN_STATISTICS, FINITE_GRADIENTS}) - lacking
 
 
 def leaves_a_choice(mode: str) -> bool:
     """True for modes with more than one possible sync method."""
-    offers = _offers(None, mode)
-    return any(not refused(name, offers) for name in methods() if name != EXACT)
+    return any(not refused(name, _offers(None, mode)) for name in methods() if name != EXACT)
 
 
 def _asked(job: Job, mode: str) -> Cost | None:

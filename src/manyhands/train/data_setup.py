@@ -326,8 +326,7 @@ def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
 def _of_files(source: ImageFiles) -> Iterator[bytes]:
     """All sizes, and the contents of some files, from the packed copy if there is one."""
     paths, packed = source.paths, source.packed
-    found = numpy.fromiter(map(_size, paths), numpy.int64) if packed is None else packed.sizes()
-    sizes = found.astype(numpy.int64)
+    sizes = numpy.fromiter(map(_size, paths), numpy.int64) if packed is None else packed.sizes().astype(numpy.int64)
     yield sizes.tobytes()
     count = max(1, min(len(paths), MOST_BYTES * len(paths) // max(1, int(sizes.sum()))))
     for index in spread(count, len(paths)).tolist():

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-# Whose layers draw from torch's generators alone.
-_KNOWN = ("torch.nn.modules.", "torch.nn.parallel.", "manyhands.")
+_KNOWN = ("torch.nn.modules.", "torch.nn.parallel.", "manyhands.")  # layers that use only torch's generators
 
 
 def uses_torch_rng_alone(model: nn.Module) -> bool:

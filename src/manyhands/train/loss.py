@@ -41,12 +41,10 @@ class LossFn:
     """Computes the sum [] of losses and the logits [n, C] from a network's output and labels int64 [n]."""
 
     summed: Function  # the same of a tensor of outputs [n, C]
-    # what labels int64 [n] count for, added up []; None where each sample counts for one
-    weigh: Callable[[Tensor], Tensor] | None = None
+    weigh: Callable[[Tensor], Tensor] | None = None  # the sum [] of the weights of labels int64 [n]; None: all 1
     is_sum: bool = False  # the loss of a batch is the sum itself, divided by nothing
     own: Function | None = None  # the user's function, where it isn't known how it adds up; `verify_loss` tries it
-    # says why the loss depends on how a batch is shared; empty where it doesn't, or hasn't been tried
-    dependent: str = ""
+    dependent: str = ""  # why the loss depends on how a batch is shared; empty if it doesn't, or wasn't tried
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The sum [] of losses, auxiliary heads' among them, and the logits [n, C]."""
@@ -195,8 +193,7 @@ def _ways(function: Function, values: Tensor, labels: Tensor) -> set[str]:
         raise ValueError("the loss function returns different values for the same outputs")
     count = len(labels)
     first, second = (round(part * count) for part in PARTS)
-    edges = [0, max(2, first), max(4, second), count]
-    parts = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+    parts = itertools.starmap(slice, itertools.pairwise([0, max(2, first), max(4, second), count]))
     gradients = [_gradient(function, values[part], labels[part]) for part in parts]
     limit = ROUNDING * float(whole.abs().max())
     ways = {MEAN: [each * (len(each) / count) for each in gradients], SUM: gradients}

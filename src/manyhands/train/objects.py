@@ -76,11 +76,9 @@ def metric_words(given: Any) -> tuple[str, ...] | None:
 
 def digest_objects(**objects: Any) -> dict[str, str]:
     """Digests of the structure, source and plain attributes of networks and functions, by name."""
-    return {
-        name: hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", "\n".join(_definition(thing))).encode()).hexdigest()
-        for name, thing in objects.items()
-        if thing is not None
-    }
+    texts = {name: "\n".join(_definition(thing)) for name, thing in objects.items() if thing is not None}
+    plain = {name: re.sub(r" at 0x[0-9a-f]+", "", text).encode() for name, text in texts.items()}
+    return {name: hashlib.sha256(text).hexdigest() for name, text in plain.items()}
 
 
 def _definition(thing: Any) -> Iterator[str]:

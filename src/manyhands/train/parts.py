@@ -36,7 +36,7 @@ from manyhands.data.transforms import Pixels
 from manyhands.models.build import build_model, describe, resolve_model
 from manyhands.models.outputs import INITIALIZATION_SAMPLES, InitializedFromData
 from manyhands.parallel.apply import follows_plan, one_process, resolve_mode, takes_mesh
-from manyhands.parallel.group.plain import broadcast_plain, gather_plain
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.marks import layouts_of
 from manyhands.parallel.network import ParallelNetwork
@@ -77,15 +77,13 @@ class Parts(RunContext):
     """The parts of a trainer. Jobs and custom loops differ only in these fields."""
 
     objects: Objects  # what the user brought instead of names
-    # the network on its device, from the data, the mesh that its code takes, and the checkpoint
     make_model: Callable[[data_setup.DataSetup, Grid | None, Resumable | None], nn.Module]
     make_optimizer: Callable[[nn.Module, ParallelNetwork], torch.optim.Optimizer]
     make_schedule: Callable[[torch.optim.Optimizer, int], SetRates]  # of the optimizer and the updates of an epoch
     # a name for each output of the network, from those of the classes
-    name_outputs: Callable[[tuple[str, ...], ParallelNetwork, TrialResult], tuple[str, ...]]
-    # shares of the checkpoint, and the samples that a process took in one pass
-    previous_shares: Callable[[Resumable | None], tuple[list[int] | None, int]]
-    finish: Callable[[Trainer], Trainer]  # changes the built and resumed trainer; a collective
+    name_outputs: Callable[[tuple[str, ...], ParallelNetwork, TrialResult], tuple[str, ...]] = lambda names, *_: names
+    previous_shares: Callable[[Resumable | None], tuple[list[int] | None, int]] = previous_shares
+    finish: Callable[[Trainer], Trainer] = lambda trainer: trainer  # changes the resumed trainer; a collective
     plan: Plan | None = None  # for modes that follow a plan
     splits: Splits | None = None  # the data, if it is open already
     loss_fn: LossFn | None = None  # None where the user computes the loss
@@ -138,7 +136,6 @@ class Parts(RunContext):
             ),
             make_schedule=lambda optimizer, steps: make_schedule(optimizer, job.train, steps, brought.schedule),
             name_outputs=functools.partial(_name_outputs, journal),
-            previous_shares=previous_shares,
             finish=_compiled_and_balanced,
         )
 
@@ -182,10 +179,7 @@ class Parts(RunContext):
             make_model=lambda _samples, _grid, _found: model,
             make_optimizer=optimizer_of,
             make_schedule=functools.partial(_schedule_of_loop, job, own),
-            name_outputs=lambda classes, _network, _trial: classes,
-            # Measured shares of a checkpoint aren't kept: nothing measures them anew here.
-            previous_shares=lambda found: ([] if found else None, 0),
-            finish=lambda trainer: trainer,
+            previous_shares=lambda found: ([] if found else None, 0),  # nothing would measure them again
         )
         layouts = layouts_of(model, grid.mesh, world.rank) if grid else {}
         record_setup(parts, objects, splits, data_setup.class_names(job, splits), model, layouts, own.optimizer)
@@ -304,7 +298,7 @@ def _compiled_and_balanced(trainer: Trainer) -> Trainer:
         able = trainer.run.mode == USUAL_MODE and not trainer.synchronizer.local_statistics
         if able and world.local_size < world.size:
             kinds = gather_plain(f"{device_name(world.device)}, {cores():.3g} cores", world)
-            balance = broadcast_plain(len(set(kinds)) > 1, world)
+            balance = len(set(kinds)) > 1
     if balance:
         trainer.hooks.balance_shares = functools.partial(BalancedShares(known=bool(sharing.shares)).balance, trainer)
         trainer.hooks.balance_shares()

@@ -65,8 +65,7 @@ class KindOfMachine:
 
     name: str  # of the processor or card
     bf16: bool  # it computes that itself
-    # of an update's forward and backward, by variant; without those that failed
-    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])  # of forward and backward, by variant
     failed: Mapping[str, str] = field(default_factory=dict[str, str])  # by variant, why the network can't run so
 
 
@@ -167,8 +166,7 @@ class ResolvedPrecision:
 
     job: Job
     said: list[str] = field(default_factory=list[str])  # a sentence on each that was measured
-    # for plan.json: what of the job this decided, and each kind of machine's seconds
-    about: dict[str, Any] = field(default_factory=dict[str, Any])
+    about: dict[str, Any] = field(default_factory=dict[str, Any])  # for plan.json: values, and measured seconds
     splits: Splits | None = None  # the data, where it had to be opened
 
 

@@ -362,8 +362,7 @@ class Session(Subgroup):
         losses = saved.get("losses", [])
         if len(losses) != self.size:
             losses = [[sum(column) for column in zip(*losses, strict=True)]] if self.is_main and losses else []
-        mine = losses[self.rank : self.rank + 1]
-        return [torch.tensor(one, dtype=self._precise, device=self.device) for one in mine]
+        return [torch.tensor(one, dtype=self._precise, device=self.device) for one in losses[self.rank :][:1]]
 
     @property
     def _precise(self) -> torch.dtype:

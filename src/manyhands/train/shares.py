@@ -144,26 +144,20 @@ class BalancedShares:
         began_s = time.monotonic()
         if not broadcast_plain(not self._known or began_s - self._set_s > _SELDOM * self._took_s, trainer.world):
             return
-        _set(trainer, _seconds_per_sample(trainer))
+        order, sharing, speeds_s = trainer.feed.order, trainer.feed.sharing, _seconds_per_sample(trainer)
+        found = balanced(speeds_s, order.batch, sharing.group, gather_plain(_most(trainer), trainer.world))
+        slow_s = _longest(speeds_s, trainer.feed.samples_of_each())
+        if tuple(found) != sharing.shares and slow_s > _GAIN * _longest(speeds_s, found):
+            # These fit into memory: a resumed run takes as many in one pass.
+            pieces = dataclasses.replace(sharing, shares=tuple(found)).within(0, min(order.batch, order.length))
+            trainer.feed.sharing = pieces
+            each, taken = [round(1 / one, 1) for one in speeds_s], trainer.feed.samples_of_each()
+            counts, rates = (", ".join(f"{one:,.0f}" for one in numbers) for numbers in (taken, each))
+            said = f"shares of the batch of {order.batch} samples, by process: {counts} (measured: {rates} samples/s)"
+            trainer.journal.event("shares", said, trainer.progress.step, shares=taken, samples_per_s=each)
         self._known, self._set_s = True, time.monotonic()
         self._took_s = self._set_s - began_s
         trainer.status_round.leave_out(self._took_s)
-
-
-def _set(trainer: Trainer, speeds_s: Sequence[float]) -> None:
-    """Sets new shares from the seconds per sample, if that makes updates faster; a collective."""
-    order, sharing, world = trainer.feed.order, trainer.feed.sharing, trainer.world
-    most = broadcast_plain(gather_plain(_most(trainer), world), world)
-    found = balanced(speeds_s, order.batch, sharing.group, most)
-    slow_s = _longest(speeds_s, trainer.feed.samples_of_each())
-    if tuple(found) == sharing.shares or slow_s <= _GAIN * _longest(speeds_s, found):
-        return
-    # These fit into memory: a resumed run takes as many in one pass.
-    trainer.feed.sharing = dataclasses.replace(sharing, shares=tuple(found)).within(0, min(order.batch, order.length))
-    each, taken = [round(1 / one, 1) for one in speeds_s], trainer.feed.samples_of_each()
-    counts, rates = (", ".join(f"{one:,.0f}" for one in numbers) for numbers in (taken, each))
-    message = f"shares of the batch of {order.batch} samples, by process: {counts} (measured: {rates} samples/s)"
-    trainer.journal.event("shares", message, trainer.progress.step, shares=taken, samples_per_s=each)
 
 
 def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
@@ -175,8 +169,7 @@ def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[i
     fine = _dealt(speeds_s, [1] * batch, most)
     if not group:
         return fine
-    edges = group_edges(batch, group)
-    sizes = [stop - start for start, stop in itertools.pairwise(edges)]
+    sizes = [stop - start for start, stop in itertools.pairwise(group_edges(batch, group))]
     whole = _dealt(speeds_s, sizes, most) if len(sizes) >= len(speeds_s) else fine
     costs_little = _longest(speeds_s, whole) <= ALIGNED_SHARE_LIMIT * _longest(speeds_s, fine)
     # Groups differ by one sample, so that a process at its limit may get one more than was counted.
@@ -225,7 +218,7 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
         mean_s(0.0)  # the first time is slower
         dist.barrier()
         own_s = statistics.median(mean_s(_WHILE_S) for _ in range(_WHILES))
-    return broadcast_plain(gather_plain(own_s, world), world)
+    return gather_plain(own_s, world)
 
 
 def _most(trainer: Trainer) -> int:

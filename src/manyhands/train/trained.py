@@ -292,13 +292,7 @@ def as_plain(found: Evaluation, classes: tuple[str, ...]) -> dict[str, Any]:
     for true, guessed, count in cells:
         totals[true] += count
         right[true] += count if true == guessed else 0
-    return {
-        **{name: getattr(found, name) for name in ("count", "loss", "top1", "top5", "metrics")},
-        "classes": len(classes),
-        "per_class": [
-            {"name": name, "count": total, "top1": hits / total}
-            for name, total, hits in zip(classes, totals, right, strict=True)
-            if total
-        ],
-        "confusion": [(true, guessed, count) for true, guessed, count in cells],
-    }
+    rows = zip(classes, totals, right, strict=True)
+    per_class = [{"name": name, "count": total, "top1": hits / total} for name, total, hits in rows if total]
+    figures = {name: getattr(found, name) for name in ("count", "loss", "top1", "top5", "metrics")}
+    return {**figures, "classes": len(classes), "per_class": per_class, "confusion": list(map(tuple, cells))}
