@@ -222,10 +222,9 @@ def _measured(sync_request: SyncRequest, places: Places) -> Cost:
     choice = choose(case, options, "" if options.is_auto else options.method, without)
     # One machine's processes have no link, and JSON no infinity.
     speed = case.link.bytes_per_s if math.isfinite(case.link.bytes_per_s) else None
-    figures = {"bytes_per_s": speed, "latency_s": case.link.latency_s, "step_s": case.step_s}
-    taken = asdict(choice.chosen)
-    pace = {name: taken[name] for name in ("method", "codec", "every", "delay")}
-    sync_request.run.journal.event("sync", choice.reason, 0, **figures, **pace)
+    taken, figures = asdict(choice.chosen), {"latency_s": case.link.latency_s, "step_s": case.step_s}
+    figures |= {name: taken[name] for name in ("method", "codec", "every", "delay")}
+    sync_request.run.journal.event("sync", choice.reason, 0, bytes_per_s=speed, **figures)
     # Numbers that are equal are not enough: one process decides.
     return Cost(**broadcast_plain(taken, world))
 

@@ -227,8 +227,7 @@ def digest_data(splits: Splits) -> dict[str, str]:
 
 def digest_trainable(model: nn.Module) -> dict[str, str]:
     """Returns a digest of the names of the trainable parameters."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {TRAINABLE: _digest(name.encode() for name in names).hex()}
+    return {TRAINABLE: _digest(name.encode() for name, one in model.named_parameters() if one.requires_grad).hex()}
 
 
 def digest_weights(model: nn.Module) -> dict[str, str]:

@@ -31,7 +31,6 @@ from manyhands.train.draws import drawing
 from manyhands.train.objects import brought
 
 Function = Callable[[Tensor, Tensor], Tensor]
-BUILT_IN = ("cross-entropy", "nll")
 _METRICS = "train.metrics"
 _TRIED = 8  # random outputs that a metric is tested on
 
@@ -77,7 +76,7 @@ def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
         return _taken_apart(F.nll_loss, {})
     function = brought("train.loss", options.loss, own)
     if function is None:
-        raise unknown_choice("loss", options.loss, [*BUILT_IN, "file.py:function"], "train.loss")
+        raise unknown_choice("loss", options.loss, ["cross-entropy", "nll", "file.py:function"], "train.loss")
     if isinstance(function, type) and issubclass(function, nn.Module):
         name = function.__name__
         raise UserError(f"the loss {name} is a class", "train.loss", (f"pass an instance: {name}()",))
@@ -301,10 +300,7 @@ def _tried(metric: CustomMetric, logits: Tensor, labels: Tensor, dtype: torch.dt
 def make_metrics(
     words: Iterable[str], given: Mapping[str, Any] | None, *, live_only: bool = False
 ) -> tuple[CustomMetric, ...]:
-    """Creates the custom metrics of a job's values: file.py:name, or object:name for a Python object in `given`.
-
-    Raises UserError if one is missing; with `live_only`, Python objects that are not available are skipped.
-    """
+    """Creates the metrics that a job names; with `live_only`, without Python objects that aren't `given`."""
     found: list[CustomMetric] = []
     for word in words:
         kind, _, name = word.rpartition(":")

@@ -124,10 +124,7 @@ def _source(thing: Any) -> Iterator[str]:
 
 
 def brought(key: str, word: str, given: Any) -> Any:
-    """Returns the user's object for the option `key`, `given` or from the file in `word`; None for a built-in.
-
-    Raises UserError if the file has no such object, or the Python object is not available.
-    """
+    """Returns the user's object, `given` or named in `word`; None for a built-in. Raises UserError: it is missing."""
     if given is not None:
         return given
     if word == OBJECT:

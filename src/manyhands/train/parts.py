@@ -116,9 +116,12 @@ class Parts(RunContext):
             classes, pixels = len(samples.classes), samples.pixels
             starting = without_first_weights(job, pixels.size, brought) if found else job
             model = make_model(starting, pixels, classes, world, brought, journal, grid)
-            if not found:
-                initialize_from_data(model, job, samples, world)
-            elif grid is None:
+            if not found and isinstance(model, InitializedFromData) and not job.model.weights:
+                chosen = spread(INITIALIZATION_SAMPLES, len(samples.splits.train))
+                loader = data_setup.make_loader(job, samples.splits.train, pixels, world, train=False)
+                model.look(next(iter(loader.batches(0, [chosen]))).images)
+                loader.close()
+            if found and grid is None:
                 refuse_other_head(found.snapshot, model, classes, str(found.path))
             return model
 
@@ -368,14 +371,6 @@ def on_device(model: nn.Module, options: TrainOptions, device: str) -> nn.Module
     model = model.double() if options.precision == "fp64" else model
     layout = torch.channels_last if options.channels_last is True else torch.preserve_format
     return model.to(device, memory_format=layout).train()  # pyright: ignore[reportCallIssue] - missing in its types
-
-
-def initialize_from_data(model: nn.Module, job: Job, samples: data_setup.DataSetup, world: World) -> None:
-    """Initializes a network from training pictures if it supports that and has no weights to start from."""
-    if isinstance(model, InitializedFromData) and not job.model.weights:
-        loader = data_setup.make_loader(job, samples.splits.train, samples.pixels, world, train=False)
-        model.look(next(iter(loader.batches(0, [spread(INITIALIZATION_SAMPLES, len(samples.splits.train))]))).images)
-        loader.close()
 
 
 def without_first_weights(job: Job, size: int, objects: Objects) -> Job:

@@ -209,9 +209,8 @@ def resolve_precision(
 def plain_precision(job: Job) -> ResolvedPrecision:
     """Returns the job in fp32 and the default layout if they are "auto", for a device that is not on this machine."""
     plain = _with(job, EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True)
-    return ResolvedPrecision(
-        plain, [f"{key} is {value}: no device to measure" for key, value in _resolved(job, plain).items()]
-    )
+    said = [f"{key} is {value}: no device to measure" for key, value in _resolved(job, plain).items()]
+    return ResolvedPrecision(plain, said)
 
 
 def _values(job: Job) -> list[Any]:
@@ -278,7 +277,6 @@ class Measurement:
         """Returns the trials of all variants, on one network."""
         job = self.job
         group_batch_norms(model)
-        # The first samples, in single precision.
         data = job.data.model_copy(update={"workers": 0, "machine_workers": 0})
         plain = _with(job.model_copy(update={"data": data}), EXACT, channels_last=False)
         classes, world = self.sizes["classes"], World(device=self.device)

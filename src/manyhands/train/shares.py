@@ -46,8 +46,7 @@ def order_and_sharing(
     """Determines the samples of each update, and their division among processes.
 
     `previous` are the shares in the checkpoint, empty if they were equal, None for a new run; `most` is the largest
-    micro-batch at the start of the run, 0 if unknown. With `own`, each process trains alone, with its own BatchNorm
-    groups.
+    micro-batch at the start of the run, 0 if unknown; `own`: each process trains alone, with its own BatchNorm groups.
     """
     job, mode = run.job, run.mode
     options, replicas = job.train, network.share.parts

@@ -54,10 +54,7 @@ class Subject:
     def build(
         self, world: World, objects: Objects, found: Resumable | None, grid: Grid | None, request: ModeRequest | None
     ) -> ParallelNetwork:
-        """Builds the network with the weights of the checkpoint `found`, or its initial ones; a collective.
-
-        `grid` is the mesh that the network's code takes; without a `request` each process has the entire network.
-        """
+        """Builds the network, entire without a `request`, with the weights of `found` or initial ones; a collective."""
         model = make_model(self.job, self.pixels, self.num_classes, world, objects, Journal(NOWHERE, rank=-1), grid)
         network = apply_mode(self.job.parallel.mode, model, world, request) if request else ParallelNetwork(model)
         if found:
@@ -167,10 +164,7 @@ BLOCK = 32  # pictures computed together, so that results are the same at any nu
 
 
 def guess(trained: Trained, pictures: Sequence[Any], most: int = 5, *, skip: bool = False) -> Iterator[Guesses | str]:
-    """Returns the most likely classes of each picture with their probabilities, in the order of the pictures.
-
-    The result for an unreadable picture is a message with `skip`, else a UserError.
-    """
+    """Yields the most likely classes of each picture with probabilities; with `skip`, a message if it is unreadable."""
     for start in range(0, len(pictures), BLOCK):
         yield from _block(trained, pictures[start : start + BLOCK], most, skip=skip)
 

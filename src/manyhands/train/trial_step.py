@@ -113,10 +113,7 @@ def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
 
 
 def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tuple[float, float]:
-    """Returns seconds of an update of `share` samples without communication, and of its backward pass; a collective.
-
-    The slowest process counts. The network is restored. A large share is estimated from a part of it.
-    """
+    """Returns seconds of an update of `share` samples on the slowest process, and of its backward pass."""
     count = min(share, MOST_TIMED, probe.options.micro_batch or share)
     batch = first_samples(loader, count)
     trained = [parameter for parameter in probe.network.model.parameters() if parameter.requires_grad]
@@ -150,11 +147,8 @@ def now(world: World) -> float:
 
 
 def warm_up(update: Updater, loader: Loader, count: int) -> None:
-    """Runs one backward pass in DDP, so that its buckets are the same in a new and in a resumed run.
-
-    DDP orders its buckets by the arrival of the gradients in the first pass, and with three or more processes the order
-    of a sum changes its last bits.
-    """
+    """Runs one backward pass in DDP, so that its buckets are the same in a new and in a resumed run."""
+    # They are ordered by the first pass. With three or more processes, the order of a sum changes its last bits.
     if update.world.size < 3 or not update.network.traits.orders_sums:
         return
     probe = StepProbe(update.network, update.loss_fn or sum_of_outputs, update.options, update.world)
@@ -195,20 +189,15 @@ def restored(network: ParallelNetwork) -> Iterator[None]:
 
 
 def keep_compiled() -> None:
-    """Stores torch's compiled code in a folder of this user, unless TORCHINDUCTOR_CACHE_DIR is set.
-
-    torch's default folder is in /tmp, where any user can create it first, and its files are executed.
-    """
+    """Stores torch's compiled code in a folder of this user, unless TORCHINDUCTOR_CACHE_DIR is set."""
+    # torch's default folder is in /tmp, where any user can create it first, and its files are executed.
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     if not named or Path(named).name.startswith("torchinductor_"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own_folder("compiled"))
 
 
 class _CompiledCalls:
-    """Replaces a network's `__call__`: passes while `learning` are compiled.
-
-    Later passes of another number of samples run eagerly, because compiling takes half a minute or more.
-    """
+    """Replaces a network's `__call__`: passes are compiled while `learning`; later ones of other sizes run eagerly."""
 
     def __init__(self, model: nn.Module, norms: NormGroups) -> None:
         keep_compiled()
