@@ -41,7 +41,6 @@ from manyhands.train.status import StatusRound
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Due, Hooks, Observed, Trainer, seconds_between_saves
 
-_LONG_EPOCH_S = 60.0  # an epoch that takes longer is announced
 # Samples that most custom losses can be tried on, and how a network or a loss fails.
 _FEW, _FAILURES = 8, (RuntimeError, TypeError, ValueError, IndexError)
 
@@ -121,8 +120,8 @@ def build(parts: Parts) -> Trainer:
     if parts.header:
         record_setup(parts, parts.objects, splits, samples.classes, model, network.layouts, optimizer)
     trainer.heartbeats.expected_s = update_s = sample_s * order.batch / world.size
-    if update_s * steps_per_epoch >= _LONG_EPOCH_S:
-        epoch_min = update_s * steps_per_epoch / 60
+    epoch_min = update_s * steps_per_epoch / 60
+    if epoch_min >= 1:
         message = f"expected time: {short_time(update_s)} per update, {epoch_min:,.0f} min per epoch"
         trainer.journal.event("note", message)
     if found:

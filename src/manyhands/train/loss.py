@@ -1,8 +1,7 @@
 """The loss and the metrics of a job as sums over samples, which any number of processes can add up.
 
-A mean in torch is not always over samples: with class weights or an ignored class, the sum is divided by the weights of
-the labels. Therefore, a loss is stored as a sum over samples and a separate divisor for the batch. A custom metric is
-the mean of one value per sample, or an object that returns sums and computes the metric from them.
+With class weights or an ignored class, torch divides the sum of losses by the weights of the labels, so a loss is a sum
+over samples and a divisor. A custom metric is the mean of one value per sample, or an object that computes from sums.
 """
 
 import copy

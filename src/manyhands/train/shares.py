@@ -29,15 +29,12 @@ from manyhands.train.recover import Resumable
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import first_samples, now, restored
 
-# The default: speeds are measured where machines of several kinds take part.
-MACHINES = "machines"
+MACHINES = "machines"  # the default: measure speeds if the machines are of several kinds
 _WHERE, _EQUAL = "cluster.shares", "add --set cluster.shares=equal"
 # A speed is the median of three means over some time: a quota lets a process run at full speed and then not at all.
 _WHILE_S, _WHILES = 0.4, 3
-# Shares are taken where updates get quicker by more than this: two processes whose speeds differ by a tenth.
-_GAIN = 1.05
-# Measured anew at the start of an epoch, where that costs one part in so many of the time at most.
-_SELDOM = 50
+_GAIN = 1.05  # least speedup by other shares, as of two processes whose speeds differ by a tenth
+_SELDOM = 50  # measure again at the start of an epoch if that takes at most one part in so many of the time
 
 
 def order_and_sharing(
