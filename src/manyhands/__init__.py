@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from manyhands.run.python import Run, evaluate, fit, load, predict, session
     from manyhands.sync.options import SyncOptions
     from manyhands.train.custom_update import SessionSamples
-    from manyhands.train.metrics import Evaluation
+    from manyhands.train.loss import Evaluation
     from manyhands.train.objects import EpochEnd
     from manyhands.train.session import Session
     from manyhands.train.trained import Trained
@@ -39,7 +39,7 @@ _HOMES = {
     "ClusterOptions": "manyhands.config.job",
     "DataOptions": "manyhands.data.options",
     "EpochEnd": "manyhands.train.objects",
-    "Evaluation": "manyhands.train.metrics",
+    "Evaluation": "manyhands.train.loss",
     "EvaluationDetail": "manyhands.core.records",
     "EvaluationMetrics": "manyhands.core.records",
     "Finding": "manyhands.parallel.hybrid.verify",

@@ -23,7 +23,7 @@ from manyhands.core.errors import UserError
 from manyhands.core.mesh import TensorLayout
 from manyhands.core.run_folder import NOWHERE
 from manyhands.train.journal import Journal
-from manyhands.train.network import begin_with
+from manyhands.train.parts import begin_with
 from manyhands.train.state import fit_snapshot, load_snapshot
 
 

@@ -5,10 +5,11 @@ import itertools
 import pytest
 import torch
 
+from manyhands.config.job import TrainOptions
 from manyhands.core.machine import processor_of
-from manyhands.train.precision import KindOfMachine, PrecisionRequest, Trial, Variant, choose_variant, time_variants
+from manyhands.train.precision import KindOfMachine, Variant, choose_variant, time_variants, variants_of
 
-BOTH = PrecisionRequest("auto", "auto")
+BOTH = TrainOptions(precision="auto", channels_last="auto")
 VARIANTS = ["fp32 contiguous", "fp32 channels_last", "bf16 contiguous", "bf16 channels_last"]
 
 
@@ -44,7 +45,7 @@ def test_a_machine_that_does_not_compute_bf16_itself_takes_fp32_whatever_was_mea
     found, said = choose_variant(BOTH, [kind(4.0, 4.0, 1.0, 1.0, bf16=False, name="old")])
     assert found == Variant("fp32", False)
     assert said[0] == "train.precision is fp32: old has no native bf16"
-    assert all("bf16" not in str(one) for one in BOTH.variants(bf16=False))
+    assert all("bf16" not in str(one) for one in variants_of(BOTH, bf16=False))
 
 
 def test_all_kinds_of_machines_must_gain_in_any_order():
@@ -56,9 +57,10 @@ def test_all_kinds_of_machines_must_gain_in_any_order():
 
 def test_what_the_user_says_is_never_decided():
     seconds = kind(4.0, 1.0, 1.0, 4.0)
-    assert choose_variant(PrecisionRequest("auto", True), [seconds])[0] == Variant("fp32", True)
-    assert choose_variant(PrecisionRequest("bf16", "auto"), [seconds])[0] == Variant("bf16", False)
-    assert PrecisionRequest("fp64", "auto").variants(bf16=True) == [Variant("fp64", False), Variant("fp64", True)]
+    assert choose_variant(TrainOptions(precision="auto", channels_last=True), [seconds])[0] == Variant("fp32", True)
+    assert choose_variant(TrainOptions(precision="bf16", channels_last="auto"), [seconds])[0] == Variant("bf16", False)
+    fp64 = TrainOptions(precision="fp64", channels_last="auto")
+    assert variants_of(fp64, bf16=True) == [Variant("fp64", False), Variant("fp64", True)]
 
 
 def test_one_that_fails_or_gives_no_number_is_left_out_and_the_others_are_timed():
@@ -70,7 +72,7 @@ def test_one_that_fails_or_gives_no_number_is_left_out_and_the_others_are_timed(
         Variant("fp32", True): refuses,
         Variant("bf16", False): lambda: torch.tensor(float("nan")),
     }
-    trials = {variant: Trial(lambda: None, run) for variant, run in runs.items()}
+    trials = {variant: (lambda: None, run) for variant, run in runs.items()}
     threads = torch.get_num_threads()
     seconds, failed = time_variants(trials, "cpu")
     assert seconds.keys() == {"fp32 contiguous"}
@@ -84,9 +86,9 @@ def test_one_that_fails_or_gives_no_number_is_left_out_and_the_others_are_timed(
 def test_a_slow_network_is_timed_by_as_few_passes_as_can_be(monkeypatch):
     monkeypatch.setattr("manyhands.train.precision._MOST_S", 0.0)
     passes = []
-    variants = PrecisionRequest("auto", "auto").variants(bf16=True)
+    variants = variants_of(BOTH, bf16=True)
     trials = {
-        variant: Trial(lambda: None, lambda variant=variant: passes.append(variant) or torch.rand(100, 100).sum())
+        variant: (lambda: None, lambda variant=variant: passes.append(variant) or torch.rand(100, 100).sum())
         for variant in variants
     }
     seconds, failed = time_variants(trials, "cpu")

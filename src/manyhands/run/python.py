@@ -35,7 +35,7 @@ from manyhands.train.objects import Objects, digest_objects, metric_words
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from manyhands.train.metrics import Evaluation
+    from manyhands.train.loss import Evaluation
     from manyhands.train.objects import AtEpochEnd
     from manyhands.train.optimize import MakeOptimizer
     from manyhands.train.session import Session

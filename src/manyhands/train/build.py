@@ -1,9 +1,9 @@
 """Builds the trainer of a job or of a custom loop from its parts, and resumes it; runs no updates."""
 
+import functools
 import platform
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,16 +23,13 @@ from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms, leave_batch_norms
 from manyhands.sync.choose import BY_MODE, EXACT
 from manyhands.sync.synchronizer import Synchronizer
+from manyhands.train import data_setup, trial_step
 from manyhands.train.choose_sync import ChosenSync, SyncRequest, select_sync
-from manyhands.train.data_setup import DTYPES, DataSetup, first_picture, open_samples
 from manyhands.train.evaluate import Evaluator
 from manyhands.train.feed import Feed
-from manyhands.train.loss import BETTER_LOSS, LossFn, verify_loss
-from manyhands.train.metrics import Evaluation
-from manyhands.train.network import describe_trained
+from manyhands.train.loss import BETTER_LOSS, Evaluation, verify_loss
 from manyhands.train.optimize import steps_to_make, total_steps
-from manyhands.train.parts import Parts, grid_of, record_setup, refuse_uncuttable
-from manyhands.train.same_data import data_changes, refuse_other_classes
+from manyhands.train.parts import Parts, describe_trained, grid_of, record_setup, refuse_uncuttable
 from manyhands.train.saver import SaveInterval
 from manyhands.train.saving import load_rank_state
 from manyhands.train.schedule import CustomScheduler, reading_of
@@ -51,37 +48,21 @@ from manyhands.train.state import (
 from manyhands.train.status import Divergence, StatusRound, Watcher
 from manyhands.train.step import Updater
 from manyhands.train.trainer import Due, Hooks, Observed, Trainer, seconds_between_saves
-from manyhands.train.trial_step import (
-    StepProbe,
-    TrialResult,
-    run_trial,
-    sum_of_outputs,
-    time_sample,
-    time_step,
-    warm_up,
-)
 
-# An epoch that takes longer is announced.
-_LONG_EPOCH_S = 60.0
 # Samples that most custom losses can be tried on, and how a network or a loss fails.
 _FEW, _FAILURES = 8, (RuntimeError, TypeError, ValueError, IndexError)
 
 
 def build(parts: Parts) -> Trainer:
-    """Builds the trainer from its parts; a collective if there are several processes.
-
-    Raises:
-        UserError: data, model and job don't fit together.
-    """
+    """Builds the trainer from its parts; a collective. Raises UserError: data, model and job don't fit together."""
     job, folder, world = parts.job, parts.folder, parts.world
     refuse_uncuttable(parts)
     resume_from, in_pieces = job.checkpoint.resume, parts.plan is not None
     found = find_state(resume_from, folder, world, in_pieces=in_pieces) if folder is not NOWHERE else None
-    samples = open_samples(parts, parts.objects, outputs_of(found.snapshot) if found else 0, parts.splits)
+    samples = data_setup.open_samples(parts, parts.objects, outputs_of(found.snapshot) if found else 0, parts.splits)
     splits, grid = samples.splits, grid_of(job, world, parts.mode)
     model = parts.make_model(samples, grid, found)
-    under = put_under_mode(parts, model, samples, grid, found)
-    network, sync, trial = under.network, under.sync, under.trial
+    network, sync, trial, restore_norms, sample_s = _put_under_mode(parts, model, samples, grid, found)
     synchronizer = sync.synchronizer
     classes = parts.name_outputs(samples.classes, network, trial)
     previous, most = parts.previous_shares(found)
@@ -89,11 +70,15 @@ def build(parts: Parts) -> Trainer:
     order, sharing = order_and_sharing(parts, len(splits.train), network, previous, own=own, most=most)
     refuse_small_micro_batches(order, sharing, network)
     optimizer = parts.make_optimizer(model, network)
-    loss_fn = _verify_loss(parts, len(classes), samples)
-    set_rates = parts.make_schedule(optimizer, order.steps_per_epoch)
-    unused = trial.unused
+    loss_fn = parts.loss_fn
+    if loss_fn:
+        dtype = data_setup.DTYPES.get(job.train.precision, torch.float32)
+        loss_fn = verify_loss(loss_fn, len(classes), len(samples.classes), world, dtype)
+        if loss_fn.dependent:
+            parts.journal.event("warning", f"{loss_fn.dependent} (do: {BETTER_LOSS})")
+    set_rates, unused = parts.make_schedule(optimizer, order.steps_per_epoch), trial.unused
     update = Updater(parts, network, optimizer, loss_fn, set_rates, synchronizer=synchronizer, unused=unused)
-    warm_up(update, samples.train, min(trial.count, order.length))
+    trial_step.warm_up(update, samples.train, min(trial.count, order.length))
     for module in parts.frozen:
         module.training = False
     feed = Feed(order, sharing, samples.train, network.share.index, samples.pixels.augment)
@@ -107,13 +92,13 @@ def build(parts: Parts) -> Trainer:
         synchronizer.close()
         samples.close()
         network.close()
-        under.restore_norms()
+        restore_norms()
 
     test = None
     if samples.held_out is not None and splits.held_out is not None:
         test = evaluate_on(samples.held_out, splits.held_out)
-    epoch = job.train.start_epoch
-    progress = Progress(step=epoch * order.steps_per_epoch, epoch=epoch)
+    epoch, steps_per_epoch = job.train.start_epoch, order.steps_per_epoch
+    progress, steps = Progress(step=epoch * steps_per_epoch, epoch=epoch), total_steps(job.train, steps_per_epoch)
     save_every_s = seconds_between_saves(job.checkpoint.every)
     trainer = Trainer(
         run=parts,
@@ -122,25 +107,29 @@ def build(parts: Parts) -> Trainer:
         update=update,
         evaluate=evaluate_on(samples.test, splits.test),
         test=test,
-        due=Due(job, order.steps_per_epoch, total_steps(job.train, order.steps_per_epoch), progress, parts.custom_loop),
+        due=Due(job, steps_per_epoch, steps, progress, parts.custom_loop),
         status_round=StatusRound(world, job.run.log_every_s, save_every_s, sync.cost.every),
         sync=sync,
         observed=Observed(Divergence(len(classes)), set(splits.skipped)),
         hooks=Hooks(at_epoch_end=parts.objects.at_epoch_end),
         release=release,
     )
-    watch(trainer)
+    _watch(trainer)
     if parts.header:
         record_setup(parts, parts.objects, splits, samples.classes, model, network.layouts, optimizer)
-    say_expected(under.sample_s, trainer)
+    trainer.heartbeats.expected_s = update_s = sample_s * order.batch / world.size
+    epoch_min = update_s * steps_per_epoch / 60
+    if epoch_min >= 1:
+        message = f"expected time: {short_time(update_s)} per update, {epoch_min:,.0f} min per epoch"
+        trainer.journal.event("note", message)
     if found:
         parts.before_resume(trainer, found)
-        resume(trainer, found)
+        _resume(trainer, found)
         parts.after_resume(trainer, found)
     return parts.finish(trainer)
 
 
-def watch(trainer: Trainer) -> None:
+def _watch(trainer: Trainer) -> None:
     """Sets up the monitors that need the trainer; a collective."""
     sync, world, folder, job = trainer.sync, trainer.world, trainer.folder, trainer.job
     if sync.synchronizer.timed is not None:
@@ -150,82 +139,60 @@ def watch(trainer: Trainer) -> None:
         trainer.saver.interval = SaveInterval(folder, world)
 
 
-class UnderMode(NamedTuple):
-    """A network under its parallel mode, with its sync method."""
-
-    network: ParallelNetwork
-    sync: ChosenSync
-    trial: TrialResult
-    restore_norms: Callable[[], None]  # restores the network's own BatchNorm layers
-    sample_s: float  # the estimated seconds of an update per sample
-
-
-def put_under_mode(
-    parts: Parts, model: nn.Module, samples: DataSetup, grid: Grid | None, found: Resumable | None
-) -> UnderMode:
+def _put_under_mode(
+    parts: Parts, model: nn.Module, samples: data_setup.DataSetup, grid: Grid | None, found: Resumable | None
+) -> tuple[ParallelNetwork, ChosenSync, trial_step.TrialResult, Callable[[], None], float]:
     """Verifies that all processes start from the same network, selects the sync method and applies the mode.
 
-    Raises:
-        UserError: network, data, mode and sync method don't fit together.
+    The last two results are a function that restores the network's own BatchNorm layers, and the estimated seconds of
+    an update per sample.
     """
     world, job = parts.world, parts.job
     _refuse_untrainable(model, world)
     _, restore_norms = group_batch_norms(model) if normalises_in_groups(parts.mode) else leave_batch_norms()
-    picture = first_picture(samples.train)
+    picture = data_setup.first_picture(samples.train)
     if parts.plan:
         _start_equal(parts, model, grid)
         # It may be too large for one process's gradients, so there is no trial step: the mode tries it without them.
         own = parts.loss_fn.own if parts.loss_fn else None
         request = ModeRequest(plan=parts.plan, picture=picture, cross_entropy=parts.cross_entropy, loss=own)
-        sync, trial = ChosenSync(BY_MODE, Synchronizer(), request), TrialResult([], draws=False)
+        sync, trial = ChosenSync(BY_MODE, Synchronizer(), request), trial_step.TrialResult([], draws=False)
     else:
-        probe = StepProbe(model, parts.loss_fn or sum_of_outputs, job.train, world)
+        probe = trial_step.StepProbe(model, parts.loss_fn or trial_step.sum_of_outputs, job.train, world)
         trial = _run_trial(parts, samples, probe)
         _start_equal(parts, model, grid)
         count = len(samples.splits.train)
         share = -(-min(job.train.batch, count) // world.size)
         axes = tuple(word.strip() for word in job.parallel.samples.split(",") if word.strip()) or None
-        sync = select_sync(
-            SyncRequest(
-                parts,
-                model,
-                trial.unused,
-                steps_to_make(job.train, count),
-                found.snapshot.state.get("sync") if found else None,
-                lambda: time_step(probe, samples.train, share, world),
-            ),
-            ModeRequest(bool(trial.unused), grid=grid, samples=axes, shared_memory=job.parallel.shared_memory),
-        )
-    sample_s = time_sample(model, picture.expand(2, *picture.shape), world)
+        previous = found.snapshot.state.get("sync") if found else None
+        steps = steps_to_make(job.train, count)
+        timed = functools.partial(trial_step.time_step, probe, samples.train, share, world)
+        sync_request = SyncRequest(parts, model, trial.unused, steps, previous, timed)
+        shared_memory = job.parallel.shared_memory
+        request = ModeRequest(bool(trial.unused), grid=grid, samples=axes, shared_memory=shared_memory)
+        sync = select_sync(sync_request, request)
+    sample_s = trial_step.time_sample(model, picture.expand(2, *picture.shape), world)
     network = apply_mode(parts.mode, model, world, sync.how)
     network.traits.draws |= trial.draws
-    return UnderMode(network, sync, trial, restore_norms, sample_s)
+    return network, sync, trial, restore_norms, sample_s
 
 
 def _refuse_untrainable(model: nn.Module, world: World) -> None:
-    """Raises UserError, on all processes alike, where a process has nothing to train, or a complex parameter.
-
-    Fused optimizers and modes refuse complex parameters; those of a network on a mesh may differ between processes.
-    """
+    """Raises UserError on all processes if one has nothing to train, or a complex parameter."""
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     mine = [bool(trained), next((name for name, one in trained.items() if one.is_complex()), "")]
-    everybody = gather_plain(mine, world)
-    if not all(trains for trains, _ in everybody):
-        where = (
-            f" on rank {[trains for trains, _ in everybody].index(False)}" if any(one for one, _ in everybody) else ""
-        )
+    trains, names = zip(*gather_plain(mine, world), strict=True)
+    if not all(trains):
+        where = f" on rank {trains.index(False)}" if any(trains) else ""
         hints = ("unfreeze parameters: parameter.requires_grad_(True)", "or only evaluate: manyhands eval")
         raise UserError(f"the network has no trainable parameters{where}", "the network", hints)
-    if name := next(filter(None, (name for _, name in everybody)), ""):
+    if name := next(filter(None, names), ""):
         hints = ("store nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(self.w) in forward",)
         raise UserError(f"the parameter {name} is complex; manyhands trains only real parameters", "the network", hints)
 
 
-def _run_trial(parts: Parts, samples: DataSetup, probe: StepProbe) -> TrialResult:
-    """Tries the network on two samples; with a custom loss on eight, and where it needs more, on a micro-batch.
-
-    A collective, since all must find the same.
-    """
+def _run_trial(parts: Parts, samples: data_setup.DataSetup, probe: trial_step.StepProbe) -> trial_step.TrialResult:
+    """Tries the network on two samples; with a custom loss on eight, if necessary on a micro-batch. A collective."""
     world, train = parts.world, parts.job.train
     count = most = min(2, len(samples.splits.train))
     if parts.loss_fn and parts.loss_fn.own:
@@ -233,97 +200,64 @@ def _run_trial(parts: Parts, samples: DataSetup, probe: StepProbe) -> TrialResul
         count = min(_FEW, most)
     layers = probe.network.norms.layers
     if parts.loss_fn is None and (world.alone or parts.job.sync.method == EXACT):
-        # Nothing asks for more, and it isn't known how the user's own loop calls the network.
+        # A custom loop may call the network in any way, and no more is needed.
         find_rows(probe.network.model, layers, next(iter(samples.train.batches(0, [torch.arange(count)]))).images)
-        return TrialResult([], draws=False)
+        return trial_step.TrialResult([], draws=False)
+    classes = len(samples.classes) if parts.loss_fn else 0
     try:
-        classes = len(samples.classes) if parts.loss_fn else 0
-        try:
-            found = run_trial(probe, samples.train, classes, count)
-        except _FAILURES as error:
-            if count == most or isinstance(error, torch.OutOfMemoryError):
-                raise
-            found = run_trial(probe, samples.train, classes, most)
+        found = trial_step.run_trial(probe, samples.train, classes, count)
     except _FAILURES as error:
-        if parts.loss_fn:
+        if parts.loss_fn is None:
+            method = parts.job.sync.method
+            what = f"the network failed on the two test samples that sync.method = {method} needs: {error}"
+            hints = (f"accept model(x) for a batch x, or set --sync {EXACT}, which needs no test",)
+            raise UserError(what, "session.prepare", hints) from error
+        if count == most or isinstance(error, torch.OutOfMemoryError):
             raise
-        method = parts.job.sync.method
-        what = f"the network failed on the two test samples that sync.method = {method} needs: {error}"
-        hints = (f"accept model(x) for a batch x, or set --sync {EXACT}, which needs no test",)
-        raise UserError(what, "session.prepare", hints) from error
+        found = trial_step.run_trial(probe, samples.train, classes, most)
     unused, draws, rows = broadcast_plain([found.unused, found.draws, [one.rows_per_sample for one in layers]], world)
     for layer, each in zip(layers, rows, strict=True):
         layer.rows_per_sample = each
     if unused:
         message = f"no gradient reaches {', '.join(unused[:3])} (do: freeze parameters that should not train)"
         parts.journal.event("warning", message, 0)
-    return TrialResult(unused, draws, found.outputs, found.count)
+    return trial_step.TrialResult(unused, draws, found.outputs, found.count)
 
 
 def _start_equal(parts: Parts, model: nn.Module, grid: Grid | None) -> None:
-    """Verifies that all processes start from the same network, or (if asked to) gives them rank 0's.
-
-    Of a network that its author has split over a grid, what is cut is left out: the pieces differ.
-
-    Raises:
-        UserError: the processes have other tensors, or train others.
-    """
+    """Verifies that all processes start from the same network, except for shards, or gives them rank 0's."""
     world, always = parts.world, parts.job.parallel.parameter_broadcast
-    sharded = (
-        {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
-    )
+    layouts = layouts_of(model, grid.mesh, world.rank) if grid else {}
+    sharded = {name for name, one in layouts.items() if one.cuts}
     named = {name: tensor for name, tensor in split_state(model)[0].items() if name not in sharded}
     refuse_other_networks(model, named, world)
     if make_equal(named, world, always=always) and not always:
         parts.journal.event("note", "the processes built different networks (missing seed?); all use rank 0's network")
 
 
-def _verify_loss(parts: Parts, outputs: int, samples: DataSetup) -> LossFn | None:
-    """The loss function as it adds up; says so where it doesn't. A collective where the job has a loss."""
-    if parts.loss_fn is None:
-        return None
-    kind = DTYPES.get(parts.job.train.precision, torch.float32)
-    loss_fn = verify_loss(parts.loss_fn, outputs, len(samples.classes), parts.world, kind)
-    if loss_fn.dependent:
-        parts.journal.event("warning", f"{loss_fn.dependent} (do: {BETTER_LOSS})")
-    return loss_fn
-
-
-def say_expected(sample_s: float, trainer: Trainer) -> None:
-    """Stores the expected time of an update, from `sample_s` seconds per sample, and reports it if an epoch is long."""
-    order = trainer.feed.order
-    update_s = sample_s * order.batch / trainer.world.size
-    epoch_s = update_s * order.steps_per_epoch
-    if epoch_s >= _LONG_EPOCH_S:
-        message = f"expected time: {short_time(update_s)} per update, {epoch_s / 60:,.0f} min per epoch"
-        trainer.journal.event("note", message)
-    trainer.heartbeats.expected_s = update_s
-
-
-def resume(trainer: Trainer, found: Resumable) -> None:
+def _resume(trainer: Trainer, found: Resumable) -> None:
     """Restores the trainer from a checkpoint."""
     names = [name for name, parameter in trainer.network.model.named_parameters() if parameter.requires_grad]
-    where = str(found.path)
+    where, state = str(found.path), found.snapshot.state
     if trainer.job.checkpoint.pth_tar:
         from manyhands.train.pth_tar import check_same_training
 
         check_same_training(trainer.job, found.snapshot, where)
-    refuse_other_classes(found.snapshot.state.get("classes") or (), trainer.trained.classes, where)
+    data_setup.refuse_other_classes(state.get("classes") or (), trainer.trained.classes, where)
     order = trainer.feed.order
-    digest = training_digest(trainer.job, order.length)
-    check_position(found.snapshot, digest, order.steps_per_epoch, names, where)
+    check_position(found.snapshot, training_digest(trainer.job, order.length), order.steps_per_epoch, names, where)
     if trainer.world.is_main:
-        refuse_later_checkpoints(trainer.folder.checkpoints, int(found.snapshot.state.get("step", 0)))
+        refuse_later_checkpoints(trainer.folder.checkpoints, int(state.get("step", 0)))
     trainer.due.progress, anew = restore(found, trainer.network, trainer.update.optimizer)
-    if trainer.update.gradients.scaler and "scaler" in found.snapshot.state:
-        trainer.update.gradients.scaler.load_state_dict(found.snapshot.state["scaler"])
+    if trainer.update.gradients.scaler and "scaler" in state:
+        trainer.update.gradients.scaler.load_state_dict(state["scaler"])
     load_rank_state(trainer, found.path)
-    if isinstance(trainer.update.set_rates, CustomScheduler) and found.snapshot.state.get("schedule"):
+    if isinstance(trainer.update.set_rates, CustomScheduler) and state.get("schedule"):
         with reading_of(where):
-            trainer.update.set_rates.resume(found.snapshot.state["schedule"], trainer.progress.step)
-    for note in (*found.notes, *found.snapshot.notes, *filter(None, [anew, _data_changes(trainer, found)])):
-        trainer.journal.event("warning", note, trainer.progress.step)
+            trainer.update.set_rates.resume(state["schedule"], trainer.progress.step)
     step = trainer.progress.step
+    for note in (*found.notes, *found.snapshot.notes, *filter(None, [anew, _data_changes(trainer, found)])):
+        trainer.journal.event("warning", note, step)
     message = f"resuming from step {step} of {where}"
     if trainer.due.finished():
         epochs = 2 * max(1, trainer.job.train.epochs, trainer.progress.epoch)
@@ -340,6 +274,6 @@ def _data_changes(trainer: Trainer, found: Resumable) -> str:
         # Of a folder the contents aren't compared: packing it changes nothing for the run.
         contents = trainer.job.data.name == OBJECTS
         words = ("training",) if trainer.due.custom_loop else ()  # its loop chooses what is evaluated
-        if record and (changes := data_changes(record, trainer.trained, words, contents=contents)):
+        if record and (changes := data_setup.data_changes(record, trainer.trained, words, contents=contents)):
             return f"the data changed since the checkpoint was saved: {changes}"
     return ""

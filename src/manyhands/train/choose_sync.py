@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
@@ -36,14 +35,13 @@ from manyhands.train.status import CommunicationMonitor, Watcher
 def machines_of(world: World) -> list[tuple[int, ...]]:
     """Returns the ranks of each machine, ordered by the first rank; a collective.
 
-    Launchers may assign ranks to machines in turn, and machines may have the same name (raspberrypi). A machine has one
-    process of each local rank, so a second process with the same name and local rank is on another machine.
+    Machines may have the same name (raspberrypi): a second process with the same name and local rank is on another one.
     """
     values_by_rank = gather_plain([platform.node(), world.local_size, world.local_rank], world)
     machines: dict[tuple[Any, ...], list[int]] = {}
     for rank, (name, size, local_rank) in enumerate(values_by_rank):
-        before = values_by_rank[:rank].count([name, size, local_rank])
-        machines.setdefault((name, size, before), []).append(rank)
+        same_before = values_by_rank[:rank].count([name, size, local_rank])
+        machines.setdefault((name, size, same_before), []).append(rank)
     return [tuple(machine) for machine in machines.values()]
 
 
@@ -53,26 +51,13 @@ def new_group(job: Job, ranks: Sequence[int], backend: str | None = None) -> Any
         return dist.new_group(list(ranks), timedelta(seconds=job.cluster.peer_timeout_s), backend)
 
 
-def _beside(world: World) -> str | None:
-    """What exchanges beside training go through: never a second communicator of NCCL.
-
-    A thread begins them at another moment on each process, and NCCL's own wait for each other for ever where two
-    communicators' kernels don't begin in one order on all cards.
-    """
-    return "gloo" if "nccl" in world.backend and dist.is_gloo_available() else None
-
-
 def places_of(world: World, job: Job) -> Places:
-    """Determines the groups that average in every update, and their leaders; a collective.
-
-    sync.within = auto groups by machine if there are several and one has several processes.
-    """
+    """Determines the groups that average in every update, and their leaders; a collective."""
     machines, within = machines_of(world), job.sync.within
     single = within == "process" or (within == "auto" and len(machines) == 1)
     if single or len(machines) == world.size:
         return Places(tuple(range(world.size)), (world.rank,))
-    # Every process makes all groups, in one order, as torch asks.
-    groups = [new_group(job, machine) for machine in machines]
+    groups = [new_group(job, machine) for machine in machines]  # all processes create all groups in one order
     place = next(place for place, machine in enumerate(machines) if world.rank in machine)
     return Places(tuple(machine[0] for machine in machines), machines[place], groups[place])
 
@@ -80,16 +65,16 @@ def places_of(world: World, job: Job) -> Places:
 def make_synchronizer(
     cost: Cost, job: Job, model: nn.Module, unused: list[str], world: World, places: Places, steps: int = 0
 ) -> Synchronizer:
-    """Creates the synchronizer of a method for a network that is equal on all processes; a collective.
-
-    `unused` names the trainable parameters that got no gradient in the trial step; `steps` are the run's updates.
-    """
+    """Creates the synchronizer of a method for a network that is equal on all processes; a collective."""
     if world.alone:
         return Synchronizer()
+    # Exchanges beside training never have a second communicator of NCCL: threads begin them in another order on each
+    # process, and two communicators whose kernels start in different orders wait for each other for ever.
+    beside = "gloo" if "nccl" in world.backend and dist.is_gloo_available() else None
     context = SyncContext(
         world,
         places,
-        new_group=lambda ranks: new_group(job, ranks, _beside(world)),
+        new_group=lambda ranks: new_group(job, ranks, beside),
         from_rank_0=lambda number: broadcast_plain(number, world),
         seed=derive(job.train.seed, "sync"),
         unused=unused,
@@ -102,8 +87,7 @@ def values_by_rank(synchronizer: Synchronizer, value: Any, world: World) -> dict
     """Gathers values by rank from the processes that use the same gradients; a collective of these processes."""
     if not synchronizer.alone:
         return dict(enumerate(gather_plain(value, world)))
-    group = synchronizer.group
-    if group is None:
+    if (group := synchronizer.group) is None:
         return {world.rank: value}
     return dict(zip(dist.get_process_group_ranks(group), gather_plain(value, world, group), strict=True))
 
@@ -115,8 +99,7 @@ class ChosenSync:
     cost: Cost  # the method, its pace, and its predicted cost
     synchronizer: Synchronizer  # carries it out
     how: ModeRequest  # what the parallel mode must know of it
-    # reports slow ranks and the cost of communication; None on one machine with the mode's own averaging
-    monitor: Watcher | CommunicationMonitor | None = None
+    monitor: Watcher | CommunicationMonitor | None = None  # None on one machine with the mode's own averaging
 
 
 @dataclass(frozen=True)
@@ -128,14 +111,10 @@ class SyncRequest:
     unused: list[str]  # names of trainable parameters that never get a gradient
     steps: int  # updates of the whole run
     previous: Any  # the record in the checkpoint, or None
-    # seconds of an update without communication, and of its backward pass; a collective
-    time_step: Callable[[], tuple[float, float]]
+    time_step: Callable[[], tuple[float, float]]  # see `trial_step.time_step`
 
     def case(self, taken_s: tuple[float, float], places: Places) -> LinkCase:
-        """Returns what the costs depend on, with the measured link; a collective.
-
-        `taken_s`: the seconds of a step, and of its backward part.
-        """
+        """Returns what the costs depend on, with the measured link; `taken_s`: as of `time_step`. A collective."""
         job, world = self.run.job, self.run.world
         link = named_link(job.sync.link, "sync.link") if job.sync.link else _link(job, world, places)
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -152,15 +131,23 @@ class SyncRequest:
 
 
 def select_sync(sync_request: SyncRequest, request: ModeRequest) -> ChosenSync:
-    """Selects the sync method, the same on all processes, and reports it; a collective.
-
-    `request` has the other settings of the parallel mode.
-    """
+    """Selects the sync method, the same on all processes, and adds it to the mode's settings; a collective."""
     job, mode, world = sync_request.run.job, sync_request.run.mode, sync_request.run.world
-    if world.alone or not leaves_a_choice(mode) or job.sync.method == EXACT:
-        return ChosenSync(BY_MODE, Synchronizer(), request, _watch_communication(sync_request))
-    if job.sync.is_auto and not job.sync.link and len(machines_of(world)) == 1:
-        return ChosenSync(BY_MODE, Synchronizer(), request)  # processes of one machine talk through its memory
+    by_mode, exact = ChosenSync(BY_MODE, Synchronizer(), request), job.sync.method == EXACT
+    if world.alone or not leaves_a_choice(mode):
+        return by_mode
+    if (exact or job.sync.is_auto) and not job.sync.link and len(machines_of(world)) == 1:
+        return by_mode  # processes of one machine talk through its memory
+    if exact:
+        without, compute_s = ruled_out(job, mode), 0.0 if world.device == "cpu" else sync_request.time_step()[0]
+        by_mode.monitor = CommunicationMonitor(
+            lambda step_s: sync_request.case((step_s, 0.0), places_of(world, job)),
+            job.sync,
+            without,
+            str(sync_request.run.folder.path),
+            compute_s,
+        )
+        return by_mode
     requested = _asked(job, mode)
     places = places_of(world, job)
     cost = kept_cost(sync_request.previous, job, world.size, mode) or requested or _measured(sync_request, places)
@@ -181,31 +168,22 @@ def check_combination(method: str, mode: str) -> None:
 
 def _offers(job: Job | None, mode: str) -> set[Need]:
     """Returns what a job in this mode offers to sync methods; without a job, what the mode offers."""
-    lacking = set[Need]()
-    if job and job.train.norm_group == "global":
-        lacking.add(OWN_STATISTICS)
-    if job and job.train.precision == "fp16":
-        lacking.add(FINITE_GRADIENTS)
+    lacking = {OWN_STATISTICS} if job and job.train.norm_group == "global" else set[Need]()
+    lacking |= {FINITE_GRADIENTS} if job and job.train.precision == "fp16" else set[Need]()
     return ({*offers_of(mode)} | {OWN_STATISTICS, FINITE_GRADIENTS}) - lacking
 
 
 def leaves_a_choice(mode: str) -> bool:
     """True for modes with more than one possible sync method."""
-    offers = _offers(None, mode)
-    return any(not refused(name, offers) for name in methods() if name != EXACT)
+    return any(not refused(name, _offers(None, mode)) for name in methods() if name != EXACT)
 
 
 def _asked(job: Job, mode: str) -> Cost | None:
-    """Returns the method that the job specifies completely; None if something must be measured.
-
-    Raises:
-        UserError: the method contradicts the rest of the job.
-    """
+    """Returns the job's method, or None to measure. Raises UserError: it contradicts the rest of the job."""
     method = job.sync.method
     if method not in methods():
         for name in methods():
             if not synchronizes_every_update(name):
-                # Options that contradict each other are refused before anything is timed.
                 methods()[name].asked(job.sync)
         return None
     need = refused(method, _offers(job, mode))
@@ -217,15 +195,11 @@ def _asked(job: Job, mode: str) -> Cost | None:
 def ruled_out(job: Job, mode: str) -> dict[str, str]:
     """Returns the methods that contradict the job, each with the reason."""
     offers = _offers(job, mode)
-    needs = {name: refused(name, offers) for name in methods()}
-    return {name: need.short or need.reason for name, need in needs.items() if need}
+    return {name: need.short or need.reason for name in methods() if (need := refused(name, offers))}
 
 
 def kept_cost(kept: Any, job: Job, processes: int, mode: str = USUAL_MODE) -> Cost | None:
-    """Returns the method of the previous start, unless the job or the number of processes has changed.
-
-    `kept` is the record in the checkpoint: unchecked data, as it may come from another tool.
-    """
+    """Returns the method in the checkpoint's record (unchecked data), unless the job or the processes changed."""
     names = {one.name for one in fields(Cost)}
     if not isinstance(kept, dict) or kept.get("processes") != processes or not names <= kept.keys():
         return None  # an older checkpoint has no complete record
@@ -248,38 +222,19 @@ def _measured(sync_request: SyncRequest, places: Places) -> Cost:
     """Selects the cheapest method by the measured link and network; a collective."""
     options, world = sync_request.run.job.sync, sync_request.run.world
     case = sync_request.case(sync_request.time_step(), places)
-    fixed = "" if options.is_auto else options.method
-    choice = choose(case, options, fixed, ruled_out(sync_request.run.job, sync_request.run.mode))
+    without = ruled_out(sync_request.run.job, sync_request.run.mode)
+    choice = choose(case, options, "" if options.is_auto else options.method, without)
     # One machine's processes have no link, and JSON no infinity.
     speed = case.link.bytes_per_s if math.isfinite(case.link.bytes_per_s) else None
-    figures = {"bytes_per_s": speed, "latency_s": case.link.latency_s, "step_s": case.step_s}
-    taken = choice.chosen
-    pace = {"method": taken.method, "codec": taken.codec, "every": taken.every, "delay": taken.delay}
-    sync_request.run.journal.event("sync", choice.reason, 0, **figures, **pace)
+    taken, figures = asdict(choice.chosen), {"latency_s": case.link.latency_s, "step_s": case.step_s}
+    figures |= {name: taken[name] for name in ("method", "codec", "every", "delay")}
+    sync_request.run.journal.event("sync", choice.reason, 0, bytes_per_s=speed, **figures)
     # Numbers that are equal are not enough: one process decides.
-    return Cost(**broadcast_plain(asdict(taken), world))
-
-
-def _watch_communication(sync_request: SyncRequest) -> CommunicationMonitor | None:
-    """Returns the monitor of the time that machines wait for each other; None on one machine. A collective."""
-    job, world, mode = sync_request.run.job, sync_request.run.world, sync_request.run.mode
-    if world.alone or not leaves_a_choice(mode) or (len(machines_of(world)) == 1 and not job.sync.link):
-        return None
-    return CommunicationMonitor(
-        lambda computing_s: sync_request.case((computing_s, 0.0), places_of(world, job)),
-        job.sync,
-        ruled_out(job, mode),
-        str(sync_request.run.folder.path),
-        0.0 if world.device == "cpu" else sync_request.time_step()[0],
-    )
+    return Cost(**broadcast_plain(taken, world))
 
 
 def _link(job: Job, world: World, places: Places) -> LinkSpeed:
     """The link between machines, as one process of each measures it; equal on all processes."""
     group: Any = new_group(job, places.leaders) if len(places.leaders) < world.size else None
-    found = torch.zeros(2, dtype=torch.float32 if world.device == "mps" else torch.float64, device=world.device)
-    if world.rank in places.leaders:
-        link = measure_link(group, world.device)
-        found[0], found[1] = link.bytes_per_s, link.latency_s
-    dist.broadcast(found, src=0)
-    return LinkSpeed(*found.tolist())
+    link = measure_link(group, world.device) if world.rank in places.leaders else LinkSpeed(0.0, 0.0)
+    return LinkSpeed(*broadcast_plain([link.bytes_per_s, link.latency_s], world))

@@ -1,13 +1,24 @@
-"""The samples of a run: opens and checks the data, and derives pixels, classes and loaders."""
+"""The samples of a run: opens the data and checks that all processes see the same; derives pixels, classes, loaders.
 
+Reading all contents would take as long as an epoch, so only a part is compared, spread evenly over the split; a small
+split is compared entirely.
+"""
+
+import hashlib
 import math
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from manyhands.checkpoint.trained import INITIAL_WEIGHTS, TRAINABLE, TrainedNetwork, noted_trained_on
 from manyhands.config.job import Job
 from manyhands.core.errors import ManyhandsError, UserError
 from manyhands.core.seeds import derive
@@ -16,47 +27,46 @@ from manyhands.data.loading import Loader, open_loader, worker_count
 from manyhands.data.open import from_objects, from_targets, open_data, open_whole, resolve_pixels
 from manyhands.data.order import batch_noted
 from manyhands.data.pictures import decode_jpeg
-from manyhands.data.splits import ImageFiles, Source, Splits, UserSamples
+from manyhands.data.random import spread
+from manyhands.data.samples import read_own, restored_generators, seed_generators
+from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples
 from manyhands.data.transforms import Pixels
+from manyhands.data.walk import lookalike_difference
 from manyhands.models.build import describe
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.train.journal import Journal, RunContext
 from manyhands.train.objects import Objects
-from manyhands.train.same_data import refuse_other_data
 
 DTYPES = {"fp64": torch.float64}
-# So many pictures, or such a part of all, may be bad; more is a disk or a data set that is.
-_MOST_BAD, _MOST_BAD_SHARE = 10, 1 / 1000
+# Bytes of each split that are compared, fewer where all read the same disk; and the samples of a custom data set whose
+# labels, and whose inputs, are compared.
+MOST_BYTES, MOST_HERE, LABELS, INPUTS = 32 << 20, 2 << 20, 16, 4
+HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True)
 class DataSetup:
     """The opened data of a run."""
 
-    splits: Splits  # the sources
-    pixels: Pixels  # what pictures become
-    classes: tuple[str, ...]  # their names
-    train: Loader  # serves the training split
-    test: Loader  # serves the split that is evaluated
-    held_out: Loader | None = None  # serves what is evaluated once at the end; None where there is nothing of that kind
+    splits: Splits
+    pixels: Pixels
+    classes: tuple[str, ...]
+    train: Loader
+    test: Loader
+    held_out: Loader | None = None  # of the split that is evaluated once at the end
 
     def close(self) -> None:
         """Ends the loaders' processes."""
-        self.train.close()
-        self.test.close()
-        if self.held_out:
-            self.held_out.close()
+        for loader in filter(None, (self.train, self.test, self.held_out)):
+            loader.close()
 
 
 def open_samples(run: RunContext, objects: Objects, outputs: int, splits: Splits | None) -> DataSetup:
-    """Opens the data unless it is open, reports unreadable pictures, and checks the labels.
-
-    For `outputs`, see `class_names`.
-    """
+    """Opens the data unless it is open, reports unreadable pictures, and checks labels; `outputs`: as `class_names`."""
     job, world, journal = run.job, run.world, run.journal
     splits = splits or open_splits(job, world, objects)
     record_skipped(splits, journal)
-    smaller = batch_noted(job.train.batch, len(splits.train))
-    if smaller:
+    if smaller := batch_noted(job.train.batch, len(splits.train)):
         journal.event("warning", smaller)
     pixels = pixels_for(job, splits, objects)
     classes = class_names(job, splits, 0 if splits.classes else outputs)
@@ -99,15 +109,12 @@ def class_names(job: Job, splits: Splits, outputs: int = 0) -> tuple[str, ...]:
     """Returns a name for each output of the network; `outputs` is their number in a foreign checkpoint."""
     names = splits.classes
     if not names:
-        found = [source.labels for _, source in splits.named() if source.labels is not None]
-        names = tuple(str(n) for n in range(1 + max((int(labels.max()) for labels in found), default=-1)))
+        labels = [source.labels for _, source in splits.named() if source.labels is not None]
+        names = name_outputs((), 1 + max((int(one.max()) for one in labels), default=-1))
     wanted = job.model.num_classes or outputs
     if not names and not wanted:
-        raise UserError(
-            "the number of classes is unknown",
-            "model.num_classes",
-            ("set the number, such as --set model.num_classes=10", "or give the data set an attribute `classes`"),
-        )
+        hints = ("set the number, such as --set model.num_classes=10", "or give the data set an attribute `classes`")
+        raise UserError("the number of classes is unknown", "model.num_classes", hints)
     return name_outputs(names, wanted)
 
 
@@ -119,34 +126,28 @@ def name_outputs(names: tuple[str, ...], outputs: int) -> tuple[str, ...]:
 def check_labels(splits: Splits, classes: int) -> None:
     """Raises UserError for a label outside the network's outputs, before anything is computed."""
     for word, source in splits.named():
-        if source.labels is None:
-            continue
-        bad = ((source.labels < 0) | (source.labels >= classes)).nonzero()
+        labels = torch.empty(0) if source.labels is None else source.labels
+        bad = ((labels < 0) | (labels >= classes)).nonzero()
         if len(bad):
-            sample = int(bad[0])
-            raise UserError(
-                f"{word} sample {sample} has label {int(source.labels[sample])}; "
-                f"the network has outputs 0 to {classes - 1}",
-                f"{word} data, {len(bad)} such sample(s)",
-                (f"add outputs: --set model.num_classes={int(source.labels.max()) + 1}", "or correct the labels"),
-            )
+            what = f"{word} sample {int(bad[0])} has label {int(labels[bad[0]])}"
+            hints = (f"add outputs: --set model.num_classes={int(labels.max()) + 1}", "or correct the labels")
+            where = f"{word} data, {len(bad)} such sample(s)"
+            raise UserError(f"{what}; the network has outputs 0 to {classes - 1}", where, hints)
 
 
-def missing_classes(splits: Splits) -> list[str]:
-    """Returns a sentence for each split that lacks classes of the other splits or of the data set's list of names."""
+def missing_classes(splits: Splits) -> Iterator[str]:
+    """Yields a sentence for each split that lacks classes of the other splits or of the data set's list of names."""
     counts = {word: source.labels.bincount() for word, source in splits.named() if source.labels is not None}
     total = max(len(splits.classes), *map(len, counts.values())) if counts else 0
     names = name_outputs(splits.classes, total)
     present = {word: set(found.nonzero().flatten().tolist()) for word, found in counts.items()}
     known = set(range(len(splits.classes))) | set().union(*present.values())
-    sentences: list[str] = []
     for word, seen in present.items():
         expected = known if word == "training" else present.get("training", known)
         if missing := sorted(expected - seen):
-            shown = ", ".join(names[number] for number in missing[:5]) + (" …" if len(missing) > 5 else "")
+            shown = first_names([names[number] for number in missing], 5)
             effect = "" if word == "training" else ", so no evaluation covers them"
-            sentences.append(f"{len(missing):,} of {len(known):,} classes have no {word} sample{effect}: {shown}")
-    return sentences
+            yield f"{len(missing):,} of {len(known):,} classes have no {word} sample{effect}: {shown}"
 
 
 def record_skipped(splits: Splits, journal: Journal) -> None:
@@ -159,33 +160,38 @@ def record_skipped(splits: Splits, journal: Journal) -> None:
         journal.event("warning", note)
     if splits.skipped:
         check_bad_pictures(splits.skipped, len(splits.train) + len(splits.test), UserError)
-        left_out = f"{len(splits.skipped)} unreadable picture(s) are skipped: {some_pictures(splits.skipped)}"
-        journal.event("warning", left_out)
+        shown = first_names(sorted(splits.skipped), 3)
+        journal.event("warning", f"{len(splits.skipped)} unreadable picture(s) are skipped: {shown}")
 
 
 def check_bad_pictures(bad: Collection[str], samples: int, kind: type[ManyhandsError]) -> None:
     """Raises a `kind` if more than ten pictures, and more than 0.1 %, can't be read."""
-    most = max(_MOST_BAD, int(samples * _MOST_BAD_SHARE))
-    if len(bad) > most:
+    most = max(10, samples // 1000)
+    if len(bad) > most:  # more means a damaged disk or data set
         hints = (f"repair or remove the pictures (limit: {most} of {samples:,})", "check the disk: dmesg | tail")
-        raise kind(f"{len(bad)} pictures can't be read, such as {some_pictures(bad)}", "data.skip_corrupt", hints)
+        shown = first_names(sorted(bad), 3)
+        raise kind(f"{len(bad)} pictures can't be read, such as {shown}", "data.skip_corrupt", hints)
 
 
-def some_pictures(pictures: Collection[str]) -> str:
-    """Returns the names of the first pictures, for a message."""
-    names = sorted(pictures)
-    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+def first_names(names: Sequence[str], most: int) -> str:
+    """Returns the first names, for a message."""
+    return ", ".join(names[:most]) + (" …" if len(names) > most else "")
 
 
 def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: bool, classes: int = 0) -> Loader:
     """Creates a loader that puts samples on this process's device; `classes`: the number of classes if known."""
+    workers = worker_count(job.data.workers, world.local_size)
+    if job.data.workers < 0 and isinstance(source, UserSamples) and world.device == "cpu":
+        workers = 0  # most custom data sets are light, and their objects need not survive in another process
+    elif job.data.machine_workers:
+        workers = math.ceil(job.data.machine_workers / world.local_size)
     return open_loader(
         source,
         pixels,
         train=train,
         seed=derive(job.train.seed, "augment"),
         device=world.device,
-        workers=loader_workers(job, source, world),
+        workers=workers,
         dtype=DTYPES.get(job.train.precision, torch.float32),
         channels_last=job.train.channels_last is True,
         classes=classes,
@@ -193,16 +199,179 @@ def make_loader(job: Job, source: Any, pixels: Pixels, world: World, *, train: b
     )
 
 
-def loader_workers(job: Job, source: Any, world: World) -> int:
-    """Returns the number of decoding processes of this rank: from the job, else a share of the CPU cores."""
-    if job.data.workers < 0 and isinstance(source, UserSamples) and world.device == "cpu":
-        # Most data sets of users' own are light, and their objects need not survive another process.
-        return 0
-    if job.data.machine_workers:
-        return math.ceil(job.data.machine_workers / world.local_size)
-    return worker_count(job.data.workers, world.local_size)
-
-
 def first_picture(loader: Loader) -> Tensor:
     """Returns one sample as the network receives it."""
     return next(iter(loader.batches(0, [torch.zeros(1, dtype=torch.int64)]))).images[0]
+
+
+def refuse_other_data(splits: Splits, world: World) -> None:
+    """Raises UserError if a process has different data than rank 0; a collective."""
+    if world.alone:
+        return
+    parts = dict(_parts(splits, elsewhere=world.local_size < world.size))
+    # Other splits, or other kinds of them, have other names, so the names are compared before what they name.
+    parts = {"classes": parts["classes"], "splits and kinds of data": [name.encode() for name in parts], **parts}
+    everybody = gather_plain({name: _digest(content).hex() for name, content in parts.items()}, world)
+    for name, digest in everybody[0].items():
+        if ranks := [str(rank) for rank, one in enumerate(everybody) if one[name] != digest]:
+            copied = "copy the same data to every machine; rsync -c compares file contents"
+            own = "for a custom data set, return the same samples in every process and seed random numbers"
+            raise UserError(f"rank {', '.join(ranks)} has different {name} than rank 0", "data.name", (copied, own))
+
+
+def digest_data(splits: Splits) -> dict[str, str]:
+    """Returns digests of the data by name: lengths, shapes, labels, file names, and some of the samples."""
+    found = {name: _digest(content).hex() for name, content in _parts(splits, elsewhere=False)}
+    return found if splits.held_out is not None else {**found, f"{HELD_OUT} data": ""}
+
+
+def digest_trainable(model: nn.Module) -> dict[str, str]:
+    """Returns a digest of the names of the trainable parameters."""
+    return {TRAINABLE: _digest(name.encode() for name, one in model.named_parameters() if one.requires_grad).hex()}
+
+
+def digest_weights(model: nn.Module) -> dict[str, str]:
+    """Returns a digest of initial weights; empty without a seed of torch, or if they were trained or loaded here."""
+    if torch.initial_seed() >= 1 << 32 or noted_trained_on(model) is not None:
+        return {}
+    try:
+        state = {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+        parts = [part for name, one in state.items() for part in (name.encode(), _bytes_of(one))]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return {}  # parameters that get their shapes later, or are not plain tensors
+    return {INITIAL_WEIGHTS: _digest(parts).hex()}
+
+
+def split_names(splits: Splits) -> Iterator[tuple[str, Source]]:
+    """Yields each split with its name in digests and messages; the held-out set has the same name in all runs."""
+    for word, source in splits.named():
+        yield HELD_OUT if source is splits.held_out else word, source
+
+
+def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> None:
+    """Raises UserError if the checkpoint's class names or their order changed: outputs would change their meaning."""
+    then, now = map(_known_names, (old, new))
+    if not then or not now or then == now:
+        return
+    gone, added = [name for name in then if name not in now], [name for name in now if name not in then]
+    found = [f"{_quoted(names)} {word}" for names, word in ((gone, "removed"), (added, "added")) if names]
+    changes = f"the classes of the data changed: {', '.join(found)}"
+    if not found:
+        changes = f"the order of the classes changed from {_quoted(then)} to {_quoted(now)}"
+    alike = [difference for name in new if name not in old and (difference := lookalike_difference(name, old))]
+    hints = (*alike[:3], "undo the change of the class names", "or start a new run in another folder: --out NEW")
+    raise UserError(f"{changes}, so the network's outputs would no longer match them", where, hints)
+
+
+def _known_names(names: Sequence[str]) -> list[str]:
+    """The names without those at the end that are only numbers of outputs."""
+    count = len(names)
+    while count and names[count - 1] == str(count - 1):
+        count -= 1
+    return list(names[:count])
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return first_names([f'"{name}"' for name in names], 5)
+
+
+def data_changes(then: TrainedNetwork, now: TrainedNetwork, words: Collection[str] = (), *, contents: bool) -> str:
+    """Names the splits, of those in `words` if any, whose labels, length or (with `contents`) samples changed."""
+    found = list[str]()
+    for name in then.changed(now.digests):
+        word, _, kind = name.rpartition(" ")
+        if word.startswith("metric ") or name not in then.digests or (words and word not in words):
+            continue
+        if kind in {"samples", "pictures"} and contents:
+            found.append(name)
+        elif kind == "data":
+            before, after = (each.samples.get(word, 0 if word == HELD_OUT else -1) for each in (then, now))
+            what = "labels" if before == after else f"{after:,} samples, was {before:,}"
+            found.append(f"{name} ({'labels or number of samples' if -1 in (before, after) else what})")
+    return ", ".join(found)
+
+
+def _digest(parts: Iterable[bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()[:8]
+
+
+def _parts(splits: Splits, *, elsewhere: bool) -> Iterator[tuple[str, Iterable[bytes]]]:
+    """What is compared, by its name in an error; `elsewhere`: some processes read other disks."""
+    yield "classes", [name.encode(errors="surrogateescape") for name in splits.classes]
+    for word, source in split_names(splits):
+        labels = [] if source.labels is None else [source.labels.numpy().tobytes()]
+        yield f"{word} data", [str(len(source)).encode(), *labels]
+        if isinstance(source, ImageFiles):
+            yield f"names of {word} pictures", source.paths.blocks()  # relative to the folder of the data
+        kind = "samples" if isinstance(source, UserSamples) else "pictures"
+        yield f"{word} {kind}", _contents(source, elsewhere=elsewhere)
+
+
+def _contents(source: Source, *, elsewhere: bool) -> Iterable[bytes]:
+    if isinstance(source, ImageFiles):
+        made = source.packed.pack.made if source.packed else ""
+        return [made.encode(), *(_of_files(source) if elsewhere else [])]
+    if isinstance(source, ImagesInMemory):
+        return _rows(source.images, MOST_BYTES if elsewhere else MOST_HERE)
+    if type(source.dataset) is TensorDataset:
+        return [part for tensor in source.dataset.tensors for part in _rows(tensor)]
+    return _of_samples(source)
+
+
+def _of_files(source: ImageFiles) -> Iterator[bytes]:
+    """All sizes, and the contents of some files, from the packed copy if there is one."""
+    paths, packed = source.paths, source.packed
+    sizes = numpy.fromiter(map(_size, paths), numpy.int64) if packed is None else packed.sizes().astype(numpy.int64)
+    yield sizes.tobytes()
+    count = max(1, min(len(paths), MOST_BYTES * len(paths) // max(1, int(sizes.sum()))))
+    for index in spread(count, len(paths)).tolist():
+        # A file that can't be read is reported when it is needed.
+        if 0 < sizes[index] <= MOST_BYTES:
+            content = source.content(index)
+            yield Path(paths[index]).read_bytes() if content is None else content
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - a million of these
+    except OSError:
+        return -1
+
+
+def _rows(tensor: Tensor, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
+    """A tensor's type and shape, and the bytes of some of its rows."""
+    yield f"{tensor.dtype} {list(tensor.shape)}".encode()
+    row_bytes = max(1, tensor[0].numel() * tensor.element_size())
+    count = max(1, min(len(tensor), most_bytes // row_bytes))
+    rows = tensor if count == len(tensor) else tensor[spread(count, len(tensor))]
+    yield _bytes_of(rows)
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _of_samples(source: UserSamples) -> Iterator[bytes]:
+    """The labels of some samples; and the x of some, where all of these are equal when they are read twice."""
+    inputs, again = list[bytes](), list[bytes]()
+    with restored_generators():
+        for place, index in enumerate(spread(min(LABELS, len(source)), len(source)).tolist()):
+            seed_generators(index)
+            content, label = read_own(source, index)
+            yield _bytes_of_any(label) or str(label).encode()
+            if place % (LABELS // INPUTS) == 0:
+                inputs.append(_bytes_of_any(content))
+                seed_generators(index)
+                again.append(_bytes_of_any(read_own(source, index)[0]))
+    # A generator of the data set's own may well differ from process to process.
+    yield from inputs if inputs == again else ()
+
+
+def _bytes_of_any(content: Any) -> bytes:
+    if isinstance(content, Tensor):
+        return _bytes_of(content)
+    return content.tobytes() if isinstance(content, numpy.ndarray | Image.Image) else b""

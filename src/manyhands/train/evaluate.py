@@ -30,7 +30,7 @@ from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.group.plain import broadcast_plain
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.heartbeat import StopSignal
-from manyhands.train.metrics import CustomMetric, Evaluation, FigureSums
+from manyhands.train.loss import CustomMetric, Evaluation, FigureSums
 from manyhands.train.schedule import CustomScheduler
 from manyhands.train.state import find_state, restore
 from manyhands.train.trainer import Trainer

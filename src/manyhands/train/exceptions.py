@@ -17,14 +17,13 @@ _MASKS = {
 
 def exceptions(trainer: Trainer) -> list[str]:
     """Returns the reasons why this run depends on the number of processes."""
-    loss_fn, sync = trainer.update.loss_fn, exception_of(trainer.sync.cost.method)
-    loss = [loss_fn.dependent] if loss_fn and loss_fn.dependent else []
-    found = [*loss, *_of_norms(trainer), *_of_draws(trainer), *([sync] if sync else [])]
+    loss_fn = trainer.update.loss_fn
+    found = [loss_fn.dependent if loss_fn else "", *_of_norms(trainer), *_of_draws(trainer)]
+    found.append(exception_of(trainer.sync.cost.method))
     if not trainer.job.parallel.gradients_mean:
-        found.append(
-            "Gradients are summed over processes and grow with the number of processes (gradients_mean = false)."
-        )
-    return found
+        summed = "Gradients are summed over processes and grow with the number of processes"
+        found.append(f"{summed} (gradients_mean = false).")
+    return list(filter(None, found))
 
 
 def _of_norms(trainer: Trainer) -> list[str]:
@@ -35,12 +34,9 @@ def _of_norms(trainer: Trainer) -> list[str]:
     if local or not normalises_in_groups(trainer.run.mode):
         return ["BatchNorm computes statistics over each process's own samples (norm_group = local)."]
     unknown = sum(not layer.rows_per_sample for layer in trainer.network.norms.layers)
-    if unknown:
-        return [
-            f"{unknown} BatchNorm layer(s) normalise rows that can't be assigned to samples, so each process computes "
-            "the statistics of these layers over its own rows."
-        ]
-    return []
+    effect = "so each process computes the statistics of these layers over its own rows."
+    said = f"{unknown} BatchNorm layer(s) normalise rows that can't be assigned to samples, {effect}"
+    return [said] if unknown else []
 
 
 def exception_of_buffers(names: list[str]) -> str:
@@ -50,11 +46,10 @@ def exception_of_buffers(names: list[str]) -> str:
 
 def _of_draws(trainer: Trainer) -> list[str]:
     modules = list(trainer.network.model.modules())
-    kinds = [kind for kind in _MASKS if any(_drops(module, kind) for module in modules)]
-    found = [f"{kind} masks depend on the number of processes." for kind in kinds]
+    found = [kind for kind in _MASKS if any(_drops(module, kind) for module in modules)]
     if not found and trainer.network.traits.draws:
-        found.append("The network's random numbers in training depend on the number of processes.")
-    return found
+        return ["The network's random numbers in training depend on the number of processes."]
+    return [f"{kind} masks depend on the number of processes." for kind in found]
 
 
 def _drops(module: nn.Module, kind: str) -> bool:

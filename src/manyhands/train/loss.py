@@ -1,14 +1,16 @@
-"""The loss as a sum over samples, which any number of processes can add up.
+"""The loss and the metrics of a job as sums over samples, which any number of processes can add up.
 
-A mean in torch is not always over samples: with class weights or an ignored class, the sum is divided by the weights of
-the labels. Therefore, a loss is stored as a sum over samples and a separate divisor for the batch.
+With class weights or an ignored class, torch divides the sum of losses by the weights of the labels, so a loss is a sum
+over samples and a divisor. A custom metric is the mean of one value per sample, or an object that computes from sums.
 """
 
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from manyhands.config.job import OBJECT, TrainOptions
 from manyhands.core.choices import unknown_choice
 from manyhands.core.errors import UserError
 from manyhands.core.seeds import derive
+from manyhands.core.user_code import load_object, users_line
 from manyhands.core.world import World
 from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.gradients import summed_over_samples
@@ -27,7 +30,8 @@ from manyhands.train.feed import drawing
 from manyhands.train.objects import brought
 
 Function = Callable[[Tensor, Tensor], Tensor]
-BUILT_IN = ("cross-entropy", "nll")
+_METRICS = "train.metrics"
+_TRIED = 8  # random outputs that a metric is tested on
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,10 @@ class LossFn:
     """Computes the sum [] of losses and the logits [n, C] from a network's output and labels int64 [n]."""
 
     summed: Function  # the same of a tensor of outputs [n, C]
-    # what labels int64 [n] count for, added up []; None where each sample counts for one
-    weigh: Callable[[Tensor], Tensor] | None = None
+    weigh: Callable[[Tensor], Tensor] | None = None  # the sum [] of the weights of labels int64 [n]; None: all 1
     is_sum: bool = False  # the loss of a batch is the sum itself, divided by nothing
-    own: Function | None = None  # the user's function, where it isn't known how it adds up; `prove.py` tries it
-    # says why the loss depends on how a batch is shared; empty where it doesn't, or hasn't been tried
-    dependent: str = ""
+    own: Function | None = None  # the user's function, where it isn't known how it adds up; `verify_loss` tries it
+    dependent: str = ""  # why the loss depends on how a batch is shared; empty if it doesn't, or wasn't tried
 
     def __call__(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The sum [] of losses, auxiliary heads' among them, and the logits [n, C]."""
@@ -63,47 +65,31 @@ def something(weights: Tensor) -> Tensor:
 
 
 def make_loss_fn(options: TrainOptions, own: Function | None = None) -> LossFn:
-    """Creates the loss of a job or of the user.
-
-    A custom loss may return one value per sample [n] or their mean []. torch's cross-entropy and NLL loss are split
-    into sum and divisor.
-
-    Args:
-        options: the train section.
-        own: the custom loss from Python; it overrides the name in the options.
-    """
-    if own is not None or options.loss == OBJECT:
-        return _of_function(brought("train.loss", options.loss, own))
-    if options.loss == "cross-entropy":
-        return _taken_apart(F.cross_entropy, {"label_smoothing": options.label_smoothing})
-    if options.label_smoothing:
+    """Creates the loss of a job, or of the function `own`, which returns one value per sample [n] or their mean []."""
+    smoothing = options.label_smoothing
+    if own is None and options.loss == "cross-entropy":
+        return _taken_apart(F.cross_entropy, {"label_smoothing": smoothing})
+    if own is None and options.loss != OBJECT and smoothing:
         raise UserError("label smoothing needs cross-entropy", "train.label_smoothing", ("set the option to 0",))
-    if options.loss == "nll":
+    if own is None and options.loss == "nll":
         return _taken_apart(F.nll_loss, {})
-    if (function := brought("train.loss", options.loss, None)) is not None:
-        return _of_function(function)
-    raise unknown_choice("loss", options.loss, [*BUILT_IN, "file.py:function"], "train.loss")
-
-
-def _of_function(function: Any) -> LossFn:
+    function = brought("train.loss", options.loss, own)
+    if function is None:
+        raise unknown_choice("loss", options.loss, ["cross-entropy", "nll", "file.py:function"], "train.loss")
     if isinstance(function, type) and issubclass(function, nn.Module):
         name = function.__name__
         raise UserError(f"the loss {name} is a class", "train.loss", (f"pass an instance: {name}()",))
     known = _settings_of(function)
-    if known:
-        return _taken_apart(*known)
-    return LossFn(functools.partial(summed, function), own=function)
+    return _taken_apart(*known) if known else LossFn(functools.partial(_summed, function), own=function)
 
 
 def _settings_of(function: Any) -> tuple[Callable[..., Tensor], dict[str, Any]] | None:
     """Returns the torch function of a loss and its settings; None for an unknown loss."""
-    for kind, known, names in (
-        (nn.CrossEntropyLoss, F.cross_entropy, ("weight", "ignore_index", "reduction", "label_smoothing")),
-        (nn.NLLLoss, F.nll_loss, ("weight", "ignore_index", "reduction")),
-    ):
-        if type(function) is kind:
-            return known, {name: getattr(function, name) for name in names}
-    settings: dict[str, Any] = {}
+    names, settings = ("weight", "ignore_index", "reduction"), dict[str, Any]()
+    if type(function) is nn.CrossEntropyLoss:
+        return F.cross_entropy, {name: getattr(function, name) for name in (*names, "label_smoothing")}
+    if type(function) is nn.NLLLoss:
+        return F.nll_loss, {name: getattr(function, name) for name in names}
     if isinstance(function, functools.partial) and not function.args:
         function, settings = function.func, dict(function.keywords)
     # By identity: a callable of the user's own may have no hash.
@@ -135,12 +121,8 @@ def _taken_apart(function: Callable[..., Tensor], settings: dict[str, Any]) -> L
     return LossFn(add_up, weigh if mean else None, is_sum=reduction == "sum")
 
 
-def summed(function: Function, output: Tensor, labels: Tensor) -> Tensor:
-    """Returns the sum [] of a custom loss that returns one value per sample or their mean.
-
-    Raises:
-        UserError: the loss returns something else.
-    """
+def _summed(function: Function, output: Tensor, labels: Tensor) -> Tensor:
+    """Returns the sum [] of a custom loss that returns one value per sample or their mean."""
     loss: Any = function(output, labels)
     if isinstance(loss, Tensor) and (loss.ndim == 0 or len(loss) == len(labels)):
         return summed_over_samples(loss, len(labels))
@@ -158,16 +140,12 @@ BETTER_LOSS = 'pass torch.nn.CrossEntropyLoss(weight=…) itself, or return one 
 
 
 def verify_loss(loss_fn: LossFn, outputs: int, classes: int, world: World, dtype: torch.dtype) -> LossFn:
-    """Checks how a custom loss adds up over samples; adds a sentence for plan.json if it doesn't. A collective.
-
-    Rank 0's result is used. Tested on random outputs [n, `outputs`] of `dtype` and labels below `classes`.
-    """
+    """Checks on rank 0 how a custom loss adds up over samples; adds a sentence for plan.json if it doesn't."""
     if loss_fn.own is None:
         return loss_fn
     kind, dependent = broadcast_plain(list(_try(loss_fn.own, outputs, classes, world.device, dtype)), world)
     if kind == SUM:
-        # What it gives for n samples has been multiplied by n, as of a mean.
-        own = loss_fn.own
+        own = loss_fn.own  # `_summed` multiplies by n, as for a mean
         return replace(loss_fn, summed=lambda output, labels: own(output, labels).sum(), is_sum=True)
     return replace(loss_fn, dependent=dependent)
 
@@ -188,12 +166,10 @@ def _try(own: Function, outputs: int, classes: int, device: str, dtype: torch.dt
             except Exception as error:  # noqa: BLE001 - the user's own code, of values that it may not be made for
                 failed = failed or f"{type(error).__name__}: {error}".partition("\n")[0]
                 continue
-            if found <= {MEAN, SUM} and len(found) == 1:
+            if found in ({MEAN}, {SUM}):
                 return found.pop(), ""
-            return NEITHER, (
-                "The loss of a batch is not the mean of its samples' losses, so training depends on the number of "
-                "processes and on train.micro_batch."
-            )
+            effect = "training depends on the number of processes and on train.micro_batch"
+            return NEITHER, f"The loss of a batch is not the mean of its samples' losses, so {effect}."
     return NEITHER, f"Can't check that the loss is a mean over samples ({failed})."
 
 
@@ -207,11 +183,7 @@ def _labels(classes: int, rows: int, generator: torch.Generator) -> Iterator[Ten
 
 
 def _ways(function: Function, values: Tensor, labels: Tensor) -> set[str]:
-    """Determines how the gradient of a batch follows from the gradients of its parts.
-
-    Raises:
-        ValueError: the loss or its gradient is not finite for such outputs, or the loss is random.
-    """
+    """Determines how the gradient of a batch follows from those of its parts. Raises ValueError: it can't be tested."""
     whole = _gradient(function, values, labels)
     if not bool(torch.isfinite(whole).all()):
         raise ValueError("the gradient for test outputs is not finite")
@@ -219,8 +191,7 @@ def _ways(function: Function, values: Tensor, labels: Tensor) -> set[str]:
         raise ValueError("the loss function returns different values for the same outputs")
     count = len(labels)
     first, second = (round(part * count) for part in PARTS)
-    edges = [0, max(2, first), max(4, second), count]
-    parts = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+    parts = itertools.starmap(slice, itertools.pairwise([0, max(2, first), max(4, second), count]))
     gradients = [_gradient(function, values[part], labels[part]) for part in parts]
     limit = ROUNDING * float(whole.abs().max())
     ways = {MEAN: [each * (len(each) / count) for each in gradients], SUM: gradients}
@@ -236,3 +207,157 @@ def _gradient(function: Function, values: Tensor, labels: Tensor) -> Tensor:
         loss = loss if loss.ndim == 0 else loss.reshape(len(labels), -1).mean(1).mean()
         (gradient,) = torch.autograd.grad(loss, values, allow_unused=True)
     return torch.zeros_like(values) if gradient is None else gradient
+
+
+@dataclass(frozen=True)
+class CustomMetric:
+    """A custom metric; `own` is a function, or an object with `update` and `compute`."""
+
+    name: str
+    own: Any
+
+    @property
+    def _adds_up(self) -> bool:
+        return hasattr(self.own, "update") and hasattr(self.own, "compute")
+
+    def sums(self, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the sums [k] of logits [n, C] and labels int64 [n]. Raises UserError: the function returns others."""
+        value: Any = (self.own.update if self._adds_up else self.own)(logits, labels)
+        if self._adds_up:
+            if isinstance(value, Tensor):
+                return value.to(dtype).flatten()
+            hints = (
+                "return sums over the samples from update(outputs, labels), and the metric from compute(sums)",
+                "don't keep state in the object, because manyhands adds sums over processes",
+            )
+            what = f"update of the metric {self.name} returned a {type(value).__name__}, not a tensor"
+            raise UserError(what, _METRICS, hints)
+        if not isinstance(value, Tensor) or value.shape != labels.shape:
+            given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            hints = ("return one value per sample, [n]; the metric is their mean",)
+            raise UserError(f"the metric {self.name} returned {given} for {len(labels)} samples", _METRICS, hints)
+        return value.to(dtype).sum()[None]
+
+    def number(self, sums: Tensor, count: int) -> float:
+        """Computes the metric from sums [k] over `count` samples. Raises UserError: it is not a number."""
+        value: Any = self.own.compute(sums) if self._adds_up else sums[0] / count
+        try:
+            return float(value)
+        except (TypeError, ValueError) as error:
+            what = f"compute of the metric {self.name} returned a {type(value).__name__}, not a number"
+            raise UserError(what, _METRICS, ("return one number from compute(sums)",)) from error
+
+
+class FigureSums:
+    """The `width` sums of all metrics of an evaluation; each is first tested on random outputs (or a UserError)."""
+
+    def __init__(self, metrics: Sequence[CustomMetric], outputs: int, device: str, dtype: torch.dtype) -> None:
+        self._metrics, self._dtype = metrics, dtype
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(_TRIED, outputs, generator=generator).to(device)
+        labels = (torch.arange(_TRIED) % outputs).to(device)
+        with torch.inference_mode():
+            self._widths = [len(_tried(metric, logits, labels, dtype)) for metric in metrics]
+        self.width = sum(self._widths)
+
+    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Returns all sums [width] of logits [n, C] and labels int64 [n]."""
+        # Each gets copies, which it may change.
+        found = [metric.sums(logits.clone(), labels.clone(), self._dtype) for metric in self._metrics]
+        for metric, sums, width in zip(self._metrics, found, self._widths, strict=True):
+            if len(sums) != width:
+                hints = ("return the same number of sums for any samples",)
+                what = f"update of the metric {metric.name} returned {len(sums)} sums, but {width} in an earlier call"
+                raise UserError(what, _METRICS, hints)
+        return torch.cat(found)
+
+    def figures(self, sums: Tensor, count: int) -> dict[str, float]:
+        """Returns each metric, by name, from the sums [width] over all samples. Raises UserError: one isn't finite."""
+        parts = zip(self._metrics, sums.split(self._widths), strict=True)
+        found = {metric.name: metric.number(part, count) for metric, part in parts}
+        for name, figure in found.items():
+            if not math.isfinite(figure):
+                hint = "return a finite number, such as 0 for a division by 0: torch.nan_to_num"
+                raise UserError(f"the metric {name} is {figure}", _METRICS, (hint, "or remove this metric"))
+        return found
+
+
+def _tried(metric: CustomMetric, logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+    try:
+        sums = metric.sums(logits, labels, dtype)
+        with suppress(ArithmeticError):  # random samples may give a division by 0
+            metric.number(sums.cpu().clone(), len(labels))
+        return sums
+    except UserError:
+        raise
+    except Exception as error:
+        shapes = f"{list(logits.shape)} and labels {list(labels.shape)}"
+        what = f"the metric {metric.name} failed on outputs {shapes}: {type(error).__name__}: {error}"
+        raise UserError(what, users_line(error) or _METRICS, ("accept a batch of outputs and its labels",)) from error
+
+
+def make_metrics(
+    words: Iterable[str], given: Mapping[str, Any] | None, *, live_only: bool = False
+) -> tuple[CustomMetric, ...]:
+    """Creates the metrics that a job names; with `live_only`, without Python objects that aren't `given`."""
+    found: list[CustomMetric] = []
+    for word in words:
+        kind, _, name = word.rpartition(":")
+        if kind != OBJECT:
+            own = load_object(word, _METRICS)
+        elif given and name in given:
+            own = given[name]
+        elif live_only:
+            continue
+        else:
+            hints = (
+                f'resume in Python: fit(…, metrics={{"{name}": …}})',
+                f"or name the code: --set 'train.metrics=[\"file.py:{name}\"]'",
+                "or resume without metrics: --set 'train.metrics=[]'",
+            )
+            raise UserError(
+                f"this run's metric {name} was a Python object, which is not available here", _METRICS, hints
+            )
+        if not callable(own) and not hasattr(own, "update"):
+            hints = ("name a function of outputs and labels that returns one value per sample",)
+            raise UserError(f"the metric {name} is a {type(own).__name__}, not a function", _METRICS, hints)
+        if isinstance(own, type):
+            raise UserError(f"the metric {name} is a class", _METRICS, (f"pass an instance: {own.__name__}()",))
+        found.append(CustomMetric(name, own))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of an evaluation.
+
+    Attributes:
+        count: the number of samples.
+        loss: the mean cross-entropy, or the mean negative log-likelihood.
+        top1: top-1 accuracy, 0 to 1.
+        top5: top-5 accuracy, 0 to 1.
+        cells: int64 [cells, 3], the nonzero cells of the confusion matrix: true class, predicted class, count.
+        classes: the size of the confusion matrix: the number of classes, or more if outputs beyond them were predicted.
+        seconds: the duration of the evaluation.
+        metrics: the user's metrics, by name.
+    """
+
+    count: int
+    loss: float
+    top1: float
+    top5: float
+    cells: Tensor
+    classes: int
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+    def figure(self, name: str) -> float:
+        """Returns the value called `name`: top1, top5, loss or one of the user's metrics."""
+        return self.metrics[name] if name in self.metrics else getattr(self, name)
+
+    @property
+    def confusion(self) -> Tensor:
+        """The confusion matrix, int64 [classes, classes]. Rows are true classes, columns predicted ones."""
+        matrix = torch.zeros(self.classes, self.classes, dtype=torch.int64)
+        matrix[self.cells[:, 0], self.cells[:, 1]] = self.cells[:, 2]
+        return matrix

@@ -59,11 +59,7 @@ class Objects:
 
 
 def metric_words(given: Any) -> tuple[str, ...] | None:
-    """Returns the job values of the metrics argument: objects by name, or values as in a job.
-
-    Raises:
-        UserError: the argument is something else.
-    """
+    """Returns the job values of the metrics argument: a dict of objects, or values as in a job; else a UserError."""
     if isinstance(given, Mapping):
         named: Mapping[Any, Any] = given
         for name in named:
@@ -80,11 +76,9 @@ def metric_words(given: Any) -> tuple[str, ...] | None:
 
 def digest_objects(**objects: Any) -> dict[str, str]:
     """Digests of the structure, source and plain attributes of networks and functions, by name."""
-    return {
-        name: hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", "\n".join(_definition(thing))).encode()).hexdigest()
-        for name, thing in objects.items()
-        if thing is not None
-    }
+    texts = {name: "\n".join(_definition(thing)) for name, thing in objects.items() if thing is not None}
+    plain = {name: re.sub(r" at 0x[0-9a-f]+", "", text).encode() for name, text in texts.items()}
+    return {name: hashlib.sha256(text).hexdigest() for name, text in plain.items()}
 
 
 def _definition(thing: Any) -> Iterator[str]:
@@ -110,12 +104,10 @@ def _definition(thing: Any) -> Iterator[str]:
 
 
 def _values(named: Mapping[str, Any]) -> str:
-    """Plain values as text, the same in each process: the order of a set differs between them."""
+    """Returns plain values as text, the same in each process: the order of a set differs between them."""
     plain = (str, int, float, tuple, list, dict, set, frozenset, FunctionType)
     kept = {name: one for name, one in named.items() if isinstance(one, plain) or type(one).__name__ == "Tensor"}
-    return repr(
-        {name: sorted(map(repr, one)) if isinstance(one, set | frozenset) else one for name, one in kept.items()}
-    )
+    return repr({k: sorted(map(repr, one)) if isinstance(one, set | frozenset) else one for k, one in kept.items()})
 
 
 def _source(thing: Any) -> Iterator[str]:
@@ -132,16 +124,7 @@ def _source(thing: Any) -> Iterator[str]:
 
 
 def brought(key: str, word: str, given: Any) -> Any:
-    """Returns the object of the user for an option, from Python or from a file; None if the job names a built-in.
-
-    Args:
-        key: the option.
-        word: the value in the job.
-        given: the Python object, which overrides the job.
-
-    Raises:
-        UserError: the file has no such object, or the Python object is not available.
-    """
+    """Returns the user's object, `given` or named in `word`; None for a built-in. Raises UserError: it is missing."""
     if given is not None:
         return given
     if word == OBJECT:

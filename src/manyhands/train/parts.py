@@ -1,4 +1,4 @@
-"""The parts that a trainer is built from, for a job or for a custom loop."""
+"""The parts that a trainer is built from, for a job or for a custom loop; creates and describes the network."""
 
 import dataclasses
 import functools
@@ -10,43 +10,52 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.config.job import Job
+from manyhands.checkpoint.folders import choose
+from manyhands.checkpoint.foreign import read_foreign
+from manyhands.checkpoint.read import load
+from manyhands.checkpoint.snapshot import Snapshot, fitted
+from manyhands.checkpoint.trained import Pictures, TrainedNetwork, note_trained_on
+from manyhands.config.job import Job, TrainOptions
 from manyhands.core.devices import device_name
 from manyhands.core.errors import UserError
 from manyhands.core.machine import cores
-from manyhands.core.mesh import TensorLayout, parse_mesh
+from manyhands.core.mesh import Mesh, TensorLayout, parse_mesh
 from manyhands.core.run_folder import NOWHERE, RunFolder
+from manyhands.core.seeds import derive
 from manyhands.core.terminal import plain
+from manyhands.core.user_code import code_digests
 from manyhands.core.world import World
 from manyhands.data.order import Order
+from manyhands.data.random import spread
 from manyhands.data.samples import has_targets
 from manyhands.data.splits import Splits, describe_samples
-from manyhands.models.build import resolve_model
+from manyhands.data.transforms import Pixels
+from manyhands.models.build import build_model, describe, resolve_model
+from manyhands.models.interface import INITIALIZATION_SAMPLES, InitializedFromData
 from manyhands.parallel.apply import follows_plan, one_process, resolve_mode, takes_mesh
-from manyhands.parallel.group.plain import broadcast_plain, gather_plain
+from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.mesh.grid import Grid
 from manyhands.parallel.mesh.marks import layouts_of
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODE_OF_PLANS, USUAL_MODE
 from manyhands.parallel.plan import Plan, read_plan, shared_plan
+from manyhands.train import data_setup
 from manyhands.train.choose_sync import check_combination
-from manyhands.train.data_setup import DataSetup, class_names, name_outputs, open_splits, pixels_for
 from manyhands.train.journal import Journal, RunContext
-from manyhands.train.loss import LossFn, make_loss_fn
-from manyhands.train.metrics import CustomMetric, make_metrics
-from manyhands.train.network import initialize_from_data, make_model, mesh_of, refuse_other_head, without_first_weights
+from manyhands.train.loss import CustomMetric, LossFn, make_loss_fn, make_metrics
 from manyhands.train.objects import Objects, digest_objects
 from manyhands.train.optimize import largest_rate, make_custom, make_optimizer, mark_own
-from manyhands.train.same_data import digest_trainable
 from manyhands.train.schedule import CustomScheduler, SetRates, make_schedule
-from manyhands.train.shares import MACHINES, BalancedShares, largest_pass, previous_shares
-from manyhands.train.state import Resumable
+from manyhands.train.shares import MACHINES, BalancedShares, previous_shares
+from manyhands.train.state import Resumable, load_snapshot, split_state
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import TrialResult, compile_updates, keep_compiled
 
+# Options that say what pictures become.
+PICTURES = ("image_size", "channels", "mean", "std")
 PlanLike = Plan | str | Path | Mapping[str, str]
 
 
@@ -54,13 +63,12 @@ PlanLike = Plan | str | Path | Mapping[str, str]
 class CustomParts:
     """The objects of a custom loop."""
 
-    model: nn.Module  # the network
-    optimizer: torch.optim.Optimizer  # of its parameters
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
     train_set: Any  # a torch Dataset of (x, y)
-    plan: Plan | None = None  # how the network is split; None where it isn't
-    # the user's own, of that optimizer; None where there is none, or it needn't be saved
-    scheduler: LRScheduler | None = None
-    scheduled: bool = False  # the job moves the learning rate
+    plan: Plan | None = None
+    scheduler: LRScheduler | None = None  # of that optimizer, to be saved
+    scheduled: bool = False  # the job sets the learning rate
 
 
 @dataclass(frozen=True)
@@ -68,28 +76,26 @@ class Parts(RunContext):
     """The parts of a trainer. Jobs and custom loops differ only in these fields."""
 
     objects: Objects  # what the user brought instead of names
-    # the network on its device, from the data, the processes as its author sees them, and what the run resumes from
-    make_model: Callable[[DataSetup, Grid | None, Resumable | None], nn.Module]
+    make_model: Callable[[data_setup.DataSetup, Grid | None, Resumable | None], nn.Module]
     make_optimizer: Callable[[nn.Module, ParallelNetwork], torch.optim.Optimizer]
     make_schedule: Callable[[torch.optim.Optimizer, int], SetRates]  # of the optimizer and the updates of an epoch
     # a name for each output of the network, from those of the classes
-    name_outputs: Callable[[tuple[str, ...], ParallelNetwork, TrialResult], tuple[str, ...]]
-    # shares of the checkpoint, and the samples that a process took in one pass
-    previous_shares: Callable[[Resumable | None], tuple[list[int] | None, int]]
-    finish: Callable[[Trainer], Trainer]  # what changes a trainer that has been built and resumed; a collective
-    plan: Plan | None = None  # how ops are split, for modes that follow a plan
-    splits: Splits | None = None  # the data, where that was opened before
+    name_outputs: Callable[[tuple[str, ...], ParallelNetwork, TrialResult], tuple[str, ...]] = lambda names, *_: names
+    previous_shares: Callable[[Resumable | None], tuple[list[int] | None, int]] = previous_shares
+    finish: Callable[[Trainer], Trainer] = lambda trainer: trainer  # changes the resumed trainer; a collective
+    plan: Plan | None = None  # for modes that follow a plan
+    splits: Splits | None = None  # the data, if it is open already
     loss_fn: LossFn | None = None  # None where the user computes the loss
     cross_entropy: bool = False  # the loss can be computed from parts of the classes
-    metrics: Sequence[CustomMetric] = ()  # of the user's own
-    header: bool = True  # what is trained on isn't recorded yet
-    custom_loop: bool = False  # the user's own loop ends epochs and evaluates
+    metrics: Sequence[CustomMetric] = ()
+    header: bool = True  # the setup must be recorded
+    custom_loop: bool = False  # the user's loop ends epochs and evaluates
     frozen: Sequence[nn.Module] = ()  # modules that the user keeps in evaluation mode
     before_resume: Callable[[Trainer, Resumable], object] = lambda _trainer, _found: None
     after_resume: Callable[[Trainer, Resumable], object] = lambda _trainer, _found: None
 
     @classmethod
-    def from_job(  # noqa: PLR0913 - everything that meets in a run
+    def from_job(  # noqa: PLR0913 - all inputs of a run
         cls,
         job: Job,
         folder: RunFolder,
@@ -101,28 +107,20 @@ class Parts(RunContext):
         *,
         header: bool = True,
     ) -> "Parts":
-        """Creates the parts of a job for `fit`.
-
-        Args:
-            job: the job without "auto" values that a measurement resolves.
-            folder: the run folder.
-            world: the processes.
-            mode: the parallel mode.
-            objects: the Python objects of the user.
-            plan: for modes that follow a plan.
-            splits: the data, if it is open already.
-            header: False if the setup was recorded.
-        """
+        """Creates the parts of a job, without "auto" values that a measurement resolves, for `fit`."""
         set_determinism(job)
         brought, journal = objects or Objects(), Journal(folder, world.rank)
 
-        def model_of(samples: DataSetup, grid: Grid | None, found: Resumable | None) -> nn.Module:
+        def model_of(samples: data_setup.DataSetup, grid: Grid | None, found: Resumable | None) -> nn.Module:
             classes, pixels = len(samples.classes), samples.pixels
             starting = without_first_weights(job, pixels.size, brought) if found else job
             model = make_model(starting, pixels, classes, world, brought, journal, grid)
-            if not found:
-                initialize_from_data(model, job, samples, world)
-            elif grid is None:
+            if not found and isinstance(model, InitializedFromData) and not job.model.weights:
+                chosen = spread(INITIALIZATION_SAMPLES, len(samples.splits.train))
+                loader = data_setup.make_loader(job, samples.splits.train, pixels, world, train=False)
+                model.look(next(iter(loader.batches(0, [chosen]))).images)
+                loader.close()
+            if found and grid is None:
                 refuse_other_head(found.snapshot, model, classes, str(found.path))
             return model
 
@@ -140,31 +138,30 @@ class Parts(RunContext):
             ),
             make_schedule=lambda optimizer, steps: make_schedule(optimizer, job.train, steps, brought.schedule),
             name_outputs=functools.partial(_name_outputs, journal),
-            previous_shares=lambda found: (previous_shares(found), largest_pass(found)),
             finish=_compiled_and_balanced,
         )
 
     @classmethod
     def from_objects(cls, job: Job, folder: RunFolder | None, world: World, own: CustomParts) -> "Parts":
-        """Creates the parts of a custom loop from its network and optimizer; a collective.
-
-        Records the setup. The batch comes from the job; without a folder nothing is saved.
-
-        Raises:
-            UserError: network, data, plan and job don't fit together.
-        """
+        """Creates the parts of a custom loop and records the setup; a collective."""
         mode, plan = _mode_and_plan(job, world, own.plan)
         if job.train.deterministic:
             set_determinism(job)
         # Layers that the user has frozen, such as a pretrained network's BatchNorm.
         frozen = [module for module in own.model.modules() if not module.training] if own.model.training else []
         model, job = _placed(own.model, job, world)
-        digests = digest_objects(network=model) | digest_trainable(model)
+        digests = digest_objects(network=model) | data_setup.digest_trainable(model)
         objects = Objects(model, own.train_set, own.train_set, targets=has_targets(own.train_set), digests=digests)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
 
         def optimizer_of(model: nn.Module, _network: ParallelNetwork) -> torch.optim.Optimizer:
-            _follow_parameters(own, names)
+            live = dict(own.model.named_parameters())  # as they are under the mode
+            for group in own.optimizer.param_groups:
+                if any(id(parameter) not in names for parameter in group["params"]):
+                    hints = ("create the optimizer from model.parameters() before session.prepare",)
+                    what = "the optimizer has parameters that don't belong to the network"
+                    raise UserError(what, "session.prepare", hints)
+                group["params"] = [live[names[id(parameter)]] for parameter in group["params"]]
             if job.train.compile:
                 keep_compiled()
                 model.compile()
@@ -173,25 +170,21 @@ class Parts(RunContext):
             mark_own(own.optimizer)
             return own.optimizer
 
+        splits, grid = data_setup.open_splits(job, world, objects), grid_of(job, world, mode)
         parts = cls(
             *(job, folder or NOWHERE, world, Journal(folder or NOWHERE, world.rank, spoken=True), mode, objects),
             plan=plan,
-            splits=open_splits(job, world, objects),
+            splits=splits,
             header=False,
             custom_loop=True,
             frozen=frozen,
             make_model=lambda _samples, _grid, _found: model,
             make_optimizer=optimizer_of,
             make_schedule=functools.partial(_schedule_of_loop, job, own),
-            name_outputs=lambda classes, _network, _trial: classes,
-            # Measured shares of a checkpoint aren't kept: nothing measures them anew here.
-            previous_shares=lambda found: ([] if found else None, 0),
-            finish=lambda trainer: trainer,
+            previous_shares=lambda found: ([] if found else None, 0),  # nothing would measure them again
         )
-        assert parts.splits
-        grid = grid_of(job, world, mode)
         layouts = layouts_of(model, grid.mesh, world.rank) if grid else {}
-        record_setup(parts, objects, parts.splits, class_names(job, parts.splits), model, layouts, own.optimizer)
+        record_setup(parts, objects, splits, data_setup.class_names(job, splits), model, layouts, own.optimizer)
         return parts
 
 
@@ -202,27 +195,22 @@ def as_plan(plan: PlanLike) -> Plan:
     if isinstance(plan, str | Path):
         return read_plan(Path(plan))
     given: Any = plan
-    if not isinstance(given, Mapping) or not all(
-        isinstance(word, str) for word in (given.get("mesh"), *given.values())
-    ):
+    words = (given.get("mesh"), *given.values()) if isinstance(given, Mapping) else (None,)
+    if not all(isinstance(word, str) for word in words):
         hints = ('pass "plan.json" or {"mesh": "dp=2", "fc": "o@dp"}',)
         raise UserError('plan must be a path, or a dict of strings with the key "mesh"', "plan", hints)
     return Plan(parse_mesh(plan["mesh"]), {name: text for name, text in plan.items() if name != "mesh"})
 
 
 def set_determinism(job: Job) -> None:
-    if job.train.deterministic:
-        # Without it torch refuses matrix products on CUDA. Source: the documentation of the function below.
+    if job.train.deterministic:  # without this variable torch refuses matrix products on CUDA
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != job.train.deterministic:
         torch.use_deterministic_algorithms(job.train.deterministic)  # imports torch's compiler
 
 
 def refuse_uncuttable(parts: Parts) -> None:
-    """Raises UserError for options that contradict a sharded network, or for a pin that can't be applied.
-
-    Pins of an earlier start have no effect under another mode, which is reported.
-    """
+    """Raises UserError for options that contradict a sharded network, or for a pin that can't be applied."""
     job, plan, mode = parts.job, parts.plan, parts.mode
     if plan is None and job.parallel.pin and not (parts.folder is not NOWHERE and parts.folder.has_checkpoints()):
         why = "one process has nothing to split" if one_process(mode) else f"the mode {mode} splits no ops"
@@ -249,20 +237,14 @@ def record_setup(
     layouts: Mapping[str, TensorLayout] = {},
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Records data, network and training settings in three lines, the first ones on screen, in a log and in the report.
-
-    `layouts` are those of sharded parameters, `optimizer` is the custom optimizer if it exists already. A custom loop
-    decides the number of epochs and the evaluated data.
-    """
+    """Records data, network and training settings in three lines; `layouts` are those of sharded parameters."""
     job, world, custom_loop = run.job, run.world, isinstance(run, Parts) and run.custom_loop
     options, count = job.train, len(splits.train)
     order = Order(count, min(options.batch, count), 0, options.drop_last)
     parameters = sum(math.prod(layouts.get(name, each).shape) for name, each in model.named_parameters())
-    named = (
-        job.model.name
-        if objects.model is not None
-        else resolve_model(job.model, pixels_for(job, splits, objects).size).name
-    )
+    named = job.model.name
+    if objects.model is None:
+        named = resolve_model(job.model, data_setup.pixels_for(job, splits, objects).size).name
     data = job.data.name if objects.train_set is None else type(objects.train_set).__name__
     tested = None if custom_loop else len(splits.test)
     counted = describe_samples(count, tested, classes, "samples" if splits.pixels.own else "pictures")
@@ -282,11 +264,7 @@ def record_setup(
 def _name_outputs(
     journal: Journal, classes: tuple[str, ...], network: ParallelNetwork, trial: TrialResult
 ) -> tuple[str, ...]:
-    """A name for each output of a job's network. Says how gradients are averaged, and where no class has some output.
-
-    Raises:
-        UserError: the network has too few outputs.
-    """
+    """Names each output of a job's network; reports how gradients are averaged, and outputs without a class."""
     outputs = network.traits.outputs
     if outputs and outputs < len(classes):
         hints = (f"add outputs: --set model.num_classes={len(classes)}",)
@@ -299,11 +277,11 @@ def _name_outputs(
     if outputs > len(classes):
         message = f"the network has {outputs:,} outputs for {len(classes):,} classes; extra outputs count as wrong"
         journal.event("note", message)
-    return name_outputs(classes, outputs)
+    return data_setup.name_outputs(classes, outputs)
 
 
 def _schedule_of_loop(job: Job, own: CustomParts, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> SetRates:
-    """Sets the learning rates of a user's own loop, where its job moves them."""
+    """Returns the function that sets the learning rates of a custom loop; does nothing unless its job sets them."""
     if not own.scheduled:
         return lambda _step: None
     set_rates = make_schedule(optimizer, job.train, steps_per_epoch)
@@ -315,29 +293,22 @@ def _schedule_of_loop(job: Job, own: CustomParts, optimizer: torch.optim.Optimiz
 
 def _compiled_and_balanced(trainer: Trainer) -> Trainer:
     """Compiles a job's updates and balances its shares, where it asks for that; a collective."""
-    sharing, wanted = trainer.feed.sharing, trainer.job.cluster.shares
-    if sharing.processes > 1 and (wanted == "auto" or (wanted == MACHINES and _may_differ(trainer))):
+    world, sharing, wanted = trainer.world, trainer.feed.sharing, trainer.job.cluster.shares
+    balance = sharing.processes > 1 and wanted == "auto"
+    if sharing.processes > 1 and wanted == MACHINES:
+        # Machines of one kind aren't measured: a passing difference would change the bits from run to run.
+        able = trainer.run.mode == USUAL_MODE and not trainer.synchronizer.local_statistics
+        if able and world.local_size < world.size:
+            kinds = gather_plain(f"{device_name(world.device)}, {cores():.3g} cores", world)
+            balance = len(set(kinds)) > 1
+    if balance:
         trainer.hooks.balance_shares = functools.partial(BalancedShares(known=bool(sharing.shares)).balance, trainer)
         trainer.hooks.balance_shares()
-    elif wanted == MACHINES:
-        # What a checkpoint from other machines may have kept.
+    elif wanted == MACHINES:  # shares that a checkpoint has from other machines
         trainer.feed.sharing = dataclasses.replace(sharing, shares=())
     if trainer.job.train.compile:
         compile_updates(trainer)
     return trainer
-
-
-def _may_differ(trainer: Trainer) -> bool:
-    """True where several machines take part whose kinds differ, so that it is worth measuring; a collective there.
-
-    Machines of one kind aren't measured: a passing difference would change the bits from run to run.
-    """
-    world = trainer.world
-    able = trainer.run.mode == USUAL_MODE and not trainer.synchronizer.local_statistics
-    if not able or world.local_size == world.size:
-        return False
-    kinds = gather_plain(f"{device_name(world.device)}, {cores():.3g} cores", world)
-    return broadcast_plain(len(set(kinds)) > 1, world)
 
 
 def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan | None]:
@@ -357,43 +328,136 @@ def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan
 
 
 def _placed(model: nn.Module, job: Job, world: World) -> tuple[nn.Module, Job]:
-    """The network on this process's device, in training; and the job with the precision that its numbers have.
-
-    What the loop computes beside the network can't be measured, so nothing is chosen for it.
-    """
-    options, changes = job.train, dict[str, Any]()
-    if options.precision == "fp64":
-        model = model.double()
-    elif {parameter.dtype for parameter in model.parameters()} == {torch.float64}:
+    """Returns the network on this process's device, and the job with its precision, because nothing is measured."""
+    options, changes = job.train, dict[str, Any](channels_last=job.train.channels_last is True)
+    if options.precision != "fp64" and {parameter.dtype for parameter in model.parameters()} == {torch.float64}:
         changes["precision"] = "fp64"
     elif options.precision == "auto":
         changes["precision"] = "fp32"
-    changes["channels_last"] = options.channels_last is True
-    named = job.model.model_copy(update={"name": type(model).__name__})
-    model = model.to(world.device)
-    if job.train.channels_last is True:
-        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - missing in its types
-    return model.train(), job.model_copy(update={"model": named, "train": options.model_copy(update=changes)})
-
-
-def _follow_parameters(own: CustomParts, names: dict[int, str]) -> None:
-    """Gives the optimizer the network's parameters as they are under its mode; `names` are of those before it."""
-    live = dict(own.model.named_parameters())
-    for group in own.optimizer.param_groups:
-        if any(id(parameter) not in names for parameter in group["params"]):
-            hints = ("create the optimizer from model.parameters() before session.prepare",)
-            raise UserError("the optimizer has parameters that don't belong to the network", "session.prepare", hints)
-        group["params"] = [live[names[id(parameter)]] for parameter in group["params"]]
+    options, named = options.model_copy(update=changes), job.model.model_copy(update={"name": type(model).__name__})
+    return on_device(model, options, world.device), job.model_copy(update={"model": named, "train": options})
 
 
 def grid_of(job: Job, world: World, mode: str) -> Grid | None:
-    """Returns the mesh of the job for modes with a mesh; by default one axis, dp.
-
-    Raises:
-        UserError: the size of the mesh is not the number of processes.
-    """
+    """Returns the mesh of the job for modes with a mesh. Raises UserError: it is not for this many processes."""
     if not takes_mesh(mode):
         return None
     mesh = mesh_of(job, world)
     mesh.check_size(world.size)
     return Grid(mesh, world)
+
+
+def make_model(
+    job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal, grid: Grid | None = None
+) -> nn.Module:
+    """Creates the network on its device: equal on all processes (same seed), or sharded over `grid` by its own code."""
+    torch.manual_seed(derive(job.train.seed, "model"))
+    model = objects.model
+    if model is None:
+        for note in describe(job.model, pixels.size).notes:
+            journal.event("note", note)
+        model = build_model(job.model, channels=pixels.channels, size=pixels.size, num_classes=classes, mesh=grid)
+    if job.model.weights:
+        begin_with(model, Path(job.model.weights).expanduser(), classes, journal)
+    if job.train.precision != "fp64" and {one.dtype for one in model.parameters()} == {torch.float64}:
+        what = f"the network is float64, but train.precision is {job.train.precision}"
+        raise UserError(what, "train.precision", ("add --set train.precision=fp64", "or make the network float32"))
+    return on_device(model, job.train, world.device)
+
+
+def on_device(model: nn.Module, options: TrainOptions, device: str) -> nn.Module:
+    """Returns the network on a device, in training mode, in the precision and the memory format of the options."""
+    model = model.double() if options.precision == "fp64" else model
+    layout = torch.channels_last if options.channels_last is True else torch.preserve_format
+    return model.to(device, memory_format=layout).train()  # pyright: ignore[reportCallIssue] - missing in its types
+
+
+def without_first_weights(job: Job, size: int, objects: Objects) -> Job:
+    """Returns the job without initial weights, because the weights come from a checkpoint; `size` is in pixels."""
+    model = resolve_model(job.model, size) if objects.model is None else job.model.model_copy(update={"weights": ""})
+    return job.model_copy(update={"model": model})
+
+
+def read_any(path: Path) -> Snapshot:
+    """Reads a checkpoint of manyhands or of another tool."""
+    return load(path) if path.is_dir() else read_foreign(path)
+
+
+def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal) -> None:
+    """Loads the weights of a file, a checkpoint or a run; a last layer with another number of classes is not loaded."""
+    path, passed_over = choose(reference, "best")
+    for note in passed_over:
+        journal.event("warning", note)
+    snapshot, (live, _) = fitted(read_any(path), model.state_dict()), split_state(model)
+    saved = snapshot.model
+    if head := _other_head(saved, live, classes):
+        outputs = len(saved[head[0]])
+        journal.event("note", f"{', '.join(head)} not loaded: {path.name} has {outputs:,} classes, not {classes:,}")
+        saved.update({name: live[name] for name in head})
+    try:
+        load_snapshot(snapshot, model, "model.weights", renames=False)
+    except UserError as error:
+        hints = ("choose the network of these weights; only the last layer may have a different number of classes",)
+        raise UserError(error.message, f"model.weights: {path}", hints) from None
+    for note in snapshot.notes:
+        journal.event("note", note)
+
+
+def refuse_other_head(snapshot: Snapshot, model: nn.Module, classes: int, where: str) -> None:
+    """Raises UserError for a foreign checkpoint whose last layer doesn't have as many outputs as there are classes."""
+    saved, live = fitted(snapshot, model.state_dict()).model, split_state(model)[0]
+    if head := _other_head(saved, live, classes):
+        outputs = len(saved[head[0]])
+        hints = (
+            f"start from these weights with a new last layer: --model.weights {where}",
+            f"or keep all outputs: --set model.num_classes={outputs}",
+        )
+        raise UserError(f"the network has {outputs:,} outputs, but the data has {classes:,} classes", where, hints)
+
+
+def _other_head(saved: dict[str, Tensor], live: dict[str, Tensor], classes: int) -> list[str]:
+    """Returns the tensors of the last layers if only their number of outputs differs; else an empty list."""
+    if saved.keys() != live.keys():
+        return []
+    other = [name for name in live if saved[name].shape != live[name].shape]
+    same_else = all(saved[name].ndim and saved[name].shape[1:] == live[name].shape[1:] for name in other)
+    lengths = {(len(saved[name]), len(live[name])) for name in other} if same_else else set()
+    return other if len(lengths) == 1 and lengths.pop()[1] == classes else []
+
+
+def describe_trained(
+    run: RunContext, samples: data_setup.DataSetup, classes: tuple[str, ...], objects: Objects
+) -> TrainedNetwork:
+    """Describes the network and its data beyond the weights, for checkpoints; `classes` names each output."""
+    job, pixels = run.job, samples.pixels
+    fields = {name: getattr(pixels, name) for name in ("own", "size", "channels", "mean", "std")}
+    pictures = Pictures(resize=pixels.resized_to, **fields)
+    if objects.model is not None:
+        note_trained_on(objects.model, pictures, classes)
+    model = job.model if objects.model is not None else resolve_model(job.model, pixels.size)
+    grid = mesh_of(job, run.world) if takes_mesh(run.mode) else None
+    return TrainedNetwork(
+        name=model.name,
+        made_in_python=objects.model is not None,
+        arguments=model.arguments,
+        num_classes=len(samples.classes),
+        axes=tuple(grid.names) if grid else (),
+        double=job.train.precision == "fp64",
+        precision=job.train.precision,
+        channels_last=job.train.channels_last is True,
+        pictures=pictures,
+        classes=classes,
+        code=code_digests((model.name, job.data.name, job.data.held_out, *job.train.custom_code)),
+        digests={**objects.digests, **data_setup.digest_data(samples.splits)},
+        samples={word: len(source) for word, source in data_setup.split_names(samples.splits)},
+    )
+
+
+def mesh_of(job: Job, world: World) -> Mesh:
+    """Returns the mesh of the job, by default one axis, dp."""
+    return parse_mesh(job.parallel.mesh) if job.parallel.mesh else Mesh((("dp", world.size),))
+
+
+def pixels_of(about: Pictures) -> Pixels:
+    """Returns the preprocessing of pictures for an evaluation."""
+    return Pixels(about.size, about.channels, about.mean, about.std, "none", resize=about.resize, own=about.own)

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from manyhands.checkpoint import files
-from manyhands.checkpoint.files import read_plain
+from manyhands.checkpoint.files import STATE, read_plain
 from manyhands.checkpoint.folders import resolve
 from manyhands.checkpoint.trained import find_record
 from manyhands.config.job import MEASURED, Job, TrainOptions
@@ -27,7 +26,7 @@ from manyhands.core.seeds import derive
 from manyhands.core.user_code import code_digests
 from manyhands.core.world import World
 from manyhands.data.splits import Splits
-from manyhands.data.transforms import Batch, Pixels
+from manyhands.data.transforms import Pixels
 from manyhands.models.build import build_model
 from manyhands.parallel.apply import takes_mesh
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
@@ -37,18 +36,16 @@ from manyhands.train.data_setup import class_names, make_loader, open_splits, pi
 from manyhands.train.feed import drawing
 from manyhands.train.loss import make_loss_fn
 from manyhands.train.objects import Objects
+from manyhands.train.parts import on_device
 from manyhands.train.trial_step import StepProbe
 
 EXACT, HALF = "fp32", "bf16"
-# How many times as fast bf16 must be for its rounding, and channels_last for the trouble of another layout.
-LEAST_GAIN, LEAST_GAIN_OF_LAYOUT = 1.3, 1.05
-# Rounds in turns after a first one: so many at least, more within the seconds; none begins after the last of them.
+LEAST_GAIN, LEAST_GAIN_OF_LAYOUT = 1.3, 1.05  # least speedups by bf16 and by channels_last
+# Rounds after the first one: at least two, more within 0.4 s; none begins after 2 s.
 _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S, _MOST_S = 2, 40, 0.4, 2.0
-# A measured pass has as many samples as make so many pixels, within these limits: 16 of CIFAR-10, 4 of ImageNet. With
-# more of them bf16 and channels_last gain more, so what is taken pays in training too.
+# Pixels of a measured pass, and limits of its samples: 16 of CIFAR-10, 4 of ImageNet. Larger passes gain more.
 _PIXELS, _MIN, _MOST = 16 * 32 * 32, 4, 64
-# A network without a convolution gains nothing by bf16 below so many numbers.
-_SMALL = 1_000_000
+_SMALL = 1_000_000  # parameters; smaller networks without a convolution gain nothing by bf16
 
 
 @dataclass(frozen=True)
@@ -68,91 +65,71 @@ class KindOfMachine:
 
     name: str  # of the processor or card
     bf16: bool  # it computes that itself
-    # of an update's forward and backward, by variant; without those that failed
-    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])  # of forward and backward, by variant
     failed: Mapping[str, str] = field(default_factory=dict[str, str])  # by variant, why the network can't run so
 
 
-@dataclass(frozen=True)
-class PrecisionRequest:
-    """The requested precision and memory format; "auto" must be resolved."""
-
-    precision: str
-    channels_last: bool | Literal["auto"]
-
-    def variants(self, *, bf16: bool) -> list[Variant]:
-        """Returns the possible variants; `bf16`: all machines support it natively."""
-        precisions = [EXACT, *([HALF] if bf16 else [])] if self.precision == "auto" else [self.precision]
-        layouts = [False, True] if self.channels_last == "auto" else [self.channels_last]
-        return [Variant(precision, layout) for precision in precisions for layout in layouts]
+def variants_of(options: TrainOptions, *, bf16: bool) -> list[Variant]:
+    """Returns the variants to choose from where options are "auto"; `bf16`: all machines support it natively."""
+    precisions = [EXACT, *([HALF] if bf16 else [])] if options.precision == "auto" else [options.precision]
+    layouts = [False, True] if options.channels_last == "auto" else [options.channels_last]
+    return [Variant(precision, layout) for precision in precisions for layout in layouts]
 
 
-def choose_variant(requested: PrecisionRequest, kinds: Sequence[KindOfMachine]) -> tuple[Variant, list[str]]:
-    """Selects the variant for all machines of a run, with a sentence on each automatic option.
+def choose_variant(options: TrainOptions, kinds: Sequence[KindOfMachine]) -> tuple[Variant, list[str]]:
+    """Selects the variant for all machines of a run, with a sentence on each automatic option."""
 
-    The smallest gain over all kinds of machines counts.
-    """
+    def layout(precision: str) -> tuple[Variant, list[str]]:
+        if options.channels_last != "auto":
+            return Variant(precision, options.channels_last), []
+        pays, why = _pays(kinds, Variant(precision, False), Variant(precision, True), LEAST_GAIN_OF_LAYOUT)
+        return Variant(precision, pays), [f"train.channels_last is {str(pays).lower()}: {one}" for one in why]
 
-    def gain(before: Variant, after: Variant) -> float:
-        """Returns the speedup of one variant over another; 0 if a kind of machine can't run both."""
-        seconds = [(kind.seconds.get(str(before), 0.0), kind.seconds.get(str(after), 0.0)) for kind in kinds]
-        return min(old / new if old and new else 0.0 for old, new in seconds)
-
-    def layout(precision: str) -> Variant:
-        if requested.channels_last != "auto":
-            return Variant(precision, requested.channels_last)
-        pays = gain(Variant(precision, False), Variant(precision, True)) >= LEAST_GAIN_OF_LAYOUT
-        return Variant(precision, pays)
-
-    taken, said = layout(EXACT if requested.precision == "auto" else requested.precision), list[str]()
-    if requested.precision == "auto":
-        half, without = layout(HALF), [kind.name for kind in kinds if not kind.bf16]
-        gained = gain(taken, half)
-        why = _why_not(kinds, half)
-        if without:
-            why = [f"{without[0]} has no native bf16"]
-        elif gained >= LEAST_GAIN:
-            taken, why = half, [f"{gained:.2f} times as fast as fp32 in a short measurement"]
-        elif gained:
-            why = [f"bf16 is {gained:.2f} times as fast, below the threshold of {LEAST_GAIN}"]
-        said += [f"train.precision is {taken.precision}: {one}" for one in why]
-    if requested.channels_last == "auto":
-        other = Variant(taken.precision, True)
-        gained = gain(Variant(taken.precision, False), other)
-        why = [f"the speedup is {gained:.2f}, below {LEAST_GAIN_OF_LAYOUT}"] if gained else _why_not(kinds, other)
-        if taken.channels_last:
-            why = [f"{gained:.2f} times as fast in a short measurement"]
-        said += [f"train.channels_last is {str(taken.channels_last).lower()}: {one}" for one in why]
-    return taken, said
+    if options.precision != "auto":
+        return layout(options.precision)
+    (exact, _), (half, _), without = layout(EXACT), layout(HALF), [kind.name for kind in kinds if not kind.bf16]
+    pays, why = _pays(kinds, exact, half, LEAST_GAIN)
+    if without:
+        pays, why = False, [f"{without[0]} has no native bf16"]
+    taken, said = layout(HALF if pays else EXACT)
+    return taken, [*(f"train.precision is {taken.precision}: {one}" for one in why), *said]
 
 
-def _why_not(kinds: Sequence[KindOfMachine], variant: Variant) -> list[str]:
-    """Returns why a variant failed; empty if it wasn't tried, or if all failed, which is reported elsewhere."""
-    why = [kind.failed[str(variant)] for kind in kinds if str(variant) in kind.failed and kind.seconds]
-    return [f"the benchmark of {variant} failed ({one})" for one in why[:1]]
+def _pays(kinds: Sequence[KindOfMachine], before: Variant, after: Variant, least: float) -> tuple[bool, list[str]]:
+    """Returns whether `after` is `least` times as fast as `before` on each kind of machine, and the reason if known."""
+    # A kind that can't run both gains nothing; what all failed at is reported elsewhere.
+    seconds = [(kind.seconds.get(str(before), 0.0), kind.seconds.get(str(after), 0.0)) for kind in kinds]
+    gained = min(old / new if old and new else 0.0 for old, new in seconds)
+    if gained:
+        said = f"{after} is {gained:.2f} times as fast as {before} in a short measurement"
+        return gained >= least, [said if gained >= least else f"{said}, below the threshold of {least}"]
+    failed = [kind.failed[str(after)] for kind in kinds if str(after) in kind.failed and kind.seconds]
+    return False, [f"the benchmark of {after} failed ({one})" for one in failed[:1]]
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One variant of a network's update, to be timed."""
-
-    ready: Callable[[], None]  # puts everything in place; isn't timed
-    run: Callable[[], torch.Tensor]  # forward and backward; gives the loss []
+# One variant of an update, to be timed: a function that puts everything in place, and one that gives the loss [].
+Trial = tuple[Callable[[], None], Callable[[], torch.Tensor]]
 
 
 def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, float], dict[str, str]]:
-    """Returns (seconds by variant, errors by variant): the fastest of several rounds in turns, on one thread.
-
-    On a CPU, the processor time of this one thread counts, which depends neither on the number of processes nor on the
-    load of the machine.
-    """
+    """Returns (seconds by variant, errors by variant): the fastest of several rounds in turns, on one thread."""
+    # Processor time depends neither on the number of processes nor on the load of the machine.
     clock = time.process_time if torch.device(device).type == "cpu" else time.perf_counter
     seconds, failed, threads = dict[str, float](), dict[str, str](), torch.get_num_threads()
+
+    def timed(trial: Trial) -> tuple[float, torch.Tensor]:
+        ready, run = trial
+        ready()
+        wait_for(device)
+        started, loss = clock(), run()
+        wait_for(device)
+        return clock() - started, loss
+
     torch.set_num_threads(1)
     try:
         for variant, trial in trials.items():
             try:
-                first, loss = _timed(trial, device, clock)
+                first, loss = timed(trial)
                 if torch.isfinite(loss):
                     seconds[str(variant)] = first
                 else:
@@ -168,20 +145,11 @@ def time_variants(trials: Mapping[Any, Trial], device: str) -> tuple[dict[str, f
             if number and (taken_s > _MOST_S or (number >= _LEAST_ROUNDS and taken_s > _ENOUGH_S)):
                 break
             for name, trial in left:
-                taken = _timed(trial, device, clock)[0]
+                taken = timed(trial)[0]
                 seconds[name] = min(taken, seconds.get(name, taken))
     finally:
         torch.set_num_threads(threads)
     return seconds, failed
-
-
-def _timed(trial: Trial, device: str, clock: Callable[[], float]) -> tuple[float, torch.Tensor]:
-    trial.ready()
-    wait_for(device)
-    started = clock()
-    loss = trial.run()
-    wait_for(device)
-    return clock() - started, loss
 
 
 def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
@@ -189,20 +157,16 @@ def make_network(job: Job, network: dict[str, Any], device: str) -> nn.Module:
     torch.manual_seed(derive(job.train.seed, "model"))
     options = job.model.model_copy(update={"pretrained": False, "weights": ""})
     model = build_model(options, channels=network["channels"], size=network["size"], num_classes=network["classes"])
-    if job.train.precision == "fp64":
-        model = model.double()
-    layout = torch.channels_last if job.train.channels_last is True else torch.preserve_format
-    return model.to(device, memory_format=layout).train()  # pyright: ignore[reportCallIssue] - missing in its types
+    return on_device(model, job.train, device)
 
 
 @dataclass(frozen=True)
 class ResolvedPrecision:
     """A job with resolved precision and layout."""
 
-    job: Job  # with a precision and a layout
+    job: Job
     said: list[str] = field(default_factory=list[str])  # a sentence on each that was measured
-    # for plan.json: what of the job this decided, and each kind of machine's seconds
-    about: dict[str, Any] = field(default_factory=dict[str, Any])
+    about: dict[str, Any] = field(default_factory=dict[str, Any])  # for plan.json: values, and measured seconds
     splits: Splits | None = None  # the data, where it had to be opened
 
 
@@ -227,18 +191,16 @@ def resolve_precision(
     now = _with(job, *(old if new == "auto" else new for old, new in zip(previous, _values(job), strict=True)))
     if not now.train.measured_precision:
         return ResolvedPrecision(now, about={"resolved": _resolved(job, now)})
-    requested = PrecisionRequest(now.train.precision, now.train.channels_last)
     splits = open_splits(job, world, objects)
     measurement = Measurement(job, splits, world.device, objects, pixels_for(job, splits, objects))
     mine = KindOfMachine(environment(world.device)["device"], computes_bf16(world.device))
     everybody = [KindOfMachine(**one) for one in gather_plain(asdict(mine), world)]
     found = None
     if everybody.index(mine) == world.rank and not takes_mesh(mode):
-        variants = requested.variants(bf16=all(one.bf16 for one in everybody))
-        announce = functools.partial(say, measurement) if measure else None
-        found = asdict(measured(measurement, mine, variants, announce))
+        variants = variants_of(now.train, bf16=all(one.bf16 for one in everybody))
+        found = asdict(measured(measurement, mine, variants, functools.partial(say, measurement) if measure else None))
     kinds = [KindOfMachine(**one) for one in gather_plain(found, world) if one] or everybody
-    taken, said = choose_variant(requested, kinds)
+    taken, said = choose_variant(now.train, kinds)
     resolved = _with(job, taken.precision, taken.channels_last)
     about = {"resolved": _resolved(job, resolved), "precision_measured": list(map(asdict, kinds))}
     return ResolvedPrecision(resolved, said, about, splits)
@@ -246,9 +208,9 @@ def resolve_precision(
 
 def plain_precision(job: Job) -> ResolvedPrecision:
     """Returns the job in fp32 and the default layout if they are "auto", for a device that is not on this machine."""
-    plain = [EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True]
-    said = [f"{key} is {value}: no device to measure" for key, value in _resolved(job, _with(job, *plain)).items()]
-    return ResolvedPrecision(_with(job, *plain), said)
+    plain = _with(job, EXACT if job.train.precision == "auto" else job.train.precision, job.train.channels_last is True)
+    said = [f"{key} is {value}: no device to measure" for key, value in _resolved(job, plain).items()]
+    return ResolvedPrecision(plain, said)
 
 
 def _values(job: Job) -> list[Any]:
@@ -275,7 +237,7 @@ def _previous(folder: RunFolder, job: Job) -> list[Any] | None:
     # What is wrong with a checkpoint is said where it is read.
     with contextlib.suppress(UserError, OSError):
         if resume not in {"auto", "never"} and (path := resolve(Path(resume).expanduser(), "last")).is_dir():
-            record = find_record(path, read_plain(path / files.STATE))
+            record = find_record(path, read_plain(path / STATE))
             return [record.precision, record.channels_last] if record and record.precision else None
     return None
 
@@ -307,8 +269,7 @@ class Measurement:
 
     def network(self) -> nn.Module:
         """Returns a copy of the network."""
-        own = self.objects.model
-        if own is not None:
+        if (own := self.objects.model) is not None:
             return copy.deepcopy(own).to(self.device).train()
         return make_network(self.job, self.sizes, self.device)
 
@@ -316,13 +277,17 @@ class Measurement:
         """Returns the trials of all variants, on one network."""
         job = self.job
         group_batch_norms(model)
-        batch, world = self.batch(self.count()), World(device=self.device)
+        data = job.data.model_copy(update={"workers": 0, "machine_workers": 0})
+        plain = _with(job.model_copy(update={"data": data}), EXACT, channels_last=False)
+        classes, world = self.sizes["classes"], World(device=self.device)
+        loader = make_loader(plain, self.splits.train, self.pixels, world, train=True, classes=classes)
+        batch = next(iter(loader.batches(0, [torch.arange(self.count())])))
+        loader.close()
         loss_fn = make_loss_fn(job.train, self.objects.loss)
 
         def trial(variant: Variant) -> Trial:
             layout = torch.channels_last if variant.channels_last else torch.contiguous_format
-            options = job.train.model_copy(update={"precision": variant.precision})
-            probe = StepProbe(model, loss_fn, options, world)
+            probe = StepProbe(model, loss_fn, job.train.model_copy(update={"precision": variant.precision}), world)
             images = batch.images.to(memory_format=layout) if batch.images.ndim == 4 else batch.images
             part = replace(batch, images=images)
 
@@ -331,19 +296,9 @@ class Measurement:
                 for parameter in model.parameters():
                     parameter.grad = None
 
-            return Trial(ready, lambda: probe.run(part).loss)
+            return ready, lambda: probe.run(part).loss
 
         return {variant: trial(variant) for variant in variants}
-
-    def batch(self, count: int) -> Batch:
-        """Returns the first samples in single precision."""
-        data = self.job.data.model_copy(update={"workers": 0, "machine_workers": 0})
-        plain = _with(self.job.model_copy(update={"data": data}), EXACT, channels_last=False)
-        classes, world = self.sizes["classes"], World(device=self.device)
-        loader = make_loader(plain, self.splits.train, self.pixels, world, train=True, classes=classes)
-        found = next(iter(loader.batches(0, [torch.arange(count)])))
-        loader.close()
-        return found
 
     @functools.cached_property
     def sizes(self) -> dict[str, Any]:
@@ -356,10 +311,7 @@ class Measurement:
 
 
 def measured(
-    measurement: Measurement,
-    kind: KindOfMachine,
-    variants: list[Variant],
-    say: Callable[[str], object] | None,
+    measurement: Measurement, kind: KindOfMachine, variants: list[Variant], say: Callable[[str], object] | None
 ) -> KindOfMachine:
     """Returns a kind of machine with the seconds of all variants, cached or, with `say`, measured now."""
     if len(variants) < 2:
@@ -372,7 +324,10 @@ def measured(
     try:
         with drawing(derive(measurement.job.train.seed, "precision"), device.partition(":")[0]):
             model = measurement.network()
-            variants = _worth_timing(model, variants)
+            numbers = list(model.parameters())
+            if not any(one.ndim == 4 for one in numbers):  # without a convolution no layout pays, nor bf16 if small
+                small = sum(one.numel() for one in numbers) < _SMALL
+                variants = [one for one in variants if one.channels_last == variants[0].channels_last and not small]
             if len(variants) < 2:
                 return kind
             say("benchmarking the network in each precision and layout; the results are cached")
@@ -383,12 +338,3 @@ def measured(
         times.keep(f"precision {key} {name}", one)
     times.save()
     return replace(kind, seconds=seconds, failed=failed)
-
-
-def _worth_timing(model: nn.Module, variants: list[Variant]) -> list[Variant]:
-    """Without the layout where the network has no convolution, and none where it is small besides."""
-    numbers = list(model.parameters())
-    if any(one.ndim == 4 for one in numbers):
-        return variants
-    small = sum(one.numel() for one in numbers) < _SMALL
-    return [] if small else [one for one in variants if one.channels_last == variants[0].channels_last]

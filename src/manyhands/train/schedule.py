@@ -1,12 +1,12 @@
 """The learning rates of each update: by a built-in schedule, a custom function of the step, or a torch scheduler."""
 
+import contextlib
 import inspect
 import json
 import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,11 +22,7 @@ _KINDS: dict[str, Any] = {"list": list, "tuple": tuple, "dict": dict}
 
 
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Returns the scheduler's state as JSON data, without functions and counters, which its constructor creates.
-
-    Raises:
-        UserError: the state contains unsupported types.
-    """
+    """Returns the scheduler's state as JSON data, without functions. Raises UserError: it can't be saved."""
     found = dict[str, Any]()
     for name, value in scheduler.state_dict().items():
         try:
@@ -40,20 +36,16 @@ def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def restore_scheduler(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Restores a scheduler from the result of `scheduler_state`; other attributes keep their initial values.
-
-    Raises:
-        Exception: the state can't be read; see `reading_of`.
-    """
+    """Restores a scheduler from the result of `scheduler_state`; any exception: it can't be read (see `reading_of`)."""
     given = {name: from_plain_data(value) for name, value in state.items()}
     if not isinstance(given.get("last_epoch", 0), int):
         raise ValueError(f"last_epoch is not an integer: {str(given['last_epoch'])[:60]}")
     scheduler.load_state_dict({**scheduler.state_dict(), **given})
-    # The optimizer has made steps, in another process: else torch warns of a scheduler that comes first.
+    # Otherwise torch warns that the scheduler's step comes before the optimizer's.
     scheduler.optimizer.__dict__["_opt_called"] = True
 
 
-@contextmanager
+@contextlib.contextmanager
 def reading_of(where: str) -> Generator[None]:
     """Converts exceptions in the context to a UserError about the scheduler's state in the checkpoint `where`."""
     try:
@@ -98,17 +90,7 @@ _WHERE = "train.schedule"
 def make_schedule(
     optimizer: torch.optim.Optimizer, options: TrainOptions, steps_per_epoch: int, own: Callable[..., Any] | None = None
 ) -> SetRates:
-    """Creates the function that sets learning rates; a custom schedule is tested for the first update.
-
-    Args:
-        optimizer: the new optimizer.
-        options: the train section; a custom optimizer has its own peak rate.
-        steps_per_epoch: the number of updates in an epoch.
-        own: the custom function from Python; it overrides the name in the options.
-
-    Raises:
-        UserError: the custom function is not a valid schedule.
-    """
+    """Creates the function that sets learning rates; a custom one, such as `own`, is tested for the first update."""
     function, options = brought(_WHERE, options.schedule, own), with_own_rate(options, optimizer)
     if function is None:
         return lambda step: set_learning_rate(optimizer, learning_rate(options, step, steps_per_epoch))
@@ -136,20 +118,18 @@ def make_schedule(
 
 
 def _asked_for(function: Any, total_steps: int, steps_per_epoch: int) -> tuple[bool, dict[str, int]]:
-    """Whether a function is one of the optimizer, and what it asks for besides its first argument."""
+    """Returns whether a function takes the optimizer, and its further arguments."""
+    of_step = "pass a function of the step: schedule=lambda step: 0.99 ** step"
     if not callable(function):
+        of_optimizer = "or of the optimizer: schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9)"
         kind = type(function).__name__
-        hints = (
-            "pass a function of the step: schedule=lambda step: 0.99 ** step",
-            "or of the optimizer: schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 9)",
-        )
-        raise UserError(f"the schedule is a {kind}, not a function", _WHERE, hints)
+        raise UserError(f"the schedule is a {kind}, not a function", _WHERE, (of_step, of_optimizer))
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # of what is written in C it isn't always known
+    except ValueError:  # some functions in C have no signature
         return False, {}
     if not parameters:
-        raise UserError("the schedule takes no argument", _WHERE, ("pass a function: lambda step: 0.99 ** step",))
+        raise UserError("the schedule takes no argument", _WHERE, (of_step,))
     first, *others = parameters
     known = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
     for one in others:
@@ -178,10 +158,7 @@ class CustomScheduler:
 
     A resumed run repeats all steps of torch's own schedulers, so that a longer run has the rates of its new length. The
     state of ReduceLROnPlateau and of other classes, which may depend on more than the step, is saved; a class that was
-    created differently (for a longer run) repeats all steps too.
-
-    Attributes:
-        waits: True if it needs the loss of an evaluation, as ReduceLROnPlateau does.
+    created differently (for a longer run) repeats all steps too. `waits`: it needs the loss of an evaluation.
     """
 
     def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -202,14 +179,14 @@ class CustomScheduler:
     def __call__(self, step: int) -> None:
         if self.waits:
             return
-        if 0 < self._made == step - 1:
-            # Not as below, which would have Python say again whatever it warns of once.
-            self._advance(step)
-            return
-        with warnings.catch_warnings():
-            # No update has been made yet where a run goes on, or a loss scaler has skipped the first.
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            self._advance(step)
+        # catch_warnings resets the warnings that were shown once, so it isn't entered in usual steps.
+        usual = 0 < self._made == step - 1
+        with contextlib.nullcontext() if usual else warnings.catch_warnings():
+            if not usual:  # no update has been made yet in a resumed run, or a loss scaler has skipped the first
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            while self._made < step:
+                self._scheduler.step()
+                self._made += 1
 
     def evaluated(self, loss: float) -> None:
         """Steps the scheduler with the loss of an evaluation, if it needs the loss."""
@@ -223,11 +200,7 @@ class CustomScheduler:
         return json.dumps({"kind": self._kind, "made": self._made, "as_made": self._as_made, "now": self._now()})
 
     def resume(self, saved: str, step: int) -> None:
-        """Restores the result of `saved` if it fits a run with `step` updates.
-
-        Raises:
-            Exception: the state is invalid; see `reading_of`.
-        """
+        """Restores the result of `saved` if it fits a run with `step` updates; any exception: it is invalid."""
         if (made := self._as_made) is None:
             return
         found = json.loads(saved)
@@ -249,17 +222,11 @@ class CustomScheduler:
         ]
         return {"state": scheduler_state(self._scheduler), "groups": groups}
 
-    def _advance(self, step: int) -> None:
-        while self._made < step:
-            self._scheduler.step()
-            self._made += 1
-
 
 def _follows_steps(scheduler: Any) -> bool:
-    """True for schedulers of torch, made only of such."""
-    return type(scheduler).__module__.startswith("torch.") and all(
-        map(_follows_steps, getattr(scheduler, "_schedulers", ()))
-    )
+    """True for torch's own schedulers, including all that they contain."""
+    inner = getattr(scheduler, "_schedulers", ())
+    return type(scheduler).__module__.startswith("torch.") and all(map(_follows_steps, inner))
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

@@ -30,24 +30,14 @@ from manyhands.models.interface import main_and_auxiliary
 from manyhands.parallel.gradients import autocast
 from manyhands.parallel.group.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.network import ParallelNetwork
-from manyhands.train.custom_update import (
-    SESSION,
-    CustomUpdate,
-    OutputHook,
-    PreparedOptimizer,
-    SessionSamples,
-    as_given,
-    postpone_steps,
-    prepare_trainer,
-)
+from manyhands.train import custom_update
 from manyhands.train.data_setup import make_loader
 from manyhands.train.evaluate import Evaluator, agreed, evaluating, record_evaluation
 from manyhands.train.heartbeat import StopSignal
 from manyhands.train.loop import updates
-from manyhands.train.metrics import Evaluation, make_metrics
-from manyhands.train.network import PICTURES, pixels_of
+from manyhands.train.loss import Evaluation, make_metrics
 from manyhands.train.objects import metric_words
-from manyhands.train.parts import CustomParts, PlanLike, as_plan
+from manyhands.train.parts import PICTURES, CustomParts, PlanLike, as_plan, pixels_of
 from manyhands.train.saving import finish_save, save
 from manyhands.train.schedule import scheduler_state
 from manyhands.train.trainer import Trainer, record_time
@@ -72,30 +62,19 @@ class Session(Subgroup):
         stop: StopSignal | None = None,
         write_metadata: Callable[[Trainer], None] = lambda _: None,
     ) -> None:
-        """Prepares nothing yet.
-
-        Args:
-            world: the processes.
-            job: the job.
-            folder: the run folder; None to save nothing.
-            scheduled: the job sets the learning rate.
-            metrics: the user's metrics that are objects, by name.
-            stop: true after a request to stop.
-            write_metadata: writes the metadata of the run into its folder.
-        """
         everybody = world_group(world)
         super().__init__(everybody.ranks, everybody.rank, None)
         self.world, self.job = world, job
         self._folder, self._scheduled, self._metrics = folder, scheduled, metrics or {}
-        self._stop = StopSignal() if stop is None else stop  # false until a request
+        self._stop = StopSignal() if stop is None else stop
         self._write_metadata = write_metadata
         self._trainer: Trainer | None = None
         self._scheduler: LRScheduler | None = None
-        self._own: CustomUpdate | None = None
+        self._own: custom_update.CustomUpdate | None = None
         self._hook: RemovableHandle | None = None
-        # Epochs that the user's loop has completed; the loop has begun the current one; its end is still to be done.
+        # Epochs that the loop has completed; it has begun the current one; the end of a saved epoch wasn't run yet.
         self._concluded, self._begun, self._owed, self._changed = 0, False, False, list[str]()
-        # Updates after which the loop ends, where it says so; and the last that left all processes with one network.
+        # Updates after which the loop ends, if known; and the last one after which all processes had the same network.
         self._last_step, self._together_at = -1, 0
         self._loss: list[Tensor] = []
 
@@ -122,7 +101,7 @@ class Session(Subgroup):
         batch: int,
         plan: PlanLike | None = None,
         scheduler: LRScheduler | None = None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer, SessionSamples]:
+    ) -> tuple[nn.Module, torch.optim.Optimizer, custom_update.SessionSamples]:
         """Prepares the model, optimizer and data for all processes, and resumes from the run folder if there is one.
 
         Args:
@@ -145,31 +124,33 @@ class Session(Subgroup):
         """
         if self._folder and self._trainer:
             hints = ("open a new session with another out=… for each training run",)
-            raise UserError(
-                "prepare was called twice, but a run folder is for one training run", "session.prepare", hints
-            )
+            what = "prepare was called twice, but a run folder is for one training run"
+            raise UserError(what, "session.prepare", hints)
         if scheduler and self._scheduled:
             hints = ("remove schedule= or scheduler=",)
             raise UserError("both session(schedule=…) and scheduler=… set the learning rate", "session.prepare", hints)
         self.close()
         job = self.job.model_copy(update={"train": self.job.train.model_copy(update={"batch": batch})})
         split = None if plan is None else as_plan(plan)
-        optimizer = as_given(optimizer)
+        optimizer = custom_update.as_given(optimizer)
         own = CustomParts(model, optimizer, train_set, split, scheduler, self._scheduled)
-        trainer, saved = prepare_trainer(job, self._folder, self.world, own)
+        trainer, saved = custom_update.prepare_trainer(job, self._folder, self.world, own)
         self._trainer, self._scheduler, self._loss = trainer, scheduler, self._saved_losses(saved)
         self._concluded, self._changed = int(saved.get("epochs", 0)), saved.get("changed", [])
         self._owed, self._begun = trainer.progress.epoch > self._concluded, False
         self._last_step, self._together_at = -1, trainer.progress.step
         trainer.hooks.extra_state = self._state
         if self._folder:
-            self._hook = trainer.network.call.register_forward_hook(OutputHook(self._saw))
+            hook = custom_update.OutputHook(lambda output: self._own.saw(output) if self._own else None)
+            self._hook = trainer.network.call.register_forward_hook(hook)
             self._write_metadata(trainer)
         if scheduler:
             scheduler_state(scheduler)  # refused before anything is trained
-            postpone_steps(scheduler, lambda: self._own is not None and not self._own.at_last)
-        prepared = PreparedOptimizer(optimizer, functools.partial(self._finish, trainer), self._unfinished)
-        return trainer.network.call, prepared, SessionSamples(self.batches, trainer.feed.order)
+            custom_update.postpone_steps(scheduler, lambda: self._own is not None and not self._own.at_last)
+        prepared = custom_update.PreparedOptimizer(
+            optimizer, functools.partial(self._finish, trainer), self._unfinished
+        )
+        return trainer.network.call, prepared, custom_update.SessionSamples(self.batches, trainer.feed.order)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yields the numbers of the remaining epochs, from 0 for a new run. Saves a checkpoint after each epoch.
@@ -193,8 +174,7 @@ class Session(Subgroup):
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the remaining micro-batches of this process in the current epoch."""
         trainer = self._ready()
-        if self._owed:
-            # All its updates were made before it was saved; what the user's loop does at its end was not.
+        if self._owed:  # resumed where only what the loop does at the end of the epoch is left
             self._owed = False
             return
         if self._begun and trainer.progress.step_in_epoch:
@@ -202,7 +182,7 @@ class Session(Subgroup):
         self._conclude()
         self._begun = True
         for update in updates(trainer, self._stop):
-            self._own = CustomUpdate(trainer.update, update, trainer.progress.step)
+            self._own = custom_update.CustomUpdate(trainer.update, update, trainer.progress.step)
             try:
                 yield from self._own.micro_batches()
             finally:
@@ -246,7 +226,7 @@ class Session(Subgroup):
     def save(self) -> None:
         """Saves the model, optimizer, scheduler and data position as a checkpoint in the run folder.
 
-        Must be called on all processes. Does nothing at the end of an epoch, because `epochs` saves there.
+        Call it on all processes. Does nothing at the end of an epoch, because `epochs` saves there.
 
         Raises:
             UserError: the session has no run folder, or the update isn't finished.
@@ -302,12 +282,11 @@ class Session(Subgroup):
         if self._folder:
             self._conclude()
             finish_save(trainer)
-            step = trainer.progress.step
-            if step != trainer.progress.saved_step:
+            if trainer.progress.step != trainer.progress.saved_step:
                 save(trainer)
                 finish_save(trainer)
             record_time(trainer)
-            trainer.journal.event("finished", step=step)
+            trainer.journal.event("finished", step=trainer.progress.step)
 
     def close(self) -> None:
         """Releases the resources of `prepare`; the model keeps its weights."""
@@ -319,17 +298,13 @@ class Session(Subgroup):
         self._trainer = self._hook = None
 
     def _bring_together(self, trainer: Trainer) -> None:
-        """Leaves all processes with one network, after the loop's last update; a collective."""
+        """Synchronizes the networks of all processes after the loop's last update; a collective."""
         if trainer.progress.step != self._together_at:
             self._together_at = trainer.progress.step
             trainer.synchronizer.finish(trainer.progress.step)
 
     def _test_loader(self, data: Any, model: nn.Module, classes: int = 0) -> Loader:
-        """Returns the samples in the dtype of the network.
-
-        Raises:
-            UserError: a label is not below `classes`, if given, or the normalization of the pictures is unknown.
-        """
+        """Returns the samples in the dtype of the network; labels must be below `classes` if it is not 0."""
         if has_targets(data):
             hints = ("add up your own metric with session.all_reduce(sums)",)
             raise UserError("evaluate needs class indices, but y is not a whole number", "session.evaluate", hints)
@@ -343,12 +318,9 @@ class Session(Subgroup):
         if not pixels.own and trained_on and not trained_on.pictures.own:
             pixels = pixels_of(trained_on.pictures)
         elif not pixels.own and isinstance(splits.test, ImagesInMemory) and not (own.mean and own.std):
-            hints = (
-                "call manyhands.evaluate(run, test_set)",
-                'or set them: job=Job(data={"mean": [0.5], "std": [0.25]})',
-            )
             what = "the mean and standard deviation for normalizing the pictures are unknown"
-            raise UserError(what, "evaluate", hints)
+            change = 'or set them: job=Job(data={"mean": [0.5], "std": [0.25]})'
+            raise UserError(what, "evaluate", ("call manyhands.evaluate(run, test_set)", change))
         double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
         train = self.job.train.model_copy(update={"precision": "fp64" if double else "fp32"})
         job, pixels = self.job.model_copy(update={"train": train}), resolve_pixels(own, pixels)
@@ -356,12 +328,11 @@ class Session(Subgroup):
 
     def _count_outputs(self, network: ParallelNetwork, data: Any) -> int:
         loader = self._test_loader(data, network.model)
-        batch = next(iter(loader.batches(0, [torch.arange(1)])))
+        images = next(iter(loader.batches(0, [torch.arange(1)]))).images
+        loader.close()
         evaluated = network.call if network.share.together else network.model
         with evaluating(evaluated), torch.no_grad():
-            count = main_and_auxiliary(evaluated(batch.images))[0].shape[1]
-        loader.close()
-        return count
+            return main_and_auxiliary(evaluated(images))[0].shape[1]
 
     def _ready(self) -> Trainer:
         if self._trainer is None:
@@ -373,32 +344,25 @@ class Session(Subgroup):
 
     def _finish(self, trainer: Trainer) -> None:
         if self._trainer not in (trainer, None):
-            hints = ("put several networks into one nn.Module",)
-            raise UserError(
-                "session.prepare was called again after this optimizer was prepared", "optimizer.step", hints
-            )
+            what = "session.prepare was called again after this optimizer was prepared"
+            raise UserError(what, "optimizer.step", ("put several networks into one nn.Module",))
         if self._own is None:
             raise UserError("optimizer.step() was called outside the loop over samples", "optimizer.step")
         if self._own.finish():
             self._ready().count_update()
 
-    def _saw(self, output: Any) -> None:
-        if self._own is not None:
-            self._own.saw(output)
-
     def _state(self) -> dict[str, Any]:
         """Returns the session's entry in a checkpoint; a collective."""
         state = json.dumps(scheduler_state(self._scheduler)) if self._scheduler else ""
-        losses = self.all_gather(self._loss_sums()).tolist()  # of each process
-        return {SESSION: {"epochs": self._concluded, "scheduler": state, "losses": losses}}
+        losses = self.all_gather(self._loss_sums()).tolist()
+        return {custom_update.SESSION: {"epochs": self._concluded, "scheduler": state, "losses": losses}}
 
     def _saved_losses(self, saved: dict[str, Any]) -> list[Tensor]:
         """Returns this process's part of the losses that were added up when the run was saved."""
         losses = saved.get("losses", [])
         if len(losses) != self.size:
             losses = [[sum(column) for column in zip(*losses, strict=True)]] if self.is_main and losses else []
-        mine = losses[self.rank : self.rank + 1]
-        return [torch.tensor(one, dtype=self._precise, device=self.device) for one in mine]
+        return [torch.tensor(one, dtype=self._precise, device=self.device) for one in losses[self.rank :][:1]]
 
     @property
     def _precise(self) -> torch.dtype:
@@ -408,12 +372,12 @@ class Session(Subgroup):
         return sum(self._loss, torch.zeros(2, device=self.device)).to(self._precise)
 
     def _break_off(self) -> None:
-        """The user's loop has left an epoch before its end: the next one has an order of its own."""
+        """Starts the next epoch, with its own order, after the loop left one before its end."""
         progress = self._ready().progress
         progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
 
     def _conclude(self) -> None:
-        """Saves, once, after all that the user's loop did at an epoch's end."""
+        """Saves once after everything that the loop did at the end of an epoch."""
         trainer = self._ready()
         self._owed, self._begun = False, False
         if trainer.progress.epoch > self._concluded:

@@ -8,7 +8,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,16 +28,12 @@ from manyhands.train.state import Resumable
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import first_samples, now, restored
 
-# The default: speeds are measured where machines of several kinds take part.
-MACHINES = "machines"
+MACHINES = "machines"  # the default: measure speeds if the machines are of several kinds
 _WHERE, _EQUAL = "cluster.shares", "add --set cluster.shares=equal"
-# A speed is the mean over a while, since a quota lets a process run at full speed and then not at all; of three whiles
-# the median, since others on the machine come and go.
+# A speed is the median of three means over some time: a quota lets a process run at full speed and then not at all.
 _WHILE_S, _WHILES = 0.4, 3
-# Shares are taken where updates get quicker by more than this: two processes whose speeds differ by a tenth.
-_GAIN = 1.05
-# Measured anew at the start of an epoch, where that costs one part in so many of the time at most.
-_SELDOM = 50
+_GAIN = 1.05  # least speedup by other shares, as of two processes whose speeds differ by a tenth
+_SELDOM = 50  # measure again at the start of an epoch if that takes at most one part in so many of the time
 
 
 def order_and_sharing(
@@ -46,13 +41,8 @@ def order_and_sharing(
 ) -> tuple[Order, BatchSharing]:
     """Determines the samples of each update, and their division among processes.
 
-    Args:
-        run: supplies the batch size, the mode and the processes, and records unequal shares.
-        samples: the number of training samples.
-        network: the network under its mode.
-        previous: the shares in the checkpoint, empty if they were equal; None for a new run.
-        own: each process trains alone, with its own BatchNorm groups.
-        most: the largest micro-batch at the start of the run; 0 if unknown.
+    `previous` are the shares in the checkpoint, empty if they were equal, None for a new run; `most` is the largest
+    micro-batch at the start of the run, 0 if unknown; `own`: each process trains alone, with its own BatchNorm groups.
     """
     job, mode = run.job, run.mode
     options, replicas = job.train, network.share.parts
@@ -60,37 +50,29 @@ def order_and_sharing(
     batch, group = min(options.batch, samples), 0
     # A network without BatchNorm has no groups that a pass would have to hold whole.
     layers = any(isinstance(module, GroupedNorm) for module in network.model.modules())
-    grouped = not own and normalises_in_groups(mode) and layers
-    if isinstance(options.norm_group, int) and grouped:
-        group = options.norm_group
-    elif options.norm_group == "global" and grouped:
-        group = batch
+    if options.norm_group != "local" and not own and normalises_in_groups(mode) and layers:
+        group = batch if options.norm_group == "global" else options.norm_group
     why = _why_equal(job, mode, network, own=own)
     if why and replicas > 1 and job.cluster.shares not in {"equal", MACHINES}:
         hints = ("set --parallel data --sync allreduce", f"or {_EQUAL}")
         raise UserError(f"cluster.shares can't be used: {why}", _WHERE, hints)
     shares = () if why and job.cluster.shares == MACHINES else _shares(run, replicas, previous)
-    order = Order(samples, batch, options.seed, options.drop_last)
     sharing = BatchSharing(replicas, options.micro_batch, group, aligned=not network.share.together, shares=shares)
     within = sharing.within(most, batch)
     if within.micro_batch != sharing.micro_batch:
-        run.journal.event("note", _passes_message(within, most, batch), 0)
-    return order, within
-
-
-def _passes_message(sharing: BatchSharing, most: int, batch: int) -> str:
-    """Returns the message about micro-batches that are limited to the size at the start of the run."""
-    passes, largest = len(sharing.micro_batches(batch)), sharing.largest_share(batch)
-    more = f"with enough memory, add --set train.micro_batch={batch}"
-    if largest <= most:
-        limit = f"at most {most} samples, the limit from the start of the run ({more})"
-        return f"each process computes an update in {passes} micro-batches of {limit}"
-    groups = f"because train.norm_group is {sharing.group}"
-    return f"micro-batches now have up to {largest} samples instead of {most}, {groups} ({more})"
+        passes, largest = len(within.micro_batches(batch)), within.largest_share(batch)
+        said = f"each process computes an update in {passes} micro-batches of at most {most} samples, "
+        said += "the limit from the start of the run"
+        if largest > most:
+            said = (
+                f"micro-batches now have up to {largest} samples instead of {most}, because train.norm_group is {group}"
+            )
+        run.journal.event("note", f"{said} (with enough memory, add --set train.micro_batch={batch})", 0)
+    return Order(samples, batch, options.seed, options.drop_last), within
 
 
 def _shares(run: RunContext, replicas: int, previous: list[int] | None) -> tuple[int, ...]:
-    """Returns the shares in the job, for `replicas` processes; empty for equal shares."""
+    """Returns the shares of the job or of the checkpoint, for `replicas` processes; empty for equal shares."""
     job, shares = run.job, run.job.cluster.shares
     if isinstance(shares, str):
         fits = shares != "equal" and previous and len(previous) == replicas
@@ -120,18 +102,14 @@ def _why_equal(job: Job, mode: str, network: ParallelNetwork, *, own: bool) -> s
     return ""
 
 
-def previous_shares(found: Resumable | None) -> list[int] | None:
-    """Returns the shares in the checkpoint, for `order_and_sharing`."""
-    kept: Any = found.snapshot.state.get("shares", []) if found else None
-    if kept is None:
-        return None
+def previous_shares(found: Resumable | None) -> tuple[list[int] | None, int]:
+    """Returns the shares and the largest micro-batch in the checkpoint, for `order_and_sharing`."""
+    if found is None:
+        return None, 0
+    kept, most = found.snapshot.state.get("shares", []), int(found.snapshot.state.get("most_in_a_pass", 0))
     # Unchecked data: the checkpoint may come from another tool.
-    return kept if isinstance(kept, list) and all(type(one) is int and one > 0 for one in kept) else []
-
-
-def largest_pass(found: Resumable | None) -> int:
-    """Returns the largest micro-batch recorded in the checkpoint."""
-    return int(found.snapshot.state.get("most_in_a_pass", 0)) if found else 0
+    valid = kept is None or (isinstance(kept, list) and all(type(one) is int and one > 0 for one in kept))
+    return kept if valid else [], most
 
 
 def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, network: ParallelNetwork) -> None:
@@ -142,71 +120,51 @@ def refuse_small_micro_batches(order: Order, batch_sharing: BatchSharing, networ
     for count in counts:
         least = min(shares[-1].stop - shares[0].start for shares in batch_sharing.micro_batches(count))
         if least < parts:
-            raise UserError(
-                f"an op shards the batch over {parts} processes, but a micro-batch has only {least} sample(s)",
-                "train.batch",
-                (
-                    f"change --batch: {order.length} samples in batches of {order.batch} leave a last batch of {least}",
-                    "or drop the last batch: --train.drop-last",
-                ),
-            )
+            what = f"an op shards the batch over {parts} processes, but a micro-batch has only {least} sample(s)"
+            left = f"{order.length} samples in batches of {order.batch} leave a last batch of {least}"
+            hints = (f"change --batch: {left}", "or drop the last batch: --train.drop-last")
+            raise UserError(what, "train.batch", hints)
 
 
-@dataclasses.dataclass
 class BalancedShares:
-    """Sets the shares at the start of an epoch, the same on all processes."""
+    """Sets the shares at the start of an epoch, the same on all processes; `known`: they were measured before."""
 
-    known: bool = False  # the current shares were measured, in this start or an earlier one
-    _set_s: float = dataclasses.field(default_factory=time.monotonic)
-    _took_s: float = _WHILE_S * (_WHILES + 1)
+    def __init__(self, *, known: bool) -> None:
+        self._known, self._set_s, self._took_s = known, time.monotonic(), _WHILE_S * (_WHILES + 1)
 
     def balance(self, trainer: Trainer) -> None:
-        """Measures speeds and sets the shares of the following updates; a collective.
-
-        Runs at the start, and at the start of an epoch if enough time has passed.
-        """
-        if self.known and trainer.progress.step_in_epoch:
+        """Measures speeds and sets the shares at the start and at the start of later epochs; a collective."""
+        if self._known and trainer.progress.step_in_epoch:
             return
         began_s = time.monotonic()
-        if not broadcast_plain(not self.known or began_s - self._set_s > _SELDOM * self._took_s, trainer.world):
+        if not broadcast_plain(not self._known or began_s - self._set_s > _SELDOM * self._took_s, trainer.world):
             return
-        _set(trainer, _seconds_per_sample(trainer))
-        self.known, self._set_s = True, time.monotonic()
+        order, sharing, speeds_s = trainer.feed.order, trainer.feed.sharing, _seconds_per_sample(trainer)
+        found = balanced(speeds_s, order.batch, sharing.group, gather_plain(_most(trainer), trainer.world))
+        slow_s = _longest(speeds_s, trainer.feed.samples_of_each())
+        if tuple(found) != sharing.shares and slow_s > _GAIN * _longest(speeds_s, found):
+            # These fit into memory: a resumed run takes as many in one pass.
+            pieces = dataclasses.replace(sharing, shares=tuple(found)).within(0, min(order.batch, order.length))
+            trainer.feed.sharing = pieces
+            each, taken = [round(1 / one, 1) for one in speeds_s], trainer.feed.samples_of_each()
+            counts, rates = (", ".join(f"{one:,.0f}" for one in numbers) for numbers in (taken, each))
+            said = f"shares of the batch of {order.batch} samples, by process: {counts} (measured: {rates} samples/s)"
+            trainer.journal.event("shares", said, trainer.progress.step, shares=taken, samples_per_s=each)
+        self._known, self._set_s = True, time.monotonic()
         self._took_s = self._set_s - began_s
         trainer.status_round.leave_out(self._took_s)
 
 
-def _set(trainer: Trainer, speeds_s: Sequence[float]) -> None:
-    """Sets new shares from the seconds per sample, if that makes updates faster; a collective."""
-    order, sharing, world = trainer.feed.order, trainer.feed.sharing, trainer.world
-    most = broadcast_plain(gather_plain(_most(trainer), world), world)
-    found = balanced(speeds_s, order.batch, sharing.group, most)
-    slow_s = _longest(speeds_s, trainer.feed.samples_of_each())
-    if tuple(found) == sharing.shares or slow_s <= _GAIN * _longest(speeds_s, found):
-        return
-    # These fit into memory: a resumed run takes as many in one pass.
-    trainer.feed.sharing = dataclasses.replace(sharing, shares=tuple(found)).within(0, min(order.batch, order.length))
-    each = [round(1 / one, 1) for one in speeds_s]
-    taken = trainer.feed.samples_of_each()
-    counts, rates = (", ".join(f"{one:,.0f}" for one in numbers) for numbers in (taken, each))
-    message = f"shares of the batch of {order.batch} samples, by process: {counts} (measured: {rates} samples/s)"
-    trainer.journal.event("shares", message, trainer.progress.step, shares=taken, samples_per_s=each)
-
-
 def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[int]) -> list[int]:
-    """Returns each process's samples of a batch so that all processes finish at about the same time.
+    """Returns each process's samples of a batch so that all finish at about the same time, at least one for each.
 
-    Args:
-        speeds_s: seconds per sample of each process.
-        batch: the number of samples, at least one for each process.
-        group: the size of BatchNorm groups, which are split only if that saves much time; 0 without groups.
-        most: the samples that fit into the memory of each process; their sum is at least the batch.
+    `speeds_s` are seconds per sample; `group` is the size of BatchNorm groups, which are split only if that saves much
+    time, 0 without groups; `most` are the samples that fit into memory, in all at least the batch.
     """
     fine = _dealt(speeds_s, [1] * batch, most)
     if not group:
         return fine
-    edges = group_edges(batch, group)
-    sizes = [stop - start for start, stop in itertools.pairwise(edges)]
+    sizes = [stop - start for start, stop in itertools.pairwise(group_edges(batch, group))]
     whole = _dealt(speeds_s, sizes, most) if len(sizes) >= len(speeds_s) else fine
     costs_little = _longest(speeds_s, whole) <= ALIGNED_SHARE_LIMIT * _longest(speeds_s, fine)
     # Groups differ by one sample, so that a process at its limit may get one more than was counted.
@@ -216,8 +174,7 @@ def balanced(speeds_s: Sequence[float], batch: int, group: int, most: Sequence[i
 
 def _dealt(speeds_s: Sequence[float], sizes: Sequence[int], most: Sequence[int]) -> list[int]:
     """Parts of these sizes, each given to the one who would be done with it first; then in the order of ranks."""
-    counts = [0] * len(speeds_s)
-    parts = [0] * len(speeds_s)
+    counts, parts = [0] * len(speeds_s), [0] * len(speeds_s)
     # The first parts go to processes that have none.
     waiting = [(0.0, rank) for rank in range(len(speeds_s))]
     for size in sizes:
@@ -238,10 +195,7 @@ def _longest(speeds_s: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def _seconds_per_sample(trainer: Trainer) -> list[float]:
-    """What each process takes for forward and backward of a sample, all at the same time, alone; a collective.
-
-    The network is left as it was.
-    """
+    """What each process takes for forward and backward of a sample, all at the same time; a collective."""
     update, feed, world = trainer.update, trainer.feed, trainer.world
     equal = -(-feed.order.batch // world.size)
     count = min(equal, feed.sharing.micro_batch or equal)
@@ -259,14 +213,13 @@ def _seconds_per_sample(trainer: Trainer) -> list[float]:
         mean_s(0.0)  # the first time is slower
         dist.barrier()
         own_s = statistics.median(mean_s(_WHILE_S) for _ in range(_WHILES))
-    return broadcast_plain(gather_plain(own_s, world), world)
+    return gather_plain(own_s, world)
 
 
 def _most(trainer: Trainer) -> int:
-    """Samples of an update that surely fit into this process's memory.
+    """Samples of an update that fit into this process's memory; with train.micro_batch any number does.
 
-    A pass of train.micro_batch is known to fit. Else the most that this process has ever taken stands for what an
-    equal share needs, though the network is in it, and half of what is free may be given to more.
+    The most memory that this process has ever used stands for an equal share; half of what is free is for more samples.
     """
     order, world = trainer.feed.order, trainer.world
     if trainer.feed.sharing.micro_batch:

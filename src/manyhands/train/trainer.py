@@ -21,11 +21,11 @@ from manyhands.parallel.group.plain import gather_plain
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.sync.synchronizer import Synchronizer
 from manyhands.train.choose_sync import ChosenSync
-from manyhands.train.data_setup import check_bad_pictures, some_pictures
+from manyhands.train.data_setup import check_bad_pictures, first_names
 from manyhands.train.feed import Feed
 from manyhands.train.heartbeat import HeartbeatWriter
 from manyhands.train.journal import Journal, RunContext
-from manyhands.train.metrics import Evaluation
+from manyhands.train.loss import Evaluation
 from manyhands.train.objects import AtEpochEnd, EpochEnd
 from manyhands.train.optimize import largest_rate
 from manyhands.train.saver import FIRST_S, Saver
@@ -268,7 +268,7 @@ def record_replaced(trainer: Trainer) -> None:
     found = {name for names in gather_plain(mine, trainer.world) for name in names}
     mine.clear()
     trainer.observed.bad_pictures |= found
-    message = f"{len(found)} unreadable picture(s) were replaced by other pictures: {some_pictures(found)}"
+    message = f"{len(found)} unreadable picture(s) were replaced by other pictures: {first_names(sorted(found), 3)}"
     trainer.journal.event("replaced", message, trainer.progress.step, count=len(found), pictures=sorted(found))
     check_bad_pictures(trainer.observed.bad_pictures, trainer.feed.order.length, RunError)
 

@@ -1,8 +1,4 @@
-"""Passes of a network before training: a trial step, timing, DDP's buckets and torch.compile.
-
-With train.compile, passes of another number of samples (the last batch of an epoch, an evaluation, other shares) run
-eagerly: each would be compiled anew, which takes half a minute or more.
-"""
+"""Passes of a network before training: a trial step, timing, DDP's buckets and torch.compile."""
 
 import itertools
 import os
@@ -40,14 +36,7 @@ MOST_TIMED, TIMED = 64, 3
 
 
 class StepProbe:
-    """Forward and backward passes of a network outside training.
-
-    Args:
-        network: a network, which runs on this process alone, or a network under its parallel mode.
-        loss_fn: the loss; `sum_of_outputs` if the user computes it.
-        options: the train section.
-        world: the processes.
-    """
+    """Forward and backward passes outside training: of a module on this process alone, or under its parallel mode."""
 
     def __init__(
         self, network: nn.Module | ParallelNetwork, loss_fn: LossFn | None, options: TrainOptions, world: World
@@ -69,67 +58,45 @@ class TrialResult:
     """The result of a trial step."""
 
     unused: list[str]  # names of trainable parameters that got no gradient
-    draws: bool  # True where its training pass or its loss draws random numbers
-    outputs: int = 0  # how many it has; at least as many as there are classes. 0: it wasn't tried
+    draws: bool  # its training pass or its loss draws random numbers
+    outputs: int = 0  # how many it has, at least one for each class; 0: it wasn't tried
     count: int = 2  # samples that it was tried on
 
 
 def run_trial(probe: StepProbe, loader: Loader, classes: int, count: int) -> TrialResult:
-    """Runs the network once on `count` samples on this process alone and restores it.
-
-    Random numbers follow from the job's seed, so all processes get the same result.
-
-    Raises:
-        UserError: the network's output doesn't fit the data.
-    """
+    """Runs the network once on `count` samples on this process alone and restores it; equal on all processes."""
     model, batch = probe.network.model, first_samples(loader, count)
     seed, device = derive(probe.options.seed, "rehearse"), batch.labels.device.type
 
-    def check(found: MicroBatchResult) -> None:
-        _check_outputs(found.logits.shape, count, classes)
-
-    def check_first(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        # A loss of labels beyond the outputs fails with an error of torch's, on an accelerator for good.
+    def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        # Before the loss: labels beyond the outputs make an accelerator unusable.
         main = output[0] if isinstance(output, tuple | list) and output else output
         if isinstance(main, Tensor) and main.ndim == 2 and len(main) == count:
             _check_outputs(main.shape, count, classes)
 
     with restored(probe.network), drawing(seed, device) as drawn:
-        hook = model.register_forward_hook(check_first)
-        try:
-            with watching(probe.network.norms.layers) as seen:
-                given = probe.run(batch, check)
-        finally:
-            hook.remove()
+        with model.register_forward_hook(check), watching(probe.network.norms.layers) as seen:
+            given = probe.run(batch, lambda found: _check_outputs(found.logits.shape, count, classes))
         trained = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
         unused = [name for name, gradient in trained.items() if gradient is None]
-        # Of an output of the user's own kind, in which no tensors are found, nothing is learnt.
-        unused = [] if len(unused) == len(trained) else unused
-        found = TrialResult(unused, drawn(), given.logits.shape[1], count)
+        # Without any gradient, the output was of a kind in which no tensors are found.
+        found = TrialResult(unused if len(unused) < len(trained) else [], drawn(), given.logits.shape[1], count)
         set_rows_per_sample(model, seen, batch.images)
         return found
 
 
 def _check_outputs(shape: torch.Size, count: int, classes: int) -> None:
     """Raises UserError for outputs that aren't one row for each sample with a number for each class."""
-    if len(shape) != 2 or shape[0] != count or shape[1] < classes:
-        counts = len(shape) == 2 and shape[0] == count and shape[1] > 1
-        raise UserError(
-            f"the network's output has the shape {list(shape)} for {count} pictures and {classes} classes",
-            "model.name",
-            (
-                f"return outputs of shape [{count}, {classes}]",
-                f"or add --set model.num_classes={shape[-1]}",
-                *([f"or number the labels from 0 to {shape[1] - 1}"] if counts else []),
-            ),
-        )
+    rows = len(shape) == 2 and shape[0] == count
+    if not rows or shape[1] < classes:
+        hints = (f"return outputs of shape [{count}, {classes}]", f"or add --set model.num_classes={shape[-1]}")
+        hints += (f"or number the labels from 0 to {shape[1] - 1}",) if rows and shape[1] > 1 else ()
+        what = f"the network's output has the shape {list(shape)} for {count} pictures and {classes} classes"
+        raise UserError(what, "model.name", hints)
 
 
 def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
-    """Returns seconds of an update per sample, on the slowest process, estimated from forward passes; a collective.
-
-    Returns 0 if the network can't be called with images [n, …], or on an accelerator, where few samples say little.
-    """
+    """Estimates the seconds of an update per sample; 0 on accelerators, and if a forward pass fails. A collective."""
     if world.device != "cpu":
         return 0.0
     taken: list[float] = []
@@ -145,18 +112,11 @@ def time_sample(model: nn.Module, images: Tensor, world: World) -> float:
 
 
 def time_step(probe: StepProbe, loader: Loader, share: int, world: World) -> tuple[float, float]:
-    """Times an update of `share` samples without communication, on the slowest process; a collective.
-
-    The network is restored. A large share is estimated from a part of it.
-
-    Returns:
-        Seconds of the whole update, and of its backward pass.
-    """
-    # Of a pass of micro_batch it is known that it fits into memory.
+    """Returns seconds of an update of `share` samples on the slowest process, and of its backward pass."""
     count = min(share, MOST_TIMED, probe.options.micro_batch or share)
     batch = first_samples(loader, count)
     trained = [parameter for parameter in probe.network.model.parameters() if parameter.requires_grad]
-    # Copies are moved: even a step of no length would spoil parameters where a gradient overflows.
+    # Copies are updated: even with a learning rate of 0, gradients that overflow would change parameters.
     copies = [parameter.detach().clone() for parameter in trained]
     optimizer = torch.optim.SGD(copies, lr=0.0, momentum=0.9)
     taken = torch.zeros(TIMED, 3, dtype=torch.float64)
@@ -186,11 +146,8 @@ def now(world: World) -> float:
 
 
 def warm_up(update: Updater, loader: Loader, count: int) -> None:
-    """Runs one backward pass in DDP, so that its buckets are the same in a new and in a resumed run.
-
-    DDP orders its buckets by the gradients' arrival in the first pass and rebuilds them before the second; with three
-    or more processes another order adds numbers up differently in their last bits (two add up alike in any order).
-    """
+    """Runs one backward pass in DDP, so that its buckets are the same in a new and in a resumed run."""
+    # They are ordered by the first pass. With three or more processes, the order of a sum changes its last bits.
     if update.world.size < 3 or not update.network.traits.orders_sums:
         return
     probe = StepProbe(update.network, update.loss_fn or sum_of_outputs, update.options, update.world)
@@ -202,12 +159,8 @@ def warm_up(update: Updater, loader: Loader, count: int) -> None:
 def sum_of_outputs(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Replaces an unknown custom loss: returns the sum [] of all outputs, and empty logits [n, 0]."""
     zero = torch.zeros((), device=labels.device, requires_grad=True)
-    return sum((one.float().sum() for one in tensors_of(output)), zero), labels.new_zeros(len(labels), 0)
-
-
-def tensors_of(output: Any) -> list[Tensor]:
-    """Returns the tensors in an output that require gradients."""
-    return [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+    found = (one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad)
+    return sum((one.float().sum() for one in found), zero), labels.new_zeros(len(labels), 0)
 
 
 def first_samples(loader: Loader, count: int) -> Batch:
@@ -235,17 +188,15 @@ def restored(network: ParallelNetwork) -> Iterator[None]:
 
 
 def keep_compiled() -> None:
-    """Stores torch's compiled code in a folder that only this user can write, unless TORCHINDUCTOR_CACHE_DIR is set.
-
-    torch's default folder is in /tmp, where any user can create it first, and its files are executed.
-    """
+    """Stores torch's compiled code in a folder of this user, unless TORCHINDUCTOR_CACHE_DIR is set."""
+    # torch's default folder is in /tmp, where any user can create it first, and its files are executed.
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     if not named or Path(named).name.startswith("torchinductor_"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own_folder("compiled"))
 
 
 class _CompiledCalls:
-    """Replaces a network's `__call__`: passes run while `learning` are compiled, others are not compiled anew."""
+    """Replaces a network's `__call__`: passes are compiled while `learning`; later ones of other sizes run eagerly."""
 
     def __init__(self, model: nn.Module, norms: NormGroups) -> None:
         keep_compiled()
@@ -263,16 +214,13 @@ class _CompiledCalls:
 
 
 def compile_updates(trainer: Trainer) -> None:
-    """Compiles the updates of the trainer; a collective.
-
-    Runs the passes of one update before training, so that compilation is not reported as a stall.
-    """
+    """Compiles the passes of an update before training, so that it isn't reported as a stall; a collective."""
     network, update, feed, release = trainer.network, trainer.update, trainer.feed, trainer.release
     calls, count = _CompiledCalls(network.model, network.norms), min(feed.order.batch, feed.order.length)
     world, began = trainer.world, time.monotonic()
     gradients = StepProbe(network, update.loss_fn, update.options, world).gradients
+    message = "compiling the network, which may take some minutes; compiled code is cached for the next run"
     if not network.norms.shared_sizes:
-        message = "compiling the network, which may take some minutes; compiled code is cached for the next run"
         trainer.journal.event("note", message)
     seed = derive(update.options.seed, "compile")
     with restored(network), drawing(seed, world.device.partition(":")[0]):

@@ -19,10 +19,9 @@ from manyhands.core.world import ProcessInfo, World
 from manyhands.data.samples import as_picture
 from manyhands.parallel.group.join import existing_process_info
 from manyhands.parallel.group.plain import gather_plain
-from manyhands.train.data_setup import open_splits
+from manyhands.train.data_setup import digest_data, digest_trainable, digest_weights, open_splits
 from manyhands.train.heartbeat import StopSignal, listening
 from manyhands.train.objects import Objects
-from manyhands.train.same_data import digest_data, digest_trainable, digest_weights
 from manyhands.train.session import Session
 from manyhands.train.state import load_snapshot
 from manyhands.train.trained import Guesses, guess, open_trained
