@@ -16,7 +16,7 @@ class Failed(Exception):  # noqa: N818 - it carries a failure, it isn't one
 
 
 def users_place(record: Failure) -> str:
-    """Returns file:line of the user's own code in a failure; empty if it has none."""
+    """Returns file:line of the user's own code in a failure; empty without one."""
     lines = re.findall(r'File "([^"\n]+)", line (\d+)', record.excerpt)
     return ":".join(lines[-1]) if lines else ""
 

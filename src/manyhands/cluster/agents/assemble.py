@@ -1,4 +1,4 @@
-"""From a list of machines to agents that are there, know each other's addresses, and are ready to start workers."""
+"""Starts the agents of a list of machines, and has them prepare for workers."""
 
 import os
 import subprocess
@@ -23,9 +23,9 @@ from manyhands.core.files import usual_umask
 from manyhands.core.stops import ended_like_ctrl_c
 from manyhands.core.timeouts import HELLO_EACH_S, HELLO_S, PREPARE_S
 
-# Two pipes for each machine, one more while it is started, and what the head itself needs.
+# Two pipes for each machine; one more while it is started, and those of the launcher itself.
 FILES_EACH, OWN_FILES = 2, 200
-# Of a wish to stop while nothing runs yet; who isn't gone then is killed.
+# Agents are killed this long after a stop request while no worker runs.
 STOPPED_S = 1.0
 
 
@@ -37,14 +37,14 @@ def assembled(
     wanted: FactsWanted,
     on_stop: Callable[[], object] = lambda: None,
 ) -> Iterator[Machines]:
-    """Starts an agent on each machine and asks it for its facts; all are ended with the block.
+    """Starts an agent on each machine and asks it for its facts; ends all with the block.
 
     Args:
         machines: each but this one is reached over ssh.
         options: of the cluster.
-        logs: folder for what the agents write to their standard error.
-        wanted: what the agents are asked for beside the general facts.
-        on_stop: called where the user ends the block, before the agents have left.
+        logs: folder for the agents' standard error.
+        wanted: facts beside the general ones.
+        on_stop: called if the user ends the block, before the agents have left.
     """
     refuse_doubles(machines)
     allow_open_files(OWN_FILES + FILES_EACH * len(machines))
@@ -57,15 +57,14 @@ def assembled(
             yield found
         except KeyboardInterrupt:
             on_stop()
-            # Where the connection ends the agent does, whatever it is busy with.
-            found.close(STOPPED_S)
+            found.close(STOPPED_S)  # ends the agents, whatever they are busy with
             raise
         finally:
             found.close()
 
 
 def allow_open_files(count: int) -> None:
-    """Lets this process have so many files open, if the system does. Raises UserError: it doesn't."""
+    """Raises this process's limit on open files. Raises UserError: the system's limit is lower."""
     if (most := raise_file_limit(count)) < count:
         what = f"the connections to the machines need {count:,} open files, but the limit for this user is {most:,}"
         raise UserError(what, "cluster.hosts", (f"raise the limit in a root shell: ulimit -Hn {count}",))
@@ -100,20 +99,18 @@ def _open(command: list[str], machine: Machine, log: Path, *, here: bool) -> Age
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C and the terminal's end reach only the head."""
-    pipe = subprocess.PIPE
+    pipe, mask = subprocess.PIPE, usual_umask()
     with log.open("ab") as output, usr1_ignored():
         try:
-            return subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=output, start_new_session=True, umask=usual_umask()
-            )
+            # In a session of its own, so that Ctrl-C and the terminal's end reach only the launcher.
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=output, start_new_session=True, umask=mask)
         except OSError as error:
             what = f"{command[0]} can't be started: {error.strerror}"
             raise UserError(what, "cluster.ssh", ("set cluster.ssh to an installed ssh program",)) from None
 
 
 def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentConnection:
-    """Starts the agent of one machine; whether that works shows when it is first asked."""
+    """Starts the agent of one machine; the first request shows whether that works."""
     if is_here(machine):
         return open_here(logs / "agent.log", machine)
     log = logs / f"agent@{machine.name}.log"
@@ -144,7 +141,7 @@ def _greet(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> 
 
 
 def clock_offset(there: float, asked: float) -> float:
-    """How far a clock is ahead, as far as the time that the answer took lets us know; 0 within that."""
+    """Returns for how many seconds a clock is ahead at least, since it was asked at our time `asked`."""
     now = time.time()
     return there - now if there > now else there - asked if there < asked else 0.0
 
@@ -152,10 +149,7 @@ def clock_offset(there: float, asked: float) -> float:
 def prepare(machines: Machines, options: ClusterOptions, processes: int | None = None) -> None:
     """Has the machines import torch, and notes the kind of device and the number of processes of each.
 
-    Args:
-        machines: those that take part are asked.
-        options: of the cluster.
-        processes: on each machine; None: as many as its slots, or as it has devices.
+    `processes` on each machine; None: as many as its slots, or as it has devices.
 
     Raises:
         UserError: a machine has fewer devices.
@@ -165,9 +159,7 @@ def prepare(machines: Machines, options: ClusterOptions, processes: int | None =
     for machine, answer in machines.ask(requests, PREPARE_S).items():
         size, device, count = sizes[machine], answer.device, answer.count
         if size > count and device not in {"cpu", "mps"}:
-            raise UserError(
-                f"{machine.name} has {count} {device} devices, but {size} processes are requested",
-                "cluster.hosts",
-                (f'write "{machine.spec.target} slots={count}"', "or train on the CPU: --device cpu"),
-            )
+            what = f"{machine.name} has {count} {device} devices, but {size} processes are requested"
+            hints = (f'write "{machine.spec.target} slots={count}"', "or train on the CPU: --device cpu")
+            raise UserError(what, "cluster.hosts", hints)
         machine.device, machine.processes = device, size or count

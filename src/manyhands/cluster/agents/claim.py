@@ -8,6 +8,7 @@ increments the term, and each start under one head counts its starts. Agents of 
 and leave.
 """
 
+import contextlib
 import re
 import secrets
 import time
@@ -21,7 +22,7 @@ from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import LEAVING_S
 
 POLL_S = 0.05
-_ID = re.compile(r"[0-9a-f]{8,64}")
+_ID = re.compile("[0-9a-f]{8,64}")
 
 
 def new_holder() -> str:
@@ -30,26 +31,22 @@ def new_holder() -> str:
 
 
 def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: float = LEAVING_S) -> FileLock | None:
-    """Takes the lock of a run folder until this process ends.
+    """Takes the lock of a run folder until this process ends; returns None if another machine of this start has it.
 
     Args:
         folder: the run folder; its ranks/ exists.
         holder: the name of this start; processes of one start share the folder.
-        patience_s: how long to wait for another process of this start to write its name, or for the lock.
-        leaving_s: how long to wait for each agent of an earlier start to leave.
-
-    Returns:
-        The lock; None if another machine of the same start has it.
+        patience_s: limit for another process of this start to write its name, or for the lock.
+        leaving_s: limit for each agent of an earlier start to leave.
 
     Raises:
         Timeout: another run is active in the folder.
     """
     lock = FileLock(folder.ranks / "lock")
     until = time.monotonic() + patience_s
-    while True:
+    while not lock.is_locked:
         try:
             lock.acquire(timeout=0)
-            break
         except Timeout:
             if _read(folder.ranks / "holder") == holder:
                 return None
@@ -85,11 +82,8 @@ def agent_has_left(ranks: Path, machine: int, generation: int) -> bool:
 
 def set_aside(ranks: Path, generation: int) -> bool:
     """Returns True if agents of a later generation work on this disk, so that this generation must leave it."""
-    for path in ranks.glob("agent-*-*.lock"):
-        number = path.stem.rpartition("-")[2]
-        if number.isdecimal() and int(number) > generation and _is_held(path):
-            return True
-    return False
+    numbered = ((path.stem.rpartition("-")[2], path) for path in ranks.glob("agent-*-*.lock"))
+    return any(number.isdecimal() and int(number) > generation and _is_held(path) for number, path in numbered)
 
 
 def agents_work(ranks: Path) -> bool:
@@ -99,13 +93,10 @@ def agents_work(ranks: Path) -> bool:
 
 def agents_here(ranks: Path) -> list[int]:
     """Returns the process ids of this machine's agents with workers of the run; empty where the system has no list."""
-    files = {path.stat().st_ino for path in ranks.glob("agent-*-*.lock")}
-    try:
-        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []
-    # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:123456 0 EOF
-    rows = [line.split() for line in lines]
+    files, rows = {path.stat().st_ino for path in ranks.glob("agent-*-*.lock")}, list[list[str]]()
+    with contextlib.suppress(OSError):
+        # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:123456 0 EOF
+        rows = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
     return sorted({int(row[4]) for row in rows if len(row) > 5 and int(row[5].rpartition(":")[2]) in files} - {-1})
 
 
@@ -131,12 +122,10 @@ def set_run_id(folder: RunFolder, wanted: str = "") -> str:
 
 def _read(path: Path) -> str:
     """Reads an id from a file; empty if the file is missing or holds something else."""
-    try:
-        with path.open("rb") as file:
-            word = file.read(65).decode("ascii", "replace").strip()
-    except FileNotFoundError:
-        return ""
-    return word if _ID.fullmatch(word) else ""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        word = file.read(65).decode("ascii", "replace").strip()
+        return word if _ID.fullmatch(word) else ""
+    return ""
 
 
 class Term(NamedTuple):
@@ -148,11 +137,10 @@ class Term(NamedTuple):
 
 def term_in(ranks: Path) -> Term:
     """Returns the term in the folder ranks/ of a run."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         head, start = map(int, (ranks / "term").read_text("ascii").split())
-    except (OSError, ValueError):
-        return Term()
-    return Term(head, start)
+        return Term(head, start)
+    return Term()
 
 
 def raise_term(ranks: Path, wanted: Term) -> Term:

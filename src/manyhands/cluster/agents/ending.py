@@ -15,38 +15,32 @@ _UNRELATED = "hostname of the client socket cannot be retrieved"
 
 @dataclass
 class Ending:
-    """How the processes ended."""
+    """How the processes ended; dicts are by rank."""
 
-    returned: dict[int, Any] = field(default_factory=dict[int, Any])  # rank to what its entry returned
-    # rank to exit code (negative: the signal that killed it), as its agent saw it
-    failed: dict[int, int] = field(default_factory=dict[int, int])
-    # what failed processes wrote of themselves, by rank
-    records: dict[int, Failure] = field(default_factory=dict[int, Failure])
-    # the end of the logs of failed processes that wrote none
-    words: dict[int, str] = field(default_factory=dict[int, str])
-    # rank to the name of its machine, of failed processes
-    hosts: dict[int, str] = field(default_factory=dict[int, str])
-    # machine's name to what is known of its end, where the machine or its agent has gone
-    lost: dict[str, str] = field(default_factory=dict[str, str])
+    returned: dict[int, Any] = field(default_factory=dict[int, Any])  # results
+    failed: dict[int, int] = field(default_factory=dict[int, int])  # exit codes; -n if signal n killed the process
+    records: dict[int, Failure] = field(default_factory=dict[int, Failure])  # written by failed processes
+    words: dict[int, str] = field(default_factory=dict[int, str])  # end of the logs of failed ones without a record
+    hosts: dict[int, str] = field(default_factory=dict[int, str])  # the machines of failed processes
+    lost: dict[str, str] = field(default_factory=dict[str, str])  # how machines were lost, by their names
     paused_s: float = 0.0  # for how long the launcher itself was stopped, if machines were lost by that
-    cut: str = ""  # what is told of a tunnel between machines that has ended
-    # rank to why it was ended by its head, since it hung
-    evicted: dict[int, str] = field(default_factory=dict[int, str])
-    hung: str = ""  # why the processes could not do what was asked for, and were killed
-    interrupted: int = 0  # how often the user (or the system) asked for a stop
-    replaced: str = ""  # what is told where the machines obey a later head
-    regrouped: bool = False  # True when the head had the processes save and leave, to start them on other machines
-    broken: str = ""  # an agent's own traceback, if one failed itself
-    refused: ManyhandsError | None = None  # what an agent could not do as it was ordered, in words for the user
+    cut: str = ""  # the message about a tunnel between machines that has ended
+    evicted: dict[int, str] = field(default_factory=dict[int, str])  # why the launcher killed ranks that hung
+    hung: str = ""  # why a stop request had no effect, and the processes were killed
+    interrupted: int = 0  # number of stop requests
+    replaced: str = ""  # the message about another launcher that the machines obey
+    regrouped: bool = False  # the launcher had the processes save and leave, to start them on other machines
+    broken: str = ""  # the traceback of an agent that failed itself
+    refused: ManyhandsError | None = None  # orders that an agent could not carry out
 
     @property
     def ok(self) -> bool:
-        """True when every process came to its end by itself."""
+        """True if every process returned by itself."""
         return bool(self.returned) and not (self.failed or self.broken or self.lost or self.cut or self.refused)
 
 
 def first_cause(ending: Ending) -> Failure | None:
-    """The failure that caused the others.
+    """Returns the failure that caused the others.
 
     The earliest that is no mere consequence; else a machine that was lost; else a process that was killed.
     """
@@ -71,32 +65,23 @@ def first_cause(ending: Ending) -> Failure | None:
 
 def _lost(host: str, how: str, hints: str = "") -> Failure:
     hints = hints or f"check that {host} is running, connected to the network and not out of memory"
-    what = f"{host} is lost: {how}" if host else how
-    return Failure(
-        time=time.time(), rank=0, host=host, pid=0, error=MACHINE_LOST, what=what, where=host, hints=[hints]
-    )  # fmt: skip
+    what, now = f"{host} is lost: {how}" if host else how, time.time()
+    return Failure(time=now, rank=0, host=host, pid=0, error=MACHINE_LOST, what=what, where=host, hints=[hints])
 
 
 def _killed(ending: Ending, rank: int, exit_code: int, why: str = "") -> Failure:
-    """The record of a process that could not write its own."""
+    """Returns the record of a process that could not write its own."""
     said = "\n".join(line for line in ending.words.get(rank, "").splitlines() if _UNRELATED not in line)
-    hints: list[str] = []
+    hints = [f"see the log of this rank: ranks/{rank}.log"]
     if exit_code == -signal.SIGKILL:
         hints = ["check `dmesg | tail` for an out-of-memory kill", "use fewer processes or a smaller train.micro_batch"]
-    return Failure(
-        time=time.time(),
-        rank=rank,
-        host=ending.hosts.get(rank, ""),
-        pid=0,
-        error=PROCESS_ENDED if why or exit_code < 0 else SystemExit.__name__,
-        what=why or f"rank {rank} {how_worker_ended(exit_code)}",
-        hints=hints or [f"see the log of this rank: ranks/{rank}.log"],
-        excerpt=said and f"last output of rank {rank}:\n{said}",
-    )
+    error = PROCESS_ENDED if why or exit_code < 0 else SystemExit.__name__
+    what, host = why or f"rank {rank} {how_worker_ended(exit_code)}", ending.hosts.get(rank, "")
+    excerpt = said and f"last output of rank {rank}:\n{said}"
+    return Failure(time=time.time(), rank=rank, host=host, pid=0, error=error, what=what, hints=hints, excerpt=excerpt)
 
 
 def how_it_ended(exit_code: int) -> str:
-    """How a process ended, from its exit code; a negative one is the signal that killed it."""
     with contextlib.suppress(ValueError):
         if exit_code < 0:
             return f"was killed by {signal.Signals(-exit_code).name}"
@@ -104,5 +89,5 @@ def how_it_ended(exit_code: int) -> str:
 
 
 def how_worker_ended(exit_code: int) -> str:
-    """How a worker ended that returned no result."""
+    """Describes the end of a worker that returned no result."""
     return how_it_ended(exit_code) + ("" if exit_code else " without returning a result")

@@ -14,7 +14,7 @@ from manyhands.cluster.messages import R, Request
 from manyhands.core.errors import EXIT_DOCTOR, RunError
 from manyhands.core.timeouts import EXCLUDED_MOST_S, EXCLUDED_S, REQUEST_S, RETRY_LEAST_S
 
-# A machine that fails less than so many saved updates after it began to take part was of no use.
+# A machine that fails within so many saved updates after it began to take part was of no use.
 SOON_UPDATES = 20
 
 
@@ -35,11 +35,11 @@ class RunMachine:
     state: MachineState = MachineState.CONTACTING
     until: float = 0.0  # when the state ends, by the monotonic clock; 0 if that is not known
     since: float = field(default_factory=time.monotonic)  # when it was lost, requested or excluded
-    link: AgentConnection | None = None  # the connection to its agent
+    link: AgentConnection | None = None
     problem: Contact | None = None  # why no agent answered
     facts: Facts = field(default_factory=dict[str, Any], repr=False)  # what the agent reported about the machine
     device: str = ""  # the kind of device that is used
-    processes: int = 0  # number of processes that it runs
+    processes: int = 0
     address: Address = field(default_factory=lambda: Address("", LOOPBACK))  # where the other machines reach it
     opened_folder: RunOpened | None = None  # the run folder on it, as it was opened last
     folder: str = ""  # the path of the run folder there, from its first start on
@@ -75,11 +75,7 @@ class RunMachine:
         return self.opened_folder
 
     def count_failure(self, step: int) -> float:
-        """Counts a failure; returns for how many seconds to exclude the machine: 0 if it was of use before.
-
-        Args:
-            step: the newest saved step.
-        """
+        """Counts a failure at the saved step `step`; returns for how many seconds to exclude the machine, or 0."""
         useful = self.since_step is not None and step - self.since_step >= SOON_UPDATES
         self.failures, self.since_step = 1 if useful else self.failures + 1, None
         return min(EXCLUDED_MOST_S, EXCLUDED_S * 2 ** (self.failures - 2)) if self.failures > 1 else 0.0
@@ -144,11 +140,7 @@ class Machines:
             link.heartbeat()
 
     def ask(self, requests: Mapping[RunMachine, Request[R]], timeout_s: float = REQUEST_S) -> dict[RunMachine, R]:
-        """Asks machines, each its own request, while the others receive heartbeats.
-
-        Raises:
-            RunError: a machine is gone, or its request failed.
-        """
+        """Asks machines, each its own request. Raises RunError: a machine is lost, or its request failed."""
         answers: dict[RunMachine, R] = {}
         for machine, answer in self._ask(requests, timeout_s).items():
             if isinstance(answer, RunError):
@@ -157,7 +149,7 @@ class Machines:
         return answers
 
     def ask_each(self, request: Request[R], timeout_s: float = REQUEST_S) -> dict[RunMachine, R]:
-        """Asks every machine that takes part the same; see `ask`."""
+        """Asks every machine that takes part the same."""
         return self.ask(dict.fromkeys(self.running, request), timeout_s)
 
     def ask_named(self, requests: Mapping[str, Request[R]], timeout_s: float) -> dict[str, R | RunError]:
@@ -171,16 +163,14 @@ class Machines:
         return {machine: answers[machine.agent] for machine in requests}
 
     def require_all(self) -> None:
-        """Raises RunError, with what can be done, if a machine's agent doesn't answer."""
-        problems = self.problems
-        if not problems:
+        """Raises RunError, with hints, if a machine's agent doesn't answer."""
+        if not (problems := self.problems):
             return
-        if len(problems) == 1:
-            ((host, contact),) = problems.items()
-            error = RunError(contact.what, host, contact.hints)
-        else:
-            lines = tuple(f"{contact.what}: {contact.hints[0]}" for contact in problems.values())
-            error = RunError(f"{len(problems)} machines can't be used", ", ".join(problems), lines)
+        (what, hints), *others = ((contact.what, contact.hints) for contact in problems.values())
+        if others:
+            hints = tuple(f"{contact.what}: {contact.hints[0]}" for contact in problems.values())
+            what = f"{len(problems)} machines can't be used"
+        error = RunError(what, ", ".join(problems), hints)
         error.exit_code = EXIT_DOCTOR
         raise error
 

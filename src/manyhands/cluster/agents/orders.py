@@ -1,4 +1,4 @@
-"""What a head has the agent of one machine start; travels as JSON."""
+"""What a launcher has the agent of one machine start."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,17 +6,16 @@ from typing import Any
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.config.job import Job
 
-# What each process runs, by name, since it lies above this package: our own tasks, or a script of the user's.
-WORKER, SCRIPT = "manyhands.worker.entry", "manyhands.worker.script"
-# Imports what CPU workers need before they are forked, and opens their data meanwhile.
-PRELOAD = "manyhands.worker.preload"
-# What starts and watches them: the only file of the agent's that imports torch.
+# Modules by name, since they lie above this package: what each process runs, which is a task of ours or a script of
+# the user's, and what imports and opens everything that CPU workers need before they are forked.
+WORKER, SCRIPT, PRELOAD = "manyhands.worker.entry", "manyhands.worker.script", "manyhands.worker.preload"
+# Starts and watches them: the only file of the agent's that imports torch.
 ELASTIC = "manyhands.cluster.agents.elastic"
 
 
 @dataclass(frozen=True)
 class Orders:
-    """One generation of workers, as one machine has to know it; `orders_for` puts it together."""
+    """One generation of workers on one machine."""
 
     argument: dict[str, Any]  # plain data: the task, the job, the run folder there, what the task needs besides
     logs: str  # folder for each worker's own output, <rank>.log; ranks/ of the run folder
@@ -26,7 +25,7 @@ class Orders:
     environment: dict[str, str] = field(default_factory=dict[str, str])  # variables for the workers
     script: tuple[str, ...] = ()  # the user's own training script and its words; empty for a task of ours
     generation: int = 0  # counts the starts of a run's processes
-    term: int = 0  # of the head, without which the processes go on; 0 where they don't
+    term: int = 0  # of the launcher, without which the processes continue; 0 where they don't
 
 
 def orders_for(
@@ -40,18 +39,11 @@ def orders_for(
     generation: int = 0,
     **more: Any,
 ) -> Orders:
-    """Returns the orders for one machine's agent.
+    """Returns the orders for one machine; `folder` is the absolute path of the run folder there.
 
-    `folder` is the absolute path of the run folder there; without `device`, the job's counts. `more` is plain data that
-    the task needs besides.
+    Without `device`, the job's counts. `more` is plain data that the task needs besides.
     """
-    return Orders(
-        {"task": task, "job": job.model_dump(mode="json"), "folder": folder, **more},
-        f"{folder}/ranks",
-        rendezvous,
-        device or job.cluster.device,
-        job.cluster.threads,
-        environment or {},
-        job.run.script if task == "train" else (),
-        generation,
-    )
+    argument = {"task": task, "job": job.model_dump(mode="json"), "folder": folder, **more}
+    script = job.run.script if task == "train" else ()
+    device, threads = device or job.cluster.device, job.cluster.threads
+    return Orders(argument, f"{folder}/ranks", rendezvous, device, threads, environment or {}, script, generation)

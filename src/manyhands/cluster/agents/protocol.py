@@ -1,6 +1,7 @@
 """Events between a launcher and its agents, and what the agent's methods take and return.
 
-Not here: how a message becomes a line (`messages`), and what the launcher can call (`Agent`, and its base `Probe`).
+A launcher sends `WorkerCommand` while workers run, an agent the other events. Not here: how a message becomes a line
+(`messages`), and what the launcher can call (`Agent`, and its base `Probe`).
 """
 
 from dataclasses import dataclass, field
@@ -9,8 +10,6 @@ from typing import Any, Literal
 from manyhands.cluster.messages import Message
 from manyhands.core.records import Failure
 from manyhands.parallel.group.heartbeat import Seen
-
-# Both ways.
 
 
 @dataclass(frozen=True)
@@ -22,12 +21,9 @@ class FilePiece(Message):
     offset: int = 0
 
 
-# From the launcher, while workers run.
-
-
 @dataclass(frozen=True)
 class WorkerCommand(Message):
-    """What the workers of a machine are to do.
+    """A command to the workers of a machine.
 
     "stop": save and exit. "leave": processes of another machine have failed; save what can be saved, and exit. "free":
     give up waiting, because a peer is gone and the network has not reported it. "kill": end at once.
@@ -35,9 +31,6 @@ class WorkerCommand(Message):
 
     what: Literal["stop", "leave", "free", "kill"]
     rank: int | None = None  # the rank to kill, which hangs; the other ranks see a failed process
-
-
-# From an agent.
 
 
 @dataclass(frozen=True)
@@ -96,15 +89,11 @@ class WorkersEnded(Message):
 
     returned: dict[int, Any] = field(default_factory=dict[int, Any])  # what their entry returned
     failed: dict[int, int] = field(default_factory=dict[int, int])  # exit codes
-    # the end of the logs of failed ones that left no record
-    words: dict[int, str] = field(default_factory=dict[int, str])
+    words: dict[int, str] = field(default_factory=dict[int, str])  # end of the logs of failed ones without a record
     host: str = ""  # the machine's own name
-    records: list[Failure] = field(default_factory=list[Failure])  # what failed ones wrote
+    records: list[Failure] = field(default_factory=list[Failure])  # written by failed ones
     broken: str = ""  # the agent's own traceback
     ended_by: str = "the workers did not stop in time"  # why they were ended, where they neither returned nor failed
-
-
-# What methods take and return.
 
 
 @dataclass(frozen=True)
@@ -115,8 +104,7 @@ class OpenRun:
     token: str  # a file in its ranks/ by which the launcher's own is recognised
     holder: str  # the start of a run that claims it
     run: str  # the run's id
-    # bytes of each growing file that the launcher has already; None: it wants no records
-    held: dict[str, int] | None = None
+    held: dict[str, int] | None = None  # bytes of each growing file that the launcher has; None: it wants no records
     output: bool = False  # send what rank 0 prints, too
     term: int = 0  # of the launcher of a detached run; agents of lower terms make way
 
@@ -142,7 +130,7 @@ class RunInspected:
 
     run: str  # id of the run; empty for none
     checkpoints: bool  # it has some
-    busy: bool  # processes that an earlier agent of this machine started are still there
+    busy: bool  # processes of an earlier start are still there
     term: int = 0  # the highest that is known there
 
 
