@@ -3,8 +3,7 @@
 Code is small text files, without hidden files, environments, run folders, links to files outside the folder, and files
 with passwords or keys.
 
-The .git/config of a work tree may name programs: for changes in the file system, for filters, for fetching missing
-objects. It may be a stranger's, so git is asked in a way that runs none of them.
+The .git/config of a work tree may be a stranger's and name programs, so git is asked in a way that runs none of them.
 """
 
 import base64
@@ -63,10 +62,8 @@ def code_files(
 ) -> Iterator[Path]:
     """Yields the code below a folder in a fixed order, without following links to folders.
 
-    `leave` is called for each skipped file, with the reason: CREDENTIALS or ELSEWHERE.
-
-    Raises:
-        TooManyFoldersError: there are more than `most_folders`, after the files of those.
+    `leave` is called for each skipped file, with the reason: CREDENTIALS or ELSEWHERE. Raises TooManyFoldersError:
+    there are more than `most_folders`, after the files of those.
     """
     top = folder.resolve()
     for count, (place, folders, names) in enumerate(os.walk(folder)):
@@ -158,10 +155,9 @@ def with_absolute_paths(job: Job) -> Job:
 
 
 def write_code(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes the files of `copied_code` into a private folder, unless they are there: a job may have changed them.
+    """Writes the files of `copied_code` into a private folder, also those that a job has changed there.
 
-    Raises:
-        UserError: a path is outside the folder, a file is incomplete, or the code is too large.
+    Raises UserError: a path is outside the folder, a file is incomplete, or the code is too large.
     """
     contents: dict[str, bytes] = {}
     for name, text in files.items():

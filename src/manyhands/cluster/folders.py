@@ -17,11 +17,7 @@ def holds_run(path: Path) -> bool:
 
 
 def use_run_folder(path: Path) -> RunFolder:
-    """Opens a run folder named by the user, and creates it if it is missing.
-
-    Raises:
-        UserError: the folder can't be written, or contains files but no run.
-    """
+    """Opens or creates a run folder named by the user. Raises UserError: it isn't writable, or has files but no run."""
     with writing_into(path):
         path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
@@ -58,8 +54,7 @@ def write_job(folder: RunFolder, text: str) -> None:
 def replace_job(folder: RunFolder, text: str) -> None:
     """Writes the job file. An earlier job that was trained is kept as job-1.toml … unless only comments differ.
 
-    Raises:
-        OSError: the file can't be written; its earlier content is kept.
+    Raises OSError: the file can't be written; its earlier content is kept.
     """
     with temporary(folder.job) as part:
         part.write_text(text, encoding="utf-8")

@@ -16,7 +16,7 @@ from manyhands.cluster.agents.machines import Machines
 from manyhands.cluster.agents.open_tunnels import StoreTunnel
 from manyhands.cluster.agents.orders import Orders, orders_for
 from manyhands.cluster.agents.ssh import reached_by
-from manyhands.cluster.agents.supervise import Watch, supervise
+from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.doctor.facts import gather
 from manyhands.cluster.doctor.findings import (
     AllReduceTest,
@@ -233,7 +233,7 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         store = "" if met.address == LOOPBACK[0] else f"port {met.port} of {met.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
         say(f"the all-reduce test opens {store}a free port on each of {where}, all without a password")
-        ending = supervise(orders, Watch())
+        ending = supervise_once(orders, Watch())
     if ending.ok:
         return AllReduceTest("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))
     cause = first_cause(ending)

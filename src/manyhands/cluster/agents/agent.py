@@ -29,7 +29,7 @@ from manyhands.checkpoint.saved import saved_steps
 from manyhands.cluster.agents import protocol
 from manyhands.cluster.agents.claim import Term, agent_has_left, claim, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.agents.connection import Wire
-from manyhands.cluster.agents.early import EARLY, short_spins
+from manyhands.cluster.agents.early import EARLY
 from manyhands.cluster.agents.mirror import Receiver, Sender
 from manyhands.cluster.agents.orders import ELASTIC, PRELOAD, Orders
 from manyhands.cluster.agents.tunnel import Tunnels
@@ -150,8 +150,7 @@ class Agent(Probe):
     ) -> protocol.RunInspected:
         """Returns what is in a run folder, and whether the processes of this machine in an earlier start have exited.
 
-        `machine` and `generation` are this machine's place in that start, and its number. `term` is that of the
-        launcher of a detached run, whose earlier processes are to exit.
+        `machine` is the place in that start, `generation` its number. Agents of a lower `term` have their workers exit.
         """
         found = RunFolder(Path(folder).expanduser().absolute())
         highest = self._term(found, run, Term(term, generation + 1))
@@ -260,17 +259,22 @@ class Agent(Probe):
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Collects no garbage in the block, which takes a quarter of a second among torch's modules and finds none.
+    """Imports torch in the block without garbage collection, and with short spins of its OpenMP threads.
 
-    What is there at its end is never searched for garbage, so that forked workers share its memory.
+    Collection takes a quarter of a second and finds nothing; it skips these modules later, too, so that forked workers
+    share their memory. libgomp reads its variable once, and its default of 300,000 spins takes milliseconds.
     """
+    spins = not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & {*os.environ}
+    if spins:
+        os.environ["GOMP_SPINCOUNT"] = "3000"
     gc.disable()
     try:
-        with short_spins():
-            yield
+        yield
     finally:
         gc.freeze()
         gc.enable()
+        if spins:  # child processes have the user's own environment
+            os.environ.pop("GOMP_SPINCOUNT", None)
 
 
 def import_early() -> None:

@@ -39,12 +39,7 @@ def assembled(
 ) -> Iterator[Machines]:
     """Starts an agent on each machine and asks it for its facts; ends all with the block.
 
-    Args:
-        machines: each but this one is reached over ssh.
-        options: of the cluster.
-        logs: folder for the agents' standard error.
-        wanted: facts beside the general ones.
-        on_stop: called if the user ends the block, before the agents have left.
+    The agents' standard error goes to files in `logs`. `on_stop` is called if the user ends the block, before they end.
     """
     refuse_doubles(machines)
     allow_open_files(OWN_FILES + FILES_EACH * len(machines))
@@ -149,10 +144,7 @@ def clock_offset(there: float, asked: float) -> float:
 def prepare(machines: Machines, options: ClusterOptions, processes: int | None = None) -> None:
     """Has the machines import torch, and notes the kind of device and the number of processes of each.
 
-    `processes` on each machine; None: as many as its slots, or as it has devices.
-
-    Raises:
-        UserError: a machine has fewer devices.
+    `processes` on each machine; None: as many as its slots, or as it has devices. Raises UserError: it has fewer.
     """
     sizes = {machine: machine.spec.slots if processes is None else processes for machine in machines.running}
     requests = {machine: call(Agent.prepare, size, options.threads, options.device) for machine, size in sizes.items()}

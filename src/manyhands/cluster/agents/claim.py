@@ -1,11 +1,10 @@
-"""Ownership of a run folder: a lock while a run is active in it, the run's id, and the term of its head.
+"""Ownership of a run folder: a lock while a run is active in it, the run's id, and the term of its launcher.
 
 The folders of one run, on several machines or shared between them, have the same id. The holder of the lock writes
 beside it which start of the run it belongs to.
 
-A machine obeys the head with the highest term, which is in the run folder there. Each new head of a detached run
-increments the term, and each start under one head counts its starts. Agents of a lower term have their workers save,
-and leave.
+A machine obeys the launcher with the highest term, which is in the run folder there. Each new launcher of a detached
+run increments the term. Agents of a lower term have their workers save and exit.
 """
 
 import contextlib
@@ -33,14 +32,8 @@ def new_holder() -> str:
 def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: float = LEAVING_S) -> FileLock | None:
     """Takes the lock of a run folder until this process ends; returns None if another machine of this start has it.
 
-    Args:
-        folder: the run folder; its ranks/ exists.
-        holder: the name of this start; processes of one start share the folder.
-        patience_s: limit for another process of this start to write its name, or for the lock.
-        leaving_s: limit for each agent of an earlier start to leave.
-
-    Raises:
-        Timeout: another run is active in the folder.
+    `holder` is the name of this start. `patience_s` is the limit for another process of this start to write it, or for
+    the lock, `leaving_s` for each agent of an earlier start to leave. Raises Timeout: another run is active there.
     """
     lock = FileLock(folder.ranks / "lock")
     until = time.monotonic() + patience_s
@@ -65,7 +58,7 @@ def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: fl
 
 
 def hold_as_agent(ranks: Path, machine: int, generation: int = 0) -> FileLock:
-    """Returns the lock that an agent holds while its workers run, which may outlive a killed head to save.
+    """Returns the lock that an agent holds while its workers run, which may outlive a killed launcher to save.
 
     Each generation of the run has its own lock: a machine that is cut off may keep its lock on a shared disk.
     """
@@ -129,7 +122,7 @@ def _read(path: Path) -> str:
 
 
 class Term(NamedTuple):
-    """The term of a head, and the number of its start. The higher one is obeyed; (0, 0) is before the first head."""
+    """The term of a launcher, and the number of its start; the higher one is obeyed, (0, 0) is before the first."""
 
     head: int = 0
     start: int = 0

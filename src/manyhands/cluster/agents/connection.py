@@ -301,8 +301,7 @@ class Wire:
     def watched(self, clean_up: Callable[[], None]) -> Generator[None]:
         """Calls `clean_up` and ends this process if the launcher leaves, or does not replace a lost connection.
 
-        For a block that reads nothing, such as an import of torch. No thread is left after it, so workers can be
-        forked.
+        For a block that reads nothing, such as an import of torch. It leaves no thread, so workers can be forked.
         """
         ours, over = socket.socketpair()
 

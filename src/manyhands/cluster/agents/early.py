@@ -79,20 +79,3 @@ def end_early() -> None:
     while _untaken:
         with _untaken.pop() as early:
             early.kill()
-
-
-@contextlib.contextmanager
-def short_spins() -> Generator[None]:
-    """Shortens the spins of OpenMP threads for a torch that is imported in the block, unless the user's variables do.
-
-    libgomp, in torch's wheels for Linux, reads the variable once. Its default of 300,000 spins takes milliseconds, on a
-    core that the awaited thread may need.
-    """
-    ours = not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & {*os.environ}
-    if ours:
-        os.environ["GOMP_SPINCOUNT"] = "3000"
-    try:
-        yield
-    finally:
-        if ours:  # child processes have the user's own environment
-            os.environ.pop("GOMP_SPINCOUNT", None)

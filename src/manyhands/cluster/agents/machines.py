@@ -141,11 +141,12 @@ class Machines:
 
     def ask(self, requests: Mapping[RunMachine, Request[R]], timeout_s: float = REQUEST_S) -> dict[RunMachine, R]:
         """Asks machines, each its own request. Raises RunError: a machine is lost, or its request failed."""
-        answers: dict[RunMachine, R] = {}
-        for machine, answer in self._ask(requests, timeout_s).items():
+        asked, answers = {machine.agent: machine for machine in requests}, dict[RunMachine, R]()
+        found = ask_all({link: requests[machine] for link, machine in asked.items()}, timeout_s, self.links)
+        for link, answer in found.items():
             if isinstance(answer, RunError):
                 raise answer
-            answers[machine] = answer
+            answers[asked[link]] = answer
         return answers
 
     def ask_each(self, request: Request[R], timeout_s: float = REQUEST_S) -> dict[RunMachine, R]:
@@ -154,13 +155,8 @@ class Machines:
 
     def ask_named(self, requests: Mapping[str, Request[R]], timeout_s: float) -> dict[str, R | RunError]:
         """Asks machines by name; returns for each its answer or error."""
-        asked = {machine: requests[machine.name] for machine in self.running if machine.name in requests}
-        return {machine.name: answer for machine, answer in self._ask(asked, timeout_s).items()}
-
-    def _ask(self, requests: Mapping[RunMachine, Request[R]], timeout_s: float) -> dict[RunMachine, R | RunError]:
-        asked = {machine.agent: request for machine, request in requests.items()}
-        answers = ask_all(asked, timeout_s, self.links)
-        return {machine: answers[machine.agent] for machine in requests}
+        asked = {machine.agent: requests[machine.name] for machine in self.running if machine.name in requests}
+        return {link.machine.name: answer for link, answer in ask_all(asked, timeout_s, self.links).items()}
 
     def require_all(self) -> None:
         """Raises RunError, with hints, if a machine's agent doesn't answer."""

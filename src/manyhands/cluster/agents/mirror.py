@@ -26,13 +26,10 @@ PIECE_BYTES = 1 << 20
 
 
 class Sender:
-    """Finds what is new in the run folder of this machine.
+    """Finds new records in the run folder of this machine.
 
-    Args:
-        folder: the run folder here.
-        held: bytes of each growing file that the launcher has already.
-        output: send the output of rank 0, too.
-        rest: send an incomplete last line, too.
+    `held` are the bytes of each growing file that the launcher has. `output`: that of rank 0, too; `rest`: incomplete
+    last lines, too.
     """
 
     def __init__(self, folder: Path, held: Mapping[str, int], *, output: bool = False, rest: bool = False) -> None:

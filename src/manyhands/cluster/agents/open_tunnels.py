@@ -63,10 +63,7 @@ class TunnelRoutes:
 def join_through_ssh(machines: Machines, options: ClusterOptions, head: Tunnels) -> TunnelRoutes:
     """Opens ssh tunnels between any two of the machines; their agents hold the tunnels until they are opened anew.
 
-    Args:
-        machines: those that take part.
-        options: of the cluster.
-        head: the launcher's own tunnels; used where they are needed, and the options allow it.
+    `head` are the launcher's own tunnels, which are used if they are needed and the options allow it.
 
     Raises:
         NoTunnelError: two don't reach each other.

@@ -19,11 +19,7 @@ NO_PYTHON = "manyhands: no python here has manyhands"
 
 
 def ssh_words(options: ClusterOptions) -> list[str]:
-    """Returns the user's ssh command with options against questions and endless waits.
-
-    Raises:
-        UserError: cluster.ssh is no command.
-    """
+    """Returns the user's ssh command with options against questions and endless waits. Raises UserError: it is none."""
     try:
         words = shlex.split(options.ssh)
     except ValueError as error:

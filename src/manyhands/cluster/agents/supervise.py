@@ -34,15 +34,6 @@ class Watch:
     regroups: Callable[[], bool] = lambda: False
 
 
-def supervise(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:
-    """Does what `supervise_once` does, and closes the connections."""
-    try:
-        return supervise_once(orders, watch)
-    finally:
-        close_all(orders)
-        watch.on_tick()
-
-
 def supervise_once(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:
     """Sends each agent its orders and waits until all workers have ended; agents that remain can take new orders.
 

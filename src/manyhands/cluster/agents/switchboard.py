@@ -1,8 +1,7 @@
 """Passes connections on between a machine's processes and the ssh tunnels to other machines; a process of its own.
 
-Started as `python -m manyhands.cluster.agents.switchboard ADDRESS FOLDER`; see `parallel.group.tunnel_ends`. It prints
-"ready", and ends with its standard input. Only this user can open its sockets, and it connects to no address but the
-machine's own.
+Started as `python -m manyhands.cluster.agents.switchboard ADDRESS FOLDER`; see `parallel.group.tunnel_ends`. Only this
+user can open its sockets, and it connects to no address but the machine's own.
 """
 
 import contextlib

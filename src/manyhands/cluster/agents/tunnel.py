@@ -74,17 +74,10 @@ class Children:
         self, commands: Mapping[str, Sequence[str]], word: str, folder: Path, patience_s: float,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> dict[str, str]:  # fmt: skip
-        """Starts processes and waits until they are ready, `patience_s` at most for all of them together.
+        """Starts processes and waits until they are ready; returns the last words of those that did not, by name.
 
-        Args:
-            commands: by a name for each.
-            word: the line that each writes once it is ready; a login shell may greet first.
-            folder: for their standard error.
-            patience_s: limit in seconds.
-            meanwhile: called a few times a second.
-
-        Returns:
-            The last words of those that did not get ready, by name; these have ended.
+        `word` is the line that each writes once it is ready; a login shell may greet first. `folder` is for their
+        standard error. `patience_s` is the limit for all of them; `meanwhile` is called a few times a second.
         """
         started: list[_Child] = []
         until = time.monotonic() + patience_s
@@ -116,11 +109,7 @@ class Children:
 
 
 class SshTunnels(Children):
-    """Connections over ssh that carry forwards; `folder` for their sockets is short, and only this user's.
-
-    Raises:
-        TunnelError: one can't be opened; none is left.
-    """
+    """Connections over ssh that carry forwards, with sockets in a short private folder. Raises TunnelError."""
 
     def __init__(
         self, machines: Sequence[Machine], options: ClusterOptions, folder: Path, meanwhile: Callable[[], object]
@@ -147,10 +136,7 @@ class SshTunnels(Children):
         return int(said)
 
     def here(self, name: str, listen: str, to: str) -> None:
-        """Has a place here lead to one of the machine's. Raises TunnelError: nothing can listen here.
-
-        Its use shows whether the machine's ssh server allows it.
-        """
+        """Has a place here lead to one of the machine's, if its ssh server allows it, as the first use shows."""
         self._forward(name, "-L", f"{listen}:{to}")
 
     def _forward(self, name: str, way: str, what: str) -> str:

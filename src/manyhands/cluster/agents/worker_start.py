@@ -79,8 +79,7 @@ def attach_notice(options: ClusterOptions) -> str:
 def wait_for_editor(rank: int, size: int, options: ClusterOptions) -> None:
     """On the rank to debug, prints how to attach and waits for an editor; does nothing on the other ranks.
 
-    Raises:
-        UserError: the run of `size` ranks has no such rank, debugpy is missing, or the port is in use.
+    Raises UserError: the run of `size` ranks has no such rank, debugpy is missing, or the port is in use.
     """
     if options.debug_rank >= size:
         message = f"there is no rank {options.debug_rank} to debug: the ranks are 0 … {size - 1}"
