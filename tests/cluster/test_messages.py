@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import _open, _start, open_here
 from manyhands.cluster.agents.connection import (
     AgentConnection,
     LinkClosed,
@@ -26,10 +25,11 @@ from manyhands.cluster.agents.connection import (
     stir,
 )
 from manyhands.cluster.agents.early import AGENT
-from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.machines import _open, _start, open_here
 from manyhands.cluster.agents.protocol import (
     FilePiece,
     OpenRun,
+    Orders,
     Prepared,
     RunOpened,
     WorkerExited,

@@ -9,12 +9,10 @@ from typing import Any
 from urllib.parse import urlparse
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import assembled, prepare
 from manyhands.cluster.agents.connection import AgentConnection
-from manyhands.cluster.agents.ending import first_cause
-from manyhands.cluster.agents.machines import Machines
+from manyhands.cluster.agents.machines import Machines, assembled, prepare
 from manyhands.cluster.agents.open_tunnels import StoreTunnel
-from manyhands.cluster.agents.orders import Orders, orders_for
+from manyhands.cluster.agents.protocol import Orders, orders_for
 from manyhands.cluster.agents.ssh import reached_by
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.doctor.facts import gather
@@ -30,6 +28,7 @@ from manyhands.cluster.doctor.findings import (
 )
 from manyhands.cluster.doctor.probe import OpenPort, Probe, open_ports
 from manyhands.cluster.doctor.survey import local_candidates, matrix, take_survey
+from manyhands.cluster.failures import first_cause
 from manyhands.cluster.hosts.inventory import Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.messages import call
@@ -213,7 +212,7 @@ def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, me
 
     With `measure` clocks and the speed of links are measured too, which takes seconds.
     """
-    facts = agents.facts
+    facts = {machine.name: machine.facts for machine in agents.running}
     needs = _needs(job, machines, facts)
     survey = take_survey(agents.ask_named, facts, [machine.name for machine in machines], needs, measure=measure)
     survey.errors |= {host: problem for host, problem in agents.problems.items() if host in needs.reach}

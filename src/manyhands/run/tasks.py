@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands.checkpoint.describe import is_pickled, open_description
 from manyhands.checkpoint.folders import choose
-from manyhands.cluster.agents.assemble import open_here
-from manyhands.cluster.agents.orders import orders_for
+from manyhands.cluster.agents.machines import open_here
+from manyhands.cluster.agents.protocol import orders_for
 from manyhands.cluster.agents.ssh import copied_by
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.failures import Failed, as_error

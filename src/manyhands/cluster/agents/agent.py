@@ -31,7 +31,7 @@ from manyhands.cluster.agents.claim import Term, agent_has_left, claim, raise_te
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.early import EARLY
 from manyhands.cluster.agents.mirror import Receiver, Sender
-from manyhands.cluster.agents.orders import ELASTIC, PRELOAD, Orders
+from manyhands.cluster.agents.protocol import ELASTIC, PRELOAD, Orders
 from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.code_files import write_code
 from manyhands.cluster.doctor.findings import FactsWanted

@@ -73,15 +73,10 @@ def agent_has_left(ranks: Path, machine: int, generation: int) -> bool:
     return not path.exists() or not _is_held(path)
 
 
-def set_aside(ranks: Path, generation: int) -> bool:
-    """Returns True if agents of a later generation work on this disk, so that this generation must leave it."""
+def agents_work(ranks: Path, after: int = -1) -> bool:
+    """Returns True while an agent has workers of the run on this disk, of a generation after `after`."""
     numbered = ((path.stem.rpartition("-")[2], path) for path in ranks.glob("agent-*-*.lock"))
-    return any(number.isdecimal() and int(number) > generation and _is_held(path) for number, path in numbered)
-
-
-def agents_work(ranks: Path) -> bool:
-    """Returns True while an agent has workers of the run on this disk."""
-    return set_aside(ranks, -1)
+    return any(number.isdecimal() and int(number) > after and _is_held(path) for number, path in numbered)
 
 
 def agents_here(ranks: Path) -> list[int]:

@@ -32,7 +32,7 @@ from manyhands.cluster.agents import protocol
 from manyhands.cluster.agents.claim import Term, hold_as_agent, term_in
 from manyhands.cluster.agents.connection import Wire
 from manyhands.cluster.agents.heartbeats import HeartbeatMonitor, Leaving, MemoryKills
-from manyhands.cluster.agents.orders import PRELOAD, SCRIPT, WORKER, Orders
+from manyhands.cluster.agents.protocol import PRELOAD, SCRIPT, WORKER, Orders
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.messages import Message
 from manyhands.core.devices import device_kind

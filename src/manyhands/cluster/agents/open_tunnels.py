@@ -31,7 +31,7 @@ from manyhands.core.scratch import scratch
 from manyhands.core.timeouts import OPEN_TUNNELS_S, STORE_CONNECT_S, STORE_S, TUNNEL_ENDS_S
 from manyhands.parallel.group.tunnel_ends import TunnelEnds
 
-MOST_MACHINES = 200
+HEAD, MOST_MACHINES = "this machine", 200
 Pair = tuple[str, str]
 
 
@@ -113,16 +113,11 @@ class _Opening:
 
     def relayed(self, pairs: Sequence[Pair]) -> None:
         """Relays the traffic of each pair through a machine that has a tunnel to both."""
-        wanted: dict[Pair, list[str]] = defaultdict(list)  # the machines that a machine reaches through a relay
+        relays, logins = dict[Pair, str](), dict[Pair, list[str]]()
         for one, two in pairs:
-            relay = next((name for name in self.named if self._joined(one, name) and self._joined(two, name)), "")
-            if relay:
-                self.routes.through[one, two] = relay
-                wanted[one, relay].append(two)
-                wanted[two, relay].append(one)
-        logins: dict[Pair, list[str]] = {}
-        for (name, relay), others in wanted.items():
-            sockets = self._passing(name, self.routes.ends[relay], others)
+            if found := [name for name in self.named if self._joined(one, name) and self._joined(two, name)]:
+                relays[one, two] = found[0]
+        for (name, relay), sockets in self._passed_on(relays, self.routes.ends).items():
             if self._joined(name, relay) == name:
                 logins[name, relay] = self._login(relay, sockets, {})
             else:
@@ -134,22 +129,23 @@ class _Opening:
     def through_head(self, pairs: Sequence[Pair], head: Tunnels) -> None:
         """Relays the traffic of each pair through the launcher's machine."""
         head.open("")
-        wanted: dict[str, list[str]] = defaultdict(list)
-        for one, two in pairs:
-            self.routes.through[one, two] = "this machine"
-            wanted[one].append(two)
-            wanted[two].append(one)
-        commands: dict[str, list[str]] = {}
-        for name, others in wanted.items():
-            ends, theirs = self.routes.ends[name], self._passing(name, head.ends, others)
-            commands[name] = self._login(name, {head.ends.towards(ends.address): ends.entrance}, theirs)
+        relays, commands = dict.fromkeys(pairs, HEAD), dict[str, list[str]]()
+        for (name, _), sockets in self._passed_on(relays, {HEAD: head.ends}).items():
+            ends = self.routes.ends[name]
+            commands[name] = self._login(name, {head.ends.towards(ends.address): ends.entrance}, sockets)
         for name, error in head.open_tunnels(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
             hints = (f"set AllowStreamLocalForwarding yes in sshd_config on {name}",)
             raise RunError(f"can't open an ssh tunnel to {name}: {error}", name, hints)
 
-    def _passing(self, name: str, relay: TunnelEnds, others: Sequence[str]) -> dict[str, str]:
-        addresses = [self.routes.ends[other].address for other in others]
-        return {self.routes.ends[name].towards(address): relay.towards(address) for address in addresses}
+    def _passed_on(self, relays: Mapping[Pair, str], ends: Mapping[str, TunnelEnds]) -> dict[Pair, dict[str, str]]:
+        """Notes the relay of each pair; returns the sockets that lead from each machine to those of its relay."""
+        self.routes.through |= relays
+        sockets: dict[Pair, dict[str, str]] = defaultdict(dict)
+        for pair, relay in relays.items():
+            for name, other in (pair, pair[::-1]):
+                address = self.routes.ends[other].address
+                sockets[name, relay][self.routes.ends[name].towards(address)] = ends[relay].towards(address)
+        return sockets
 
     def _joined(self, one: str, two: str) -> str:
         """Returns the machine that opened the tunnel between two machines; empty without a tunnel."""

@@ -8,9 +8,9 @@ from typing import Any
 from manyhands.cluster.agents import protocol
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, close_all, stir
-from manyhands.cluster.agents.ending import Ending, how_it_ended, how_worker_ended
-from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.protocol import Orders
 from manyhands.cluster.agents.stall import Stalls
+from manyhands.cluster.failures import Ending, how_it_ended, how_worker_ended
 from manyhands.cluster.messages import Message, Misunderstood, RequestFailed, call
 from manyhands.core import timeouts
 from manyhands.core.errors import EXIT_USAGE, UserError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from manyhands.cluster.agents.heartbeats import heartbeat_path
-from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.protocol import Orders
 from manyhands.cluster.hosts.inventory import DEVICE_INDEX, LOOPBACK
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
