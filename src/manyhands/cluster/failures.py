@@ -109,18 +109,14 @@ def _killed(ending: Ending, rank: int, exit_code: int, why: str = "") -> Failure
     if exit_code == -signal.SIGKILL:
         hints = ["check `dmesg | tail` for an out-of-memory kill", "use fewer processes or a smaller train.micro_batch"]
     error = PROCESS_ENDED if why or exit_code < 0 else SystemExit.__name__
-    what, host = why or f"rank {rank} {how_worker_ended(exit_code)}", ending.hosts.get(rank, "")
+    what, host = why or f"rank {rank} {how_it_ended(exit_code, worker=True)}", ending.hosts.get(rank, "")
     excerpt = said and f"last output of rank {rank}:\n{said}"
     return Failure(time=time.time(), rank=rank, host=host, pid=0, error=error, what=what, hints=hints, excerpt=excerpt)
 
 
-def how_it_ended(exit_code: int) -> str:
+def how_it_ended(exit_code: int, *, worker: bool = False) -> str:
+    """Describes the end of a process, or of a worker that returned no result."""
     with contextlib.suppress(ValueError):
         if exit_code < 0:
             return f"was killed by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
-
-
-def how_worker_ended(exit_code: int) -> str:
-    """Describes the end of a worker that returned no result."""
-    return how_it_ended(exit_code) + ("" if exit_code else " without returning a result")
+    return f"ended with exit code {exit_code}" + (" without returning a result" if worker and not exit_code else "")

@@ -356,26 +356,15 @@ class Wire:
     def wait(self) -> tuple[int, Message] | None:
         """Returns the next request and its number, or None once the launcher is gone."""
         while self.open:
-            if request := self._next():
-                return request
+            if self._received:
+                return self._received.popleft()
             self._fill(1.0)
         return None
 
     def poll(self) -> list[Message]:
         """Returns the messages received so far, without waiting."""
         self._fill(0)
-        return [message for _, message in iter(self._next, None)]
-
-    def _next(self) -> tuple[int, Message] | None:
-        while self._received:
-            number, message = self._received.popleft()
-            if isinstance(message, Misunderstood):
-                self.send(message, number)
-            elif isinstance(message, messages.Alive):
-                self.send(messages.Alive(self._lines.received))
-            else:
-                return number, message
-        return None
+        return [self._received.popleft()[1] for _ in range(len(self._received))]
 
     def _fill(self, patience_s: float) -> None:
         inputs = [self._listener] if self._listener else []
@@ -386,7 +375,13 @@ class Wire:
                 continue
             with contextlib.suppress(ConnectionResetError):
                 received = os.read(0, 1 << 16)
-            self._received += self._lines.take(received)
+            for number, message in self._lines.take(received):
+                if isinstance(message, Misunderstood):
+                    self.send(message, number)
+                elif isinstance(message, messages.Alive):
+                    self.send(messages.Alive(self._lines.received))
+                else:
+                    self._received.append((number, message))
             if not received:
                 self.connected, self.open = False, self._lost()
                 if self._passed_by:

@@ -282,9 +282,8 @@ def prepare(device: str) -> protocol.Prepared:
 def devices_here(wanted: str, processes: int) -> tuple[str, int]:
     """Returns the device type that a job's `device` selects on this machine, and the number of processes for it."""
     device = device_kind(wanted, processes)
-    # cuda:1 names one of them.
-    counted = device not in {"cpu", "mps"} and ":" not in device
-    return device, max(1, torch.accelerator.device_count()) if counted else 1
+    single = device in {"cpu", "mps"} or ":" in device  # cuda:1 names one of several
+    return device, 1 if single else max(1, torch.accelerator.device_count())
 
 
 def preload(orders: Orders) -> None:

@@ -10,7 +10,7 @@ from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, close_all, stir
 from manyhands.cluster.agents.protocol import Orders
 from manyhands.cluster.agents.stall import Stalls
-from manyhands.cluster.failures import Ending, how_it_ended, how_worker_ended
+from manyhands.cluster.failures import Ending, how_it_ended
 from manyhands.cluster.messages import Message, Misunderstood, RequestFailed, call
 from manyhands.core import timeouts
 from manyhands.core.errors import EXIT_USAGE, UserError
@@ -209,7 +209,7 @@ class _Head:
         later = record is not None and (record.consequence or record.exit_code == EXIT_USAGE)
         if not (self._failure_reported or later or self.ending.interrupted):
             self._failure_reported = True
-            how = f": {record.what}" if record else f" {how_worker_ended(exited.code)}"
+            how = f": {record.what}" if record else f" {how_it_ended(exited.code, worker=True)}"
             self._watch.on_warning(f"rank {exited.rank} on {exited.host}{how}; cleaning up")
 
     def _refuse(self, link: AgentConnection, failed: RequestFailed) -> None:
