@@ -181,8 +181,7 @@ def decode(line: bytes) -> tuple[int, Message] | None:
         return (0, Misunderstood(f"a message can't be read: {error}")) if ours else None
     if not isinstance(content, dict):
         return None
-    number = content.get("id")
-    number = number if isinstance(number, int) else 0
+    number = found if isinstance(found := content.get("id"), int) else 0
     try:
         return number, _typed(content)
     except ValueError as error:

@@ -20,7 +20,6 @@ from manyhands.core.files import private_files, write_atomic
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import LEAVING_S
 
-POLL_S = 0.05
 _ID = re.compile("[0-9a-f]{8,64}")
 
 
@@ -45,7 +44,7 @@ def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: fl
                 return None
             if time.monotonic() > until:
                 raise
-            time.sleep(POLL_S)
+            time.sleep(0.05)
     try:
         for path in folder.ranks.glob("agent-*.lock"):
             with FileLock(path, timeout=leaving_s):

@@ -71,11 +71,8 @@ class _Rendezvous(StaticTCPRendezvous):
         return 0
 
 
-# torch's decorators hide the signatures of what is overridden below.
-_Base = cast(Any, LocalElasticAgent)
-
-
-class ElasticAgent(_Base):
+# torch's decorators hide the signatures of what is overridden here.
+class ElasticAgent(cast(Any, LocalElasticAgent)):
     """PyTorch's agent with ranks from a list of sizes, a store on one address, and commands from the launcher."""
 
     def __init__(self, orders: Orders, listener: socket.socket | None, scratch: str, wire: Wire, tick: Tick) -> None:

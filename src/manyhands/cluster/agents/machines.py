@@ -63,10 +63,8 @@ class RunMachine:
     records_may_differ: bool = False  # its records of the run may differ from the launcher's
     failures: int = 0  # number of failures since it was last of use
     since_step: int | None = None  # the saved step at which it began to take part
-    # receives how the request to add it ended, and whether it takes part
-    notify: Callable[[str, bool], object] = lambda _text, _takes_part: None
-    # the requests to the agent of a machine that is contacted, one after another
-    contact: Generator[Request[Any], Any, None] | None = None
+    notify: Callable[[str, bool], object] = lambda _text, _joined: None  # receives how the request to add it ended
+    contact: Generator[Request[Any], Any, None] | None = None  # the requests to a machine that is contacted
     asked: tuple[int, Request[Any]] | None = None  # the number of the request that was sent last, and the request
 
     @property

@@ -152,10 +152,7 @@ class _Opening:
         return self.routes.opened_by.get((one, two)) or self.routes.opened_by.get((two, one), "")
 
     def _login(self, to: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-        """Returns the ssh command to a machine; the remote command ends when the process that started ssh ends.
-
-        `ours` are sockets on the machine that logs in, and what each leads to on the other; `theirs` the reverse.
-        """
+        """Returns the ssh command to a machine; `ours` leads from sockets here to others there, `theirs` back."""
         settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
                     "ForwardX11": "no"}  # fmt: skip
         words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]

@@ -177,10 +177,7 @@ def orders_for(
     generation: int = 0,
     **more: Any,
 ) -> Orders:
-    """Returns the orders for one machine; `folder` is the absolute path of the run folder there.
-
-    Without `device`, the job's counts. `more` is plain data that the task needs besides.
-    """
+    """Returns the orders for one machine; `folder` is absolute there, and `more` plain data that the task needs."""
     argument = {"task": task, "job": job.model_dump(mode="json"), "folder": folder, **more}
     script = job.run.script if task == "train" else ()
     device, threads = device or job.cluster.device, job.cluster.threads

@@ -30,8 +30,7 @@ class Watch:
     stalls: bool = True  # stalls are reported
     evicts: bool = False  # the run recovers: a process that hangs is killed, and peers of a lost machine save
     cut: Callable[[], str] = str  # returns why a tunnel of the launcher has ended, or nothing
-    # called every POLL_S; True has the processes save and exit, to restart them on other machines
-    regroups: Callable[[], bool] = lambda: False
+    regroups: Callable[[], bool] = lambda: False  # True, at any tick, has the processes save and exit for a restart
 
 
 def supervise_once(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:

@@ -19,8 +19,6 @@ from manyhands.core.stops import STOPS
 from manyhands.core.terminal import Tolerant, say
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE
 
-PR_SET_PDEATHSIG = 1
-
 
 def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     """Makes this process, which the agent has forked or spawned, one of the run's; returns the task's argument."""
@@ -43,7 +41,7 @@ def begin(scratch: str, logs: str, agent: int) -> int:
     """Begins a process that an agent has started, with records in `scratch` and output in `logs`; returns its rank."""
     rank = int(os.environ["RANK"])
     if sys.platform == "linux":  # the kernel ends this process when its agent ends
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != agent:  # it has ended already
         os._exit(1)
     os.environ[FAILURE_FILE] = f"{scratch}/{rank}.json"
