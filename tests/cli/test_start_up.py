@@ -27,7 +27,7 @@ LIGHT = {
     "unknown to plan": COMMAND.format(["plan", "digts"]),
     "doctor": COMMAND.format(["doctor"]),
     "package": "import manyhands, manyhands.run.train, manyhands.report.page",
-    "launcher": "import manyhands.cluster.hosts.this_process; from manyhands.cluster.agents import assemble, supervise",
+    "launcher": "import manyhands.cluster.hosts.this_process; from manyhands.cluster.agents import machines, supervise",
 }
 
 

@@ -8,9 +8,9 @@ import pytest
 from filelock import Timeout
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import open_here
-from manyhands.cluster.agents.claim import claim, hold_as_agent, run_id, set_aside, set_run_id
+from manyhands.cluster.agents.claim import agents_work, claim, hold_as_agent, run_id, set_run_id
 from manyhands.cluster.agents.connection import close_all
+from manyhands.cluster.agents.machines import open_here
 from manyhands.cluster.agents.protocol import OpenRun
 from manyhands.cluster.messages import call
 from manyhands.core.run_folder import RunFolder
@@ -103,10 +103,10 @@ def test_ids_are_ours_or_none(folder):
 
 
 def test_who_was_cut_off_knows_that_a_later_start_is_at_work(folder):
-    assert not set_aside(folder.ranks, 0)
+    assert not agents_work(folder.ranks, 0)
     with hold_as_agent(folder.ranks, 1, 0):
-        assert not set_aside(folder.ranks, 0)
+        assert not agents_work(folder.ranks, 0)
         with hold_as_agent(folder.ranks, 0, 1):
-            assert set_aside(folder.ranks, 0)
-            assert not set_aside(folder.ranks, 1)
-    assert not set_aside(folder.ranks, 0)  # what an earlier run of the folder has left says nothing
+            assert agents_work(folder.ranks, 0)
+            assert not agents_work(folder.ranks, 1)
+    assert not agents_work(folder.ranks, 0)  # what an earlier run of the folder has left says nothing

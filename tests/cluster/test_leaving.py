@@ -12,11 +12,10 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from manyhands.cluster.agents import elastic, heartbeats
-from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.heartbeats import Leaving
-from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.agents.protocol import WorkerCommand, WorkerExited, WorkersStarted
+from manyhands.cluster.agents.protocol import Orders, WorkerCommand, WorkerExited, WorkersStarted
 from manyhands.cluster.agents.worker_start import take_orders
+from manyhands.cluster.failures import Ending, first_cause
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.parallel.group.heartbeat import rescue_path
 

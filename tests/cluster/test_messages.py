@@ -15,8 +15,7 @@ from typing import get_type_hints
 import psutil
 import pytest
 
-from manyhands.cluster.agents.agent import Agent, _answer
-from manyhands.cluster.agents.assemble import _open, _start, open_here
+from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import (
     AgentConnection,
     LinkClosed,
@@ -26,10 +25,11 @@ from manyhands.cluster.agents.connection import (
     stir,
 )
 from manyhands.cluster.agents.early import AGENT
-from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.machines import _open, _start, open_here
 from manyhands.cluster.agents.protocol import (
     FilePiece,
     OpenRun,
+    Orders,
     Prepared,
     RunOpened,
     WorkerExited,
@@ -55,6 +55,7 @@ from manyhands.cluster.messages import (
     encode,
     perform,
     remote,
+    reply_to,
 )
 from manyhands.core.records import Event, Failure, append
 from manyhands.core.run_folder import RunFolder
@@ -324,7 +325,7 @@ def test_an_agent_whose_connection_is_lost_for_good_ends(line):
 
 
 def test_an_answer_that_can_not_be_sent_is_the_failure_of_its_call(monkeypatch):
-    monkeypatch.setattr("manyhands.cluster.agents.agent.perform", lambda *_: object())
-    answer = _answer(None, call(Agent.clock).call)
+    monkeypatch.setattr("manyhands.cluster.messages.perform", lambda *_: object())
+    answer = reply_to(None, call(Agent.clock).call)
     assert isinstance(answer, RequestFailed)
     assert "JSON" in answer.what

@@ -8,7 +8,7 @@ import pytest
 RAISED = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))
-from manyhands.cluster.agents.assemble import allow_open_files
+from manyhands.cluster.agents.machines import allow_open_files
 from manyhands.core.errors import UserError
 try:
     allow_open_files(200)

@@ -8,8 +8,8 @@ import pytest
 
 SCRIPT = """
 import os
-from manyhands.cluster.agents.early import short_spins
-with short_spins():
+from manyhands.cluster.agents.agent import importing
+with importing():
     import torch
 print(os.environ.get("GOMP_SPINCOUNT"))
 """

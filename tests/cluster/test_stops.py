@@ -15,10 +15,16 @@ from manyhands.checkpoint.folders import kept_step, saved_step
 from manyhands.cluster.agents import heartbeats
 from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.elastic import _last_words
-from manyhands.cluster.agents.ending import Ending, first_cause
-from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.agents.protocol import HeadReplaced, WorkerCommand, WorkerExited, WorkersEnded, WorkersStarted
+from manyhands.cluster.agents.protocol import (
+    HeadReplaced,
+    Orders,
+    WorkerCommand,
+    WorkerExited,
+    WorkersEnded,
+    WorkersStarted,
+)
 from manyhands.cluster.agents.supervise import Watch, _Head, supervise_once
+from manyhands.cluster.failures import Ending, first_cause
 from manyhands.cluster.hosts.inventory import Machine, Rendezvous
 from manyhands.cluster.messages import Alive, encode
 from manyhands.config.load import load_job

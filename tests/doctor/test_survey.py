@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import open_here
-from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
+from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine, open_here
 from manyhands.cluster.doctor.findings import Contact, FactsWanted, Survey, examine
 from manyhands.cluster.doctor.survey import local_candidates, take_survey
 from manyhands.cluster.hosts.inventory import Machine

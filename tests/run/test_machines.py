@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from manyhands.cluster.agents.ending import Ending
 from manyhands.cluster.agents.machines import Machines, MachineState, RunMachine
 from manyhands.cluster.agents.protocol import Prepared, RunInspected, RunOpened
+from manyhands.cluster.failures import Ending
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import CallResult, RequestFailed
 from manyhands.config.load import load_job

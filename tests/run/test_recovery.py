@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from manyhands.cluster.agents.ending import Ending
 from manyhands.cluster.agents.machines import SOON_UPDATES, RunMachine
 from manyhands.cluster.agents.supervise import Watch
+from manyhands.cluster.failures import Ending
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.config.load import load_job
 from manyhands.core.errors import UserError

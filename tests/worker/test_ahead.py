@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from manyhands.cluster.agents.orders import orders_for
+from manyhands.cluster.agents.protocol import orders_for
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError

@@ -3,8 +3,7 @@
 Code is small text files, without hidden files, environments, run folders, links to files outside the folder, and files
 with passwords or keys.
 
-The .git/config of a work tree may name programs: for changes in the file system, for filters, for fetching missing
-objects. It may be a stranger's, so git is asked in a way that runs none of them.
+The .git/config of a work tree may be a stranger's and name programs, so git is asked in a way that runs none of them.
 """
 
 import base64
@@ -24,14 +23,10 @@ from manyhands.core.files import replacing
 SUFFIXES = frozenset({".py", ".toml", ".yaml", ".yml", ".json", ".cfg", ".ini"})
 COPIED_SUFFIXES = SUFFIXES | {".txt", ".md"}
 LEFT_OUT = frozenset({"runs", "node_modules", "__pycache__", "site-packages"})
-CREDENTIALS = "may contain passwords or keys"
-ELSEWHERE = "link to files outside the folder"
-# A larger file is data.
-FILE_BYTES = 1 << 20
-# Limits of the code that a launcher sends, and that an agent takes.
-TOTAL_BYTES, CODE_BYTES = 16 << 20, 32 << 20
-# Names in one line.
-SHOWN = 6
+CREDENTIALS, ELSEWHERE = "may contain passwords or keys", "link to files outside the folder"
+# Of one file, since a larger one is data; of the code that a launcher sends; of the code that an agent takes.
+FILE_BYTES, TOTAL_BYTES, CODE_BYTES = 1 << 20, 16 << 20, 32 << 20
+SHOWN = 6  # names in one line
 
 _NAMES = re.compile(
     r"""
@@ -67,14 +62,8 @@ def code_files(
 ) -> Iterator[Path]:
     """Yields the code below a folder in a fixed order, without following links to folders.
 
-    Args:
-        folder: the folder to search.
-        suffixes: suffixes of code files.
-        most_folders: the number of folders to search; None for all.
-        leave: called for each skipped file, with the reason: CREDENTIALS or ELSEWHERE.
-
-    Raises:
-        TooManyFoldersError: there are more than `most_folders`, after the files of those.
+    `leave` is called for each skipped file, with the reason: CREDENTIALS or ELSEWHERE. Raises TooManyFoldersError:
+    there are more than `most_folders`, after the files of those.
     """
     top = folder.resolve()
     for count, (place, folders, names) in enumerate(os.walk(folder)):
@@ -110,17 +99,14 @@ def _reason_to_leave(path: Path, top: Path) -> str:
     real = path.resolve()
     if not real.is_relative_to(top):
         return ELSEWHERE
-    inside = real.relative_to(top)
-    return CREDENTIALS if inside.name.startswith(".") or _named_like_credentials(inside.name) else ""
+    return CREDENTIALS if real.name.startswith(".") or _named_like_credentials(real.name) else ""
 
 
 def _named_like_credentials(name: str) -> bool:
-    """Returns True for names of files with passwords or keys."""
     return name.lower() not in _HARMLESS and _NAMES.fullmatch(name) is not None
 
 
 def _holds_key(path: Path) -> bool:
-    """Returns True for a text file, other than a program, that contains a key."""
     if path.suffix == ".py":
         return False
     with path.open("rb") as file:
@@ -130,15 +116,9 @@ def _holds_key(path: Path) -> bool:
 def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
     """Returns a folder's code by relative path, in base64, and messages about skipped files.
 
-    Skips files that git ignores in a git work tree, hidden folders, environments, runs, and files that
-    may contain passwords or keys or link to files outside the folder.
-
-    Raises:
-        UserError: there is too much.
+    Skips what git ignores, too. Raises UserError: there is too much.
     """
-    found: dict[str, str] = {}
-    left: dict[str, list[str]] = {}
-    total = 0
+    found, left, total = dict[str, str](), dict[str, list[str]](), 0
 
     def leave(path: Path, why: str) -> None:
         left.setdefault(why, []).append(path.relative_to(folder).as_posix())
@@ -149,11 +129,8 @@ def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
             continue
         total += path.stat().st_size
         if total > TOTAL_BYTES:
-            raise UserError(
-                f"{folder} has more than {TOTAL_BYTES >> 20} MiB of code",
-                "--sync-code",
-                ("start in a folder that contains only code", "or copy the code yourself: rsync -a . n2:job/"),
-            )
+            hints = ("start in a folder that contains only code", "or copy the code yourself: rsync -a . n2:job/")
+            raise UserError(f"{folder} has more than {TOTAL_BYTES >> 20} MiB of code", "--sync-code", hints)
         found[path.relative_to(folder).as_posix()] = base64.b64encode(path.read_bytes()).decode()
     notes: list[str] = []
     for why, names in left.items():
@@ -164,27 +141,23 @@ def copied_code(folder: Path) -> tuple[dict[str, str], list[str]]:
 
 def with_absolute_paths(job: Job) -> Job:
     """Returns the job with absolute paths in place of paths from this folder: workers run in another one."""
-    name, held_out, folder = job.data.name, job.data.held_out, job.data.dir
+    data, checkpoint = job.data, job.checkpoint
     changed = {
-        "name": str(Path(name).absolute()) if Path(name).is_dir() else name,
-        "held_out": str(Path(held_out).absolute()) if held_out and Path(held_out).is_dir() else held_out,
-        "dir": str(Path(folder).expanduser().absolute()) if folder else folder,
+        key: str(Path(path).absolute())
+        for key, path in (("name", data.name), ("held_out", data.held_out))
+        if path and Path(path).is_dir()
     }
-    resume = job.checkpoint.resume
-    checkpoint = {"resume": str(Path(resume).absolute()) if Path(resume).exists() else resume}
-    return job.model_copy(
-        update={
-            "data": job.data.model_copy(update=changed),
-            "checkpoint": job.checkpoint.model_copy(update=checkpoint),
-        }
-    )
+    if data.dir:
+        changed["dir"] = str(Path(data.dir).expanduser().absolute())
+    if Path(checkpoint.resume).exists():
+        checkpoint = checkpoint.model_copy(update={"resume": str(Path(checkpoint.resume).absolute())})
+    return job.model_copy(update={"data": data.model_copy(update=changed), "checkpoint": checkpoint})
 
 
 def write_code(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes the files of `copied_code` into a private folder, unless they are there: a job may have changed them.
+    """Writes the files of `copied_code` into a private folder, also those that a job has changed there.
 
-    Raises:
-        UserError: a path is outside the folder, a file is incomplete, or the code is too large.
+    Raises UserError: a path is outside the folder, a file is incomplete, or the code is too large.
     """
     contents: dict[str, bytes] = {}
     for name, text in files.items():
@@ -222,11 +195,10 @@ def revision(folder: Path) -> str:
 
 def listed_files(folder: Path) -> set[Path] | None:
     """Returns the files of a work tree that git tracks or would add; None if the folder isn't one or git fails."""
-    if not (folder / ".git").exists():
-        return None
     with suppress(OSError, subprocess.SubprocessError):
-        listed = _git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-        return {folder / os.fsdecode(name) for name in listed.split(b"\0") if name}
+        if (folder / ".git").exists():
+            listed = _git(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+            return {folder / os.fsdecode(name) for name in listed.split(b"\0") if name}
     return None
 
 

@@ -1,10 +1,15 @@
-"""The failure of a process as an exception in the process and as an error for the user."""
+"""How the processes of a run ended, which failure caused the others, and failures as errors for the user."""
 
+import contextlib
 import platform
 import re
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
 
 from manyhands.core.errors import EXIT_USAGE, ManyhandsError, RunError, UserError
-from manyhands.core.records import Failure
+from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure
 
 
 class Failed(Exception):  # noqa: N818 - it carries a failure, it isn't one
@@ -16,7 +21,7 @@ class Failed(Exception):  # noqa: N818 - it carries a failure, it isn't one
 
 
 def users_place(record: Failure) -> str:
-    """Returns file:line of the user's own code in a failure; empty if it has none."""
+    """Returns file:line of the user's own code in a failure; empty without one."""
     lines = re.findall(r'File "([^"\n]+)", line (\d+)', record.excerpt)
     return ":".join(lines[-1]) if lines else ""
 
@@ -35,3 +40,83 @@ def as_error(record: Failure) -> ManyhandsError:
     if record.excerpt:
         error.add_note(record.excerpt)
     return error
+
+
+# A warning of torch's on networks without reverse look-up of names, which explains the end of no process.
+_UNRELATED = "hostname of the client socket cannot be retrieved"
+
+
+@dataclass
+class Ending:
+    """How the processes ended; dicts are by rank."""
+
+    returned: dict[int, Any] = field(default_factory=dict[int, Any])  # results
+    failed: dict[int, int] = field(default_factory=dict[int, int])  # exit codes; -n if signal n killed the process
+    records: dict[int, Failure] = field(default_factory=dict[int, Failure])  # written by failed processes
+    words: dict[int, str] = field(default_factory=dict[int, str])  # end of the logs of failed ones without a record
+    hosts: dict[int, str] = field(default_factory=dict[int, str])  # the machines of failed processes
+    lost: dict[str, str] = field(default_factory=dict[str, str])  # how machines were lost, by their names
+    paused_s: float = 0.0  # for how long the launcher itself was stopped, if machines were lost by that
+    cut: str = ""  # the message about a tunnel between machines that has ended
+    evicted: dict[int, str] = field(default_factory=dict[int, str])  # why the launcher killed ranks that hung
+    hung: str = ""  # why a stop request had no effect, and the processes were killed
+    interrupted: int = 0  # number of stop requests
+    replaced: str = ""  # the message about another launcher that the machines obey
+    regrouped: bool = False  # the launcher had the processes save and leave, to start them on other machines
+    broken: str = ""  # the traceback of an agent that failed itself
+    refused: ManyhandsError | None = None  # orders that an agent could not carry out
+
+    @property
+    def ok(self) -> bool:
+        """True if every process returned by itself."""
+        return bool(self.returned) and not (self.failed or self.broken or self.lost or self.cut or self.refused)
+
+
+def first_cause(ending: Ending) -> Failure | None:
+    """Returns the failure that caused the others.
+
+    The earliest that is no mere consequence; else a machine that was lost; else a process that was killed.
+    """
+    records = sorted(ending.records.values(), key=lambda record: (record.consequence, record.time))
+    if ending.evicted:
+        rank, why = next(iter(ending.evicted.items()))
+        return _killed(ending, rank, 0, why)
+    if records and not records[0].consequence:
+        # All processes may raise the same error, which names the rank that it is about.
+        alike = [record for record in records if (record.what, record.where) == (records[0].what, records[0].where)]
+        return next((record for record in alike if record.where.startswith(f"rank {record.rank},")), records[0])
+    if ending.lost:
+        hints = "keep the launcher's computer awake, or start the run with --detach"
+        return _lost(*next(iter(ending.lost.items())), hints if ending.paused_s else "")
+    if ending.cut:
+        return _lost("", ending.cut, "check that both machines are running and that the network between them works")
+    for rank, exit_code in ending.failed.items():
+        if rank not in ending.records:
+            return _killed(ending, rank, exit_code)
+    return records[0] if records else None
+
+
+def _lost(host: str, how: str, hints: str = "") -> Failure:
+    hints = hints or f"check that {host} is running, connected to the network and not out of memory"
+    what, now = f"{host} is lost: {how}" if host else how, time.time()
+    return Failure(time=now, rank=0, host=host, pid=0, error=MACHINE_LOST, what=what, where=host, hints=[hints])
+
+
+def _killed(ending: Ending, rank: int, exit_code: int, why: str = "") -> Failure:
+    """Returns the record of a process that could not write its own."""
+    said = "\n".join(line for line in ending.words.get(rank, "").splitlines() if _UNRELATED not in line)
+    hints = [f"see the log of this rank: ranks/{rank}.log"]
+    if exit_code == -signal.SIGKILL:
+        hints = ["check `dmesg | tail` for an out-of-memory kill", "use fewer processes or a smaller train.micro_batch"]
+    error = PROCESS_ENDED if why or exit_code < 0 else SystemExit.__name__
+    what, host = why or f"rank {rank} {how_it_ended(exit_code, worker=True)}", ending.hosts.get(rank, "")
+    excerpt = said and f"last output of rank {rank}:\n{said}"
+    return Failure(time=time.time(), rank=rank, host=host, pid=0, error=error, what=what, hints=hints, excerpt=excerpt)
+
+
+def how_it_ended(exit_code: int, *, worker: bool = False) -> str:
+    """Describes the end of a process, or of a worker that returned no result."""
+    with contextlib.suppress(ValueError):
+        if exit_code < 0:
+            return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}" + (" without returning a result" if worker and not exit_code else "")

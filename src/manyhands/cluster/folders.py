@@ -17,11 +17,7 @@ def holds_run(path: Path) -> bool:
 
 
 def use_run_folder(path: Path) -> RunFolder:
-    """Opens a run folder named by the user, and creates it if it is missing.
-
-    Raises:
-        UserError: the folder can't be written, or contains files but no run.
-    """
+    """Opens or creates a run folder named by the user. Raises UserError: it isn't writable, or has files but no run."""
     with writing_into(path):
         path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
@@ -36,7 +32,7 @@ def use_run_folder(path: Path) -> RunFolder:
 
 @contextlib.contextmanager
 def writing_into(path: Path) -> Generator[None]:
-    """Explains why a run folder can't be written. Raises UserError: in place of an OSError."""
+    """Raises UserError in place of an OSError, with the reason why a run folder can't be written."""
     try:
         yield
     except OSError as error:
@@ -50,31 +46,22 @@ def writing_into(path: Path) -> Generator[None]:
 
 
 def write_job(folder: RunFolder, text: str) -> None:
-    """Writes the job file; see `replace_job`.
-
-    Raises:
-        UserError: the file can't be written; its earlier content is kept.
-    """
+    """Does what `replace_job` does. Raises UserError: in place of an OSError."""
     with writing_into(folder.path):
         replace_job(folder, text)
 
 
 def replace_job(folder: RunFolder, text: str) -> None:
-    """Writes the job file. An earlier job that was trained is kept as job-1.toml … unless it says the same.
+    """Writes the job file. An earlier job that was trained is kept as job-1.toml … unless only comments differ.
 
-    Raises:
-        OSError: the file can't be written; its earlier content is kept.
+    Raises OSError: the file can't be written; its earlier content is kept.
     """
     with temporary(folder.job) as part:
         part.write_text(text, encoding="utf-8")
-        if folder.has_trained() and folder.job.is_file() and not _says_the_same(folder.job, text):
-            folder.job.rename(free_name(folder.path, "job", ".toml"))
+        if folder.has_trained() and folder.job.is_file():
+            same = False
+            with contextlib.suppress(ValueError):
+                same = parse_toml(decoded(read_bytes(folder.job, MOST_TOML_BYTES))) == parse_toml(text)
+            if not same:
+                folder.job.rename(free_name(folder.path, "job", ".toml"))
         part.replace(folder.job)
-
-
-def _says_the_same(path: Path, text: str) -> bool:
-    """Returns True if a job file differs at most in comments."""
-    try:
-        return parse_toml(decoded(read_bytes(path, MOST_TOML_BYTES))) == parse_toml(text)
-    except ValueError:
-        return False

@@ -10,20 +10,21 @@ The packages that send events define their kinds. Nothing is unpickled, and a va
 import functools
 import inspect
 import json
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic import ConfigDict, TypeAdapter, ValidationError, create_model
 
+from manyhands.core.errors import ManyhandsError
 from manyhands.core.files import parse_json
 
 # Both ends must be of one version. It grows with every change of a message.
 VERSION = 10
 # What may stand in one line; a machine's whole code may be in a request, a run's records in an answer.
 LONGEST_LINE = 64 * 1024 * 1024
-HINTS = ("install the same version of manyhands on all machines",)
 
 
 class Message:
@@ -69,14 +70,16 @@ class RequestFailed(Message):
     """The answer to a call that failed."""
 
     what: str  # one sentence
-    where: str = ""  # what it is about; empty for the machine itself
-    hints: tuple[str, ...] = ()  # what to do about it
-    traceback: str = ""  # where it is no mistake of the user's
+    where: str = ""  # empty for the machine itself
+    hints: tuple[str, ...] = ()
+    traceback: str = ""  # unless it is a mistake of the user's
 
 
 @dataclass(frozen=True)
 class Misunderstood(RequestFailed):
     """The answer to a message of another version, or one that does not fit its type."""
+
+    hints: tuple[str, ...] = ("install the same version of manyhands on all machines",)
 
 
 P = ParamSpec("P")
@@ -99,11 +102,8 @@ class Request(Generic[R]):
     method: Callable[..., R]
 
     def result(self, answer: CallResult) -> R:
-        """Returns the answer's value. Raises ValueError where it has another type."""
-        try:
-            return _adapter(get_type_hints(self.method)["return"]).validate_python(answer.value)
-        except ValidationError as error:
-            raise _first(self.call.method, error) from None
+        """Returns the answer's value. Raises ValueError: it has another type."""
+        return _checked(self.call.method, _adapter(get_type_hints(self.method)["return"]), answer.value)
 
 
 def call(method: Callable[Concatenate[Any, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Request[R]:
@@ -117,28 +117,38 @@ class InvalidCallError(ValueError):
 
 
 def perform(agent: object, call: Call) -> Any:
-    """Calls a remote method of `agent` and returns its result.
-
-    Raises:
-        InvalidCallError: there is no such method, or the arguments do not fit it.
-    """
+    """Calls a remote method of `agent` and returns its result. Raises InvalidCallError."""
     method: Callable[..., Any] | None = getattr(type(agent), call.method, None)
     if method is None or method not in _remote:
         raise InvalidCallError(f"unknown method {call.method!r}")
     try:
-        arguments = _arguments(method).model_validate(call.arguments)
-    except ValidationError as error:
-        raise InvalidCallError(_first(call.method, error)) from None
+        arguments = _checked(call.method, _arguments(method), call.arguments)
+    except ValueError as error:
+        raise InvalidCallError(error) from None
     return method(agent, **dict(arguments))
 
 
+def reply_to(agent: object, call: Call) -> Message:
+    """Calls a remote method of `agent`, and returns its result or how it failed as a message."""
+    try:
+        result = CallResult(perform(agent, call))
+        encode(result)  # what can't be sent is the call's failure, not the agent's end
+        return result
+    except InvalidCallError as error:
+        return Misunderstood(f"invalid message: {error}")
+    except ManyhandsError as error:
+        return RequestFailed(error.message, error.where, error.hints)
+    except Exception as error:  # noqa: BLE001 - the launcher must hear of whatever went wrong
+        return RequestFailed(f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+
+
 @functools.cache
-def _arguments(method: Callable[..., Any]) -> type[BaseModel]:
+def _arguments(method: Callable[..., Any]) -> TypeAdapter[Any]:
     hints, (_, *parameters) = get_type_hints(method), inspect.signature(method).parameters.values()
     fields: dict[str, Any] = {
         each.name: (hints[each.name], ... if each.default is each.empty else each.default) for each in parameters
     }
-    return create_model(method.__name__, __config__=ConfigDict(extra="forbid"), **fields)
+    return TypeAdapter(create_model(method.__name__, __config__=ConfigDict(extra="forbid"), **fields))
 
 
 @functools.cache
@@ -146,9 +156,13 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _first(name: str, error: ValidationError) -> ValueError:
-    first = error.errors(include_url=False)[0]
-    return ValueError(f"{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}")
+def _checked(name: str, kind: TypeAdapter[Any], value: Any) -> Any:
+    """Returns a value in its type. Raises ValueError: it does not fit, with the name and the field."""
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}") from None
 
 
 def encode(message: Message, number: int = 0) -> bytes:
@@ -158,25 +172,20 @@ def encode(message: Message, number: int = 0) -> bytes:
     return json.dumps(content).encode() + b"\n"
 
 
-# Of every line that `encode` makes.
-_BEGINNING = b'{"v":'
-
-
 def decode(line: bytes) -> tuple[int, Message] | None:
     """Returns the number and message of a line; `Misunderstood` for invalid ones, None for a login shell's output."""
     try:
         content = parse_json(line, infinite=True)
     except ValueError as error:
-        ours = line.startswith(_BEGINNING)
-        return (0, Misunderstood(f"a message can't be read: {error}", hints=HINTS)) if ours else None
+        ours = line.startswith(b'{"v":')
+        return (0, Misunderstood(f"a message can't be read: {error}")) if ours else None
     if not isinstance(content, dict):
         return None
-    number = content.get("id")
-    number = number if isinstance(number, int) else 0
+    number = found if isinstance(found := content.get("id"), int) else 0
     try:
         return number, _typed(content)
     except ValueError as error:
-        return number, Misunderstood(f"invalid message: {error}", hints=HINTS)
+        return number, Misunderstood(f"invalid message: {error}")
 
 
 def _typed(content: dict[str, Any]) -> Message:
@@ -186,23 +195,17 @@ def _typed(content: dict[str, Any]) -> Message:
     kind = Message.kinds.get(name) if isinstance(name, str) else None
     if not is_dataclass(kind):
         raise ValueError(f"unknown message type {name!r}")
-    try:
-        return _adapter(kind).validate_python(content.get("with"))
-    except ValidationError as error:
-        raise _first(str(name), error) from None
+    return _checked(str(name), _adapter(kind), content.get("with"))
 
 
 class Lines:
     """One end of a connection: splits what is received into messages, and keeps what is sent until it is acknowledged.
 
     Heartbeats acknowledge the other messages, by their number, and are not counted.
-
-    Attributes:
-        received: the number of messages received.
     """
 
     def __init__(self) -> None:
-        self.received = self._sent = 0
+        self.received = self._sent = 0  # numbers of messages
         self._unacknowledged: deque[bytes] = deque()
         self._rest = bytearray()
 
@@ -212,7 +215,7 @@ class Lines:
         return len(self._rest) > LONGEST_LINE
 
     def add(self, message: Message, number: int = 0) -> bytes:
-        """Returns a message as the line to send now; see `encode`."""
+        """Returns a message as the line to send now."""
         line = encode(message, number)
         if not isinstance(message, Alive):
             self._sent += 1

@@ -9,18 +9,17 @@ from typing import Any
 from urllib.parse import urlparse
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import assembled, prepare
 from manyhands.cluster.agents.connection import AgentConnection
-from manyhands.cluster.agents.ending import first_cause
-from manyhands.cluster.agents.machines import Machines
+from manyhands.cluster.agents.machines import Machines, assembled, prepare
 from manyhands.cluster.agents.open_tunnels import StoreTunnel
-from manyhands.cluster.agents.orders import Orders, orders_for
+from manyhands.cluster.agents.protocol import Orders, orders_for
 from manyhands.cluster.agents.ssh import reached_by
-from manyhands.cluster.agents.supervise import Watch, supervise
+from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.doctor.facts import gather
 from manyhands.cluster.doctor.findings import AllReduceTest, DoctorFinding, FactsWanted, Needs, Survey, examine, fails
 from manyhands.cluster.doctor.probe import OpenPort, Probe
 from manyhands.cluster.doctor.survey import local_candidates, take_survey
+from manyhands.cluster.failures import first_cause
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine, Rendezvous
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.cluster.messages import call
@@ -188,7 +187,7 @@ def _rendezvous(job: Job) -> tuple[str, int]:
 
 def survey_agents(job: Job, agents: Machines, machines: Sequence[Machine], *, measure: bool = True) -> Survey:
     """Tests connections between the machines that answer; with `measure`, takes seconds for clocks and links' speed."""
-    survey = known_of(job, machines, agents.facts)
+    survey = known_of(job, machines, {machine.name: machine.facts for machine in agents.running})
     take_survey(agents.ask_named, survey, measure=measure)
     survey.errors |= {host: problem for host, problem in agents.problems.items() if host in survey.hosts}
     return survey
@@ -207,7 +206,7 @@ def _test_all_reduce(job: Job, agents: Machines, survey: Survey, say: Callable[[
         store = "" if met.address == LOOPBACK else f"port {met.port} of {met.address} and "
         where = ", ".join(survey.chosen[host][1] for host in survey.hosts)
         say(f"the all-reduce test opens {store}a free port on each of {where}, all without a password")
-        ending = supervise(orders, Watch())
+        ending = supervise_once(orders, Watch())
     if ending.ok:
         return AllReduceTest("ok", seconds=max(answer["seconds"] for answer in ending.returned.values()))
     cause = first_cause(ending)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.claim import run_id
-from manyhands.cluster.agents.machines import Machines
+from manyhands.cluster.agents.machines import Machines, assembled, prepare, refuse_doubles
 from manyhands.cluster.agents.mirror import Receiver
 from manyhands.cluster.agents.protocol import FilePiece
 from manyhands.cluster.agents.ssh import copied_by

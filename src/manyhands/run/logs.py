@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from manyhands.cluster.agents.agent import Agent
-from manyhands.cluster.agents.assemble import assembled
 from manyhands.cluster.agents.connection import AgentConnection
+from manyhands.cluster.agents.machines import assembled
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.hosts.inventory import Machine
 from manyhands.cluster.messages import call

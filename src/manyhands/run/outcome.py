@@ -13,8 +13,7 @@ from typing import Any
 
 from manyhands.checkpoint.folders import kept_step, saved_step, unsaved
 from manyhands.cluster.agents.claim import Term, agents_work, term_in
-from manyhands.cluster.agents.ending import Ending, first_cause
-from manyhands.cluster.failures import as_error, users_place
+from manyhands.cluster.failures import Ending, as_error, first_cause, users_place
 from manyhands.cluster.hosts.machines import machines_of
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_SAVED, ManyhandsError, RunError, shortened

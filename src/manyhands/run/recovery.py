@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from manyhands.checkpoint.folders import saved_step
 from manyhands.cluster.agents.connection import AgentConnection
-from manyhands.cluster.agents.ending import Ending, first_cause
 from manyhands.cluster.agents.machines import SOON_UPDATES
-from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.protocol import Orders
 from manyhands.cluster.agents.supervise import Watch, supervise_once
+from manyhands.cluster.failures import Ending, first_cause
 from manyhands.config.job import Job
 from manyhands.core.errors import EXIT_FAILED, RunError
 from manyhands.core.records import MACHINE_LOST, PROCESS_ENDED, Failure, StepMetrics, read_lines, write_json

@@ -20,8 +20,7 @@ from manyhands.cluster.agents.open_tunnels import (
     join_through_ssh,
     open_store,
 )
-from manyhands.cluster.agents.orders import Orders, orders_for
-from manyhands.cluster.agents.protocol import OpenRun, RunOpened
+from manyhands.cluster.agents.protocol import OpenRun, Orders, RunOpened, orders_for
 from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.code_files import with_absolute_paths
 from manyhands.cluster.doctor.findings import examine

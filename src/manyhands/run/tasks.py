@@ -6,16 +6,16 @@ folder, a checkpoint, or a .pth.tar, .pth, .pt or .safetensors file; `which` is 
 
 import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from manyhands.checkpoint.describe import is_pickled, open_description
 from manyhands.checkpoint.folders import choose
-from manyhands.cluster.agents.assemble import open_here
-from manyhands.cluster.agents.orders import orders_for
+from manyhands.cluster.agents.machines import open_here
+from manyhands.cluster.agents.protocol import orders_for
 from manyhands.cluster.agents.ssh import copied_by
-from manyhands.cluster.agents.supervise import Watch, supervise
+from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.failures import Failed, as_error
 from manyhands.cluster.hosts.inventory import Rendezvous
 from manyhands.cluster.hosts.this_process import participate
@@ -237,7 +237,8 @@ def run_by_agent(job: Job, argument: dict[str, Any]) -> dict[str, Any]:
     """
     with _private_folder() as folder:
         orders = orders_for(job, folder=str(folder.path), rendezvous=Rendezvous((job.cluster.processes,)), **argument)
-        ending = supervise({open_here(folder.ranks / "agent.log"): orders}, Watch())
+        with closing(open_here(folder.ranks / "agent.log")) as link:
+            ending = supervise_once({link: orders}, Watch())
         if ending.interrupted:
             raise KeyboardInterrupt  # there is nothing to save, and what a signal ended is no failure
         if not ending.ok:

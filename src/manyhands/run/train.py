@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.folders import resolve
-from manyhands.cluster.agents.assemble import open_here
 from manyhands.cluster.agents.connection import AgentConnection, close_all
 from manyhands.cluster.agents.early import FILES, FILES_EACH, end_early, raise_file_limit
-from manyhands.cluster.agents.orders import Orders, orders_for
+from manyhands.cluster.agents.machines import open_here
+from manyhands.cluster.agents.protocol import Orders, orders_for
 from manyhands.cluster.agents.supervise import Watch, supervise_once
 from manyhands.cluster.agents.worker_start import attach_notice
 from manyhands.cluster.failures import Failed, as_error

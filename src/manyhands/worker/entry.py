@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.checkpoint.options import CheckpointOptions
-from manyhands.cluster.agents.claim import set_aside
-from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.claim import agents_work
+from manyhands.cluster.agents.protocol import Orders
 from manyhands.cluster.agents.worker_start import take_orders, wait_for_editor
 from manyhands.cluster.failures import Failed
 from manyhands.cluster.hosts.this_process import worker_process_info
@@ -84,7 +84,7 @@ def train_here(
             trainer.journal.event(status, f"stopped and saved at step {step}" if status == "stopped" else "", step)
             return {"status": status, "step": step, "folder": str(mine.folder.path)}
         except BaseException as error:
-            if set_aside(folder.ranks, argument.get("generation", sys.maxsize)):
+            if agents_work(folder.ranks, argument.get("generation", sys.maxsize)):
                 raise SystemExit(EXIT_FAILED) from error
             record = mine.record_of(error)
             if record.exit_code == EXIT_FAILED and job.cluster.recovers:

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Generator
 
-from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.protocol import Orders
 from manyhands.config.job import Job
 from manyhands.core.errors import RunError
 from manyhands.data.known import is_published

@@ -1,8 +1,8 @@
-"""The agent's process on each machine, this one too: answers its head's questions, and starts the workers.
+"""The agent's process on each machine, this one too: answers its launcher's requests, and starts the workers.
 
-Started as `python -m manyhands.cluster.agents.agent`, here or over ssh. Standard input brings messages and standard
-output takes them; the end of standard input means that the head is gone. It imports torch only when the workers are to
-be started, or where it was started before the job was known.
+Started as `python -m manyhands.cluster.agents.agent`, here or over ssh. It receives messages on standard input, which
+the launcher closes when it ends, and sends on standard output. It imports torch only when it starts workers, or where
+it was started before the job was known.
 """
 
 import atexit
@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,39 +26,19 @@ import platformdirs
 from filelock import Timeout
 
 from manyhands.checkpoint.folders import saved_steps
+from manyhands.cluster.agents import protocol
 from manyhands.cluster.agents.claim import Term, agent_has_left, claim, raise_term, run_id, set_run_id, term_in
 from manyhands.cluster.agents.connection import Wire
-from manyhands.cluster.agents.early import EARLY, short_spins
+from manyhands.cluster.agents.early import EARLY
 from manyhands.cluster.agents.mirror import Receiver, Sender
-from manyhands.cluster.agents.orders import ELASTIC, PRELOAD, Orders
-from manyhands.cluster.agents.protocol import (
-    FilePiece,
-    OpenRun,
-    Prepared,
-    Reachable,
-    RunInspected,
-    RunOpened,
-    TunnelEnded,
-    WorkersEnded,
-)
+from manyhands.cluster.agents.protocol import ELASTIC, PRELOAD, Orders
 from manyhands.cluster.agents.tunnel import Tunnels
 from manyhands.cluster.code_files import write_code
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.folders import use_run_folder, writing_into
-from manyhands.cluster.messages import (
-    HINTS,
-    Call,
-    CallResult,
-    InvalidCallError,
-    Message,
-    Misunderstood,
-    RequestFailed,
-    encode,
-    perform,
-    remote,
-)
-from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.cluster.messages import Call, Message, perform, remote, reply_to
+from manyhands.core.errors import UserError
 from manyhands.core.files import private_files, read_growing
 from manyhands.core.machine import cores
 from manyhands.core.run_folder import RunFolder
@@ -69,10 +48,8 @@ from manyhands.core.timeouts import CLAIM_S, MAKE_WAY_S
 from manyhands.parallel.group.ports import listen
 from manyhands.parallel.group.tunnel_ends import reach
 
-# Looks for new records so often.
-MIRROR_S = 0.4
-# Of a log, so much in one answer.
-LOG_BYTES = 1 << 20
+# Interval between two looks for new records; limit for the part of a log in one answer.
+MIRROR_S, LOG_BYTES = 0.4, 1 << 20
 
 
 class Agent(Probe):
@@ -111,10 +88,10 @@ class Agent(Probe):
     def _report_tunnels(self) -> None:
         if not self._tunnel_reported and (what := self._tunnels.ended()):
             self._tunnel_reported = True
-            self.wire.send(TunnelEnded(what))
+            self.wire.send(protocol.TunnelEnded(what))
 
     def _send_records(self) -> bool:
-        """Sends what is new in the run folder; True if there was something."""
+        """Sends what is new in the run folder; returns False if there is nothing."""
         pieces = list(self._sender.news()) if self._sender else []
         for piece in pieces:
             self.wire.send(piece)
@@ -122,17 +99,14 @@ class Agent(Probe):
 
     @remote
     def hello(self, wanted: FactsWanted, remote_launcher: bool = False) -> dict[str, Any]:
-        """Returns the facts about this machine (`doctor.facts`).
-
-        From now on silence of a launcher on another machine means that it is gone.
-        """
+        """Returns the facts about this machine. From now on a launcher on another machine that is silent is lost."""
         from manyhands.cluster.doctor.facts import gather
 
         self.wire.remote = remote_launcher
         if remote_launcher and not self._reachable:
             # No other connection is possible where the temporary folder is full or its path too long.
             with contextlib.suppress(OSError):
-                self.wire.send(Reachable(self.wire.listen(self._until_gone.enter_context(scratch("wire")))))
+                self.wire.send(protocol.Reachable(self.wire.listen(self._until_gone.enter_context(scratch("wire")))))
                 self._reachable = True
         return gather(wanted)
 
@@ -148,59 +122,51 @@ class Agent(Probe):
 
     @remote
     @private_files()
-    def open_run(self, wanted: OpenRun) -> RunOpened:
+    def open_run(self, wanted: protocol.OpenRun) -> protocol.RunOpened:
         """Makes the run folder here, unless this machine sees the launcher's own, and keeps other runs out of it.
 
         A folder with checkpoints keeps its id, for the launcher to compare.
         """
         path = Path(wanted.folder).expanduser().absolute()
-        shared = (path / "ranks" / wanted.token).is_file()
-        folder = RunFolder(path)
+        folder, shared = RunFolder(path), (path / "ranks" / wanted.token).is_file()
         term = self._term(folder, wanted.run, Term(wanted.term))
         # What a machine saved that had not rank 0 lies there without the run's job.
         if run_id(folder) != wanted.run:
             use_run_folder(path)
-        self._sender = None
-        found: str | None = ""
+        self._sender, found = None, ""
         if not shared and not term > wanted.term > 0:
             with writing_into(path):
                 found = self._claim(folder, wanted)
             if found is not None and wanted.held is not None:
                 self._sender = Sender(path, wanted.held, output=wanted.output)
         # A process that made way has saved by now. Steps in the records may be saved on another machine.
-        saved = max(saved_steps(folder), default=-1)
-        return RunOpened(
-            str(path), shared, folder.has_checkpoints(), found is None, found or "",
-            saved, Receiver(path).held(), path in self._claimed, term,
-        )  # fmt: skip
+        saved, held = max(saved_steps(folder), default=-1), Receiver(path).held()
+        checkpoints, own = folder.has_checkpoints(), path in self._claimed
+        return protocol.RunOpened(str(path), shared, checkpoints, found is None, found or "", saved, held, own, term)
 
     @remote
-    def inspect_run(self, folder: str, machine: int, generation: int, run: str = "", term: int = 0) -> RunInspected:
-        """Returns what is in a run folder, and whether this machine's processes of an earlier start have exited.
+    def inspect_run(
+        self, folder: str, machine: int, generation: int, run: str = "", term: int = 0
+    ) -> protocol.RunInspected:
+        """Returns what is in a run folder, and whether the processes of this machine in an earlier start have exited.
 
-        Args:
-            folder: the run folder.
-            machine: this machine's place in that start.
-            generation: that start.
-            run: the run's id.
-            term: of the launcher of a detached run, whose earlier processes are to exit.
+        `machine` is the place in that start, `generation` its number. Agents of a lower `term` have their workers exit.
         """
         found = RunFolder(Path(folder).expanduser().absolute())
         highest = self._term(found, run, Term(term, generation + 1))
         busy = not agent_has_left(found.ranks, machine, generation)
-        return RunInspected(run_id(found), found.has_checkpoints(), busy, highest)
+        return protocol.RunInspected(run_id(found), found.has_checkpoints(), busy, highest)
 
     def _term(self, folder: RunFolder, run: str, wanted: Term) -> int:
         """Returns the highest launcher number of a detached run that is known here, including this launcher's."""
         ours = wanted.head and run_id(folder) in ("", run)
         return (raise_term(folder.ranks, wanted) if ours else term_in(folder.ranks)).head
 
-    def _claim(self, folder: RunFolder, wanted: OpenRun) -> str | None:
+    def _claim(self, folder: RunFolder, wanted: protocol.OpenRun) -> str | None:
         """Locks the run folder until this agent ends; returns the run's id, or None if the lock is taken."""
         folder.failures.mkdir(parents=True, exist_ok=True)
         try:
-            waits = (MAKE_WAY_S, MAKE_WAY_S) if wanted.term else (CLAIM_S,)
-            lock = claim(folder, wanted.holder, *waits)
+            lock = claim(folder, wanted.holder, *((MAKE_WAY_S, MAKE_WAY_S) if wanted.term else (CLAIM_S,)))
         except Timeout:
             return None
         if lock:
@@ -215,7 +181,7 @@ class Agent(Probe):
 
     @remote
     @private_files()
-    def keep_records(self, folder: str, pieces: list[FilePiece]) -> None:
+    def keep_records(self, folder: str, pieces: list[protocol.FilePiece]) -> None:
         """Writes these pieces of a run's records into its folder, where rank 0 appends to them."""
         keeper = self._keepers.setdefault(folder, Receiver(Path(folder)))
         for piece in pieces:
@@ -236,10 +202,7 @@ class Agent(Probe):
 
     @remote
     def read_log(self, path: str, offset: int, rest: bool) -> tuple[str, int]:
-        """Returns complete lines of a file from `offset` on, and the offset behind them.
-
-        With `rest` an incomplete last line is returned too.
-        """
+        """Returns the lines of a file from `offset` on, with `rest` also an incomplete last one, and their end."""
         text = read_growing(Path(path).expanduser(), offset, LOG_BYTES, rest=rest)
         return text.decode(errors="replace"), offset + len(text)
 
@@ -251,10 +214,7 @@ class Agent(Probe):
 
     @remote
     def open_tunnel_ends(self, address: str) -> str:
-        """Returns a folder for the ends of ssh tunnels, made anew for each start.
-
-        The machine's processes listen on `address`, which is one of loopback.
-        """
+        """Returns a new folder for the ends of ssh tunnels; the processes listen on `address`, one of loopback."""
         self._tunnel_reported = False
         return self._tunnels.open(address)
 
@@ -264,7 +224,7 @@ class Agent(Probe):
         return self._tunnels.open_tunnels(commands, seconds)
 
     @remote
-    def prepare(self, size: int, threads: int, device: str) -> Prepared:
+    def prepare(self, size: int, threads: int, device: str) -> protocol.Prepared:
         """Imports what workers need: `size` of them (0: unknown) with so many threads each (0: an equal share)."""
         set_threads(threads, size)
         with self.wire.watched(self._until_gone.close), importing():
@@ -276,23 +236,20 @@ class Agent(Probe):
         self.unlisten()
         set_threads(orders.threads, orders.rendezvous.sizes[orders.rendezvous.machine])
         gc.collect()  # what an earlier start has left, with its open files
-        with (
-            self.wire.watched(self._until_gone.close),
-            contextlib.nullcontext() if self._started else importing(),
-        ):
+        with self.wire.watched(self._until_gone.close), contextlib.nullcontext() if self._started else importing():
             elastic = importlib.import_module(ELASTIC)
             elastic.preload(orders)
-        if self._listener is None and orders.rendezvous.machine == 0 and not orders.rendezvous.file:
-            self._listener = listen(orders.rendezvous.address, orders.rendezvous.port)
+        rendezvous, listener = orders.rendezvous, self._listener
+        if listener is None and rendezvous.machine == 0 and not rendezvous.file:
+            listener = listen(rendezvous.address, rendezvous.port)
         if self._tunnels.ends.address:
-            reach(self._tunnels.ends, orders.rendezvous.address, orders.rendezvous.port)
-        listener, self._listener = self._listener, None
-        self._started = True
+            reach(self._tunnels.ends, rendezvous.address, rendezvous.port)
+        self._listener, self._started = None, True
         mine = Term(orders.term, orders.generation)
         if orders.term and raise_term(Path(orders.logs), mine) > mine:
             raise UserError("another launcher has taken over the run")
         self.wire.patient = orders.term > 0
-        ended: WorkersEnded = elastic.run(orders, self.wire, self.tick, listener)
+        ended: protocol.WorkersEnded = elastic.run(orders, self.wire, self.tick, listener)
         self.wire.patient = False
         self._report_tunnels()
         while self._send_records():
@@ -302,24 +259,26 @@ class Agent(Probe):
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Looks for no garbage meanwhile: among torch's modules that takes a quarter of a second, and there is none.
+    """Imports torch in the block without garbage collection, and with short spins of its OpenMP threads.
 
-    Nor later among what is there by then, so that workers that are forked go on sharing its memory.
+    Collection takes a quarter of a second and finds nothing; it skips these modules later, too, so that forked workers
+    share their memory. libgomp reads its variable once, and its default of 300,000 spins takes milliseconds.
     """
+    spins = not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & {*os.environ}
+    if spins:
+        os.environ["GOMP_SPINCOUNT"] = "3000"
     gc.disable()
     try:
-        with short_spins():
-            yield
+        yield
     finally:
         gc.freeze()
         gc.enable()
+        if spins:  # child processes have the user's own environment
+            os.environ.pop("GOMP_SPINCOUNT", None)
 
 
 def import_early() -> None:
-    """Imports what workers need before the job is known, then moves this agent's output to the launcher's log.
-
-    Ends this process where the launcher has ended or needs no agent.
-    """
+    """Imports what workers need, then moves this agent's output to the log that the launcher names, or ends with it."""
     # An import that fails here fails again where it is used, and is reported there.
     with contextlib.suppress(Exception):
         importlib.import_module(ELASTIC)
@@ -339,29 +298,14 @@ def import_early() -> None:
 
 
 def set_threads(threads: int, size: int) -> None:
-    """OpenMP reads its number of threads once, when torch is loaded; so it is set before, where it can be known."""
-    if threads:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-    elif size and "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, int(cores() / size)))
-
-
-def _answer(agent: Agent, call: Call) -> Message:
-    try:
-        answer = CallResult(perform(agent, call))
-        encode(answer)  # what can't be sent is the call's failure, not the agent's end
-        return answer
-    except InvalidCallError as error:
-        return Misunderstood(f"invalid message: {error}", hints=HINTS)
-    except ManyhandsError as error:
-        return RequestFailed(error.message, error.where, error.hints)
-    except Exception as error:  # noqa: BLE001 - the launcher must hear of whatever went wrong
-        return RequestFailed(f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+    """Sets OpenMP's number of threads, which it reads once, when torch is loaded; does nothing if it isn't known."""
+    if threads or (size and "OMP_NUM_THREADS" not in os.environ):
+        os.environ["OMP_NUM_THREADS"] = str(threads or max(1, int(cores() / size)))
 
 
 def serve() -> None:
-    """Serves the head on standard input and output, until it is gone."""
-    # The head hears them and says what is to be done.
+    """Serves the launcher on standard input and output, until it is gone."""
+    # The launcher receives them, and sends commands.
     for stop in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(stop, signal.SIG_IGN)
     # What libraries print must not come between our lines.
@@ -370,11 +314,11 @@ def serve() -> None:
     wire = Wire(output)
     with contextlib.ExitStack() as until_gone:
         agent = Agent(wire, until_gone)
-        while (received := wire.wait()) is not None:
+        while received := wire.wait():
             number, message = received
             if isinstance(message, Call):  # a command came too late: its workers have ended
-                wire.send(_answer(agent, message), number)
-    # All is said and cleaned up. Python's own end would take torch down piece by piece, while the user waits for it.
+                wire.send(reply_to(agent, message), number)
+    # Python's own end would take torch down piece by piece, while the user waits for it.
     atexit._run_exitfuncs()
     sys.stderr.flush()
     os._exit(0)

@@ -1,13 +1,13 @@
-"""Ownership of a run folder: a lock while a run is active in it, the run's id, and the term of its head.
+"""Ownership of a run folder: a lock while a run is active in it, the run's id, and the term of its launcher.
 
 The folders of one run, on several machines or shared between them, have the same id. The holder of the lock writes
 beside it which start of the run it belongs to.
 
-A machine obeys the head with the highest term, which is in the run folder there. Each new head of a detached run
-increments the term, and each start under one head counts its starts. Agents of a lower term have their workers save,
-and leave.
+A machine obeys the launcher with the highest term, which is in the run folder there. Each new launcher of a detached
+run increments the term. Agents of a lower term have their workers save and exit.
 """
 
+import contextlib
 import re
 import secrets
 import time
@@ -20,8 +20,7 @@ from manyhands.core.files import private_files, write_atomic
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.timeouts import LEAVING_S
 
-POLL_S = 0.05
-_ID = re.compile(r"[0-9a-f]{8,64}")
+_ID = re.compile("[0-9a-f]{8,64}")
 
 
 def new_holder() -> str:
@@ -30,32 +29,22 @@ def new_holder() -> str:
 
 
 def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: float = LEAVING_S) -> FileLock | None:
-    """Takes the lock of a run folder until this process ends.
+    """Takes the lock of a run folder until this process ends; returns None if another machine of this start has it.
 
-    Args:
-        folder: the run folder; its ranks/ exists.
-        holder: the name of this start; processes of one start share the folder.
-        patience_s: how long to wait for another process of this start to write its name, or for the lock.
-        leaving_s: how long to wait for each agent of an earlier start to leave.
-
-    Returns:
-        The lock; None if another machine of the same start has it.
-
-    Raises:
-        Timeout: another run is active in the folder.
+    `holder` is the name of this start. `patience_s` is the limit for another process of this start to write it, or for
+    the lock, `leaving_s` for each agent of an earlier start to leave. Raises Timeout: another run is active there.
     """
     lock = FileLock(folder.ranks / "lock")
     until = time.monotonic() + patience_s
-    while True:
+    while not lock.is_locked:
         try:
             lock.acquire(timeout=0)
-            break
         except Timeout:
             if _read(folder.ranks / "holder") == holder:
                 return None
             if time.monotonic() > until:
                 raise
-            time.sleep(POLL_S)
+            time.sleep(0.05)
     try:
         for path in folder.ranks.glob("agent-*.lock"):
             with FileLock(path, timeout=leaving_s):
@@ -68,7 +57,7 @@ def claim(folder: RunFolder, holder: str, patience_s: float = 0.0, leaving_s: fl
 
 
 def hold_as_agent(ranks: Path, machine: int, generation: int = 0) -> FileLock:
-    """Returns the lock that an agent holds while its workers run, which may outlive a killed head to save.
+    """Returns the lock that an agent holds while its workers run, which may outlive a killed launcher to save.
 
     Each generation of the run has its own lock: a machine that is cut off may keep its lock on a shared disk.
     """
@@ -83,29 +72,18 @@ def agent_has_left(ranks: Path, machine: int, generation: int) -> bool:
     return not path.exists() or not _is_held(path)
 
 
-def set_aside(ranks: Path, generation: int) -> bool:
-    """Returns True if agents of a later generation work on this disk, so that this generation must leave it."""
-    for path in ranks.glob("agent-*-*.lock"):
-        number = path.stem.rpartition("-")[2]
-        if number.isdecimal() and int(number) > generation and _is_held(path):
-            return True
-    return False
-
-
-def agents_work(ranks: Path) -> bool:
-    """Returns True while an agent has workers of the run on this disk."""
-    return set_aside(ranks, -1)
+def agents_work(ranks: Path, after: int = -1) -> bool:
+    """Returns True while an agent has workers of the run on this disk, of a generation after `after`."""
+    numbered = ((path.stem.rpartition("-")[2], path) for path in ranks.glob("agent-*-*.lock"))
+    return any(number.isdecimal() and int(number) > after and _is_held(path) for number, path in numbered)
 
 
 def agents_here(ranks: Path) -> list[int]:
     """Returns the process ids of this machine's agents with workers of the run; empty where the system has no list."""
-    files = {path.stat().st_ino for path in ranks.glob("agent-*-*.lock")}
-    try:
-        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []
-    # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:123456 0 EOF
-    rows = [line.split() for line in lines]
+    files, rows = {path.stat().st_ino for path in ranks.glob("agent-*-*.lock")}, list[list[str]]()
+    with contextlib.suppress(OSError):
+        # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:123456 0 EOF
+        rows = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
     return sorted({int(row[4]) for row in rows if len(row) > 5 and int(row[5].rpartition(":")[2]) in files} - {-1})
 
 
@@ -131,16 +109,14 @@ def set_run_id(folder: RunFolder, wanted: str = "") -> str:
 
 def _read(path: Path) -> str:
     """Reads an id from a file; empty if the file is missing or holds something else."""
-    try:
-        with path.open("rb") as file:
-            word = file.read(65).decode("ascii", "replace").strip()
-    except FileNotFoundError:
-        return ""
-    return word if _ID.fullmatch(word) else ""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        word = file.read(65).decode("ascii", "replace").strip()
+        return word if _ID.fullmatch(word) else ""
+    return ""
 
 
 class Term(NamedTuple):
-    """The term of a head, and the number of its start. The higher one is obeyed; (0, 0) is before the first head."""
+    """The term of a launcher, and the number of its start; the higher one is obeyed, (0, 0) is before the first."""
 
     head: int = 0
     start: int = 0
@@ -148,11 +124,10 @@ class Term(NamedTuple):
 
 def term_in(ranks: Path) -> Term:
     """Returns the term in the folder ranks/ of a run."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         head, start = map(int, (ranks / "term").read_text("ascii").split())
-    except (OSError, ValueError):
-        return Term()
-    return Term(head, start)
+        return Term(head, start)
+    return Term()
 
 
 def raise_term(ranks: Path, wanted: Term) -> Term:

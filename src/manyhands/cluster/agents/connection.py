@@ -20,32 +20,18 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from pathlib import Path
 from typing import Any
 
+from manyhands.cluster import messages
 from manyhands.cluster.agents.early import SAFE
 from manyhands.cluster.agents.protocol import Reachable
 from manyhands.cluster.hosts.inventory import Machine
-from manyhands.cluster.messages import (
-    HINTS,
-    Alive,
-    CallResult,
-    Lines,
-    Message,
-    Misunderstood,
-    R,
-    Reconnected,
-    Request,
-    RequestFailed,
-    encode,
-)
+from manyhands.cluster.messages import Lines, Message, Misunderstood, R, Request, RequestFailed
 from manyhands.core.errors import RunError, UserError
 from manyhands.core.timeouts import HEARTBEAT_S, RECONNECT_S, SILENT_S
 
-# Passes a new connection on to a running agent; its exit code where the agent has ended.
-RECONNECT, NO_AGENT = "manyhands.cluster.agents.connection", 3
-# Limit for the exit code of the last connection's ssh.
-ENDED_S = 0.5
-SSH_FAILED = 255
-# Limit for receiving the streams of a new connection.
-PASS_ON_S = 2.0
+# Passes a new connection on to a running agent; its exit code where the agent has ended, and that of a failed ssh.
+RECONNECT, NO_AGENT, SSH_FAILED = "manyhands.cluster.agents.connection", 3, 255
+# Limits for the exit code of the last connection's ssh, and for receiving the streams of a new connection.
+ENDED_S, PASS_ON_S = 0.5, 2.0
 # The second direction of a lost connection may end a moment after the first.
 ENDED_MS = 200
 # A closed pipe hangs up; of sshd's socket only one direction is closed.
@@ -90,7 +76,6 @@ class AgentConnection:
         os.set_blocking(self._output.fileno(), False)
 
     def fileno(self) -> int:
-        """The descriptor of the agent's output, for a selector."""
         return self._output.fileno()
 
     def send(self, message: Message, number: int = 0) -> None:
@@ -107,7 +92,7 @@ class AgentConnection:
             self._reconnect()
         if not self.closed and now > self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_S
-            self.send(Alive(self._lines.received))
+            self.send(messages.Alive(self._lines.received))
 
     def flush(self) -> None:
         """Sends as much of `unsent` as the machine can take now."""
@@ -122,7 +107,7 @@ class AgentConnection:
 
     def read(self) -> list[tuple[int, Message]]:
         """Returns the messages received so far with their numbers, without waiting; sets `closed` at the end."""
-        messages: list[tuple[int, Message]] = []
+        found: list[tuple[int, Message]] = []
         with contextlib.suppress(BlockingIOError):
             while self.readable:
                 received = os.read(self.fileno(), 1 << 16)
@@ -131,15 +116,15 @@ class AgentConnection:
                     break
                 self.last_received = time.monotonic()
                 for number, message in self._lines.take(received):
-                    if isinstance(message, Reconnected):
+                    if isinstance(message, messages.Reconnected):
                         self.connected = True
                         self.unsent += self._lines.unacknowledged
                         self.flush()
                     elif isinstance(message, Reachable):
                         self._socket = message.socket
-                    if not isinstance(message, Alive):
-                        messages.append((number, message))
-        return messages
+                    if not isinstance(message, messages.Alive):
+                        found.append((number, message))
+        return found
 
     @property
     def readable(self) -> bool:
@@ -148,14 +133,14 @@ class AgentConnection:
 
     def _disconnect(self) -> None:
         """Schedules another connection, unless the agent itself has ended or the attempts have taken too long."""
-        code = None
+        ended = False
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self.process.wait(ENDED_S)
-        now, by_itself = time.monotonic(), code is not None and 0 <= code != SSH_FAILED
+            ended = 0 <= self.process.wait(ENDED_S) != SSH_FAILED
+        now = time.monotonic()
         if self.connected:  # an agent that imports torch has been silent until now
             self.last_received = now
         late = now - self.last_received > SILENT_S
-        self.closed = by_itself or late or self._lines.too_long or not (self._socket and self.connect_again)
+        self.closed = ended or late or self._lines.too_long or not (self._socket and self.connect_again)
         if not self.closed:
             self._reconnect_at = now + (0.0 if self.connected else RECONNECT_S)
             self.connected = False
@@ -173,12 +158,7 @@ class AgentConnection:
         self.closed, self._reconnect_at = False, 0.0
 
     def ask(self, request: Request[R], timeout_s: float, others: Collection["AgentConnection"] = ()) -> R:
-        """Sends a request and waits for its answer; the others receive heartbeats meanwhile.
-
-        Raises:
-            LinkClosed: the machine is gone or silent.
-            RunError: the request failed there.
-        """
+        """Sends a request and waits for its answer. Raises RunError; see `ask_all`."""
         (answer,) = ask_all({self: request}, timeout_s, others).values()
         if isinstance(answer, RunError):
             raise answer
@@ -204,15 +184,13 @@ class AgentConnection:
 
 
 def close_all(links: Collection[AgentConnection], patience_s: float = 5.0) -> None:
-    """Closes several links at once; all together may take the patience."""
+    """Closes connections at once, all together within `patience_s`."""
     end_processes([link.process for link in links], patience_s)
     for link in links:
         link.closed = True
 
 
-def end_processes(
-    processes: Collection[subprocess.Popen[bytes]], patience_s: float, *, terminate: bool = False
-) -> None:
+def end_processes(processes: Collection[subprocess.Popen[bytes]], patience_s: float, terminate: bool = False) -> None:
     """Closes the inputs of processes, which end by that or by SIGTERM; those that don't in time are killed."""
     for process in processes:
         assert process.stdin is not None
@@ -234,30 +212,22 @@ def end_processes(
 def ask_all(
     requests: Mapping[AgentConnection, Request[R]], timeout_s: float, others: Collection[AgentConnection] = ()
 ) -> dict[AgentConnection, R | RunError]:
-    """Asks several machines at once, each its own request.
+    """Asks machines at once, each its own request; `others` receive heartbeats meanwhile, too.
 
-    Args:
-        requests: for each connection the request.
-        timeout_s: limit for all answers together.
-        others: machines that receive heartbeats meanwhile.
-
-    Returns:
-        For each connection the answer, or an error: LinkClosed if the machine is gone or silent, RunError if the
-        request failed there.
+    Returns the answers, or an error: LinkClosed if a machine is lost or silent, RunError if its request failed.
     """
     asked = {link: (link.post(request), request) for link, request in requests.items()}
     answers: dict[AgentConnection, R | RunError] = {}
     until = time.monotonic() + timeout_s
-    kept = {*asked, *others}
     while len(answers) < len(asked) and time.monotonic() < until:
-        for link in kept:
+        for link in {*asked, *others}:
             link.heartbeat()
         waiting = [link for link in asked if link not in answers]
         for link in [*stir(waiting, 0.2), *(link for link in waiting if link.closed)]:
             for answer in answer_to(link, *asked[link]):
                 answers[link] = answer
     silent = f"did not answer within {timeout_s:.0f} s"
-    return {link: answers.get(link, _closed(link, f"{link.machine.name} {silent}")) for link in asked}
+    return {link: answers.get(link, _error(link, f"{link.machine.name} {silent}")) for link in asked}
 
 
 def stir(links: Iterable[AgentConnection], patience_s: float) -> list[AgentConnection]:
@@ -275,27 +245,25 @@ def stir(links: Iterable[AgentConnection], patience_s: float) -> list[AgentConne
     return [key.data for key, event in events if event & selectors.EVENT_READ]
 
 
-def _closed(link: AgentConnection, what: str) -> LinkClosed:
-    name = link.machine.name
-    return LinkClosed(what, name, (f"check that {name} is running and reachable: manyhands doctor --hosts …",))
-
-
 def answer_to(link: AgentConnection, number: int, request: Request[R]) -> list[R | RunError]:
     """Returns the answer to a request, or an error, without waiting; an empty list while neither has been received."""
     for answered, message in link.read():
-        if answered == number and isinstance(message, CallResult):
+        if answered == number and isinstance(message, messages.CallResult):
             try:
                 return [request.result(message)]
             except ValueError as error:
-                return [_failed(link, Misunderstood(f"invalid message: {error}", hints=HINTS))]
+                return [_error(link, Misunderstood(f"invalid message: {error}"))]
         if isinstance(message, Misunderstood) or (answered == number and isinstance(message, RequestFailed)):
-            return [_failed(link, message)]
+            return [_error(link, message)]
     tail = link.log_tail(1).strip() if link.closed else ""
-    return [_closed(link, f"{link.machine.name} is lost{tail and f': {tail}'}")] if link.closed else []
+    return [_error(link, f"{link.machine.name} is lost{tail and f': {tail}'}")] if link.closed else []
 
 
-def _failed(link: AgentConnection, failed: RequestFailed) -> RunError:
+def _error(link: AgentConnection, failed: RequestFailed | str) -> RunError:
+    """Returns the error for a failed request, or for a lost machine."""
     name = link.machine.name
+    if isinstance(failed, str):
+        return LinkClosed(failed, name, (f"check that {name} is running and reachable: manyhands doctor --hosts …",))
     if isinstance(failed, Misunderstood):
         return MisunderstoodError(f"{name}: {failed.what}", name, failed.hints)
     error = RunError(failed.what, name, failed.hints)
@@ -331,10 +299,9 @@ class Wire:
 
     @contextlib.contextmanager
     def watched(self, clean_up: Callable[[], None]) -> Generator[None]:
-        """Ends this process when the launcher closes the connection, or does not replace one that was lost.
+        """Calls `clean_up` and ends this process if the launcher leaves, or does not replace a lost connection.
 
-        For a block that reads nothing, such as an import of torch. Workers can be forked after it: its thread has
-        ended. `clean_up` is called before the process ends.
+        For a block that reads nothing, such as an import of torch. It leaves no thread, so workers can be forked.
         """
         ours, over = socket.socketpair()
 
@@ -367,13 +334,8 @@ class Wire:
         listener.listen()
         self._listener = listener
         # A worker that held them would keep a connection's process alive, and a dead agent's socket open.
-        os.register_at_fork(after_in_child=self._close_sockets)
+        os.register_at_fork(after_in_child=lambda: [each.close() for each in (listener, self._passed_by) if each])
         return path
-
-    def _close_sockets(self) -> None:
-        for each in (self._listener, self._passed_by):
-            if each:
-                each.close()
 
     def send(self, message: Message, number: int = 0) -> None:
         """Sends a message; an answer has its request's number. Does nothing once the launcher is gone."""
@@ -382,7 +344,7 @@ class Wire:
             self._write(line)
 
     def _write(self, line: bytes) -> None:
-        """Waits until the launcher can take more; a remote one that takes nothing for too long is gone."""
+        """Waits until the launcher has taken the line; a remote one that takes nothing for too long is gone."""
         data = memoryview(line)
         with contextlib.suppress(BrokenPipeError):
             while data and self.open:
@@ -394,51 +356,40 @@ class Wire:
     def wait(self) -> tuple[int, Message] | None:
         """Returns the next request and its number, or None once the launcher is gone."""
         while self.open:
-            if request := self._next():
-                return request
+            if self._received:
+                return self._received.popleft()
             self._fill(1.0)
         return None
 
     def poll(self) -> list[Message]:
         """Returns the messages received so far, without waiting."""
         self._fill(0)
-        return [message for _, message in iter(self._next, None)]
-
-    def _next(self) -> tuple[int, Message] | None:
-        while self._received:
-            number, message = self._received.popleft()
-            if isinstance(message, Misunderstood):
-                self.send(message, number)
-            elif isinstance(message, Alive):
-                self.send(Alive(self._lines.received))
-            else:
-                return number, message
-        return None
+        return [self._received.popleft()[1] for _ in range(len(self._received))]
 
     def _fill(self, patience_s: float) -> None:
         inputs = [self._listener] if self._listener else []
         while self.open and (ready := select.select([0, *inputs] if self.connected else inputs, [], [], patience_s)[0]):
-            patience_s = 0
+            patience_s, received = 0, b""
             if self._listener in ready:
                 self._reconnect(self._listener)
                 continue
-            received = b""
             with contextlib.suppress(ConnectionResetError):
                 received = os.read(0, 1 << 16)
+            for number, message in self._lines.take(received):
+                if isinstance(message, Misunderstood):
+                    self.send(message, number)
+                elif isinstance(message, messages.Alive):
+                    self.send(messages.Alive(self._lines.received))
+                else:
+                    self._received.append((number, message))
             if not received:
-                self._disconnect()
-                continue
-            self._received += self._lines.take(received)
-            self.last_received = time.monotonic()
+                self.connected, self.open = False, self._lost()
+                if self._passed_by:
+                    self._passed_by.close()
+            if self.open:  # nothing was read while this agent imported torch
+                self.last_received = time.monotonic()
         if self.silent and not self.patient:
             self.open = False
-
-    def _disconnect(self) -> None:
-        self.connected, self.open = False, self._lost()
-        if self.open:  # nothing was read while this agent imported torch
-            self.last_received = time.monotonic()
-        if self._passed_by:
-            self._passed_by.close()
 
     def _reconnect(self, listener: socket.socket) -> None:
         """Accepts a new connection, and sends again what the launcher has not received."""
@@ -455,7 +406,7 @@ class Wire:
             self.last_received = time.monotonic()
             self._lines.acknowledge(int(count))
             self._lines.disconnect()
-            self._write(encode(Reconnected(self._lines.received)) + self._lines.unacknowledged)
+            self._write(self._lines.add(messages.Reconnected(self._lines.received)) + self._lines.unacknowledged)
 
 
 def pass_on(path: str, received: str) -> int:

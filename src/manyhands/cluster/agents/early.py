@@ -34,8 +34,15 @@ def start_early(words: Sequence[str]) -> None:
         return
     if raise_file_limit(FILES + FILES_EACH) < FILES + FILES_EACH:
         return
-    with contextlib.suppress(OSError):  # the later start reports the error
-        _untaken.append(_start())
+    pipe = subprocess.PIPE
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # the later start reports the error
+        # Its output until it has a log, to which it moves the output.
+        words_fd = os.memfd_create(EARLY) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
+        stack.callback(os.close, words_fd)
+        stack.enter_context(usr1_ignored())
+        command = [sys.executable, *AGENT, EARLY]
+        agent = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words_fd, start_new_session=True)
+        _untaken.append(agent)
 
 
 def raise_file_limit(needed: int) -> int:
@@ -46,18 +53,6 @@ def raise_file_limit(needed: int) -> int:
     if resource.RLIM_INFINITY != soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     return needed
-
-
-def _start() -> "subprocess.Popen[bytes]":
-    pipe = subprocess.PIPE
-    # Its output until it has a log, to which it moves the output.
-    words_fd = os.memfd_create(EARLY) if hasattr(os, "memfd_create") else os.open(os.devnull, os.O_RDWR)
-    try:
-        with usr1_ignored():
-            command = [sys.executable, *AGENT, EARLY]
-            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words_fd, start_new_session=True)
-    finally:
-        os.close(words_fd)
 
 
 @contextlib.contextmanager
@@ -84,21 +79,3 @@ def end_early() -> None:
     while _untaken:
         with _untaken.pop() as early:
             early.kill()
-
-
-@contextlib.contextmanager
-def short_spins() -> Generator[None]:
-    """Shortens the spins of OpenMP threads for a torch that is imported in the block, unless the user's variables do.
-
-    libgomp, in torch's wheels for Linux, reads the variable once. Its default of 300,000 spins takes milliseconds, on a
-    core that the awaited thread may need.
-    """
-    variable = "GOMP_SPINCOUNT"
-    if variable in os.environ or "OMP_WAIT_POLICY" in os.environ:
-        yield
-        return
-    os.environ[variable] = "3000"
-    try:
-        yield
-    finally:
-        os.environ.pop(variable, None)  # child processes have the user's own environment

@@ -1,4 +1,4 @@
-"""An agent's view of its processes: heartbeats, whether the system runs them, time to leave, kills for memory."""
+"""An agent's view of its processes: heartbeats, stopped processes, time to leave, and out-of-memory kills."""
 
 import contextlib
 import platform
@@ -18,14 +18,13 @@ from manyhands.parallel.group.heartbeat import Heartbeat, Seen, rescue_path
 
 # A process that made progress or sent a heartbeat more recently is well.
 _WELL_S = 2.0
-# Of a process that the system doesn't let run, and that hasn't begun to train.
+# Of a stopped process that hasn't begun to train.
 _BEFORE_THE_FIRST = Heartbeat(count=0, step=0, phase="build", still_s=0.0, usual_s=0.0)
-# Until the next collective they compute, for so many times as long as an update takes.
+# A process computes for so many times the duration of an update before its next collective, which fails.
 UPDATES = 2.0
 
 
 def heartbeat_path(scratch: Path, rank: int) -> Path:
-    """The file of a process's heartbeat."""
     return scratch / f"{rank}.heartbeat"
 
 
@@ -43,26 +42,23 @@ class HeartbeatMonitor:
     """Reads the heartbeats of this machine's processes, whose ids are given by rank, in their folder."""
 
     def __init__(self, scratch: Path, pids: Mapping[int, int]) -> None:
-        self._scratch, self._pids = scratch, pids
+        self._scratch, self._pids, self._due = scratch, pids, 0.0
         self._last: dict[int, tuple[Heartbeat, float]] = {}
         self._stopped: dict[int, float] = {}
-        self._due = 0.0
 
     @property
     def usual_s(self) -> float:
-        """What an update usually takes, as far as it is known."""
+        """The usual duration of an update; 0 if it isn't known."""
         return max((heartbeat.usual_s for heartbeat, _ in self._last.values()), default=0.0)
 
     def news(self, *, all_of_them: bool) -> list[Seen]:
-        """About once a second, all processes where one of them isn't well, or where all are asked for; else nothing."""
+        """Returns all processes, about once a second, if one of them isn't well or with `all_of_them`; else nothing."""
         now = time.monotonic()
         if now < self._due:
             return []
         self._due = now + HEARTBEAT_S
         seen = [found for rank in self._pids if (found := self._look(rank, now))]
-        if all_of_them or any(each.stood_s > _WELL_S or each.stopped for each in seen):
-            return seen
-        return []
+        return seen if all_of_them or any(each.stood_s > _WELL_S or each.stopped for each in seen) else []
 
     def last(self, rank: int) -> Heartbeat | None:
         """Returns the last heartbeat of a process; None before it begins to train."""
@@ -86,65 +82,60 @@ class HeartbeatMonitor:
 
 
 class Leaving:
-    """Gives processes time to leave; those that save, as their files in `scratch` say, have it while they progress."""
+    """Gives processes time to leave after a failure: those that save, by files in `scratch`, while they progress."""
 
     def __init__(self, scratch: Path) -> None:
-        self._scratch, self._since = scratch, 0.0
-        self._signs: dict[int, tuple[object, float]] = {}
-
-    @property
-    def begun(self) -> bool:
-        """True once one of the run has failed."""
-        return bool(self._since)
+        self._scratch, self._since, self.begun = scratch, 0.0, False
+        self._progress: dict[int, tuple[object, float]] = {}
 
     def begin(self) -> None:
-        """Notes that one of the run has failed; the second time changes nothing."""
-        self._since = self._since or time.monotonic()
+        """Notes that a process of the run has failed; the second time changes nothing."""
+        if not self.begun:
+            self.begun, self._since = True, time.monotonic()
 
     def patient(self, left: Mapping[int, int], usual_s: float) -> bool:
-        """Whether those that are left (process id by rank) have time yet; `usual_s` is what an update takes."""
-        now = time.monotonic()
-        began_s = now - self._since
-        return began_s < LEAVE_S + UPDATES * usual_s or (
-            began_s < SAVE_MOST_S and any(self._saves(rank, pid, now) for rank, pid in left.items())
-        )
+        """Returns True while the processes `left` (ids by rank) have time; `usual_s` is the duration of an update."""
+        began_s = time.monotonic() - self._since
+        if began_s < LEAVE_S + UPDATES * usual_s:
+            return True
+        return began_s < SAVE_MOST_S and any(self._saves(rank, pid) for rank, pid in left.items())
 
-    def _saves(self, rank: int, pid: int, now: float) -> bool:
-        """Whether a process saves what it has, and gets on with it."""
+    def _saves(self, rank: int, pid: int) -> bool:
+        """Returns True if a process saves and makes progress: in CPU time, or in written bytes if they are counted."""
         if not rescue_path(self._scratch, rank).exists():
             return False
-        sign = _done_by(pid)
-        if rank not in self._signs or self._signs[rank][0] != sign:
-            self._signs[rank] = sign, now
-        return now - self._signs[rank][1] < SAVE_QUIET_S
-
-
-def _done_by(pid: int) -> object:
-    """CPU time of a process, and bytes written where the operating system reports them."""
-    try:
-        process = psutil.Process(pid)
-        written = process.io_counters().write_chars if hasattr(process, "io_counters") else 0
-        return process.cpu_times()[:2], written
-    except psutil.Error:
-        return None
+        done, now = None, time.monotonic()
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            written = process.io_counters().write_chars if hasattr(process, "io_counters") else 0
+            done = process.cpu_times()[:2], written
+        if rank not in self._progress or self._progress[rank][0] != done:
+            self._progress[rank] = done, now
+        return now - self._progress[rank][1] < SAVE_QUIET_S
 
 
 class MemoryKills:
     """Attributes out-of-memory kills to workers that ended by SIGKILL, by the counter of this process's cgroup (v2)."""
 
     def __init__(self) -> None:
-        self._group = _own_group()
+        self._group = CGROUPS  # also in a container that has another path on the host
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/self/cgroup").read_text().splitlines():
+                group = CGROUPS / line.removeprefix("0::/")
+                if line.startswith("0::") and (group / "memory.events").is_file():
+                    self._group = group
         self._reported = self._count()
 
     def record(self, rank: int, pid: int, heartbeat: Heartbeat | None) -> Failure | None:
-        """The failure record of a killed worker if the counter has risen; else None, also where there is no counter."""
+        """Returns the failure record of a killed worker if the counter has risen; else, or without a counter, None."""
         if self._count() <= self._reported:
             return None
         self._reported += 1
-        limit = self._limit()
-        hints = ["use fewer processes on this machine", "or reduce train.micro_batch", "or shard: --parallel fsdp"]
-        size = f" (limit {limit >> 20:,} MiB)" if limit else ""
+        size = ""
+        with contextlib.suppress(OSError, ValueError):  # "max" for no limit
+            size = f" (limit {int((self._group / 'memory.max').read_text()) >> 20:,} MiB)"
         what = f"rank {rank} was killed by the kernel, out of memory{size}"
+        hints = ["use fewer processes on this machine", "or reduce train.micro_batch", "or shard: --parallel fsdp"]
         return Failure(
             time=time.time(), rank=rank, host=platform.node(), pid=pid, step=heartbeat and heartbeat.step,
             phase=heartbeat.phase if heartbeat else "", error=PROCESS_ENDED, what=what, hints=hints,
@@ -157,19 +148,3 @@ class MemoryKills:
                 if name == "oom_kill":
                     return int(count)
         return 0
-
-    def _limit(self) -> int:
-        """The cgroup's limit in bytes; 0 where it has none of its own."""
-        with contextlib.suppress(OSError, ValueError):  # "max"
-            return int((self._group / "memory.max").read_text())
-        return 0
-
-
-def _own_group() -> Path:
-    """The folder of this process's cgroup; in a container, whose path may be that on the host, the topmost visible."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            group = CGROUPS / line.removeprefix("0::/")
-            if line.startswith("0::") and (group / "memory.events").is_file():
-                return group
-    return CGROUPS

@@ -1,20 +1,32 @@
-"""The machines of a run, their states, and the connections to their agents."""
+"""The machines of a run, their states, and the connections to their agents, which are started here."""
 
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from manyhands.cluster.agents.connection import AgentConnection, ask_all, close_all
+from manyhands.cluster.agents.agent import Agent
+from manyhands.cluster.agents.connection import AgentConnection, LinkClosed, MisunderstoodError, ask_all, close_all
+from manyhands.cluster.agents.early import AGENT, raise_file_limit, take_early, usr1_ignored
 from manyhands.cluster.agents.protocol import RunOpened
-from manyhands.cluster.doctor.findings import Contact, Facts
+from manyhands.cluster.agents.ssh import agent_command, explain_contact
+from manyhands.cluster.doctor.findings import Contact, Facts, FactsWanted
 from manyhands.cluster.hosts.inventory import LOOPBACK, Address, Machine
-from manyhands.cluster.messages import R, Request
-from manyhands.core.errors import EXIT_DOCTOR, RunError
-from manyhands.core.timeouts import EXCLUDED_MOST_S, EXCLUDED_S, REQUEST_S, RETRY_LEAST_S
+from manyhands.cluster.hosts.this_process import is_here
+from manyhands.cluster.messages import R, Request, call
+from manyhands.config.job import ClusterOptions
+from manyhands.core import timeouts
+from manyhands.core.errors import EXIT_DOCTOR, RunError, UserError
+from manyhands.core.files import usual_umask
+from manyhands.core.stops import ended_like_ctrl_c
 
-# A machine that fails less than so many saved updates after it began to take part was of no use.
+# A machine that fails within so many saved updates after it began to take part was of no use.
 SOON_UPDATES = 20
 
 
@@ -35,11 +47,11 @@ class RunMachine:
     state: MachineState = MachineState.CONTACTING
     until: float = 0.0  # when the state ends, by the monotonic clock; 0 if that is not known
     since: float = field(default_factory=time.monotonic)  # when it was lost, requested or excluded
-    link: AgentConnection | None = None  # the connection to its agent
+    link: AgentConnection | None = None
     problem: Contact | None = None  # why no agent answered
     facts: Facts = field(default_factory=dict[str, Any], repr=False)  # what the agent reported about the machine
     device: str = ""  # the kind of device that is used
-    processes: int = 0  # number of processes that it runs
+    processes: int = 0
     address: Address = field(default_factory=lambda: Address("", LOOPBACK))  # where the other machines reach it
     opened_folder: RunOpened | None = None  # the run folder on it, as it was opened last
     folder: str = ""  # the path of the run folder there, from its first start on
@@ -51,10 +63,8 @@ class RunMachine:
     records_may_differ: bool = False  # its records of the run may differ from the launcher's
     failures: int = 0  # number of failures since it was last of use
     since_step: int | None = None  # the saved step at which it began to take part
-    # receives how the request to add it ended, and whether it takes part
-    notify: Callable[[str, bool], object] = lambda _text, _takes_part: None
-    # the requests to the agent of a machine that is contacted, one after another
-    contact: Generator[Request[Any], Any, None] | None = None
+    notify: Callable[[str, bool], object] = lambda _text, _joined: None  # receives how the request to add it ended
+    contact: Generator[Request[Any], Any, None] | None = None  # the requests to a machine that is contacted
     asked: tuple[int, Request[Any]] | None = None  # the number of the request that was sent last, and the request
 
     @property
@@ -75,19 +85,16 @@ class RunMachine:
         return self.opened_folder
 
     def count_failure(self, step: int) -> float:
-        """Counts a failure; returns for how many seconds to exclude the machine: 0 if it was of use before.
-
-        Args:
-            step: the newest saved step.
-        """
+        """Counts a failure at the saved step `step`; returns for how many seconds to exclude the machine, or 0."""
         useful = self.since_step is not None and step - self.since_step >= SOON_UPDATES
         self.failures, self.since_step = 1 if useful else self.failures + 1, None
-        return min(EXCLUDED_MOST_S, EXCLUDED_S * 2 ** (self.failures - 2)) if self.failures > 1 else 0.0
+        again = self.failures > 1
+        return min(timeouts.EXCLUDED_MOST_S, timeouts.EXCLUDED_S * 2 ** (self.failures - 2)) if again else 0.0
 
     def lose(self, pause_s: float = 0.0) -> None:
         """Ends the connection; the machine is contacted again after the pause, or at once if it was requested."""
         self._leave(MachineState.LOST)
-        self.until = self.since + max(pause_s, 0.0 if self.requested else RETRY_LEAST_S)
+        self.until = self.since + max(pause_s, 0.0 if self.requested else timeouts.RETRY_LEAST_S)
         self.disconnect()
 
     def exclude(self, pause_s: float) -> None:
@@ -129,11 +136,6 @@ class Machines:
         return [machine.agent for machine in self.running]
 
     @property
-    def facts(self) -> dict[str, Facts]:
-        """The facts about the machines that take part, by name."""
-        return {machine.name: machine.facts for machine in self.running}
-
-    @property
     def problems(self) -> dict[str, Contact]:
         """Why machines don't answer, by name."""
         return {machine.name: machine.problem for machine in self.all if machine.problem}
@@ -143,47 +145,171 @@ class Machines:
         for link in self.links:
             link.heartbeat()
 
-    def ask(self, requests: Mapping[RunMachine, Request[R]], timeout_s: float = REQUEST_S) -> dict[RunMachine, R]:
-        """Asks machines, each its own request, while the others receive heartbeats.
-
-        Raises:
-            RunError: a machine is gone, or its request failed.
-        """
-        answers: dict[RunMachine, R] = {}
-        for machine, answer in self._ask(requests, timeout_s).items():
+    def ask(self, requests: Mapping[RunMachine, Request[R]], timeout_s: float) -> dict[RunMachine, R]:
+        """Asks machines, each its own request. Raises RunError: a machine is lost, or its request failed."""
+        asked, answers = {machine.agent: machine for machine in requests}, dict[RunMachine, R]()
+        found = ask_all({link: requests[machine] for link, machine in asked.items()}, timeout_s, self.links)
+        for link, answer in found.items():
             if isinstance(answer, RunError):
                 raise answer
-            answers[machine] = answer
+            answers[asked[link]] = answer
         return answers
 
-    def ask_each(self, request: Request[R], timeout_s: float = REQUEST_S) -> dict[RunMachine, R]:
-        """Asks every machine that takes part the same; see `ask`."""
+    def ask_each(self, request: Request[R], timeout_s: float = timeouts.REQUEST_S) -> dict[RunMachine, R]:
+        """Asks every machine that takes part the same."""
         return self.ask(dict.fromkeys(self.running, request), timeout_s)
 
     def ask_named(self, requests: Mapping[str, Request[R]], timeout_s: float) -> dict[str, R | RunError]:
         """Asks machines by name; returns for each its answer or error."""
-        asked = {machine: requests[machine.name] for machine in self.running if machine.name in requests}
-        return {machine.name: answer for machine, answer in self._ask(asked, timeout_s).items()}
-
-    def _ask(self, requests: Mapping[RunMachine, Request[R]], timeout_s: float) -> dict[RunMachine, R | RunError]:
-        asked = {machine.agent: request for machine, request in requests.items()}
-        answers = ask_all(asked, timeout_s, self.links)
-        return {machine: answers[machine.agent] for machine in requests}
+        asked = {machine.agent: requests[machine.name] for machine in self.running if machine.name in requests}
+        return {link.machine.name: answer for link, answer in ask_all(asked, timeout_s, self.links).items()}
 
     def require_all(self) -> None:
-        """Raises RunError, with what can be done, if a machine's agent doesn't answer."""
-        problems = self.problems
-        if not problems:
+        """Raises RunError, with hints, if a machine's agent doesn't answer."""
+        if not (problems := self.problems):
             return
-        if len(problems) == 1:
-            ((host, contact),) = problems.items()
-            error = RunError(contact.what, host, contact.hints)
-        else:
-            lines = tuple(f"{contact.what}: {contact.hints[0]}" for contact in problems.values())
-            error = RunError(f"{len(problems)} machines can't be used", ", ".join(problems), lines)
+        (what, hints), *others = ((contact.what, contact.hints) for contact in problems.values())
+        if others:
+            hints = tuple(f"{contact.what}: {contact.hints[0]}" for contact in problems.values())
+            what = f"{len(problems)} machines can't be used"
+        error = RunError(what, ", ".join(problems), hints)
         error.exit_code = EXIT_DOCTOR
         raise error
 
     def close(self, patience_s: float = 5.0) -> None:
         """Closes all connections."""
         close_all([machine.link for machine in self.all if machine.link], patience_s)
+
+
+# Two pipes for each machine; one more while it is started, and those of the launcher itself.
+FILES_EACH, OWN_FILES = 2, 200
+# Agents are killed this long after a stop request while no worker runs.
+STOPPED_S = 1.0
+
+
+@contextmanager
+def assembled(
+    machines: Sequence[Machine],
+    options: ClusterOptions,
+    logs: Path,
+    wanted: FactsWanted,
+    on_stop: Callable[[], object] = lambda: None,
+) -> Iterator[Machines]:
+    """Starts an agent on each machine and asks it for its facts; ends all with the block.
+
+    The agents' standard error goes to files in `logs`. `on_stop` is called if the user ends the block, before they end.
+    """
+    refuse_doubles(machines)
+    allow_open_files(OWN_FILES + FILES_EACH * len(machines))
+    found = Machines([])
+    with ended_like_ctrl_c():
+        try:
+            for machine in machines:
+                found.all.append(RunMachine(machine, link=open_agent(machine, options, logs)))
+            _greet(found, options, wanted)
+            yield found
+        except KeyboardInterrupt:
+            on_stop()
+            found.close(STOPPED_S)  # ends the agents, whatever they are busy with
+            raise
+        finally:
+            found.close()
+
+
+def allow_open_files(count: int) -> None:
+    """Raises this process's limit on open files. Raises UserError: the system's limit is lower."""
+    if (most := raise_file_limit(count)) < count:
+        what = f"the connections to the machines need {count:,} open files, but the limit for this user is {most:,}"
+        raise UserError(what, "cluster.hosts", (f"raise the limit in a root shell: ulimit -Hn {count}",))
+
+
+def refuse_doubles(machines: Sequence[Machine]) -> None:
+    """Checks that the names of machines are unique. Raises UserError: a name occurs twice."""
+    names = [machine.name for machine in machines]
+    twice = sorted({machine.target for machine in machines if names.count(machine.name) > 1})
+    if twice:
+        hints = f'write "{twice[0]} slots=2" for two processes on this machine'
+        raise UserError(f"{', '.join(twice)} is listed twice", "cluster.hosts", (hints,))
+
+
+def open_here(log: Path, machine: Machine | None = None) -> AgentConnection:
+    """Starts an agent on this machine."""
+    machine = machine or Machine("localhost")
+    early = take_early()
+    if early is None or early.stdin is None:
+        return _open([sys.executable, *AGENT], machine, log, here=True)
+    with log.open("ab") as output:
+        log_start = output.tell()
+    with suppress(BrokenPipeError):  # that it has ended shows when it is first asked
+        early.stdin.write(os.fsencode(log.absolute()) + b"\0")
+        early.stdin.flush()
+    return AgentConnection(machine, early, log, here=True, log_start=log_start)
+
+
+def _open(command: list[str], machine: Machine, log: Path, *, here: bool) -> AgentConnection:
+    log_start = log.stat().st_size if log.exists() else 0
+    return AgentConnection(machine, _start(command, log), log, here=here, log_start=log_start)
+
+
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    pipe, mask = subprocess.PIPE, usual_umask()
+    with log.open("ab") as output, usr1_ignored():
+        try:
+            # In a session of its own, so that Ctrl-C and the terminal's end reach only the launcher.
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=output, start_new_session=True, umask=mask)
+        except OSError as error:
+            what = f"{command[0]} can't be started: {error.strerror}"
+            raise UserError(what, "cluster.ssh", ("set cluster.ssh to an installed ssh program",)) from None
+
+
+def open_agent(machine: Machine, options: ClusterOptions, logs: Path) -> AgentConnection:
+    """Starts the agent of one machine; the first request shows whether that works."""
+    if is_here(machine):
+        return open_here(logs / "agent.log", machine)
+    log = logs / f"agent@{machine.name}.log"
+    link = _open(agent_command(machine, options, Path.cwd()), machine, log, here=False)
+    link.connect_again = lambda words: _start(agent_command(machine, options, Path.cwd(), words), log)
+    return link
+
+
+def _greet(machines: Machines, options: ClusterOptions, wanted: FactsWanted) -> None:
+    """Asks all agents for their facts; machines that answer take part, the others have a `problem`."""
+    asked, links = time.time(), {machine.agent: machine for machine in machines.all}
+    requests = {link: call(Agent.hello, wanted, not link.here) for link in links}
+    answers = ask_all(requests, timeouts.HELLO_S + timeouts.HELLO_EACH_S * len(links))
+    close_all([link for link, answer in answers.items() if isinstance(answer, LinkClosed)])
+    for link, machine in links.items():
+        answer = answers[link]
+        if isinstance(answer, LinkClosed):
+            machine.problem = explain_contact(machine.spec, link.close(), link.log_tail(), options)
+        elif isinstance(answer, MisunderstoodError):
+            machine.problem = Contact("other-version", answer.message, answer.hints)
+        elif isinstance(answer, RunError):
+            raise answer
+        else:
+            machine.state, machine.facts = MachineState.RUNNING, answer
+            link.clock_offset_s = clock_offset(answer.get("time", 0.0), asked)
+    for machine in machines.waiting:
+        machine.lose()
+
+
+def clock_offset(there: float, asked: float) -> float:
+    """Returns for how many seconds a clock is ahead at least, since it was asked at our time `asked`."""
+    now = time.time()
+    return there - now if there > now else there - asked if there < asked else 0.0
+
+
+def prepare(machines: Machines, options: ClusterOptions, processes: int | None = None) -> None:
+    """Has the machines import torch, and notes the kind of device and the number of processes of each.
+
+    `processes` on each machine; None: as many as its slots, or as it has devices. Raises UserError: it has fewer.
+    """
+    sizes = {machine: machine.spec.slots if processes is None else processes for machine in machines.running}
+    requests = {machine: call(Agent.prepare, size, options.threads, options.device) for machine, size in sizes.items()}
+    for machine, answer in machines.ask(requests, timeouts.PREPARE_S).items():
+        size, device, count = sizes[machine], answer.device, answer.count
+        if size > count and device not in {"cpu", "mps"}:
+            what = f"{machine.name} has {count} {device} devices, but {size} processes are requested"
+            hints = (f'write "{machine.spec.target} slots={count}"', "or train on the CPU: --device cpu")
+            raise UserError(what, "cluster.hosts", hints)
+        machine.device, machine.processes = device, size or count

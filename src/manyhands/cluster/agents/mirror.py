@@ -21,25 +21,21 @@ JOB = "job.toml"
 WHOLE = (JOB, "plan.json", "env.json", "network.json", "evaluations/best.json", "evaluations/last.json",
          "evaluations/test-best.json", "evaluations/test-last.json")  # fmt: skip
 
-# More than this at once would delay other messages; the rest comes with the next look.
+# Larger pieces would delay other messages.
 PIECE_BYTES = 1 << 20
 
 
 class Sender:
-    """Finds what is new in the run folder of this machine.
+    """Finds new records in the run folder of this machine.
 
-    Args:
-        folder: the run folder here.
-        held: bytes of each growing file that the launcher has already.
-        output: send the output of rank 0, too.
-        rest: send an incomplete last line, too.
+    `held` are the bytes of each growing file that the launcher has. `output`: that of rank 0, too; `rest`: incomplete
+    last lines, too.
     """
 
     def __init__(self, folder: Path, held: Mapping[str, int], *, output: bool = False, rest: bool = False) -> None:
         self._folder, self._rest = folder, rest
-        growing = (*GROWING, OUTPUT) if output else GROWING
         # The launcher may have more, such as how an earlier run failed; then all is sent, or new lines hide it.
-        sizes = {name: _size(folder / name) for name in growing}
+        sizes = {name: _size(folder / name) for name in ((*GROWING, OUTPUT) if output else GROWING)}
         self._sent = {name: held.get(name, 0) if held.get(name, 0) <= size else 0 for name, size in sizes.items()}
         self._seen: dict[str, tuple[int, int]] = {}
 
@@ -48,7 +44,7 @@ class Sender:
         for name, sent in self._sent.items():
             path = self._folder / name
             offset = sent if sent <= _size(path) else 0  # begun anew
-            # What a program prints needn't end its lines: a progress bar never does.
+            # A progress bar ends no line.
             text = read_growing(path, offset, PIECE_BYTES, rest=self._rest or name == OUTPUT)
             self._sent[name] = offset + len(text)
             if text:
@@ -66,7 +62,7 @@ class Sender:
 class Receiver:
     """Writes records received from rank 0's machine into the launcher's run folder.
 
-    Where the disk here is full pieces wait in memory, so that neither the run ends nor its records have holes.
+    While the disk here is full pieces wait in memory, so that neither the run ends nor records are missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,12 +70,11 @@ class Receiver:
         self._waiting: deque[FilePiece] = deque()
 
     def held(self) -> dict[str, int]:
-        """Bytes of each growing file that are here."""
-        paths = {name: self._folder / name for name in (*GROWING, OUTPUT)}
-        return {name: _size(path) for name, path in paths.items()}
+        """Returns the bytes of each growing file that are here."""
+        return {name: _size(self._folder / name) for name in (*GROWING, OUTPUT)}
 
     def take(self, piece: FilePiece) -> None:
-        """Writes one piece; what doesn't carry on from what is here replaces it, and the older is kept aside."""
+        """Writes one piece; one that begins a file anew replaces it, and the older is kept aside."""
         self._waiting.append(piece)
         with contextlib.suppress(OSError):
             while self._waiting:
@@ -108,20 +103,19 @@ class Receiver:
             with path.open("ab", buffering=0) as file:
                 write_all(file.fileno(), text)
         except OSError:
-            # Half a piece would be half a line, and what comes next wouldn't carry on from it.
-            os.truncate(path, offset)
+            os.truncate(path, offset)  # the next attempt writes all of it
             raise
 
 
 def pieces_of(folder: Path, there: Mapping[str, int]) -> Iterator[list[FilePiece]]:
-    """Yields the records of a run, some at a time, without what another folder of the run has of growing files."""
+    """Yields the records of a run, some at a time; `there` are the bytes of growing files that another folder has."""
     sender = Sender(folder, there, rest=True)
     while pieces := list(sender.news()):
         yield pieces
 
 
 def _coding(name: str) -> tuple[str, str]:
-    """How a file's bytes travel as text: the output of the user's own program may be in any encoding."""
+    """Returns the encoding in which a file's bytes travel: the output of the user's own program may be in any."""
     return ("latin-1", "strict") if name == OUTPUT else ("utf-8", "replace")
 
 

@@ -1,11 +1,11 @@
 """Tunnels between the machines of a run: to the store, and between any two machines that only ssh reaches.
 
 The store listens on loopback of the first machine, and ssh leads to it. Where ssh forwards nothing, it listens on the
-first machine's address between the machines, as the collectives do.
+first machine's address for the others, as the collectives do.
 
-Two machines are joined straight where one can log in to the other, else through a relay. Each machine opens its own
+Two machines are joined directly where one can log in to the other, else through a relay. Each machine opens its own
 tunnels, so that none ends with the launcher; but where no machine of the run reaches both of two, and the user allows
-it, the launcher's machine passes on what they send. No key is copied, and no agent forwarded.
+it, the launcher's machine is the relay. No key is copied, and no agent forwarded.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from manyhands.cluster.agents.ssh import ssh_command
 from manyhands.cluster.agents.tunnel import STANDS, SshTunnels, TunnelError, Tunnels
 from manyhands.cluster.doctor.findings import Attempt
 from manyhands.cluster.doctor.probe import Listener
-from manyhands.cluster.hosts.inventory import LOOPBACK, Machine
+from manyhands.cluster.hosts.inventory import LOOPBACK
 from manyhands.cluster.messages import Request, call
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import RunError, UserError
@@ -31,182 +31,150 @@ from manyhands.core.scratch import scratch
 from manyhands.core.timeouts import OPEN_TUNNELS_S, STORE_CONNECT_S, STORE_S, TUNNEL_ENDS_S
 from manyhands.parallel.group.tunnel_ends import TunnelEnds
 
-# Of the head, among a run's addresses.
-HEAD = "this machine"
-MOST_MACHINES = 200
+HEAD, MOST_MACHINES = "this machine", 200
 Pair = tuple[str, str]
 
 
 class NoTunnelError(UserError):
-    """Two machines don't reach each other, and nobody may pass on what they send."""
+    """Two machines don't reach each other, and there is no relay."""
 
     alone = ""  # the machine without which most of them would
 
 
 @dataclass
 class TunnelRoutes:
-    """How machines reach each other through ssh."""
+    """How machines reach each other through ssh; pairs are in the order of ranks."""
 
     ends: dict[str, TunnelEnds]  # of each machine, by its name
-    # who holds the tunnel between two, by the pair in the order of ranks
-    opened_by: dict[Pair, str] = field(default_factory=dict[Pair, str])
-    through: dict[Pair, str] = field(default_factory=dict[Pair, str])  # the relay of each pair
+    opened_by: dict[Pair, str] = field(default_factory=dict[Pair, str])  # the machine that opened a pair's tunnel
+    through: dict[Pair, str] = field(default_factory=dict[Pair, str])  # the relay of a pair
 
     def summary(self) -> str:
         """Describes the tunnels for the user."""
         by_relay: dict[str, list[str]] = defaultdict(list)
         for pair, relay in self.through.items():
             by_relay[relay].append("–".join(pair))
-        straight = ["–".join(pair) for pair in self.opened_by if HEAD not in pair]
+        straight = ["–".join(pair) for pair in self.opened_by]
         parts = [f"{_some(straight)} directly"] if straight else []
         parts += [f"{_some(pairs)} through {relay}" for relay, pairs in by_relay.items()]
         return f"ssh tunnels between machines: {'; '.join(parts)}; all other ports listen on loopback only"
 
 
-@dataclass(frozen=True)
-class _Login:
-    """One ssh from a machine to another."""
-
-    ours: Mapping[str, str]  # sockets that are made on the machine that logs in, and what each leads to on the other
-    theirs: Mapping[str, str]  # sockets that are made on the other, and what each leads to on the one that logs in
-
-    def command(self, to: Machine, ends: TunnelEnds, options: ClusterOptions) -> list[str]:
-        """Returns the ssh command; the remote command ends when the process that started ssh ends."""
-        settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
-                    "ForwardX11": "no"}  # fmt: skip
-        words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
-        words += [word for made, leads in self.ours.items() for word in ("-L", f"{made}:{leads}")]
-        words += [word for made, leads in self.theirs.items() for word in ("-R", f"{made}:{leads}")]
-        # Only the machine that is meant has that folder; a name may stand for another one there.
-        script = f"test -d {shlex.quote(ends.folder)} && echo {shlex.quote(STANDS)} && exec cat"
-        return [*ssh_command(to, options, *words), f"exec sh -c {shlex.quote(script)}"]
-
-
 def join_through_ssh(machines: Machines, options: ClusterOptions, head: Tunnels) -> TunnelRoutes:
-    """Opens ssh tunnels between any two of the machines.
+    """Opens ssh tunnels between any two of the machines; their agents hold the tunnels until they are opened anew.
 
-    Args:
-        machines: those that take part; their agents hold the tunnels until they are opened anew.
-        options: of the cluster; whether the head's machine may pass on what others send.
-        head: the head's own tunnels; used where they are needed and allowed.
+    `head` are the launcher's own tunnels, which are used if they are needed and the options allow it.
 
     Raises:
         NoTunnelError: two don't reach each other.
-        RunError: a machine is gone, or can't have tunnels.
+        RunError: a machine is lost, or can't have tunnels.
     """
     head.close()
-    opening = _Opening(machines, options, head)
-    pairs = list(combinations(opening.names, 2))
+    if (count := len(machines.running)) > MOST_MACHINES:
+        what = f"ssh tunnels support at most {MOST_MACHINES} machines, but the run has {count}"
+        raise UserError(what, "cluster.interface", ("connect the machines to one network",))
+    opening = _Opening(machines, options)
+    routes, pairs = opening.routes, list(combinations(opening.named, 2))
     opening.straight(pairs)
-    opening.straight([pair for pair in pairs if pair not in opening.way.opened_by], back=True)
-    opening.relayed([pair for pair in pairs if pair not in opening.way.opened_by])
-    left = [pair for pair in pairs if pair not in opening.way.opened_by and pair not in opening.way.through]
+    opening.straight([pair for pair in pairs if pair not in routes.opened_by], back=True)
+    opening.relayed([pair for pair in pairs if pair not in routes.opened_by])
+    left = [pair for pair in pairs if pair not in routes.opened_by and pair not in routes.through]
     if left and not options.relay:
-        raise _no_tunnel(left, opening.said)
+        raise _no_tunnel(left, opening.errors)
     if left:
-        opening.through_head(left)
-    return opening.way
+        opening.through_head(left, head)
+    return routes
 
 
 class _Opening:
-    def __init__(self, machines: Machines, options: ClusterOptions, head: Tunnels) -> None:
-        self._machines, self._options, self._head = machines, options, head
-        self._specs = {machine.name: machine.spec for machine in machines.running}
-        self.names = list(self._specs)
-        self.said: dict[Pair, str] = {}
-        if len(self.names) > MOST_MACHINES:
-            what = f"ssh tunnels support at most {MOST_MACHINES} machines, but the run has {len(self.names)}"
-            raise UserError(what, "cluster.interface", ("connect the machines to one network",))
-        self.way = TunnelRoutes(self._open())
-
-    def _open(self) -> dict[str, TunnelEnds]:
+    def __init__(self, machines: Machines, options: ClusterOptions) -> None:
+        self._machines, self._options = machines, options
+        self.named = {machine.name: machine for machine in machines.running}
+        self.errors: dict[Pair, str] = {}
         # Other runs on the same machines have numbers of their own.
         net = f"127.{random.SystemRandom().randrange(64, 250)}.{random.SystemRandom().randrange(256)}"
-        addresses = {machine: f"{net}.{number}" for number, machine in enumerate(self._machines.running, 1)}
+        addresses = {machine: f"{net}.{number}" for number, machine in enumerate(machines.running, 1)}
         requests = {machine: call(Agent.open_tunnel_ends, address) for machine, address in addresses.items()}
-        folders = self._machines.ask(requests, TUNNEL_ENDS_S)
-        return {machine.name: TunnelEnds(addresses[machine], folder) for machine, folder in folders.items()}
+        folders = machines.ask(requests, TUNNEL_ENDS_S)
+        self.routes = TunnelRoutes({each.name: TunnelEnds(addresses[each], folders[each]) for each in folders})
 
     def straight(self, pairs: Sequence[Pair], *, back: bool = False) -> None:
         """The first of each pair, or with `back` the second, logs in to the other; both ways lead through that."""
-        logins: dict[Pair, _Login] = {}
+        logins: dict[Pair, list[str]] = {}
         for one, two in (pair[::-1] if back else pair for pair in pairs):
-            here, there = self.way.ends[one], self.way.ends[two]
-            logins[one, two] = _Login(
-                {here.towards(there.address): there.entrance}, {there.towards(here.address): here.entrance}
-            )
-        for (one, two), said in self._log_in(logins).items():
-            if said:
-                self.said[one, two] = said
+            here, there = self.routes.ends[one], self.routes.ends[two]
+            ours, theirs = {here.towards(there.address): there.entrance}, {there.towards(here.address): here.entrance}
+            logins[one, two] = self._login(two, ours, theirs)
+        for (one, two), error in self._log_in(logins).items():
+            if error:
+                self.errors[one, two] = error
             else:
-                self.way.opened_by[(two, one) if back else (one, two)] = one
+                self.routes.opened_by[(two, one) if back else (one, two)] = one
 
     def relayed(self, pairs: Sequence[Pair]) -> None:
         """Relays the traffic of each pair through a machine that has a tunnel to both."""
-        wanted: dict[Pair, list[str]] = defaultdict(list)  # a machine and its relay, and whom it reaches so
+        relays, logins = dict[Pair, str](), dict[Pair, list[str]]()
         for one, two in pairs:
-            relay = next((name for name in self.names if self._joined(one, name) and self._joined(two, name)), "")
-            if relay:
-                self.way.through[one, two] = relay
-                wanted[one, relay].append(two)
-                wanted[two, relay].append(one)
-        logins: dict[Pair, _Login] = {}
-        for (name, relay), others in wanted.items():
-            sockets = self._passing(self.way.ends[name], self.way.ends[relay], others)
+            if found := [name for name in self.named if self._joined(one, name) and self._joined(two, name)]:
+                relays[one, two] = found[0]
+        for (name, relay), sockets in self._passed_on(relays, self.routes.ends).items():
             if self._joined(name, relay) == name:
-                logins[name, relay] = _Login(sockets, {})
+                logins[name, relay] = self._login(relay, sockets, {})
             else:
-                logins[relay, name] = _Login({}, sockets)
-        for (one, two), said in self._log_in(logins).items():
-            if said:
-                raise RunError(f"{one} can no longer log in to {two} by ssh: {said}", two)
+                logins[relay, name] = self._login(name, {}, sockets)
+        for (one, two), error in self._log_in(logins).items():
+            if error:
+                raise RunError(f"{one} can no longer log in to {two} by ssh: {error}", two)
 
-    def through_head(self, pairs: Sequence[Pair]) -> None:
+    def through_head(self, pairs: Sequence[Pair], head: Tunnels) -> None:
         """Relays the traffic of each pair through the launcher's machine."""
-        self._head.open("")
-        wanted: dict[str, list[str]] = defaultdict(list)
-        for one, two in pairs:
-            self.way.through[one, two] = HEAD
-            wanted[one].append(two)
-            wanted[two].append(one)
-        commands: dict[str, list[str]] = {}
-        for name, others in wanted.items():
-            ends = self.way.ends[name]
-            login = _Login(
-                {self._head.ends.towards(ends.address): ends.entrance}, self._passing(ends, self._head.ends, others)
-            )
-            commands[name] = login.command(self._specs[name], ends, self._options)
-        # Machines must not take their head's silence for its end.
-        for name, said in self._head.open_tunnels(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
+        head.open("")
+        relays, commands = dict.fromkeys(pairs, HEAD), dict[str, list[str]]()
+        for (name, _), sockets in self._passed_on(relays, {HEAD: head.ends}).items():
+            ends = self.routes.ends[name]
+            commands[name] = self._login(name, {head.ends.towards(ends.address): ends.entrance}, sockets)
+        for name, error in head.open_tunnels(commands, OPEN_TUNNELS_S, self._machines.heartbeat).items():
             hints = (f"set AllowStreamLocalForwarding yes in sshd_config on {name}",)
-            raise RunError(f"can't open an ssh tunnel to {name}: {said}", name, hints)
+            raise RunError(f"can't open an ssh tunnel to {name}: {error}", name, hints)
 
-    def _passing(self, ends: TunnelEnds, relay: TunnelEnds, others: Sequence[str]) -> dict[str, str]:
-        addresses = [self.way.ends[other].address for other in others]
-        return {ends.towards(address): relay.towards(address) for address in addresses}
+    def _passed_on(self, relays: Mapping[Pair, str], ends: Mapping[str, TunnelEnds]) -> dict[Pair, dict[str, str]]:
+        """Notes the relay of each pair; returns the sockets that lead from each machine to those of its relay."""
+        self.routes.through |= relays
+        sockets: dict[Pair, dict[str, str]] = defaultdict(dict)
+        for pair, relay in relays.items():
+            for name, other in (pair, pair[::-1]):
+                address = self.routes.ends[other].address
+                sockets[name, relay][self.routes.ends[name].towards(address)] = ends[relay].towards(address)
+        return sockets
 
     def _joined(self, one: str, two: str) -> str:
         """Returns the machine that opened the tunnel between two machines; empty without a tunnel."""
-        return self.way.opened_by.get((one, two)) or self.way.opened_by.get((two, one), "")
+        return self.routes.opened_by.get((one, two)) or self.routes.opened_by.get((two, one), "")
 
-    def _log_in(self, logins: Mapping[Pair, _Login]) -> dict[Pair, str]:
-        """Has machines log in to others; for each pair nothing, or what stood in its way."""
+    def _login(self, to: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+        """Returns the ssh command to a machine; `ours` leads from sockets here to others there, `theirs` back."""
+        settings = {"ExitOnForwardFailure": "yes", "ControlMaster": "no", "ControlPath": "none", "ForwardAgent": "no",
+                    "ForwardX11": "no"}  # fmt: skip
+        words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+        words += [word for made, leads in ours.items() for word in ("-L", f"{made}:{leads}")]
+        words += [word for made, leads in theirs.items() for word in ("-R", f"{made}:{leads}")]
+        # Only the machine that is meant has that folder; a name may stand for another one there.
+        script = f"test -d {shlex.quote(self.routes.ends[to].folder)} && echo {shlex.quote(STANDS)} && exec cat"
+        return [*ssh_command(self.named[to].spec, self._options, *words), f"exec sh -c {shlex.quote(script)}"]
+
+    def _log_in(self, logins: Mapping[Pair, list[str]]) -> dict[Pair, str]:
+        """Has machines log in to others; returns the error for each pair, empty if there is none."""
         commands: dict[str, dict[str, list[str]]] = defaultdict(dict)
         for (one, two), login in logins.items():
-            commands[one][two] = login.command(self._specs[two], self.way.ends[two], self._options)
-        asked = {name: call(Agent.open_tunnels, found, OPEN_TUNNELS_S) for name, found in commands.items()}
-        answers = self._machines.ask_named(asked, OPEN_TUNNELS_S + TUNNEL_ENDS_S)
-        found: dict[Pair, str] = {}
-        for one, answer in answers.items():
-            if isinstance(answer, RunError):
-                raise answer
-            found.update({(one, two): answer.get(two, "") for two in commands[one]})
-        return found
+            commands[one][two] = login
+        asked = {self.named[name]: call(Agent.open_tunnels, tried, OPEN_TUNNELS_S) for name, tried in commands.items()}
+        answers = self._machines.ask(asked, OPEN_TUNNELS_S + TUNNEL_ENDS_S)
+        return {(one, two): answers[self.named[one]].get(two, "") for one, two in logins}
 
 
-def _no_tunnel(pairs: Sequence[Pair], said: Mapping[Pair, str]) -> NoTunnelError:
+def _no_tunnel(pairs: Sequence[Pair], errors: Mapping[Pair, str]) -> NoTunnelError:
     (one, two), *_ = pairs
-    why = said.get((one, two)) or said.get((two, one), "")
+    why = errors.get((one, two)) or errors.get((two, one), "")
     more = f" (and {len(pairs) - 1} more pairs)" if len(pairs) > 1 else ""
     error = NoTunnelError(
         f"{one} and {two}{more} can't log in to each other without a password{why and f' ({why})'}, and no machine of "
@@ -232,7 +200,7 @@ class StorePlaces:
 
 
 class StoreTunnel(contextlib.ExitStack):
-    """Tunnels to the store, which are made anew for each start of a run; closed with the block."""
+    """Tunnels to the store, made anew for each start of a run; closed with the block."""
 
     def __init__(self, options: ClusterOptions) -> None:
         super().__init__()
@@ -262,7 +230,7 @@ class StoreTunnel(contextlib.ExitStack):
             via = str(folder / "store")
             tunnels.here(first.name, via, store)
         ends = {first: (LOOPBACK, listener.port)}
-        asked: dict[str, Request[dict[str, tuple[Attempt, ...]]]] = {}
+        asked: dict[RunMachine, Request[dict[str, tuple[Attempt, ...]]]] = {}
         for machine in others:
             machines.heartbeat()
             if machine.agent.here:
@@ -275,15 +243,14 @@ class StoreTunnel(contextlib.ExitStack):
             # The machine's address for others must lead nowhere.
             ways = {"loopback": LOOPBACK, "outside": machine.address.address}
             targets = {way: (Listener(address, port, listener.token),) for way, address in ways.items()}
-            asked[machine.name] = call(Agent.connect, targets, STORE_CONNECT_S)
-        for name, answer in machines.ask_named(asked, STORE_S).items():
-            if isinstance(answer, RunError):
-                raise answer
+            asked[machine] = call(Agent.connect, targets, STORE_CONNECT_S)
+        for machine, answer in machines.ask(asked, STORE_S).items():
             if answer["loopback"][0].result != "ok":
-                raise TunnelError(f"ssh port forwarding to {name} does not work (check PermitOpen in sshd_config)")
+                what = f"ssh port forwarding to {machine.name} does not work (check PermitOpen in sshd_config)"
+                raise TunnelError(what)
             if answer["outside"][0].result == "ok":
-                exposed = f"the ssh server of {name} exposes forwarded ports (set GatewayPorts no in sshd_config)"
-                raise TunnelError(exposed)
+                what = f"the ssh server of {machine.name} exposes forwarded ports (set GatewayPorts no in sshd_config)"
+                raise TunnelError(what)
         first.agent.ask(call(Agent.unlisten), STORE_S, machines.links)
         first.agent.ask(call(Agent.bind, LOOPBACK, listener.port), STORE_S, machines.links)
         return ends

@@ -13,17 +13,13 @@ from manyhands.core.errors import UserError
 from manyhands.core.timeouts import SSH_ALIVE_S, SSH_CONNECT_S
 
 HAS_MANYHANDS = 'import importlib.util as u, sys; sys.exit(not u.find_spec("manyhands"))'
-# The environment of the work folder, which is taken where it is this user's own (`test -O`).
+# The environment of the work folder, which is used if it belongs to this user (`test -O`).
 OWN = ".venv"
 NO_PYTHON = "manyhands: no python here has manyhands"
 
 
 def ssh_words(options: ClusterOptions) -> list[str]:
-    """Returns the user's ssh command with options against questions and endless waits.
-
-    Raises:
-        UserError: cluster.ssh is no command.
-    """
+    """Returns the user's ssh command with options against questions and endless waits. Raises UserError: it is none."""
     try:
         words = shlex.split(options.ssh)
     except ValueError as error:
@@ -32,20 +28,16 @@ def ssh_words(options: ClusterOptions) -> list[str]:
     if not words:
         hints = ('remove cluster.ssh, or set a command such as "ssh -F my_config"',)
         raise UserError("cluster.ssh is empty", "cluster.ssh", hints)
-    settings = {
-        "BatchMode": "yes",
-        "ConnectTimeout": SSH_CONNECT_S,
-        "ServerAliveInterval": SSH_ALIVE_S,
-        "ServerAliveCountMax": 3,
-    }
-    return [*words, "-T", *(word for name, value in settings.items() for word in ("-o", f"{name}={value}"))]
+    settings = ("BatchMode=yes", f"ConnectTimeout={SSH_CONNECT_S}", f"ServerAliveInterval={SSH_ALIVE_S}",
+                "ServerAliveCountMax=3")  # fmt: skip
+    return [*words, "-T", *(word for setting in settings for word in ("-o", setting))]
 
 
 def agent_command(machine: Machine, options: ClusterOptions, workdir: Path, words: Sequence[str] = AGENT) -> list[str]:
     """Returns the command that starts the agent on another machine, in the same folder as here if it exists there."""
     if machine.host.startswith("-"):
         raise UserError(f'"{machine.host}" is not a host', "cluster.hosts", ("write a name or an address",))
-    # On one line, since a csh there, which hands it on to sh, takes none that is longer between quotes.
+    # In one line: a csh there, which starts sh, takes no line end between quotes.
     script = " ".join(agent_script(options, workdir, words).splitlines())
     return [*ssh_command(machine, options), f"exec sh -c {shlex.quote(script)}"]
 
@@ -61,12 +53,12 @@ def port_words(machine: Machine) -> list[str]:
 
 
 def reached_by(machine: Machine, options: ClusterOptions) -> str:
-    """Returns what a user types in front of a command to run it on a machine."""
+    """Returns the text that a user types in front of a command to run it on a machine."""
     return " ".join([options.ssh, *port_words(machine), machine.host])
 
 
 def copied_by(machine: Machine, folder: str, to: str) -> str:
-    """Returns what a user types here to copy a folder from a machine."""
+    """Returns the command with which a user copies a folder from a machine."""
     port = ["-P", str(machine.port)] if machine.port else []
     user = machine.host.removesuffix(machine.address)
     return shlex.join(["scp", "-r", *port, f"{user}{in_brackets(machine.address)}:{folder}", to])
@@ -99,18 +91,15 @@ def _quoted(path: str) -> str:
 
 
 def explain_contact(machine: Machine, exit_code: int | None, said: str, options: ClusterOptions) -> Contact:
-    """Explains why a machine's agent did not answer, from ssh's exit code and the end `said` of its error output.
+    """Explains why a machine's agent did not answer, from the exit code and the end `said` of the error output of ssh.
 
     The exit code is 255 for ssh's own failures, and None while ssh runs.
     """
-    name = machine.name
-    reach = reached_by(machine, options)
+    name, reach = machine.name, reached_by(machine, options)
     by_hand = f"test the connection: {reach} true"
-    lines = [line for line in said.splitlines() if line.strip()]
-    last = lines[-1].strip() if lines else ""
     for words, kind, what, hints in _meanings(machine, options, reach):
         if any(word in said for word in words):
-            return Contact(kind, what, (hints, by_hand) if kind not in {"no-manyhands", "no-folder"} else (hints,))
+            return Contact(kind, what, (hints,) if kind == "no-manyhands" else (hints, by_hand))
     if exit_code == 126 and options.workdir:
         hints = f"create the folder: {reach} mkdir -p {options.workdir}, or change cluster.workdir"
         return Contact("no-folder", f"{name} has no folder {options.workdir}", (hints,))
@@ -118,6 +107,7 @@ def explain_contact(machine: Machine, exit_code: int | None, said: str, options:
         hints = f"set the path of a Python on {name}: --cluster.python /path/to/{Path(sys.executable).name}"
         return Contact("no-manyhands", f"{name} has no program {options.python}", (hints,))
     ended = "" if exit_code is None else f" (exit code {exit_code})"
+    last = said.strip().rpartition("\n")[2].strip()
     return Contact("other", f"the agent on {name} does not respond{ended}{last and f': {last}'}", (by_hand,))
 
 

@@ -11,12 +11,10 @@ from manyhands.parallel.group.heartbeat import Seen
 
 # A report of an agent is valid for so long; an agent that reports nothing has workers that are well.
 _HOLDS_S = 3 * HEARTBEAT_S
-# Rates of bytes and processor time are measured over so long.
-_WINDOW_S = 6.0
-_QUIET_S = 4.0
-# Heartbeats and the like move less than this.
-_MOVES_BYTES_PER_S = 4096
-_BUSY = 0.3
+# The window of rates; the time without a heartbeat after which a process is silent.
+_WINDOW_S, _QUIET_S = 6.0, 4.0
+# Heartbeats and the like move fewer bytes; a process that computes uses more of a processor.
+_MOVES_BYTES_PER_S, _BUSY = 4096, 0.3
 _NAMED = 4
 # Phases in which rank 0 works for all, however long a disk or a user's function takes.
 _ALONE = ("save", "at_epoch_end")
@@ -63,30 +61,26 @@ class Stalls:
         """Adds an agent's report; `at` is its time by the monotonic clock, now by default."""
         now = time.monotonic() if at is None else at
         for seen in news.ranks:
-            before = self._ranks.get(seen.rank)
-            past = before.past if before else deque[tuple[float, int, float]]()
-            past.append((now, seen.moved_bytes, seen.cpu_s))
-            while now - past[0][0] > _WINDOW_S:
-                past.popleft()
-            self._ranks[seen.rank] = _Rank(seen, news.host, now, past)
+            rank = self._ranks.setdefault(seen.rank, _Rank(seen, news.host, now))
+            rank.seen, rank.host, rank.at = seen, news.host, now
+            rank.past.append((now, seen.moved_bytes, seen.cpu_s))
+            while now - rank.past[0][0] > _WINDOW_S:
+                rank.past.popleft()
 
     def to_say(self) -> str:
         """Returns a warning for the user, once for each stall; else an empty string."""
-        ranks = self._known()
+        ranks, reported = self._known(), self._reported
         late = max(ranks, key=lambda rank: rank.seen.stood_s - rank.seen.limit_s, default=None)
-        if late is None or late.seen.stood_s <= late.seen.limit_s:
-            self._reported = False
+        self._reported = late is not None and late.seen.stood_s > late.seen.limit_s
+        if late is None or reported or not self._reported:
             return ""
-        if self._reported:
-            return ""
-        self._reported = True
         usual = f" (usual: {late.seen.usual_s:.2g} s)" if late.seen.usual_s else ""
         stopped = [rank for rank in ranks if rank.seen.stopped]
         wake = "".join(f"; resume the process: kill -CONT {rank.seen.pid} on {rank.host}" for rank in stopped)
         return f"step {late.seen.step + 1} has been stalled for {late.seen.stood_s:.0f} s{usual}; {_why(ranks)}{wake}"
 
     def hung(self) -> str:
-        """Returns why a stop request has no effect; empty if it will have, or if that is unknown."""
+        """Returns why a stop request can't take effect; empty if it can, or if that is unknown."""
         ranks = self._known()
         late = any(rank.seen.stood_s > rank.seen.limit_s for rank in ranks)
         # A rank that computes or receives bytes may yet reach the point where stop requests are read.
@@ -97,17 +91,13 @@ class Stalls:
         """Returns the rank that blocks the others for good, with a message; None if that is unknown."""
         ranks = self._known()
         for rank in ranks:
-            seen = rank.seen
-            if rank.watched_s < _QUIET_S:
-                continue
-            if rank.silent and seen.quiet_s > EVICT_S:
-                how = "was stopped" if seen.stopped else "did not respond"
-                return seen.rank, f"{rank.name} {how} for {seen.quiet_s:.0f} s and was killed"
+            if rank.watched_s >= _QUIET_S and rank.silent and rank.seen.quiet_s > EVICT_S:
+                how = "was stopped" if rank.seen.stopped else "did not respond"
+                return rank.seen.rank, f"{rank.name} {how} for {rank.seen.quiet_s:.0f} s and was killed"
         # A rank that computes is late, not hung; and while bytes move no rank hangs.
         for rank in [] if _moving(ranks) else _behind(ranks):
-            if rank.watched_s < _QUIET_S or rank.seen.phase in _ALONE:
-                continue
-            if rank.seen.stood_s > 2 * rank.seen.limit_s and rank.rates()[1] < _BUSY:
+            late = rank.watched_s >= _QUIET_S and rank.seen.stood_s > 2 * rank.seen.limit_s
+            if late and rank.seen.phase not in _ALONE and rank.rates()[1] < _BUSY:
                 how = f"blocked the other ranks for {rank.seen.stood_s:.0f} s ({_doing(rank)})"
                 return rank.seen.rank, f"{rank.name} {how} and was killed"
         return None
@@ -118,31 +108,28 @@ class Stalls:
 
 
 def _moving(ranks: Sequence[_Rank]) -> float:
-    """Returns bytes per second between the processes; 0 for heartbeats and the like."""
+    """Returns bytes per second between the processes; 0 if only heartbeats move."""
     rate = sum(rank.rates()[0] for rank in ranks) / 2
     return rate if rate > _MOVES_BYTES_PER_S else 0.0
 
 
 def _why(ranks: Sequence[_Rank]) -> str:
     """Returns which ranks the others wait for and what they do, or another cause of the stall."""
-    silent = sorted((rank for rank in ranks if rank.silent), key=lambda rank: not rank.seen.stopped)
-    if silent:
-        how = "is stopped" if silent[0].seen.stopped else "does not respond"
-        return _waiting_for(silent, f"process {silent[0].seen.pid} {how}")
-    if rate := _moving(ranks):
+    awaited = sorted((rank for rank in ranks if rank.silent), key=lambda rank: not rank.seen.stopped)
+    if not awaited and (rate := _moving(ranks)):
         return f"no process hangs, but the network is slow ({rate / 1e6:.2g} MB/s between the processes)"
-    if behind := _behind(ranks):
-        return _waiting_for(behind, _doing(behind[0]))
-    if busy := [rank for rank in ranks if rank.rates()[1] > _BUSY]:
+    if awaited:
+        why = f"process {awaited[0].seen.pid} {'is stopped' if awaited[0].seen.stopped else 'does not respond'}"
+    elif awaited := _behind(ranks):
+        why = _doing(awaited[0])
+    elif busy := [rank for rank in ranks if rank.rates()[1] > _BUSY]:
         return f"still computing: {_names(busy)}"
-    if len(ranks) == 1:
+    elif len(ranks) == 1:
         return f"{ranks[0].name} is {_doing(ranks[0])}"
-    return "all processes wait for each other and no data moves; check the network between the machines"
-
-
-def _waiting_for(ranks: Sequence[_Rank], why: str) -> str:
-    more = f" and {_names(ranks[1:])}" if len(ranks) > 1 else ""
-    return f"waiting for {ranks[0].name} ({why}){more}"
+    else:
+        return "all processes wait for each other and no data moves; check the network between the machines"
+    more = f" and {_names(awaited[1:])}" if len(awaited) > 1 else ""
+    return f"waiting for {awaited[0].name} ({why}){more}"
 
 
 def _behind(ranks: Sequence[_Rank]) -> list[_Rank]:

@@ -5,35 +5,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from manyhands.cluster.agents import protocol
 from manyhands.cluster.agents.agent import Agent
 from manyhands.cluster.agents.connection import AgentConnection, close_all, stir
-from manyhands.cluster.agents.ending import Ending, how_it_ended, how_worker_ended
-from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.agents.protocol import (
-    FilePiece,
-    HeadReplaced,
-    StillLeaving,
-    TunnelEnded,
-    WorkerCommand,
-    WorkerExited,
-    WorkersEnded,
-    WorkersSeen,
-    WorkersStarted,
-)
+from manyhands.cluster.agents.protocol import Orders
 from manyhands.cluster.agents.stall import Stalls
+from manyhands.cluster.failures import Ending, how_it_ended
 from manyhands.cluster.messages import Message, Misunderstood, RequestFailed, call
+from manyhands.core import timeouts
 from manyhands.core.errors import EXIT_USAGE, UserError
 from manyhands.core.stops import handled
-from manyhands.core.timeouts import (
-    AWAITED_S,
-    HUNG_S,
-    KILL_S,
-    LEAVE_LOST_S,
-    LEAVE_OTHERS_S,
-    PAUSED_S,
-    SILENT_S,
-    START_WORKERS_S,
-)
 
 POLL_S = 0.1
 
@@ -44,31 +25,19 @@ class Watch:
 
     on_tick: Callable[[], None] = lambda: None  # called every POLL_S
     on_stop: Callable[[], None] = lambda: None  # called at the first request to stop
-    # receives how the first process failed, as soon as that is known, and why the run stalls
-    on_warning: Callable[[str], None] = lambda _text: None
-    on_file: Callable[[FilePiece], None] = lambda _piece: None  # receives the run's records that another machine sends
+    on_warning: Callable[[str], None] = lambda _text: None  # receives the first failure at once, and why a run stalls
+    on_file: Callable[[protocol.FilePiece], None] = lambda _piece: None  # receives the records of another machine
     stalls: bool = True  # stalls are reported
-    # the run is restarted after faults: a process that hangs is killed, and peers of a lost machine save
-    evicts: bool = False
+    evicts: bool = False  # the run recovers: a process that hangs is killed, and peers of a lost machine save
     cut: Callable[[], str] = str  # returns why a tunnel of the launcher has ended, or nothing
-    # called every POLL_S; True has the processes save and exit, to restart them on other machines
-    regroups: Callable[[], bool] = lambda: False
-
-
-def supervise(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:
-    """Does what `supervise_once` does, and closes the connections."""
-    try:
-        return supervise_once(orders, watch)
-    finally:
-        close_all(orders)
-        watch.on_tick()
+    regroups: Callable[[], bool] = lambda: False  # True, at any tick, has the processes save and exit for a restart
 
 
 def supervise_once(orders: Mapping[AgentConnection, Orders], watch: Watch) -> Ending:
     """Sends each agent its orders and waits until all workers have ended; agents that remain can take new orders.
 
     The first signal that asks for a stop has the workers save and leave, the second kills them. When one machine's
-    processes fail, or the machine is lost, the other machines' are ended too.
+    processes fail, or the machine is lost, those of the other machines are ended too.
     """
     head, signals = _Head(orders, watch), list[int]()
     try:
@@ -97,11 +66,9 @@ class _Head:
     """The state of one start on all machines."""
 
     def __init__(self, links: Collection[AgentConnection], watch: Watch) -> None:
-        self.ending = Ending()
+        self.ending, self._watch = Ending(), watch
         self._links, self.running = links, set(links)
-        self._started: set[AgentConnection] = set()
-        self._apart: set[AgentConnection] = set()
-        self._watch = watch
+        self._started, self._apart = set[AgentConnection](), set[AgentConnection]()
         self._kill_at = self._end_at = float("inf")
         self._failure_reported, self._asked_elsewhere = False, 0
         self._stalls, self._asked_at, self._awaited = Stalls(), float("inf"), list[str]()
@@ -116,22 +83,22 @@ class _Head:
 
     def _take(self, link: Any, message: Message) -> None:
         match message:
-            case WorkersStarted():
+            case protocol.WorkersStarted():
                 self._started.add(link)
-            case WorkersSeen():
+            case protocol.WorkersSeen():
                 self._stalls.take(message)
-            case WorkerExited():
+            case protocol.WorkerExited():
                 self._report_exit(message)
-            case StillLeaving() if self._kill_at < float("inf") and self._watch.evicts:
-                self._kill_at = time.monotonic() + LEAVE_OTHERS_S
-            case HeadReplaced() if not self.ending.replaced:
+            case protocol.StillLeaving() if self._kill_at < float("inf") and self._watch.evicts:
+                self._kill_at = time.monotonic() + timeouts.LEAVE_OTHERS_S
+            case protocol.HeadReplaced() if not self.ending.replaced:
                 self.ending.replaced = f"the run was stopped from {link.machine.name} or taken over by another launcher"
                 self._watch.on_warning(self.ending.replaced)
-            case FilePiece():
+            case protocol.FilePiece():
                 self._watch.on_file(message)
-            case WorkersEnded():
+            case protocol.WorkersEnded():
                 self._take_in(link, message)
-            case TunnelEnded():
+            case protocol.TunnelEnded():
                 self._cut_off(message.what)
             case RequestFailed():
                 self._refuse(link, message)
@@ -146,12 +113,12 @@ class _Head:
         if stop_requests == self.ending.interrupted:
             return
         before, self.ending.interrupted = self.ending.interrupted, stop_requests
-        self._command(WorkerCommand("stop" if stop_requests == 1 else "kill"))
+        self._command(protocol.WorkerCommand("stop" if stop_requests == 1 else "kill"))
         if not before:
             self._asked_at = time.monotonic()
             self._watch.on_stop()
         if stop_requests > 1:
-            self._end_at = min(self._end_at, time.monotonic() + KILL_S)
+            self._end_at = min(self._end_at, time.monotonic() + timeouts.KILL_S)
             for link in self._silent(time.monotonic()):
                 link.process.kill()
 
@@ -159,7 +126,7 @@ class _Head:
         """Has the processes save and exit, unless they are about to exit anyway."""
         if not (self.ending.regrouped or self.ending.interrupted) and self.running == self._started:
             self.ending.regrouped = True
-            self._command(WorkerCommand("stop"))
+            self._command(protocol.WorkerCommand("stop"))
 
     def look(self) -> None:
         """Sends heartbeats, and gives up machines that are silent or do not obey."""
@@ -172,19 +139,19 @@ class _Head:
             link.flush()
         now = time.monotonic()
         self._give_up_silent(now)
-        self._say_who_is_awaited(now)
-        if self._watch.stalls and (stands := self._stalls.to_say()):
-            self._watch.on_warning(stands)
-        if not self.ending.cut and (what := self._watch.cut()):
-            self._cut_off(what)
+        self._name_awaited(now)
+        if self._watch.stalls and (why := self._stalls.to_say()):
+            self._watch.on_warning(why)
+        if not self.ending.cut and (why := self._watch.cut()):
+            self._cut_off(why)
         if self._watch.evicts and not self.ending.interrupted:
             self._evict()
-        if self.ending.interrupted == 1 and not self.ending.hung and now - self._asked_at > HUNG_S:
+        if self.ending.interrupted == 1 and not self.ending.hung and now - self._asked_at > timeouts.HUNG_S:
             self.ending.hung = self._stalls.hung()
             self._kill_at = now if self.ending.hung else self._kill_at
         if now > self._kill_at:
-            self._kill_at, self._end_at = float("inf"), min(self._end_at, now + KILL_S)
-            self._command(WorkerCommand("kill"))
+            self._kill_at, self._end_at = float("inf"), min(self._end_at, now + timeouts.KILL_S)
+            self._command(protocol.WorkerCommand("kill"))
         if now > self._end_at:
             for link in self.running:
                 link.process.kill()
@@ -193,28 +160,28 @@ class _Head:
         """Extends the time of the machines if this process was itself suspended."""
         now = time.monotonic()
         paused_s, self._looked_at = now - self._looked_at, now
-        if paused_s > PAUSED_S:
+        if paused_s > timeouts.PAUSED_S:
             self._paused_s, self._paused_at = paused_s, now
             for link in self.running:
                 link.last_received = min(link.last_received + paused_s, now)
 
     def _give_up_silent(self, now: float) -> None:
         for link in [*self.running]:
-            longest_s = SILENT_S if link in self._started else START_WORKERS_S
+            longest_s = timeouts.SILENT_S if link in self._started else timeouts.START_WORKERS_S
             if not link.here and now - link.last_received > longest_s:
                 self.receive(link)  # messages that arrived while this process was stopped
                 if link in self.running and now - link.last_received > longest_s:
                     self._lose(link, f"no message for {now - link.last_received:.0f} s")
 
     def _silent(self, now: float) -> list[AgentConnection]:
-        return [link for link in self.running if not link.here and now - link.last_received > AWAITED_S]
+        return [link for link in self.running if not link.here and now - link.last_received > timeouts.AWAITED_S]
 
-    def _say_who_is_awaited(self, now: float) -> None:
-        """Tells the user which machines the stop waits for: silent ones, or all that are left after a loss."""
-        asked = self.ending.interrupted == 1
-        silent = self._silent(now) if asked and now - self._asked_at > AWAITED_S else []
-        left = silent or (self.running if asked and self.ending.lost else ())
-        names = sorted(link.machine.name for link in left)
+    def _name_awaited(self, now: float) -> None:
+        """Prints which machines the stop waits for: silent ones, or all that are left after a loss."""
+        if self.ending.interrupted != 1:
+            return
+        silent = self._silent(now) if now - self._asked_at > timeouts.AWAITED_S else []
+        names = sorted(link.machine.name for link in silent or (self.running if self.ending.lost else ()))
         if names and names != self._awaited:
             self._awaited = names
             who = " and ".join(names) + (" (no response)" if silent else "")
@@ -224,26 +191,24 @@ class _Head:
         """Handles the end of a tunnel between machines: workers that wait for data from it exit."""
         self.ending.cut = self.ending.cut or what
         if self._watch.evicts:
-            self._command(WorkerCommand("free"))
-        self._kill_at = min(self._kill_at, time.monotonic() + LEAVE_LOST_S)
+            self._command(protocol.WorkerCommand("free"))
+        self._kill_at = min(self._kill_at, time.monotonic() + timeouts.LEAVE_LOST_S)
 
     def _evict(self) -> None:
         """Kills a process that hangs; its peers notice that as any other failure."""
-        found = self._stalls.culprit()
-        if found and found[0] not in self.ending.evicted:
-            rank, why = found
-            self.ending.evicted[rank] = why
-            self._failure_reported = True
+        rank, why = self._stalls.culprit() or (-1, "")
+        if why and rank not in self.ending.evicted:
+            self.ending.evicted[rank], self._failure_reported = why, True
             self._watch.on_warning(why)
-            self._command(WorkerCommand("kill", rank))
+            self._command(protocol.WorkerCommand("kill", rank))
 
-    def _report_exit(self, exited: WorkerExited) -> None:
-        """Tells the user at once why a process ended, unless that is a consequence of another failure."""
+    def _report_exit(self, exited: protocol.WorkerExited) -> None:
+        """Prints at once why a process ended, unless that is a consequence of another failure."""
         record = exited.record
         later = record is not None and (record.consequence or record.exit_code == EXIT_USAGE)
         if not (self._failure_reported or later or self.ending.interrupted):
             self._failure_reported = True
-            how = f": {record.what}" if record else f" {how_worker_ended(exited.code)}"
+            how = f": {record.what}" if record else f" {how_it_ended(exited.code, worker=True)}"
             self._watch.on_warning(f"rank {exited.rank} on {exited.host}{how}; cleaning up")
 
     def _refuse(self, link: AgentConnection, failed: RequestFailed) -> None:
@@ -263,11 +228,13 @@ class _Head:
     def _gone(self, link: AgentConnection) -> None:
         self.running.discard(link)
         if self.ending.failed or self.ending.broken or self.ending.lost or self.ending.refused:
-            patience_s = LEAVE_LOST_S if self.ending.lost and not self._watch.evicts else LEAVE_OTHERS_S
+            patience_s = timeouts.LEAVE_OTHERS_S
             if self.ending.lost and self._watch.evicts:
-                self._command(WorkerCommand("free"))
+                self._command(protocol.WorkerCommand("free"))
+            elif self.ending.lost:
+                patience_s = timeouts.LEAVE_LOST_S
             self._kill_at = min(self._kill_at, time.monotonic() + patience_s)
-            self._command(WorkerCommand("leave"))
+            self._command(protocol.WorkerCommand("leave"))
 
     def _lose(self, link: AgentConnection, how: str = "") -> None:
         if how:
@@ -276,7 +243,7 @@ class _Head:
         if link.here:
             self.ending.broken = f"the agent {how_it_ended(code)}"
         else:
-            if self._paused_s > SILENT_S > time.monotonic() - self._paused_at:
+            if self._paused_s > timeouts.SILENT_S > time.monotonic() - self._paused_at:
                 self.ending.paused_s = self._paused_s
                 how = f"the agent timed out while the launcher was suspended for {self._paused_s:.0f} s"
             tail = link.log_tail(1).strip() or f"ssh {how_it_ended(code)}"
@@ -286,7 +253,7 @@ class _Head:
                 self._watch.on_warning(f"{link.machine.name} is lost: {how}; cleaning up")
         self._gone(link)
 
-    def _take_in(self, link: AgentConnection, ended: WorkersEnded) -> None:
+    def _take_in(self, link: AgentConnection, ended: protocol.WorkersEnded) -> None:
         ending = self.ending
         ending.returned.update(ended.returned)
         ending.failed.update(ended.failed)

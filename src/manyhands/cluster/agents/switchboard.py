@@ -1,8 +1,7 @@
 """Passes connections on between a machine's processes and the ssh tunnels to other machines; a process of its own.
 
-Started as `python -m manyhands.cluster.agents.switchboard ADDRESS FOLDER`; see `parallel.tunnel_ends`. It says "ready"
-and ends with its standard input. Nobody but this user can open its sockets, and it connects to no address but the
-machine's own.
+Started as `python -m manyhands.cluster.agents.switchboard ADDRESS FOLDER`; see `parallel.group.tunnel_ends`. Only this
+user can open its sockets, and it connects to no address but the machine's own.
 """
 
 import contextlib
@@ -18,13 +17,9 @@ from pathlib import Path
 from manyhands.core.terminal import show
 from manyhands.parallel.group.tunnel_ends import TunnelEnds
 
-READY = "ready"
-BUFFER = 1 << 18
-BACKLOG = 1024
-# After a connection that could not be taken.
+READY, BUFFER, BACKLOG = "ready", 1 << 18, 1024
+# Pause after a connection that could not be accepted.
 AGAIN_S = 0.1
-# The system's number for it.
-_LISTENS = "0A"
 
 
 class Switchboard:
@@ -38,7 +33,7 @@ class Switchboard:
         _serve(_unix_listener(ends.questions), self._answer)
 
     def _come_in(self, tunnel: socket.socket) -> None:
-        """From another machine: the port, then the bytes."""
+        """Handles a connection from another machine: the port, then the bytes."""
         port = int.from_bytes(tunnel.recv(2, socket.MSG_WAITALL))
         if not listens_at(self._ends.address, port):
             raise ConnectionRefusedError(f"no process of the run listens on port {port}")
@@ -51,7 +46,7 @@ class Switchboard:
         _splice(connection, tunnel)
 
     def _answer(self, asking: socket.socket) -> None:
-        """From a process of this machine: the address and port of another machine's process to be reached here."""
+        """Handles a request of a process here: the address and port of another machine's process to reach."""
         with asking, asking.makefile("rw") as lines:
             try:
                 self._listen_for(lines.readline(64))
@@ -71,13 +66,13 @@ class Switchboard:
 
 
 def listens_at(address: str, port: int) -> bool:
-    """Returns True if something listens at this very address; what listens on all of the machine's isn't the run's."""
+    """Returns True if a socket listens at this very address: one on all of the machine's addresses isn't the run's."""
     table = Path("/proc/net/tcp")
     if not table.exists():  # no Linux
         return True
     wanted = f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"
     rows = [line.split() for line in table.read_text().splitlines()[1:]]
-    return any(row[1] == wanted and row[3] == _LISTENS for row in rows)
+    return any(row[1] == wanted and row[3] == "0A" for row in rows)  # the kernel's TCP_LISTEN
 
 
 def _unix_listener(path: str) -> socket.socket:
@@ -107,7 +102,7 @@ def _serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> 
 
 
 def _splice(one: socket.socket, other: socket.socket) -> None:
-    """Copies both ways until both have ended."""
+    """Copies in both directions until both have ended."""
     with other:
         for end in (one, other):
             if end.family != socket.AF_UNIX:
@@ -119,7 +114,7 @@ def _splice(one: socket.socket, other: socket.socket) -> None:
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:
-    """Copies one way; where an end breaks, both are shut, so that no peer waits."""
+    """Copies in one direction; after an error at one end both are shut, so that no peer waits."""
     buffer = memoryview(bytearray(BUFFER))
     try:
         while count := source.recv_into(buffer):
@@ -131,13 +126,8 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def main(address: str, folder: str) -> None:
-    """Serves until standard input ends."""
-    Switchboard(TunnelEnds(address, folder))
-    show(READY)
-    sys.stdin.read()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    Switchboard(TunnelEnds(*sys.argv[1:]))
+    show(READY)
+    sys.stdin.read()  # until its owner ends
+    os._exit(0)

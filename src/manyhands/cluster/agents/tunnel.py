@@ -6,7 +6,7 @@
     tunnels.close()                                 # no process and no port is left
 
 A place is ADDRESS:PORT, or the path of a Unix socket, which is this user's alone. Each connection is a process of its
-own beside the agent's, so bulk does not delay heartbeats; it ends with the process that started it, also where that is
+own beside the agent's, so bulk does not delay heartbeats. It ends with the process that started it, even if that is
 killed, once nobody uses what it forwards.
 """
 
@@ -29,7 +29,7 @@ from manyhands.core.scratch import scratch
 from manyhands.core.timeouts import SWITCHBOARD_S, TUNNEL_ASK_S, TUNNEL_CLOSE_S, TUNNEL_OPEN_S
 from manyhands.parallel.group.tunnel_ends import TunnelEnds, fits
 
-# What the other end of a tunnel says, once it stands.
+# Written by the other end of an open tunnel.
 STANDS = "this tunnel of manyhands stands"
 # Ends with its standard input, so that nothing stays once its owner is gone; a csh understands it too.
 _STAY = "echo ready; exec cat"
@@ -37,12 +37,10 @@ POLL_S = 0.05
 
 
 class TunnelError(Exception):
-    """There is no tunnel through ssh to a machine; why, in a sentence."""
+    """There is no tunnel through ssh to a machine, for the reason in the message."""
 
 
 class _Child(subprocess.Popen[bytes]):
-    """A process that writes a line once it is ready, and ends with its standard input."""
-
     def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
         self.name, self.ready, self._written = name, False, b""
         descriptor, log = tempfile.mkstemp(suffix=".log", dir=folder)
@@ -73,24 +71,13 @@ class Children:
         self._ready: list[_Child] = []
 
     def start(
-        self,
-        commands: Mapping[str, Sequence[str]],
-        word: str,
-        folder: Path,
-        patience_s: float,
+        self, commands: Mapping[str, Sequence[str]], word: str, folder: Path, patience_s: float,
         meanwhile: Callable[[], object] = lambda: None,
-    ) -> dict[str, str]:
-        """Starts processes and waits until they are ready.
+    ) -> dict[str, str]:  # fmt: skip
+        """Starts processes and waits until they are ready; returns the last words of those that did not, by name.
 
-        Args:
-            commands: by a name for each.
-            word: what each writes on a line of its own once it is ready; a login shell may greet first.
-            folder: for their standard error.
-            patience_s: for all of them together.
-            meanwhile: called a few times a second while they are waited for.
-
-        Returns:
-            The last words of those that did not get ready, by name; these have ended.
+        `word` is the line that each writes once it is ready; a login shell may greet first. `folder` is for their
+        standard error. `patience_s` is the limit for all of them; `meanwhile` is called a few times a second.
         """
         started: list[_Child] = []
         until = time.monotonic() + patience_s
@@ -122,17 +109,7 @@ class Children:
 
 
 class SshTunnels(Children):
-    """Connections over ssh that carry forwards, by the machine's name.
-
-    Args:
-        machines: where they lead.
-        options: of the cluster.
-        folder: a short path that only this user can enter, for their sockets.
-        meanwhile: called a few times a second while they are opened.
-
-    Raises:
-        TunnelError: one can't be opened; none is left.
-    """
+    """Connections over ssh that carry forwards, with sockets in a short private folder. Raises TunnelError."""
 
     def __init__(
         self, machines: Sequence[Machine], options: ClusterOptions, folder: Path, meanwhile: Callable[[], object]
@@ -152,30 +129,22 @@ class SshTunnels(Children):
         return ssh_command(machine, self._options, "-S", f"{self._folder}/{number}".replace("%", "%%"), *words)
 
     def there(self, name: str, to: str) -> int:
-        """Has a free port of the machine's loopback lead to a place here; returns the port.
-
-        Raises:
-            TunnelError: the machine's ssh server doesn't forward.
-        """
+        """Has a free port of the machine's loopback lead to a place here, and returns the port. Raises TunnelError."""
         said = self._forward(name, "-R", f"{LOOPBACK}:0:{to}").strip()
         if not said.isdecimal():
             raise TunnelError(f"ssh to {name} did not report the forwarded port: {said!r}")
         return int(said)
 
     def here(self, name: str, listen: str, to: str) -> None:
-        """Has a place here lead to one of the machine's; its use shows whether the machine's ssh server allows it.
-
-        Raises:
-            TunnelError: nothing can listen here.
-        """
+        """Has a place here lead to one of the machine's, if its ssh server allows it, as the first use shows."""
         self._forward(name, "-L", f"{listen}:{to}")
 
     def _forward(self, name: str, way: str, what: str) -> str:
+        command, nothing = self._command(name, "-O", "forward", way, what), subprocess.DEVNULL
         try:
             done = subprocess.run(
-                self._command(name, "-O", "forward", way, what),
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TUNNEL_ASK_S, check=False,
-            )  # fmt: skip
+                command, stdin=nothing, capture_output=True, text=True, timeout=TUNNEL_ASK_S, check=False
+            )
         except subprocess.TimeoutExpired:
             raise TunnelError(f"{name} did not answer a port forwarding request within {TUNNEL_ASK_S:.0f} s") from None
         if done.returncode:
@@ -187,9 +156,10 @@ class SshTunnels(Children):
 class Tunnels(Children):
     """A machine's own ssh tunnels for one start, and the switchboard that its processes reach them through."""
 
+    ends = TunnelEnds("", "")  # where they end on this machine
+
     def __init__(self) -> None:
         super().__init__()
-        self.ends = TunnelEnds("", "")  # where they end on this machine
         self._folder = contextlib.ExitStack()
 
     def open(self, address: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from manyhands.cluster.agents.heartbeats import heartbeat_path
-from manyhands.cluster.agents.orders import Orders
+from manyhands.cluster.agents.protocol import Orders
 from manyhands.cluster.hosts.inventory import DEVICE_INDEX, LOOPBACK
 from manyhands.config.job import ClusterOptions
 from manyhands.core.errors import UserError
@@ -19,20 +19,18 @@ from manyhands.core.stops import STOPS
 from manyhands.core.terminal import Tolerant, say
 from manyhands.parallel.group.heartbeat import HEARTBEAT_FILE
 
-PR_SET_PDEATHSIG = 1
-
 
 def take_orders(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
-    """Makes this process, which the agent has forked or spawned, one of the run's; gives what its task needs."""
+    """Makes this process, which the agent has forked or spawned, one of the run's; returns the task's argument."""
     for number in (*STOPS, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    # A scheduler's word to all processes of a job; the agent passes it on as it does the others.
+    # A scheduler sends it to all processes of a job; the agent passes it on as SIGTERM.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     rank = begin(scratch, orders.logs, agent)
     os.environ[HEARTBEAT_FILE] = str(heartbeat_path(Path(scratch), rank))
     if orders.rendezvous.devices:
         os.environ[DEVICE_INDEX] = str(orders.rendezvous.devices[int(os.environ["LOCAL_RANK"])])
-    # The number that torch read when the agent imported it is another; the agent's threads must not be forked.
+    # torch read another number when the agent imported it, which has not set this one, as threads must not be forked.
     torch, threads = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if torch and threads.isdecimal() and torch.get_num_threads() != int(threads) > 0:
         torch.set_num_threads(int(threads))
@@ -43,8 +41,8 @@ def begin(scratch: str, logs: str, agent: int) -> int:
     """Begins a process that an agent has started, with records in `scratch` and output in `logs`; returns its rank."""
     rank = int(os.environ["RANK"])
     if sys.platform == "linux":  # the kernel ends this process when its agent ends
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent:  # that has happened already
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != agent:  # it has ended already
         os._exit(1)
     os.environ[FAILURE_FILE] = f"{scratch}/{rank}.json"
     # Both output streams go to the end of one file; standard input is empty.
@@ -56,22 +54,17 @@ def begin(scratch: str, logs: str, agent: int) -> int:
         os.dup2(descriptor, own)
     os.close(output)
     os.close(nothing)
-    # A log on a full disk loses lines; what wrote them, a library or the user's own code, must not fail by it.
+    # A log on a full disk loses lines; a library or the user's own code that writes them must not fail by it.
     sys.stdout, sys.stderr = cast(TextIO, Tolerant(sys.stdout)), cast(TextIO, Tolerant(sys.stderr))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # blocked by the agent while it starts its workers
     return rank
 
 
 def attach_notice(options: ClusterOptions) -> str:
-    """The message shown before an editor attaches: the entry for launch.json, and the exposure of the port."""
+    """Returns the message before an editor attaches: the entry for launch.json, and the exposure of the port."""
     rank, port = options.debug_rank, options.debug_port
-    entry = {
-        "name": f"manyhands rank {rank}",
-        "type": "debugpy",
-        "request": "attach",
-        "connect": {"host": LOOPBACK, "port": port},
-        "justMyCode": False,
-    }
+    entry = {"name": f"manyhands rank {rank}", "type": "debugpy", "request": "attach",
+             "connect": {"host": LOOPBACK, "port": port}, "justMyCode": False}  # fmt: skip
     return (
         f"rank {rank} waits for a debugger on port {port} of its machine ({LOOPBACK}); "
         "every user of that machine can run code as you by connecting to it\n"
@@ -84,11 +77,7 @@ def attach_notice(options: ClusterOptions) -> str:
 def wait_for_editor(rank: int, size: int, options: ClusterOptions) -> None:
     """On the rank to debug, prints how to attach and waits for an editor; does nothing on the other ranks.
 
-    A process at a breakpoint looks stalled, so a run with `cluster.debug_rank` has neither stall detection nor
-    recovery, and its collectives don't time out.
-
-    Raises:
-        UserError: the run of `size` ranks has no such rank, debugpy is missing, or the port is in use.
+    Raises UserError: the run of `size` ranks has no such rank, debugpy is missing, or the port is in use.
     """
     if options.debug_rank >= size:
         message = f"there is no rank {options.debug_rank} to debug: the ranks are 0 … {size - 1}"
