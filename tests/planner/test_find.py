@@ -19,7 +19,7 @@ from manyhands.planner.links import links_of
 from manyhands.planner.solve import NoPlanError, evaluate, solve
 from manyhands.planner.timing import OpTimes
 from manyhands.sync.link_speeds import LinkSpeed
-from tests.planner.nets import chain, graph_of, heavy, mesh_of
+from tests.planner.nets import chain, choices_of, graph_of, heavy, mesh_of
 
 HEAVY, CHAIN = graph_of(heavy()), graph_of(chain(), channels=4)
 RESNET = graph_of(zoo.resnet18(), 64)
@@ -41,7 +41,7 @@ def test_the_search_is_never_above_what_is_written_by_hand(graph, sizes):
     written += [trick for trick in [one_weird_trick(graph, mesh)] if trick]
     assert len(written) >= 2
     for letters in written:
-        assert found.seconds <= evaluate(one.problem, one.chosen(letters)).seconds * (1 + GAP)
+        assert found.seconds <= evaluate(one.problem, choices_of(one, letters)).seconds * (1 + GAP)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])

@@ -58,7 +58,7 @@ def check(problem):
         return
     solution = solve(problem)
     assert solution.seconds == pytest.approx(best, rel=1e-9, abs=1e-12)
-    assert solution.optimal
+    assert solution.bound_seconds == solution.seconds
     assert evaluate(problem, solution.choices).seconds == solution.seconds
     assert problem.memory_limit_bytes is None or solution.memory_bytes <= problem.memory_limit_bytes
 
@@ -156,7 +156,7 @@ def test_with_a_binding_limit_a_plan_within_a_hundredth_takes_nine_runs_of_the_s
     assert solution.bound_seconds >= 0.99 * solution.seconds
     assert len(runs) <= 9
     exact = solve(free)
-    assert exact.optimal
+    assert exact.bound_seconds == exact.seconds
     assert exact.seconds <= solution.seconds
 
 
@@ -180,11 +180,6 @@ def test_ops_without_a_choice_are_named():
 def test_numbers_that_cannot_be_costs_are_refused(wrong):
     with pytest.raises(UserError, match="fc"):
         solve(Problem([[wrong]], names=("fc",)))
-
-
-def test_costs_of_a_wrong_shape_are_refused():
-    with pytest.raises(UserError, match="wrong shape"):
-        solve(Problem([[OpCost(1)], [OpCost(1)]], [Edge(0, 1, np.zeros((2, 1)))]))
 
 
 def test_an_empty_network_costs_nothing():

@@ -20,14 +20,7 @@ _GIB, _MB = 1 << 30, 1e6
 _MANY_SECONDS = 100.0
 _COLOURS = {"n": "#4c78a8", "o": "#f58518", "i": "#e45756", "c": "#72b7b2", "h": "#54a24b", "r": "#bab0ac"}
 _MORE_COLOURS = ("#b279a2", "#eeca3b", "#9d755d", "#ff9da6")
-_WORDS = {
-    "n": "samples",
-    "o": "outputs",
-    "i": "inputs",
-    "c": "channels",
-    "h": "heads",
-    "r": "all the same",
-}
+_WORDS = {"n": "samples", "o": "outputs", "i": "inputs", "c": "channels", "h": "heads", "r": "all the same"}
 # Names and letters are written where a reader could still read them.
 _MOST_NAMED_LAYERS = 200
 _MOST_LETTERED_DEVICES = 16
