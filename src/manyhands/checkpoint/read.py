@@ -25,7 +25,6 @@ from manyhands.checkpoint.describe import (
     whole_region,
 )
 from manyhands.checkpoint.files import torn
-from manyhands.checkpoint.foreign import read_foreign
 from manyhands.checkpoint.snapshot import EXTRA_STATE, Snapshot, fitted, parameter_names, unflatten
 from manyhands.checkpoint.stream import element_type, torch_type
 from manyhands.core.errors import UserError
@@ -221,6 +220,8 @@ def open_checkpoint(path: Path, *, verified: bool = False, wanted: Collection[st
 
 
 def _open_foreign(path: Path, wanted: Collection[str]) -> Source:
+    from manyhands.checkpoint.foreign import read_foreign
+
     read = fitted(read_foreign(path), wanted)
     notes = ("the optimizer state is omitted: its parameters are numbered, not named",) if read.optimizer else ()
     state = {EXTRA_STATE: read.state[EXTRA_STATE]} if EXTRA_STATE in read.state else {}

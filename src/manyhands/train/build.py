@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -18,8 +18,6 @@ from manyhands.data.loading import Loader
 from manyhands.data.splits import Source
 from manyhands.parallel.apply import apply_mode, make_equal, normalises_in_groups, refuse_other_networks
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
-from manyhands.parallel.mesh.grid import Grid
-from manyhands.parallel.mesh.marks import layouts_of
 from manyhands.parallel.network import ModeRequest, ParallelNetwork
 from manyhands.parallel.replicas.batch_norm import find_rows, group_batch_norms, leave_batch_norms
 from manyhands.sync.choose import BY_MODE, EXACT
@@ -60,6 +58,9 @@ from manyhands.train.trial_step import (
     time_step,
     warm_up,
 )
+
+if TYPE_CHECKING:
+    from manyhands.parallel.mesh.grid import Grid
 
 # An epoch that takes longer is announced.
 _LONG_EPOCH_S = 60.0
@@ -170,7 +171,7 @@ class UnderMode(NamedTuple):
 
 
 def put_under_mode(
-    parts: Parts, model: nn.Module, samples: DataSetup, grid: Grid | None, found: Resumable | None
+    parts: Parts, model: nn.Module, samples: DataSetup, grid: "Grid | None", found: Resumable | None
 ) -> UnderMode:
     """Verifies that all processes start from the same network, selects the sync method and applies the mode.
 
@@ -269,7 +270,7 @@ def _run_trial(parts: Parts, samples: DataSetup, probe: StepProbe) -> TrialResul
     return TrialResult(unused, draws, found.outputs, found.count)
 
 
-def _start_equal(parts: Parts, model: nn.Module, grid: Grid | None) -> None:
+def _start_equal(parts: Parts, model: nn.Module, grid: "Grid | None") -> None:
     """Verifies that all processes start from the same network, or (if asked to) gives them rank 0's.
 
     Of a network that its author has split over a grid, what is cut is left out: the pieces differ.
@@ -278,9 +279,11 @@ def _start_equal(parts: Parts, model: nn.Module, grid: Grid | None) -> None:
         UserError: the processes have other tensors, or train others.
     """
     world, always = parts.world, parts.job.parallel.parameter_broadcast
-    sharded = (
-        {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts} if grid else set[str]()
-    )
+    sharded = set[str]()
+    if grid:
+        from manyhands.parallel.mesh.marks import layouts_of
+
+        sharded = {name for name, one in layouts_of(model, grid.mesh, world.rank).items() if one.cuts}
     named = {name: tensor for name, tensor in split_state(model)[0].items() if name not in sharded}
     refuse_other_networks(model, named, world)
     if make_equal(named, world, always=always) and not always:

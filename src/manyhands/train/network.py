@@ -1,12 +1,12 @@
 """The network of a job, built on its device with its initial weights, and what checkpoints record of it."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.checkpoint.folders import choose
-from manyhands.checkpoint.foreign import read_foreign
 from manyhands.checkpoint.read import load
 from manyhands.checkpoint.snapshot import Snapshot, fitted
 from manyhands.checkpoint.trained import Pictures, TrainedNetwork, note_trained_on
@@ -21,19 +21,21 @@ from manyhands.data.transforms import Pixels
 from manyhands.models.build import build_model, describe, resolve_model
 from manyhands.models.outputs import INITIALIZATION_SAMPLES, InitializedFromData
 from manyhands.parallel.apply import takes_mesh
-from manyhands.parallel.mesh.grid import Grid
 from manyhands.train.data_setup import DataSetup, make_loader
 from manyhands.train.journal import Journal, RunContext
 from manyhands.train.objects import Objects
 from manyhands.train.same_data import digest_data, split_names
 from manyhands.train.state import load_snapshot, split_state
 
+if TYPE_CHECKING:
+    from manyhands.parallel.mesh.grid import Grid
+
 # Options that say what pictures become.
 PICTURES = ("image_size", "channels", "mean", "std")
 
 
 def make_model(
-    job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal, grid: Grid | None = None
+    job: Job, pixels: Pixels, classes: int, world: World, objects: Objects, journal: Journal, grid: "Grid | None" = None
 ) -> nn.Module:
     """Creates the network on its device: equal on all processes (same seed), or sharded over `grid` by its own code."""
     torch.manual_seed(derive(job.train.seed, "model"))
@@ -74,7 +76,11 @@ def without_first_weights(job: Job, size: int, objects: Objects) -> Job:
 
 def read_any(path: Path) -> Snapshot:
     """Reads a checkpoint of manyhands or of another tool."""
-    return load(path) if path.is_dir() else read_foreign(path)
+    if path.is_dir():
+        return load(path)
+    from manyhands.checkpoint.foreign import read_foreign
+
+    return read_foreign(path)
 
 
 def begin_with(model: nn.Module, reference: Path, classes: int, journal: Journal) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,8 +27,6 @@ from manyhands.data.splits import Splits, describe_samples
 from manyhands.models.build import resolve_model
 from manyhands.parallel.apply import follows_plan, one_process, resolve_mode, takes_mesh
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
-from manyhands.parallel.mesh.grid import Grid
-from manyhands.parallel.mesh.marks import layouts_of
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODE_OF_PLANS, USUAL_MODE
 from manyhands.parallel.plan import Plan, read_plan, shared_plan
@@ -46,6 +44,9 @@ from manyhands.train.schedule import CustomScheduler, SetRates, make_schedule
 from manyhands.train.shares import MACHINES, BalancedShares, largest_pass, previous_shares
 from manyhands.train.trainer import Trainer
 from manyhands.train.trial_step import TrialResult, compile_updates, keep_compiled
+
+if TYPE_CHECKING:
+    from manyhands.parallel.mesh.grid import Grid
 
 PlanLike = Plan | str | Path | Mapping[str, str]
 
@@ -69,7 +70,7 @@ class Parts(RunContext):
 
     objects: Objects  # what the user brought instead of names
     # the network on its device, from the data, the processes as its author sees them, and what the run resumes from
-    make_model: Callable[[DataSetup, Grid | None, Resumable | None], nn.Module]
+    make_model: Callable[[DataSetup, "Grid | None", Resumable | None], nn.Module]
     make_optimizer: Callable[[nn.Module, ParallelNetwork], torch.optim.Optimizer]
     make_schedule: Callable[[torch.optim.Optimizer, int], SetRates]  # of the optimizer and the updates of an epoch
     # a name for each output of the network, from those of the classes
@@ -116,7 +117,7 @@ class Parts(RunContext):
         set_determinism(job)
         brought, journal = objects or Objects(), Journal(folder, world.rank)
 
-        def model_of(samples: DataSetup, grid: Grid | None, found: Resumable | None) -> nn.Module:
+        def model_of(samples: DataSetup, grid: "Grid | None", found: Resumable | None) -> nn.Module:
             classes, pixels = len(samples.classes), samples.pixels
             starting = without_first_weights(job, pixels.size, brought) if found else job
             model = make_model(starting, pixels, classes, world, brought, journal, grid)
@@ -190,7 +191,11 @@ class Parts(RunContext):
         )
         assert parts.splits
         grid = grid_of(job, world, mode)
-        layouts = layouts_of(model, grid.mesh, world.rank) if grid else {}
+        layouts: Mapping[str, TensorLayout] = {}
+        if grid:
+            from manyhands.parallel.mesh.marks import layouts_of
+
+            layouts = layouts_of(model, grid.mesh, world.rank)
         record_setup(parts, objects, parts.splits, class_names(job, parts.splits), model, layouts, own.optimizer)
         return parts
 
@@ -386,7 +391,7 @@ def _follow_parameters(own: CustomParts, names: dict[int, str]) -> None:
         group["params"] = [live[names[id(parameter)]] for parameter in group["params"]]
 
 
-def grid_of(job: Job, world: World, mode: str) -> Grid | None:
+def grid_of(job: Job, world: World, mode: str) -> "Grid | None":
     """Returns the mesh of the job for modes with a mesh; by default one axis, dp.
 
     Raises:
@@ -396,4 +401,6 @@ def grid_of(job: Job, world: World, mode: str) -> Grid | None:
         return None
     mesh = mesh_of(job, world)
     mesh.check_size(world.size)
+    from manyhands.parallel.mesh.grid import Grid
+
     return Grid(mesh, world)

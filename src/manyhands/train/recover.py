@@ -10,7 +10,6 @@ from torch import Tensor
 
 from manyhands.checkpoint import files
 from manyhands.checkpoint.folders import newest, resolve
-from manyhands.checkpoint.foreign import name_optimizer, read_foreign
 from manyhands.checkpoint.read import Source, load, open_checkpoint
 from manyhands.checkpoint.saved import saved_step
 from manyhands.checkpoint.snapshot import Snapshot, flatten, unflatten
@@ -104,6 +103,8 @@ def _find(job: Job, folder: RunFolder, *, in_pieces: bool) -> Resumable | None:
     if path.is_dir():
         passed_over = () if path == reference else tuple(newest(path.parent)[1])
         return _open(path, passed_over, in_pieces=in_pieces)
+    from manyhands.checkpoint.foreign import read_foreign
+
     return Resumable(read_foreign(path), path)
 
 
@@ -141,6 +142,8 @@ def check_position(
     state = snapshot.state
     if state.get("foreign"):
         if snapshot.optimizer is not None:
+            from manyhands.checkpoint.foreign import name_optimizer
+
             snapshot.optimizer = name_optimizer(snapshot.optimizer, parameter_names)
         epoch = int(state.get("epoch", 0))
         best = state.get("best", {})

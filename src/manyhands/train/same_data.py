@@ -22,7 +22,6 @@ from manyhands.core.world import World
 from manyhands.data.random import spread
 from manyhands.data.samples import read_own, restored_generators, seed_generators
 from manyhands.data.splits import ImageFiles, ImagesInMemory, Source, Splits, UserSamples
-from manyhands.data.walk import lookalike_difference
 from manyhands.parallel.apply import compare_replicas
 
 # Bytes of each split that are compared, fewer where all read the same disk; and of a user's own data set the samples
@@ -95,6 +94,8 @@ def refuse_other_classes(old: Sequence[str], new: Sequence[str], where: str) -> 
         return
     gone, added = [name for name in then if name not in now], [name for name in now if name not in then]
     found = [f"{_quoted(names)} {word}" for names, word in ((gone, "removed"), (added, "added")) if names]
+    from manyhands.data.walk import lookalike_difference
+
     changes = f"the classes of the data changed: {', '.join(found)}"
     if not found:
         changes = f"the order of the classes changed from {_quoted(then)} to {_quoted(now)}"
