@@ -26,7 +26,6 @@ from manyhands.parallel.options import MODES, USUAL_MODE
 from manyhands.sync.choose import BY_MODE, EXACT, check_method, choose
 from manyhands.sync.costs import Cost, LinkCase
 from manyhands.sync.link_speeds import LinkSpeed, named_link
-from manyhands.sync.measure import measure_link, pass_seconds
 from manyhands.sync.options import methods, refused, synchronizes_every_update
 from manyhands.sync.synchronizer import Places, SyncContext, Synchronizer
 from manyhands.train.journal import RunContext
@@ -136,6 +135,8 @@ class SyncRequest:
 
         `taken_s`: the seconds of a step, and of its backward part.
         """
+        from manyhands.sync.measure import pass_seconds
+
         job, world = self.run.job, self.run.world
         link = named_link(job.sync.link, "sync.link") if job.sync.link else _link(job, world, places)
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -278,6 +279,8 @@ def _link(job: Job, world: World, places: Places) -> LinkSpeed:
     group: Any = new_group(job, places.leaders) if len(places.leaders) < world.size else None
     found = torch.zeros(2, dtype=torch.float32 if world.device == "mps" else torch.float64, device=world.device)
     if world.rank in places.leaders:
+        from manyhands.sync.measure import measure_link
+
         link = measure_link(group, world.device)
         found[0], found[1] = link.bytes_per_s, link.latency_s
     dist.broadcast(found, src=0)

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from manyhands.config.job import Job
 from manyhands.core.devices import device_name
 from manyhands.core.errors import UserError
 from manyhands.core.machine import cores
-from manyhands.core.mesh import TensorLayout, parse_mesh
+from manyhands.core.mesh import TensorLayout
 from manyhands.core.run_folder import NOWHERE, RunFolder
 from manyhands.core.terminal import plain
 from manyhands.core.world import World
@@ -29,7 +28,6 @@ from manyhands.parallel.apply import follows_plan, one_process, resolve_mode, ta
 from manyhands.parallel.group.plain import broadcast_plain, gather_plain
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.parallel.options import MODE_ALONE, MODE_OF_PLANS, USUAL_MODE
-from manyhands.parallel.plan import Plan, read_plan, shared_plan
 from manyhands.train.choose_sync import check_combination
 from manyhands.train.data_setup import DataSetup, class_names, name_outputs, open_splits, pixels_for
 from manyhands.train.journal import Journal, RunContext
@@ -47,8 +45,7 @@ from manyhands.train.trial_step import TrialResult, compile_updates, keep_compil
 
 if TYPE_CHECKING:
     from manyhands.parallel.mesh.grid import Grid
-
-PlanLike = Plan | str | Path | Mapping[str, str]
+    from manyhands.parallel.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class CustomParts:
     model: nn.Module  # the network
     optimizer: torch.optim.Optimizer  # of its parameters
     train_set: Any  # a torch Dataset of (x, y)
-    plan: Plan | None = None  # how the network is split; None where it isn't
+    plan: "Plan | None" = None  # how the network is split; None where it isn't
     # the user's own, of that optimizer; None where there is none, or it needn't be saved
     scheduler: LRScheduler | None = None
     scheduled: bool = False  # the job moves the learning rate
@@ -78,7 +75,7 @@ class Parts(RunContext):
     # shares of the checkpoint, and the samples that a process took in one pass
     previous_shares: Callable[[Resumable | None], tuple[list[int] | None, int]]
     finish: Callable[[Trainer], Trainer]  # what changes a trainer that has been built and resumed; a collective
-    plan: Plan | None = None  # how ops are split, for modes that follow a plan
+    plan: "Plan | None" = None  # how ops are split, for modes that follow a plan
     splits: Splits | None = None  # the data, where that was opened before
     loss_fn: LossFn | None = None  # None where the user computes the loss
     cross_entropy: bool = False  # the loss can be computed from parts of the classes
@@ -97,7 +94,7 @@ class Parts(RunContext):
         world: World,
         mode: str,
         objects: Objects | None = None,
-        plan: Plan | None = None,
+        plan: "Plan | None" = None,
         splits: Splits | None = None,
         *,
         header: bool = True,
@@ -198,21 +195,6 @@ class Parts(RunContext):
             layouts = layouts_of(model, grid.mesh, world.rank)
         record_setup(parts, objects, parts.splits, class_names(job, parts.splits), model, layouts, own.optimizer)
         return parts
-
-
-def as_plan(plan: PlanLike) -> Plan:
-    """Converts a Plan, the path of a plan.json, or a dict with the mesh and strategies by op into a plan."""
-    if isinstance(plan, Plan):
-        return plan
-    if isinstance(plan, str | Path):
-        return read_plan(Path(plan))
-    given: Any = plan
-    if not isinstance(given, Mapping) or not all(
-        isinstance(word, str) for word in (given.get("mesh"), *given.values())
-    ):
-        hints = ('pass "plan.json" or {"mesh": "dp=2", "fc": "o@dp"}',)
-        raise UserError('plan must be a path, or a dict of strings with the key "mesh"', "plan", hints)
-    return Plan(parse_mesh(plan["mesh"]), {name: text for name, text in plan.items() if name != "mesh"})
 
 
 def set_determinism(job: Job) -> None:
@@ -345,7 +327,7 @@ def _may_differ(trainer: Trainer) -> bool:
     return broadcast_plain(len(set(kinds)) > 1, world)
 
 
-def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan | None]:
+def _mode_and_plan(job: Job, world: World, plan: "Plan | None") -> "tuple[str, Plan | None]":
     """Returns the parallel mode and the plan, from the argument of `prepare` or from the job; a collective."""
     if job.cluster.shares == "auto" and not world.alone:
         hints = ("set the shares, such as --set cluster.shares=[24,8]", "or remove cluster.shares")
@@ -358,6 +340,8 @@ def _mode_and_plan(job: Job, world: World, plan: Plan | None) -> tuple[str, Plan
         what = f"--parallel {mode} benchmarks plans with the job's loss, but sessions have their own loss"
         hints = ("call session.prepare(…, plan=manyhands.find_plan(net, x, world_size=here.size))",)
         raise UserError(what, "parallel.mode", hints)
+    from manyhands.parallel.plan import shared_plan
+
     return mode, shared_plan(job.parallel, world)
 
 

@@ -30,6 +30,7 @@ from manyhands.models.outputs import main_and_auxiliary
 from manyhands.parallel.gradients import autocast
 from manyhands.parallel.group.collectives import Subgroup, new_group, world_group
 from manyhands.parallel.network import ParallelNetwork
+from manyhands.parallel.plan import PlanLike, as_plan
 from manyhands.train.custom_update import (
     SESSION,
     CustomUpdate,
@@ -46,7 +47,7 @@ from manyhands.train.loop import updates
 from manyhands.train.metrics import Evaluation, make_metrics
 from manyhands.train.network import PICTURES, pixels_of
 from manyhands.train.objects import metric_words
-from manyhands.train.parts import CustomParts, PlanLike, as_plan
+from manyhands.train.parts import CustomParts
 from manyhands.train.recording import record_time
 from manyhands.train.saving import finish_save, save
 from manyhands.train.schedule import scheduler_state

@@ -13,9 +13,8 @@ from typing import Any
 from manyhands.checkpoint.options import CheckpointOptions
 from manyhands.cluster.agents.claim import set_aside
 from manyhands.cluster.agents.orders import Orders
-from manyhands.cluster.agents.worker_start import take_orders, wait_for_editor
+from manyhands.cluster.agents.worker_start import take_orders, wait_for_editor, worker_process_info
 from manyhands.cluster.failures import Failed
-from manyhands.cluster.hosts.this_process import worker_process_info
 from manyhands.config.job import Job
 from manyhands.core import terminal
 from manyhands.core.errors import EXIT_FAILED
@@ -42,7 +41,7 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
     argument = {**take_orders(orders, scratch, agent), "generation": orders.generation}
     job = Job.model_validate(argument["job"])
     folder = RunFolder(Path(argument["folder"]))
-    process_info = worker_process_info(job.cluster, os.environ, orders.rendezvous.file)
+    process_info = worker_process_info(job.cluster, orders.rendezvous.file)
     # The user's objects are imported from the same folders as in the user's process.
     found = argument.get("paths", [])
     sys.path[:] = [*found, *(path for path in sys.path if path not in found)]

@@ -17,6 +17,7 @@ from manyhands.core.plan_record import PlanRecord, write_plan_record
 from manyhands.core.records import read_lines, write_json
 from manyhands.core.run_folder import RunFolder
 from manyhands.core.terminal import plain
+from manyhands.core.user_code import revision
 from manyhands.core.version import __version__
 from manyhands.sync.options import option_keys
 from manyhands.train.journal import Journal
@@ -153,8 +154,6 @@ def local_environment(world: Any) -> dict[str, Any]:
 
 def environment(world: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns rank 0's environment and the revision of the user's code; "ranks" has the differences of each rank."""
-    from manyhands.cluster.code_files import revision
-
     differing = [key for key in ranks[0] if any(own[key] != ranks[0][key] for own in ranks)]
     return {
         "v": 1,

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import platformdirs
 from filelock import Timeout
@@ -42,8 +42,6 @@ from manyhands.cluster.agents.protocol import (
     TunnelEnded,
     WorkersEnded,
 )
-from manyhands.cluster.agents.tunnel import Tunnels
-from manyhands.cluster.code_files import write_code
 from manyhands.cluster.doctor.findings import FactsWanted
 from manyhands.cluster.doctor.probe import Probe
 from manyhands.cluster.folders import use_run_folder, writing_into
@@ -69,6 +67,9 @@ from manyhands.core.timeouts import CLAIM_S, MAKE_WAY_S
 from manyhands.parallel.group.ports import listen
 from manyhands.parallel.group.tunnel_ends import reach
 
+if TYPE_CHECKING:
+    from manyhands.cluster.agents.tunnel import Tunnels
+
 # Looks for new records so often.
 MIRROR_S = 0.4
 # Of a log, so much in one answer.
@@ -86,8 +87,9 @@ class Agent(Probe):
         self._claimed: set[Path] = set()
         self._keepers: dict[str, Receiver] = {}
         self._mirror_at, self._started, self._alone = 0.0, False, False
-        self._tunnels, self._tunnel_reported, self._reachable = Tunnels(), False, False
-        until_gone.callback(self._tunnels.close)
+        self._tunnels: Tunnels | None = None  # of the last start
+        self._tunnel_reported, self._reachable = False, False
+        until_gone.callback(lambda: self._tunnels and self._tunnels.close())
 
     def tick(self) -> list[Message]:
         """Sends new records and returns the launcher's commands; called often while workers run."""
@@ -109,7 +111,7 @@ class Agent(Probe):
         return commands
 
     def _report_tunnels(self) -> None:
-        if not self._tunnel_reported and (what := self._tunnels.ended()):
+        if self._tunnels and not self._tunnel_reported and (what := self._tunnels.ended()):
             self._tunnel_reported = True
             self.wire.send(TunnelEnded(what))
 
@@ -142,6 +144,8 @@ class Agent(Probe):
         """Writes the launcher's code (base64, by path) into a folder named after its content, and works there."""
         digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
         folder = platformdirs.user_cache_path("manyhands") / "code" / digest
+        from manyhands.cluster.code_files import write_code
+
         write_code(folder, files)
         os.chdir(folder)
         return str(folder)
@@ -255,12 +259,15 @@ class Agent(Probe):
 
         The machine's processes listen on `address`, which is one of loopback.
         """
-        self._tunnel_reported = False
+        from manyhands.cluster.agents.tunnel import Tunnels
+
+        self._tunnel_reported, self._tunnels = False, self._tunnels or Tunnels()
         return self._tunnels.open(address)
 
     @remote
     def open_tunnels(self, commands: dict[str, list[str]], seconds: float) -> dict[str, str]:
         """Starts these ssh commands, by the machine that each leads to; returns the last words of those that failed."""
+        assert self._tunnels
         return self._tunnels.open_tunnels(commands, seconds)
 
     @remote
@@ -284,7 +291,7 @@ class Agent(Probe):
             elastic.preload(orders)
         if self._listener is None and orders.rendezvous.machine == 0 and not orders.rendezvous.file:
             self._listener = listen(orders.rendezvous.address, orders.rendezvous.port)
-        if self._tunnels.ends.address:
+        if self._tunnels and self._tunnels.ends.address:
             reach(self._tunnels.ends, orders.rendezvous.address, orders.rendezvous.port)
         listener, self._listener = self._listener, None
         self._started = True

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from manyhands.cluster.hosts.inventory import (
-    DEVICE_INDEX,
     Cluster,
     LauncherPlace,
     Machine,
@@ -272,15 +271,6 @@ def _decision(options: ClusterOptions, place: LauncherPlace, variables: Mapping[
     if others:
         origins["overridden"] = "; ".join(others)
     return LaunchDecision(process_info, origins=origins)
-
-
-def worker_process_info(options: ClusterOptions, variables: Mapping[str, str], file: str = "") -> ProcessInfo:
-    """Returns the rank of a process that our agent started. The agent serves the store, unless `file` is one."""
-    place = _by_variables({**variables, "MASTER_PORT": str(DEFAULT_PORT)} if file else variables)
-    device = number(variables, DEVICE_INDEX, -1)
-    served = place.agent_store and not file
-    place = replace(place, started_by="manyhands", init=file or "env://", agent_store=served)
-    return _process_info(options, replace(place, device_index=device if device >= 0 else None))
 
 
 def _reachable_url(options: ClusterOptions) -> str:
