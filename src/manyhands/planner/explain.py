@@ -63,8 +63,7 @@ def _milliseconds(seconds: float) -> str:
 def draw_plan(layers: Mapping[str, Sequence[str]], mesh: Mesh, file: Path) -> None:
     """Draws layers × devices as a PNG, from letters by layer: a colour for each letter, a stripe for each axis.
 
-    Raises:
-        UserError: a layer doesn't have one letter for each axis.
+    Raises UserError: a layer doesn't have one letter for each axis.
     """
     # Pillow instead of matplotlib, which took longer than the search.
     from PIL import Image, ImageColor, ImageDraw, ImageFont

@@ -6,7 +6,6 @@ is decided by an integer program: over the few choices that the relaxations mix,
 their prices, and in the end over all that may be part of a better assignment.
 """
 
-import contextlib
 import operator
 import time
 from collections.abc import Sequence
@@ -16,15 +15,12 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-from manyhands.core.errors import ManyhandsError, UserError
+from manyhands.core.errors import UserError
 
 DEFAULT_LIMIT_S = 60.0
 TOLERANCE = 1e-9
 _GIB = 1 << 30
 _INF = highspy.kHighsInf
-_HINTS = ("remove a pin", "or choose another mesh")
-_STOPPED = "no plan was found in time", "plan", ("search longer", "or raise the memory limit")
-_CONTRADICTION = "no plan is allowed: the ops' strategies contradict each other", "plan", ("remove a pin",)
 # HiGHS exceeds a row by its tolerance, so an assignment may exceed the memory limit by some bytes.
 _MOST_RETRIES = 30
 Pair = tuple[int, int]
@@ -86,13 +82,9 @@ class Solution:
 
 
 class NoPlanError(UserError):
-    """No assignment is allowed."""
+    """No plan fits into memory."""
 
-    least_memory_bytes: float | None = None  # what the smallest plan takes, if the limit of memory is the reason
-
-
-class SearchStoppedError(ManyhandsError):
-    """The time limit ended before a plan that fits was found."""
+    least_memory_bytes: float  # what the smallest plan takes
 
 
 def evaluate(problem: Problem, choices: Sequence[int]) -> Solution:
@@ -124,11 +116,7 @@ class SolverResult:
 class Program:
     """One column for each choice of a node, for each pair of choices of an edge, and for the exposed seconds.
 
-    The memory limit applies from the second relaxation.
-
-    Raises:
-        NoPlanError: a node or an edge has no choice that is allowed.
-        UserError: a cost is negative or not a number.
+    The memory limit applies from the second relaxation. Raises UserError: a cost is negative or not a number.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -148,9 +136,6 @@ class Program:
         self._count = len(nodes)  # of rows
         count = self.choices
         for pair, both in edges.items():
-            if not np.isfinite(both[0] + nodes[pair[0]][0][:, None] + nodes[pair[1]][0]).any():
-                names = " and ".join(problem.name(node) for node in pair)
-                raise NoPlanError(f"no strategy is allowed for {names}", "plan", _HINTS)
             count = self._add_edge(pair, both, count)
         seconds, memory = np.hstack([*self._costs, np.array([[0.0], [0.0]])])
         allowed = np.isfinite(seconds)
@@ -226,10 +211,7 @@ class Program:
         self._solver.setOptionValue("solve_relaxation", True)
         # Presolving takes longer than the simplex method, and would start it cold.
         self._solver.setOptionValue("presolve", "off")
-        answer = self._run(deadline - time.monotonic())
-        if answer.solution is None and answer.stopped:
-            raise SearchStoppedError(*_STOPPED)
-        return answer
+        return self._run(deadline - time.monotonic())
 
     def search(self, columns: NDArray[np.bool_], deadline: float, gap: float) -> SolverResult:
         """Solves the integer program over some of the columns, to a share `gap`, within the memory limit."""
@@ -265,12 +247,17 @@ class Program:
         return SolverResult(evaluate(self.problem, chosen), bound, stopped, shares, reduced)
 
     def solve(self, deadline: float, gap: float, cutoff_seconds: float) -> Solution | None:
-        """As the function `solve`; None if nothing fits. When called again, keeps its relaxations."""
+        """Returns the best assignment that fits, or one that is slower by at most the fraction `gap`.
+
+        After the deadline, returns the best so far; its bound limits the error. `cutoff_seconds` are those of a plan
+        for another mesh: as soon as nothing here can be faster, any assignment that fits is returned. Returns None if
+        none is allowed, none fits, or none was found in time. When called again, keeps its relaxations.
+        """
         if not self.relaxations:
             self.relaxations.append(self.relax(deadline))
         first = self.relaxations[0]
         if first.solution is None:
-            raise NoPlanError(*_CONTRADICTION)
+            return None
         found = _Best(self.limit_bytes, gap, cutoff_seconds, bound=first.bound)
         found.add(first.solution)
         if self.limit_bytes < _INF and len(self.relaxations) == 1 and not found.done():
@@ -297,8 +284,6 @@ class Program:
             exact = not (answer.stopped or gap)
             found.bound = max(found.bound, min(most, found.seconds if exact else answer.bound))
         if found.best is None:
-            if found.bound < _INF:
-                raise SearchStoppedError(*_STOPPED)
             return None
         proven = found.seconds - found.bound <= TOLERANCE * found.seconds
         return replace(found.best, bound_seconds=found.seconds if proven else min(found.bound, found.seconds))
@@ -331,14 +316,9 @@ def _nodes(problem: Problem) -> list[Matrix]:
     """Seconds, bytes, and the gradients' seconds minus those that hide them, of each node's choices."""
     nodes: list[Matrix] = []
     for number, node in enumerate(problem.nodes):
-        name = problem.name(number)
-        if not node:
-            raise NoPlanError(f"{name} has no strategy", "plan", _HINTS)
         columns = [(one.seconds, one.memory_bytes, one.gradient_seconds, one.hideable_seconds) for one in node]
         seconds, memory, gradient, hideable = numbers = np.array(columns, dtype=float).T
-        _check(name, seconds, numbers[1:])
-        if not np.isfinite(seconds).any():
-            raise NoPlanError(f"no strategy is allowed for {name}", "plan", _HINTS)
+        _check(problem.name(number), seconds, numbers[1:])
         nodes.append(np.stack([seconds, memory, gradient - problem.overlap * hideable]))
     return nodes
 
@@ -362,39 +342,15 @@ def _check(name: str, seconds: Matrix, others: Matrix) -> None:
         raise UserError(f"a cost of {name} is negative or not a number", "plan", ("measure again",))
 
 
-def solve(
-    problem: Problem, limit_s: float = DEFAULT_LIMIT_S, gap: float = 0.0, cutoff_seconds: float = _INF
-) -> Solution:
-    """Returns the best allowed assignment that fits into memory, or one that is slower by at most the fraction `gap`.
-
-    After `limit_s`, returns the best so far; its bound limits the error. `cutoff_seconds` are those of a plan for
-    another mesh: as soon as nothing here can be faster, any assignment that fits is returned.
-
-    Raises:
-        NoPlanError: no assignment is allowed, or none fits; it names the least memory possible.
-        SearchStoppedError: the time was used up before anything was found.
-        UserError: a cost is negative or not a number.
-    """
-    if not problem.nodes:
-        return evaluate(problem, ())
-    deadline = time.monotonic() + limit_s
-    solution = Program(problem).solve(deadline, gap, cutoff_seconds)
-    if solution is None:
-        raise too_large(problem.memory_limit_bytes or 0.0, _least_memory_bytes(problem, deadline))
-    return solution
-
-
 def _least_memory_bytes(problem: Problem, deadline: float) -> float:
-    """Solves the problem with bytes in place of seconds."""
+    """Solves the problem with bytes in place of seconds; infinite if no assignment is allowed."""
     nodes = [[OpCost(one.memory_bytes if one.seconds < _INF else _INF) for one in node] for node in problem.nodes]
     edges = [
         Edge(one.a, one.b, np.where(one.seconds < _INF, 0.0 if one.memory_bytes is None else one.memory_bytes, _INF))
         for one in problem.edges
     ]
     smallest = Program(Problem(nodes, edges, names=problem.names)).solve(deadline, 0.0, _INF)
-    if smallest is None:
-        raise NoPlanError(*_CONTRADICTION)
-    return evaluate(problem, smallest.choices).memory_bytes
+    return smallest.seconds if smallest else _INF
 
 
 def too_large(limit_bytes: float, least_bytes: float) -> NoPlanError:
@@ -410,31 +366,24 @@ def too_large(limit_bytes: float, least_bytes: float) -> NoPlanError:
 def solve_all(
     problems: Sequence[Problem], limit_s: float = DEFAULT_LIMIT_S, gap: float = 0.0
 ) -> tuple[list[Solution | None], float]:
-    """Solves the problems of a network on several meshes; finds the fastest of all, as `solve` does.
+    """Solves the problems of a network on several meshes within `limit_s` as `Program.solve`; finds the fastest of all.
 
-    The others are only shown to be slower, so their assignments fit but may not be the best. `limit_s` is the time for
-    all meshes together.
-
-    Returns:
-        The solutions, None for a mesh without one; and the smallest bytes possible on any mesh if there is none at all.
+    The others are only shown to be slower, so their assignments fit but may not be the best. Returns the solutions,
+    None for a mesh without one; and the smallest bytes possible on any mesh if there is none at all.
     """
+    allowed = {number: problem for number, problem in enumerate(problems) if all(problem.nodes)}
     deadline = time.monotonic() + limit_s
     programs, solved = dict[int, Program](), dict[int, Solution]()
-    for number, problem in enumerate(problems):
+    for number, problem in allowed.items():
         left_s = max(1.0, (deadline - time.monotonic()) / 2)
-        with contextlib.suppress(NoPlanError, SearchStoppedError):
-            program = programs[number] = Program(problem)
-            if solution := program.solve(time.monotonic() + left_s, gap, -_INF):
-                solved[number] = solution
+        program = programs[number] = Program(problem)
+        if solution := program.solve(time.monotonic() + left_s, gap, -_INF):
+            solved[number] = solution
     for number in sorted(solved, key=lambda number: (solved[number].bound_seconds, number)):
         best_seconds, first = min(solution.seconds for solution in solved.values()), solved[number]
         if first.bound_seconds < min(best_seconds, first.seconds) * (1 - max(gap, 1e-9)):
             left_s = max(1.0, deadline - time.monotonic())
-            with contextlib.suppress(SearchStoppedError):
-                again = programs[number].solve(time.monotonic() + left_s, gap, best_seconds)
-                solved[number] = min(again or first, first, key=lambda solution: solution.seconds)
-    least_bytes = _INF
-    for problem in problems if not solved else ():
-        with contextlib.suppress(NoPlanError, SearchStoppedError):
-            least_bytes = min(least_bytes, _least_memory_bytes(problem, deadline))
-    return [solved.get(number) for number in range(len(problems))], least_bytes
+            again = programs[number].solve(time.monotonic() + left_s, gap, best_seconds)
+            solved[number] = min(again or first, first, key=lambda solution: solution.seconds)
+    smallest = [_least_memory_bytes(problem, deadline) for problem in allowed.values()] if not solved else []
+    return [solved.get(number) for number in range(len(problems))], min(smallest, default=_INF)

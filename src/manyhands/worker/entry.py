@@ -60,11 +60,7 @@ def work(orders: Orders, scratch: str, agent: int) -> dict[str, Any]:
 def train_here(
     job: Job, process_info: ProcessInfo, folder: RunFolder, argument: dict[str, Any], say: Say
 ) -> dict[str, Any]:
-    """Joins the group, builds the parts, trains, and leaves.
-
-    Raises:
-        Failed: something went wrong; its record is in the run folder.
-    """
+    """Joins the group, builds the trainer, trains, and leaves. Raises Failed: something went wrong; it is recorded."""
     from manyhands.train.stopping import ended_where_deaf
 
     mine = GroupMember(process_info, folder, "build")

@@ -9,7 +9,7 @@ from typing import Any
 from manyhands.config.job import Job
 from manyhands.core.errors import UserError
 from manyhands.planner.find import Pricing
-from manyhands.planner.timing import Timing
+from manyhands.planner.timing import OpTimes, Timing
 from manyhands.sync.choose import EXACT
 from manyhands.sync.link_speeds import LinkSpeed
 from manyhands.worker.plan_advice import sync_seconds, sync_taken, sync_words
@@ -116,7 +116,7 @@ def _beyond(points: Sequence[tuple[int, Timing]], samples: int) -> Timing:
 
 
 def _rows(case: JobCase, shares: dict[int, Timing | None], link: LinkSpeed) -> list[dict[str, Any]]:
-    times, links, rows = case.op_times(), make_links(link, link), list[dict[str, Any]]()
+    times, links, rows = OpTimes(case.here, 0.0, rates=case.rates), make_links(link, link), list[dict[str, Any]]()
     batch, samples = case.network["batch"], case.network["samples"]
     for count, share in shares.items():
         wanted = PlanRequest(count).as_search(case.job, batch, case.device)

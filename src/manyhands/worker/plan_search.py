@@ -181,9 +181,6 @@ class JobCase:
     def _model(self) -> nn.Module:
         return make_network(self.job, self.network, self.here)
 
-    def op_times(self, budget_s: float = 0.0) -> OpTimes:
-        return OpTimes(self.here, budget_s if self.measured else 0.0, rates=self.rates)
-
     def share(self, processes: int, budget_s: float = _SHARE_S) -> Timing | None:
         """Returns the time of one process's share of an update, divided among `processes`."""
         if not self.measured:
@@ -204,11 +201,9 @@ class JobCase:
 
     def worked(self, link: LinkSpeed) -> LinkSpeed:
         """Adds the time in which messages occupy the cores of a process."""
-        return link if self.device != "cpu" or not self.measured else link.with_work_of(self._sums)
-
-    @functools.cached_property
-    def _sums(self) -> LinkSpeed:
-        return work_of_sums(cores() / (1 if self.between else self.job.cluster.processes))
+        if self.device != "cpu" or not self.measured:
+            return link
+        return link.with_work_of(work_of_sums(cores() / (1 if self.between else self.job.cluster.processes)))
 
     @functools.cached_property
     def _pass_s(self) -> float:
@@ -241,11 +236,7 @@ class JobCase:
 
 
 def case_to_plan(job: Job, request: PlanRequest) -> JobCase:
-    """Reads a job's data and the speed of its links.
-
-    Raises:
-        UserError: the data is missing or doesn't fit, or a link speed or device model is invalid.
-    """
+    """Reads a job's data and the speed of its links. Raises UserError: one of them is missing or invalid."""
     check_method(job.sync.method)
     modelled = device_model(request.device_model) if request.device_model else None
     device = modelled.name if modelled else device_kind(job.cluster.device, request.world_size)
@@ -361,8 +352,7 @@ def search_plan(
 ) -> tuple[Planned, tuple[Path, Path]]:
     """Searches for the plan of a job, times the best ones here if requested and possible, and writes plan and picture.
 
-    Raises:
-        ManyhandsError: a request can't be satisfied, timing failed, or a file would be overwritten.
+    Raises ManyhandsError: a request can't be satisfied, timing failed, or a file would be overwritten.
     """
     request = PlanRequest(**{**requested, "pins": parse_pins(requested["pins"])})
     case = case_to_plan(job, request)
@@ -381,7 +371,7 @@ def search_plan(
         link = replace(WITHIN_A_MACHINE, bytes_per_s=case.modelled.within) if case.modelled else WITHIN_A_MACHINE
     link = case.worked(link)
     links = make_links(link, link if apart else None)
-    times = case.op_times(TIMES_BUDGET_S)
+    times = OpTimes(case.here, TIMES_BUDGET_S if case.measured else 0.0, rates=case.rates)
     found = find(graph, wanted, times, links, case.share(request.world_size))
     notes = (*case.said, *times.notes, *times.doubts(), *found.notes, *graph.notes)
     fewer = case.fewer(found)
@@ -427,13 +417,9 @@ def _check_free(path: Path, *, force: bool) -> Path:
 def decide(job: Job, world: World, folder: RunFolder, objects: Objects) -> tuple[Plan | None, dict[str, Any]]:
     """Selects the plan of the processes, the same on all of them; a collective.
 
-    A run that resumes on the same number of processes with the same requests keeps its plan.
-
-    Returns:
-        The plan, None for data parallel; and fields of plan.json: the reason, and each candidate's times.
-
-    Raises:
-        UserError: a request can't be satisfied; raised on all processes.
+    A run that resumes on the same number of processes with the same requests keeps its plan. Returns the plan, None for
+    data parallel; and fields of plan.json: the reason, and each candidate's times. Raises UserError on all processes: a
+    request can't be satisfied.
     """
     options = job.parallel
     key = [list(options.pin), options.mesh, options.memory, options.link, options.plan, options.full_batch]

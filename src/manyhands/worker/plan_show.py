@@ -63,8 +63,7 @@ class Shown:
 def show_plan(path: Path, flags: Mapping[str, Any]) -> Shown:
     """Reads a plan and its network; `flags`, job values by dotted key, may name other data or another network.
 
-    Raises:
-        UserError: the file is not a plan, or the plan doesn't fit the network.
+    Raises UserError: the file is not a plan, or the plan doesn't fit the network.
     """
     plan = read_plan(path)
     job, network = _remade(plan, flags, str(path))

@@ -47,10 +47,19 @@ def write_metadata(trainer: Any, about: Mapping[str, Any] = MappingProxyType({})
             refuse_idle(folder, changes, step, trainer.due.total_steps)
     plan = plan_of(trainer)
     known, became = len(plan.exceptions), resolved(trainer, plan)
-    job, own = job_text(trainer.job, became), environment(trainer.world, ranks)
+    job, own = job_text(trainer.job, became), ranks[0]
+    differing = [key for key in own if any(one[key] != own[key] for one in ranks)]
+    environment = {
+        "v": 1,
+        **own,
+        "processes": trainer.world.size,
+        "backend": trainer.world.backend,
+        "git_revision": revision(Path.cwd()),
+        "ranks": [{"rank": rank, **{key: one[key] for key in differing}} for rank, one in enumerate(ranks)],
+    }
 
     def write_files() -> None:
-        write_json(folder.environment, own)
+        write_json(folder.environment, environment)
         write_json(folder.network, trainer.trained)
         options = became | about.get("resolved", {})
         write_plan_record(folder.plan, plan.model_copy(update={**about, "resolved": options}))
@@ -149,19 +158,6 @@ def local_environment(world: Any) -> dict[str, Any]:
         "device_name": device_name(world.device),
         "threads": torch.get_num_threads(),
         "pid": os.getpid(),
-    }
-
-
-def environment(world: Any, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns rank 0's environment and the revision of the user's code; "ranks" has the differences of each rank."""
-    differing = [key for key in ranks[0] if any(own[key] != ranks[0][key] for own in ranks)]
-    return {
-        "v": 1,
-        **ranks[0],
-        "processes": world.size,
-        "backend": world.backend,
-        "git_revision": revision(Path.cwd()),
-        "ranks": [{"rank": rank, **{key: own[key] for key in differing}} for rank, own in enumerate(ranks)],
     }
 
 
