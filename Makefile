@@ -77,11 +77,11 @@ SOAKED ?= build/soak
 
 soak: $(READY)
 	mkdir -p $(SOAKED)
-	$(BIN)/python -m bench.soak_saves kills --count $(SAVES) --json $(SOAKED)/saves.json
-	$(BIN)/python -m bench.soak_saves alterations --count $(ALTERATIONS) --json $(SOAKED)/alterations.json
-	$(BIN)/python -m bench.soak faults --minutes $(MINUTES) --json $(SOAKED)/faults.json
-	$(BIN)/python -m bench.soak kills --count $(KILLS) --json $(SOAKED)/kills.json
-	$(BIN)/python -m bench.soak launches --count $(LAUNCHES) --json $(SOAKED)/launches.json
+	$(BIN)/python -m tests.faults.soak_saves kills --count $(SAVES) --json $(SOAKED)/saves.json
+	$(BIN)/python -m tests.faults.soak_saves alterations --count $(ALTERATIONS) --json $(SOAKED)/alterations.json
+	$(BIN)/python -m tests.faults.soak faults --minutes $(MINUTES) --json $(SOAKED)/faults.json
+	$(BIN)/python -m tests.faults.soak kills --count $(KILLS) --json $(SOAKED)/kills.json
+	$(BIN)/python -m tests.faults.soak launches --count $(LAUNCHES) --json $(SOAKED)/launches.json
 
 # For a machine with an accelerator, which may have no network: its torch stays as it is, and no environment is made.
 DEVICE ?= auto

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(("what", "count"), [("kills", 50), ("alterations", 200)])
 def test_what_is_torn_or_altered_is_never_loaded(what, count):
     seed = str(random.randrange(10**6))
-    command = [sys.executable, "-m", "bench.soak_saves", what, "--count", str(count), "--seed", seed]
+    command = [sys.executable, "-m", "tests.faults.soak_saves", what, "--count", str(count), "--seed", seed]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["holds"]

@@ -1,7 +1,8 @@
 """Faults one after the other, in short; `make soak` goes on for as long as is wanted."""
 
 import pytest
-from bench.soak import faults, job, kills, launches, place
+
+from tests.faults.soak import faults, job, kills, launches, place
 
 pytestmark = [pytest.mark.timeout(580), pytest.mark.slow]
 

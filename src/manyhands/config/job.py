@@ -206,8 +206,8 @@ class ClusterOptions(Options):
     )
     interface: str = option(
         "",
-        "network interface for connections between machines; empty: detected; ssh: connect through ssh tunnels, "
-        "between machines that can log in to each other",
+        "network interface for connections between machines; empty: detected; ssh: connect through ssh tunnels "
+        "(the machines must be able to log in to each other, unless relay is set)",
     )
     relay: bool = option(
         False, "with ssh tunnels, connect machines through the launching machine if they can't log in to each other"

@@ -65,14 +65,14 @@ class Mesh:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def place(self, axes: Iterable[int], rank: int) -> int:
-        """Returns the index of a rank in its group along the axes at the (ascending) indices `axes`."""
+        """Returns the position of a rank in `peers(axes, rank)`; `axes` are ascending indices of axes."""
         place, coordinates = 0, self.coordinates(rank)
         for axis in axes:
             place = place * self.sizes[axis] + coordinates[axis]
         return place
 
     def peers(self, axes: Iterable[int], rank: int) -> list[int]:
-        """Returns, in ascending order, the ranks in the group of `rank` along the axes at the indices `axes`."""
+        """Returns `rank` and the ranks that differ from it only in the given axes (indices), in ascending order."""
         free, here = set(axes), self.coordinates(rank)
         choices = [range(size) if axis in free else (here[axis],) for axis, size in enumerate(self.sizes)]
         return [self.rank(place) for place in itertools.product(*choices)]

@@ -35,8 +35,8 @@ class DataOptions(Options):
     )
     validation: float = option(
         0.1,
-        "fraction of the training samples to hold out for evaluation if the data has no evaluation set, such as a "
-        "folder without val/ and test/",
+        "fraction of the training samples to hold out for evaluation if the data has no evaluation set (for example, "
+        "a folder with neither val/ nor test/)",
         gt=0.0,
         lt=1.0,
     )

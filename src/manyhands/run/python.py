@@ -158,7 +158,8 @@ def fit(  # noqa: PLR0913 - all but three are named
     Args:
         model: a torch.nn.Module, or the name of a network such as "resnet18"; None: the network of the job.
         train_set: a torch Dataset of (x, y), or a name or folder such as "cifar10"; None: the data of the job.
-        test_set: a Dataset to evaluate on and select the best epoch; None: that of the data, or a tenth of train_set.
+        test_set: a Dataset to evaluate on, and to select the best epoch by; None: the evaluation set of the data, or a
+            tenth of train_set.
         job: a Job or the path of a job.toml. Other arguments override the values of the job.
         held_out_set: a Dataset for the final test, evaluated once at the end, with the best and with the last weights.
         processes: number of processes to start on this machine; None: the number in the job. If neither is set, this

@@ -132,8 +132,9 @@ class Session(Subgroup):
             optimizer: an optimizer of the model's parameters.
             train_set: a torch Dataset of (x, y).
             batch: the global batch size: samples per update over all processes.
-            plan: how to shard the model: from `find_plan`, a plan.json, or {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"},
-                which shards the samples of op fc over the axis dp, and its output features over tp.
+            plan: how to shard the model: the result of `find_plan`, the path of a plan.json, or a dict. For example,
+                {"mesh": "dp=2,tp=2", "fc": "n@dp o@tp"} shards the samples of op fc over the axis dp and its output
+                features over tp.
             scheduler: a scheduler of this optimizer. Checkpoints include its state.
 
         Returns:
@@ -176,7 +177,7 @@ class Session(Subgroup):
         """Yields the numbers of the remaining epochs, from 0 for a new run. Saves a checkpoint after each epoch.
 
         Raises:
-            UserError: all epochs are complete, but the network or the data changed.
+            UserError: the run is complete, and the network or the data have changed since.
         """
         trainer = self._ready()
         trainer.due.total_steps = self._last_step = count * trainer.feed.order.steps_per_epoch
@@ -265,7 +266,7 @@ class Session(Subgroup):
     def evaluate(
         self, model: nn.Module, test_set: Any, classes: int | None = None, metrics: Mapping[str, Any] | None = None
     ) -> Evaluation:
-        """Evaluates a model on all processes, each sample once. Records the results of the model from `prepare`."""
+        """Evaluates a model on all processes, each sample once; records it if it is the model of `prepare`."""
         own = self._trainer
         trainer = own if own and model in (own.network.call, own.network.model) else None
         network = trainer.network if trainer else ParallelNetwork(model)

@@ -271,7 +271,8 @@ def find_plan(  # noqa: PLR0913 - each is one wish
         job: a Job or the path of a job.toml; supplies the optimizer and the defaults of the arguments below.
         world_size: the number of processes; 0: the number in the job, or 8.
         memory: the memory limit of each process, such as "14GiB"; empty: no limit.
-        pin: fixed strategies, by op or glob: {"fc": "n@dp o@tp"} (n: samples, o: output features).
+        pin: how to shard some ops, by name or glob: {"fc": "n@dp o@tp"} shards the samples (n) of op fc over dp and
+            its output features (o) over tp.
         mesh: search only this mesh, such as "dp=2,tp=4"; None: all meshes.
         link: the bandwidth between processes, such as "1gbit"; empty: all processes are on one machine.
         batch: the global batch size; 0: the size of `sample`, or 32 per process if `sample` is one picture.

@@ -119,7 +119,7 @@ def unpack_once(archive: Path) -> Path:
     try:
         state = archive.stat()
     except OSError as error:
-        raise UserError(f"{archive.name} can't be read: {error.strerror}", str(archive), ("copy the file",)) from error
+        raise UserError(f"{archive.name} can't be read: {error.strerror}", str(archive), ("copy it again",)) from error
     key = hashlib.sha256(f"{archive.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:32]
     target = cache_folder() / "unpacked" / key
     with one_at_a_time(target):

@@ -59,8 +59,8 @@ class GradientCheck:
     """The result of `verify_gradients`, the same on every process.
 
     Attributes:
-        findings: the errors, those of the output first.
-        worst: the largest error of a gradient, relative to that gradient's largest value.
+        findings: the mismatches, those of the output first.
+        worst: the largest deviation of a gradient, relative to the largest value of that gradient.
         compared: the number of parameters compared.
     """
 
@@ -106,19 +106,19 @@ def verify_gradients(  # noqa: PLR0913 - few are ever given
     without dropout; BatchNorm treats the samples of each process as one group. The network itself is not changed.
 
     Args:
-        net: a function that takes a mesh and returns the network, such as its class; or the network. A copy of it also
-            runs on a mesh of one process, so `forward` must read the axis sizes at each call, not store them.
+        net: the network, or a function of a mesh that returns it (such as the class of the network). A copy also runs
+            on a mesh of one process, so `forward` must read the axis sizes at each call, not store them.
         sample: a batch [n, …]. The batch of rank 0 is used, truncated so that processes get equal shares.
         labels: the labels of the samples, for `loss` or the default, cross-entropy.
         mesh: the mesh; required if `net` is a function, or a network that holds no Axis.
         loss: a function of (output, labels) that returns the mean loss or one loss per sample. Without labels
-            and loss, a fixed weighted sum of all outputs is used, so an error in the output changes no gradient.
+            and loss, a fixed weighted sum of all outputs is used, whose gradient does not depend on their values.
         samples: names of the axes that shard the batch; None: all axes that shard no parameter.
         tolerance: the largest error allowed, relative to the largest value of the compared tensor.
         check: raise an error if there are findings.
 
     Raises:
-        UserError: there is no mesh, there are too few samples, or no copy of the network runs on one process.
+        UserError: there is no mesh, there are too few samples, or a copy of the network can't run on one process.
         RunError: there are findings, and `check` is set.
     """
     grid = mesh or _mesh_of(net)

@@ -12,8 +12,7 @@ A network is constructed with a mesh, shards its parameters along an axis, and c
             part = self.tp.enter(x) @ self.weight
             return self.tp.all_reduce(part.sum(-1))
 
-Values and gradients have separate placements (placement.py). The backward of each collective is its adjoint, another
-collective.
+Values and gradients have separate placements (placement.py). The backward of each collective is another collective.
 """
 
 import itertools
@@ -217,7 +216,7 @@ class Axis:
     def enter(self, x: Tensor) -> Tensor:
         """Marks x as the input of a sharded computation: identity in forward, all-reduce in backward.
 
-        Each process computes one term of x's gradient; the all-reduce sums the terms. The adjoint of `all_reduce`.
+        Each process computes one term of x's gradient; the all-reduce sums the terms.
         """
         return self._turn(x, ("R", "R"), ("R", "P"), x.shape)
 
@@ -225,7 +224,7 @@ class Axis:
         """Sums y over the axis: all-reduce in forward, identity in backward.
 
         All processes have the gradient of the sum, which is also the gradient of each term. An all-reduce in backward
-        would multiply it by `size`. The adjoint of `enter`.
+        would multiply it by `size`.
         """
         return self._turn(y, ("P", "R"), ("R", "R"), y.shape)
 
@@ -233,7 +232,7 @@ class Axis:
         """Concatenates the shards of all processes: all-gather in forward, slice in backward.
 
         All processes along the axis must apply the same computation to the result. If that computation is sharded, use
-        `tp.enter(tp.gather(x, dim))`. The adjoint of `scatter`.
+        `tp.enter(tp.gather(x, dim))`.
 
         Args:
             x: this process's shard, as `scatter` returns it: lengths differ by at most one.
@@ -248,7 +247,7 @@ class Axis:
     def scatter(self, x: Tensor, dim: int) -> Tensor:
         """Returns this process's shard of x: slice in forward, all-gather in backward.
 
-        All processes must pass the same x. The adjoint of `gather`.
+        All processes must pass the same x.
         """
         dim = self._dim(x, dim, "scatter")
         return self._turn(x, ("R", dim), ("R", dim), x.shape)
@@ -256,7 +255,7 @@ class Axis:
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """Sums x over the axis and returns this process's shard: reduce-scatter in forward, all-gather in backward.
 
-        Equal to `all_reduce` followed by `scatter`, with half the traffic. The adjoint of `enter(gather(x))`.
+        Equal to `all_reduce` followed by `scatter`, with half the traffic.
         """
         dim = self._dim(x, dim, "reduce_scatter")
         return self._turn(x, ("P", dim), ("R", dim), x.shape)

@@ -26,10 +26,11 @@ _of_users: dict[type[nn.Module], Describe] = {}
 def register_rule(kind: type[nn.Module]) -> Callable[[Describe], Describe]:
     """Registers a function that declares how modules of a class can be sharded.
 
-    The function receives the op and the ops that compute its inputs. It sets `op.feature`, the dimension of the output
-    that holds the channels or features, and `op.letters`, a dict from the letters of plans (n, o, i, c, h, v, r) to a
-    `Loop` each: the sharded dimension of each input, of the output and of each parameter, and its length.
-    `whole_or_batch` returns the Loops of "r" (replicated) and, unless the op mixes samples, "n" (samples sharded):
+    The function receives the op and the ops that compute its inputs, and sets two attributes. `op.feature` is the
+    dimension of the output that holds the channels or features. `op.letters` is a dict with a `Loop` for each letter
+    (n, o, i, c, h, v or r) that a plan may use for this op. A Loop states which dimension of each input, of the output
+    and of each parameter is sharded, and the length of that dimension. `whole_or_batch` returns the Loops of "r"
+    (replicated) and, unless the op mixes samples, "n" (samples sharded):
 
         @manyhands.register_rule(Scale)  # multiplies each channel (dimension 1) by its parameter `weight` [C]
         def scale(op, inputs):

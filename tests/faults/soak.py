@@ -1,9 +1,9 @@
 """Faults for a long time on three hosts of this machine (namespaces; needs root), and what is left of them.
 
-    python -m bench.soak kills --count 50 --epochs 400    random kills in one run: its weights, and its useful share
-    python -m bench.soak kills --count 50 --epochs 16 --every 60 --rate 50mbit    the same at one a minute
-    python -m bench.soak faults --minutes 30              a fault a minute: memory, descriptors, ports, files
-    python -m bench.soak launches --count 100             launches that are ended at random moments: what is left
+    python -m tests.faults.soak kills --count 50 --epochs 400    random kills in one run: weights, useful share
+    python -m tests.faults.soak kills --count 50 --epochs 16 --every 60 --rate 50mbit    the same at one a minute
+    python -m tests.faults.soak faults --minutes 30              a fault a minute: memory, descriptors, ports, files
+    python -m tests.faults.soak launches --count 100             launches that are ended at random moments: what is left
 
 The last line is JSON; --json FILE keeps it. Ends with 1 where a promise doesn't hold.
 """
@@ -22,12 +22,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from tests.e2e.command import events, final_weights, running, start, wait_until
-from tests.network.lab import Lab
-from tests.network.test_launch import EXACT, QUICK, begun, gone, hosts
 
 from manyhands.core.errors import EXIT_INTERRUPTED, EXIT_SAVED
 from manyhands.core.records import read_lines
+from tests.e2e.command import events, final_weights, running, start, wait_until
+from tests.network.lab import Lab
+from tests.network.test_launch import EXACT, QUICK, begun, gone, hosts
 
 # By rounding in double precision, without momentum.
 ROUNDING = 1e-6

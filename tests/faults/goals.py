@@ -1,10 +1,10 @@
 """What a fault costs, beside torchrun with a plain script: seconds to the next update, updates lost, what is left.
 
-    python -m bench.goals --rounds 3 --json FILE       all faults, both ways in turn; FILE gets a line each
-    python -m bench.goals --table FILE                 the table of what stands there
+    python -m tests.faults.goals --rounds 3 --json FILE       all faults, both ways in turn; FILE gets a line each
+    python -m tests.faults.goals --table FILE                 the table of what stands there
 
 Three hosts in namespaces on this machine (needs root), one process each, 0.2 s an update. torchrun as its manual says
-for machines that may go (`--nnodes 1:3 --max-restarts`), with the script of bench/goals_script.py, which saves every 20
+for machines that may go (`--nnodes 1:3 --max-restarts`), with the script goals_script.py, which saves every 20
 updates and goes on from there. It is typed again on a machine that comes the moment that the machine is there.
 """
 
@@ -22,13 +22,13 @@ from itertools import product
 from pathlib import Path
 
 import psutil
+
+from manyhands.core.records import read_lines
 from tests.e2e.command import QUICK, end, events, start, wait_until
+from tests.faults import goals_script
+from tests.faults.soak import last_step, workers
 from tests.network.lab import Lab
 from tests.network.test_launch import hosts, is_agent
-
-from bench import goals_script
-from bench.soak import last_step, workers
-from manyhands.core.records import read_lines
 
 # Who has not gone on by then never does, for this table.
 NEVER_S = 120

@@ -1,7 +1,7 @@
 """Kills while checkpoints are written, and checkpoints that are altered: is ever one loaded that isn't what was saved?
 
-    python -m bench.soak_saves kills --count 200            SIGKILL at random moments of saving
-    python -m bench.soak_saves alterations --count 1000     so many changed bytes, and so many files that are cut short
+    python -m tests.faults.soak_saves kills --count 200            SIGKILL at random moments of saving
+    python -m tests.faults.soak_saves alterations --count 1000     changed bytes, and files that are cut short
 
 Whole checkpoints and those in pieces in turn. Needs no root. The last line is JSON; --json FILE keeps it. Ends with 1
 where a promise doesn't hold.
@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from tests.checkpoint.cuts import save_one_by_one
 
 from manyhands.checkpoint import files
 from manyhands.checkpoint.describe import NetworkLayout
@@ -35,6 +34,7 @@ from manyhands.core.mesh import Mesh, TensorLayout
 from manyhands.parallel.network import ParallelNetwork
 from manyhands.train.saver import SaveOutcome, Saver
 from manyhands.train.state import Progress, capture
+from tests.checkpoint.cuts import save_one_by_one
 
 ROWS, COLUMNS = 200, 300
 CUT = NetworkLayout(Mesh((("a", 2),)), {"weight": TensorLayout((ROWS, COLUMNS), (ROWS, COLUMNS), ((0, (0,)),))})
