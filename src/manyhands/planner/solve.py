@@ -258,7 +258,7 @@ class Program:
         first = self.relaxations[0]
         if first.solution is None:
             return None
-        found = _Best(self.limit_bytes, gap, cutoff_seconds, bound=first.bound)
+        found = _Incumbent(self.limit_bytes, gap, cutoff_seconds, bound=first.bound)
         found.add(first.solution)
         if self.limit_bytes < _INF and len(self.relaxations) == 1 and not found.done():
             self._solver.changeRowBounds(self._count - 1, -_INF, self.limit_bytes / self._size)
@@ -290,7 +290,7 @@ class Program:
 
 
 @dataclass
-class _Best:
+class _Incumbent:
     """The best assignment that fits so far, and when a search may end."""
 
     limit_bytes: float
