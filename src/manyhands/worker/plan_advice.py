@@ -1,8 +1,7 @@
 """Recommends a plan: the sharding, the number of processes and the sync method."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from manyhands.planner.choose import DATA_PARALLEL
 from manyhands.planner.find import PlanCandidate, SearchResult, enough, name_of
@@ -42,13 +41,12 @@ def as_plain(choice: SyncChoice, case: LinkCase, asked: str) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Advice:
+class Advice(NamedTuple):
     """A recommended plan."""
 
     name: str  # the row of the table
     reason: str  # one or two sentences
-    processes: int  # how many
+    processes: int
 
 
 def advised(found: SearchResult, sync: dict[str, Any], fewer: Sequence[PlanCandidate], *, apart: bool) -> Advice:
